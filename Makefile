@@ -17,7 +17,7 @@ ENGINES := tests/unit/tools/test_ray.py tests/unit/tools/test_slurm.py tests/uni
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-engines test-processors fuzz gpu-check clean
+.PHONY: demo test test-all test-engines test-processors fuzz parity-fuzz gpu-check clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
@@ -40,6 +40,12 @@ test-processors: .venv/ready
 # Changed inputs of every kind; ends with a summary, and with the command for each finding.
 fuzz: .venv/ready
 	$(BIN)/python tests/support/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED)
+
+# Random models under random layouts against one rank, for SECONDS or, if it is given, COUNT of them; a
+# failure is made small and printed as a config.
+parity-fuzz: .venv/ready
+	$(BIN)/python tests/support/parity/parity_fuzz.py --seed $(SEED) \
+		$(if $(COUNT),--count $(COUNT),--seconds $(SECONDS))
 
 # Tests and measures kernels and whole steps on the GPU that is here, with the Python that has its torch;
 # ARGS=--skip-training and ARGS=--only-training each have the whole of its time.

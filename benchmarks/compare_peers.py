@@ -42,8 +42,8 @@ class Comparison:
 
     def make_command(self, arguments: argparse.Namespace) -> list[str]:
         """Return the command line, with the peers that were given."""
-        found = {peer: getattr(arguments, peer) for peer in self.peers}
-        places = [f"--{peer.replace('_', '-')}={path}" for peer, path in found.items() if path]
+        peers = {peer: getattr(arguments, peer) for peer in self.peers}
+        places = [f"--{peer.replace('_', '-')}={path}" for peer, path in peers.items() if path]
         counts = [f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
         script = str(ROOT / "benchmarks" / self.script)
         return [sys.executable, script, *self.options, *places, *counts, "--write", str(self.file)]
@@ -129,7 +129,7 @@ def list_measured() -> list[Comparison]:
     was."""
     files = sorted(path.name for path in RESULTS.glob("train_cpu_*.json"))
     every = [*(replace(TRAINING, result=name) for name in files), *COMPARISONS[1:]]
-    return [one for one in every if one.file.exists()]
+    return [comparison for comparison in every if comparison.file.exists()]
 
 
 def read_tables(comparison: Comparison) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -171,27 +171,27 @@ def format_page() -> str:
 
 def list_versions(document: dict[str, Any]) -> str:
     """Return the versions of everything that took part."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for part in document["results"].values():
         for runs in part["rounds"].values():
             for run in runs:
-                found |= run["versions"]
-    return ", ".join(f"{name} {version[:12]}" for name, version in sorted(found.items()))
+                versions |= run["versions"]
+    return ", ".join(f"{name} {version[:12]}" for name, version in sorted(versions.items()))
 
 
 def format_table(case: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of one case. The last column of a peer is the speed of the row of ours above
     it over the peer's."""
-    beside = float(find_fastest(rows, ours=True)["speed"]["median"])
+    reference_speed = float(find_fastest(rows, ours=True)["speed"]["median"])
     lines = [
         f"| {case} | tokens/s | range | peak GB | megaframe / peer |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        speed, mine = row["speed"], row["name"].startswith(OURS)
-        name = f"**{row['name']}**" if mine else row["name"]
-        beside = speed["median"] if mine else beside
-        times = "" if mine else f"{beside / speed['median']:.2f}"
+        speed, is_ours = row["speed"], row["name"].startswith(OURS)
+        name = f"**{row['name']}**" if is_ours else row["name"]
+        reference_speed = speed["median"] if is_ours else reference_speed
+        times = "" if is_ours else f"{reference_speed / speed['median']:.2f}"
         lines.append(
             f"| {name} | {speed['median']:,.0f} | {speed['low']:,.0f}-{speed['high']:,.0f} | "
             f"{row['peak_rss_bytes'] / 1e9:.2f} | {times} |"
@@ -210,10 +210,10 @@ def draw(out: Path) -> None:
     bars = []
     for comparison in list_measured():
         for case, rows in read_tables(comparison):
-            ours, peer = (find_fastest(rows, ours=mine) for mine in (True, False))
+            ours, peer = (find_fastest(rows, ours=is_ours) for is_ours in (True, False))
             ratio = ours["speed"]["median"] / peer["speed"]["median"]
-            what = comparison.title.partition(" (")[0].partition(",")[0]
-            bars.append((f"{what}: {case} (peer: {peer['name']})", ratio))
+            title = comparison.title.partition(" (")[0].partition(",")[0]
+            bars.append((f"{title}: {case} (peer: {peer['name']})", ratio))
     figure, axis = pyplot.subplots(figsize=(8, 0.27 * len(bars) + 0.6))
     names, ratios = zip(*bars, strict=True)
     colors = ["#0b6e4f" if ratio >= 1 else "#b3541e" for ratio in ratios]
@@ -232,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=2, help="runs of each contender")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
-    scripts = sorted({one.script for one in COMPARISONS})
+    scripts = sorted({entry.script for entry in COMPARISONS})
     parser.add_argument("--only", nargs="+", choices=scripts, default=scripts)
     parser.add_argument("--page", action="store_true", help="only rewrite the page")
     parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")

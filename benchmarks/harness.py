@@ -173,7 +173,9 @@ def summarise(
                 speed=Spread.of(values),
                 best=max(run.best_tokens_per_second for run in runs),
                 ratio=statistics.median(values) / statistics.median(speeds[reference]),
-                ratio_in_rounds=Spread.of([value / beside for value, beside in pairs]),
+                ratio_in_rounds=Spread.of(
+                    [value / reference_value for value, reference_value in pairs]
+                ),
                 peak_rss_bytes=statistics.median(run.peak_rss_bytes for run in runs),
                 loss=statistics.median(run.loss for run in runs),
             )
@@ -218,16 +220,16 @@ def describe_machine() -> dict[str, Any]:
 def describe_processor(document: Mapping[str, Any]) -> str:
     """Return the processor of a file of measurements in words: its name as the system gives it, its
     matrix instructions, and what was left out of them."""
-    here = document["machine"]
-    words = [here["cpu"], f"({', '.join(here['instructions'])})"]
-    settings = [f"{name}={value}" for name, value in here.get("settings", {}).items()]
+    machine = document["machine"]
+    words = [machine["cpu"], f"({', '.join(machine['instructions'])})"]
+    settings = [f"{name}={value}" for name, value in machine.get("settings", {}).items()]
     return " ".join([*words, *(["with", *settings] if settings else ())])
 
 
-def make_machine_file_name(here: Mapping[str, Any]) -> str:
+def make_machine_file_name(machine: Mapping[str, Any]) -> str:
     """Return a part of a file's name for a machine: its processor, the widest of its matrix
     instructions, and what was left out of them."""
-    parts = [here["cpu"], *here["instructions"][-1:], *here["settings"].values()]
+    parts = [machine["cpu"], *machine["instructions"][-1:], *machine["settings"].values()]
     return re.sub(r"[^a-z0-9]+", "_", " ".join(parts).lower()).strip("_")
 
 

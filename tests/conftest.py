@@ -25,6 +25,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything (such as transformers) imports Triton
 
+from fake_cuda.build import explain_obstacle
+from fake_cuda.client import FakeCuda
 from rank_pool import RARELY, Pool
 
 from megaframe.config import RunConfig
@@ -171,3 +173,13 @@ def overrides(corpus, tmp_path):
         return [f"{key}={value}" for key, value in keys.items()]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def fake_gpu(tmp_path_factory):
+    """Return what calls functions on ranks with stand-ins for GPUs."""
+    if (reason := explain_obstacle()) is not None:
+        pytest.skip(reason)
+    fake_cuda = FakeCuda(tmp_path_factory.mktemp("fake_cuda"))
+    yield fake_cuda
+    fake_cuda.close()

@@ -35,7 +35,7 @@ from megaframe.distributed.fault_records import write_flight_record
 from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
 from megaframe.distributed.nccl_settings import NcclSettings
 from megaframe.layout import Layout
-from megaframe.planner.collective_times import bus_bandwidth
+from megaframe.planner.collective_times import compute_bus_bandwidth
 
 _ALL_PAIRS = 8
 """Ranks up to which every pair of them is measured; with more, only neighbours."""
@@ -258,7 +258,7 @@ def check_collectives(doctor: Doctor) -> None:
     for name, work in timed.items():
         doctor.announce(mesh, f"speed of {name}")
         seconds = measure_seconds(mesh, work, 3)
-        rate = bus_bandwidth(name, large.nbytes, world, seconds)
+        rate = compute_bus_bandwidth(name, large.nbytes, world, seconds)
         text = f"{rate / 1e9:.2f} GB/s of bus bandwidth, {large.nbytes / 2**20:.0f} MiB"
         doctor.report(f"speed of {name}", True, text, rate=rate, seconds=seconds)
     if mesh.device.type == "cuda":

@@ -22,10 +22,10 @@ from megaframe.planner.goodput import (
     PUBLISHED,
     FailureCosts,
     FailureMix,
-    best_interval,
-    effective_share,
-    max_restart_seconds,
-    table_lines,
+    compute_effective_share,
+    find_best_interval,
+    find_max_restart_seconds,
+    format_table_lines,
 )
 
 MOST_BYTES = 1 << 20
@@ -48,10 +48,10 @@ def main() -> None:
         assumed_names = {field.name for field in fields(costs)} - measured_names
         print(f"  measured: {format_costs(costs, measured_names) or 'none'}")
         print(f"  assumed:  {format_costs(costs, assumed_names)}")
-        for line in table_lines(mix, costs, sizes):
+        for line in format_table_lines(mix, costs, sizes):
             print(line)
         for ranks in sizes if arguments.target is not None else ():
-            seconds = max_restart_seconds(mix, ranks, costs, arguments.target)
+            seconds = find_max_restart_seconds(mix, ranks, costs, arguments.target)
             print(f"{arguments.target:.1%} at {ranks:,} ranks: restart may be {seconds:,.0f} s")
 
 
@@ -63,11 +63,12 @@ def check_arguments(
     if target is not None and not 0 < target < 1:
         raise UserError(f"--target {target} is not a share between 0 and 1, such as 0.93")
     for ranks in sizes:
-        share = effective_share(mix, ranks, costs, best_interval(mix, ranks, costs))
+        share = compute_effective_share(mix, ranks, costs, find_best_interval(mix, ranks, costs))
         if not share > _LEAST_SHARE:
             raise UserError(
-                f"--ranks {ranks:,}: one fails every {1 / mix.failure_rate(ranks):.3g} s, and at "
-                f"these costs less than {_LEAST_SHARE:.0%} of the time is of use; use fewer ranks"
+                f"--ranks {ranks:,}: one fails every "
+                f"{1 / mix.compute_failure_rate(ranks):.3g} s, and at these costs less than "
+                f"{_LEAST_SHARE:.0%} of the time is of use; use fewer ranks"
             )
 
 

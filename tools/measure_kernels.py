@@ -28,8 +28,8 @@ from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, Chip, suggest_chips
 from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster, write_cluster
 from megaframe.ops.matmul import multiply
-from megaframe.planner.constants import Constants, constants_of
-from megaframe.planner.kernel_times import kernel_rates, product_seconds
+from megaframe.planner.constants import Constants, get_family_constants
+from megaframe.planner.kernel_times import compute_kernel_rates, estimate_matmul_seconds
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MEASURED = ("product", "start", "attention", "memory", "launch")
@@ -92,9 +92,9 @@ def fit_constants(
     for start in (0.0, *np.geomspace(4, 1024, 33)):
         for share in np.geomspace(0.02, 1.5, 120):
             constants = replace(known, product=float(share), start=float(start))
-            rate = kernel_rates(chip, constants, kind)
+            rate = compute_kernel_rates(chip, constants, kind)
             errors = [
-                float(product_seconds(rate, *size)) / seconds - 1
+                float(estimate_matmul_seconds(rate, *size)) / seconds - 1
                 for size, seconds in zip(sizes, measured, strict=True)
             ]
             if sum(map(abs, errors)) < sum(map(abs, best.errors)):
@@ -133,7 +133,7 @@ def measure_constants(
 ) -> MeasuredConstants:
     """Measure all constants of this chip that one process can measure; the others are those already
     known. largest: width of the largest product."""
-    known = constants_of(chip.family)
+    known = get_family_constants(chip.family)
     sizes = [(width, width, width) for width in list_widths(largest)] + [(largest, largest, 64)]
     memory = min(1.0, measure_bandwidth(device, largest) / chip.bandwidth)
     small = torch.zeros(1, device=device)

@@ -41,8 +41,8 @@ from megaframe.hardware.chips import CHIPS, identify_chip, suggest_chips
 from megaframe.hardware.cluster import Cluster, describe_unknown_chip, load_cluster, write_cluster
 from megaframe.io.untrusted import make_integer_parser
 from megaframe.layout import Layout
-from megaframe.planner.collective_times import bus_bandwidth
-from megaframe.planner.constants import Constants, cluster_constants
+from megaframe.planner.collective_times import compute_bus_bandwidth
+from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.kernel_times import fit_line
 
 OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
@@ -118,7 +118,7 @@ def measure_group(
         bandwidth = (
             passes * hops / ranks / seconds_per_byte if seconds_per_byte > 0 else float("inf")
         )
-        bus = bus_bandwidth(name, rounded[-1], ranks, measured[-1])
+        bus = compute_bus_bandwidth(name, rounded[-1], ranks, measured[-1])
         fits.append(LinkFit(what, name, ranks, alpha, bandwidth, error, bus))
     return fits
 
@@ -154,7 +154,7 @@ def make_tiers(
                 "name": name,
                 "size": sizes[name],
                 "kind": "switch",
-                "bandwidth": float(f"{fastest / constants.link_efficiency(number):.4g}"),
+                "bandwidth": float(f"{fastest / constants.get_link_efficiency(number):.4g}"),
                 "latency": float(f"{gather.alpha:.3g}"),
             }
         )
@@ -269,7 +269,7 @@ def run(arguments: argparse.Namespace) -> None:
             write_description(
                 arguments.write,
                 cluster,
-                make_tiers(fits, tier_sizes, cluster_constants(cluster)),
+                make_tiers(fits, tier_sizes, get_cluster_constants(cluster)),
                 arguments,
             )
             print(f"wrote {arguments.write}")

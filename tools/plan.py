@@ -18,7 +18,7 @@ from megaframe.hardware.cluster import DEFAULT, Cluster, list_cluster_names, loa
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
 from megaframe.planner.candidates import SEARCHED_KEYS, FixedKeys
-from megaframe.planner.constants import Constants, cluster_constants
+from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.fit import suggest_changes
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate, search
 from megaframe.planner.peak_memory import resolve_recompute_blocks
@@ -105,7 +105,7 @@ def parse_request(arguments: argparse.Namespace) -> PlanRequest:
         for name in SEARCHED_KEYS:
             if f"{keys}.{name}" in given_keys and getattr(section, name) is not None:
                 fixed[name] = getattr(section, name)
-    return PlanRequest(config, gpus, cluster, cluster_constants(cluster), fixed)
+    return PlanRequest(config, gpus, cluster, get_cluster_constants(cluster), fixed)
 
 
 def predict_layout(request: PlanRequest) -> LayoutChoice:

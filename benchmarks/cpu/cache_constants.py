@@ -44,7 +44,7 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 Work = Callable[[], object]
 
 
-def head(dtype: torch.dtype) -> Work:
+def make_head(dtype: torch.dtype) -> Work:
     """The output head with its loss and both gradients: 1,024 tokens, 512 wide, 32,000 words."""
     spec = ParamSpec("head.weight", (32000, 512), Constant(0), role="head")
     weight = Parameter(spec)
@@ -54,48 +54,48 @@ def head(dtype: torch.dtype) -> Work:
     hidden, labels = torch.randn(1024, 512).to(dtype), torch.randint(32000, (1024,))
     scale = torch.tensor(1.0, dtype=torch.float64)
 
-    def work() -> None:
+    def run() -> None:
         weight.fresh = True
         loss.compute_head_loss(hidden, labels, weight, loss.LossOptions(), scale, ALONE)
 
-    return work
+    return run
 
 
-def attention(dtype: torch.dtype) -> Work:
+def make_attention(dtype: torch.dtype) -> Work:
     """Causal attention in blocks, forward and backward: 2,048 tokens, 8 heads of 64."""
     query, key, value, d_out = (torch.randn(1, 8, 2048, 64).to(dtype) for _ in range(4))
     how: dict[str, Any] = {"causal": True, "scale": 0.125}
 
-    def work() -> None:
+    def run() -> None:
         out, lse = cpu_attention.attend(query, key, value, **how)
         cpu_attention.attend_backward(d_out, query, key, value, out, lse, **how)
 
-    return work
+    return run
 
 
-def gradient(dtype: torch.dtype) -> Work:
+def make_gradient(dtype: torch.dtype) -> Work:
     """The gradient of a matrix of 2,048 by 512 over 2,048 tokens, added to sums in fp32."""
     left, right = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 512).to(dtype)
     out = torch.zeros(2048, 512)
     return lambda: matmul.multiply_into(out, left.t(), right, add=True)
 
 
-def update(dtype: torch.dtype) -> Work:
+def make_update(dtype: torch.dtype) -> Work:
     """An update of 16 million elements by the sign of a running mean, which is kept in fp32."""
     weights, grads = torch.randn(1 << 24), torch.randn(1 << 24)
-    kept = optimizer_state.Moments(
+    moments = optimizer_state.Moments(
         weights,
         {"mean": MasterCodec()},
         optimizer_state.MomentStorage(MasterCodec(), MasterCodec()),
     )
     step = UpdateStep(1, 1e-3, divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
 
-    def work() -> None:
-        for span, mine, found in kept.iterate_chunks(weights, step):
-            mean = found["mean"].lerp_(grads[span], 0.1)
-            mine.sub_(mean.sign().mul_(1e-3))
+    def run() -> None:
+        for span, chunk, state in moments.iterate_chunks(weights, step):
+            mean = state["mean"].lerp_(grads[span], 0.1)
+            chunk.sub_(mean.sign().mul_(1e-3))
 
-    return work
+    return run
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,19 @@ class CachedSize:
 
 
 CASES = {
-    "chunk of the head": CachedSize("MAX_HOST_LOGITS", output_head, head),
-    "part of a chunk that is in fp32": CachedSize("_FP32_PARTS", loss, head),
-    "piece of a product, head": CachedSize("PIECE_BYTES", matmul, head),
-    "piece of a product, gradient": CachedSize("PIECE_BYTES", matmul, gradient),
-    "scores of a block": CachedSize("_SCORES_PER_BLOCK", cpu_attention, attention),
-    "rows of a block": CachedSize("_QUERIES_PER_BLOCK", cpu_attention, attention),
-    "blocks of a tile": CachedSize("_MIN_BLOCKS", cpu_attention, attention),
-    "chunk of an update": CachedSize("_CHUNK", optimizer_state, update),
+    "chunk of the head": CachedSize("MAX_HOST_LOGITS", output_head, make_head),
+    "part of a chunk that is in fp32": CachedSize("_FP32_PARTS", loss, make_head),
+    "piece of a product, head": CachedSize("PIECE_BYTES", matmul, make_head),
+    "piece of a product, gradient": CachedSize("PIECE_BYTES", matmul, make_gradient),
+    "scores of a block": CachedSize("_SCORES_PER_BLOCK", cpu_attention, make_attention),
+    "rows of a block": CachedSize("_QUERIES_PER_BLOCK", cpu_attention, make_attention),
+    "blocks of a tile": CachedSize("_MIN_BLOCKS", cpu_attention, make_attention),
+    "chunk of an update": CachedSize("_CHUNK", optimizer_state, make_update),
 }
 
 
 @contextmanager
-def changed(case: CachedSize, factor: float) -> Iterator[None]:
+def scale_constant(case: CachedSize, factor: float) -> Iterator[None]:
     """Multiply a constant by a factor for a while; a pair of limits moves together."""
     before = getattr(case.module, case.name)
     pair = isinstance(before, tuple)
@@ -134,15 +134,15 @@ def changed(case: CachedSize, factor: float) -> Iterator[None]:
 
 def measure(case: CachedSize, dtype: torch.dtype, rounds: int) -> dict[float, Spread]:
     """Return the time by factor, relative to that of the constant itself in the same round."""
-    work = case.operation(dtype)
-    work()
+    run = case.operation(dtype)
+    run()
     ratios: dict[float, list[float]] = {factor: [] for factor in FACTORS}
     for _ in range(rounds):
         seconds = {}
         for factor in FACTORS:
-            with changed(case, factor):
+            with scale_constant(case, factor):
                 start = time.perf_counter()
-                work()
+                run()
                 seconds[factor] = time.perf_counter() - start
         for factor in FACTORS:
             ratios[factor].append(seconds[factor] / seconds[1.0])
@@ -155,30 +155,30 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     parser.add_argument("--write", type=Path, help="write all ratios as JSON to this file")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     tune_host_allocator()
-    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
-    for precision in given.precision:
+    results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for precision in arguments.precision:
         dtype = PRECISIONS[precision].compute
         routines = autotune.load_or_measure(dtype)[0]
         matmul.use_libraries(dtype, routines.products)
         print(f"\n{precision}, time relative to that of the constant; low and high of rounds")
         print(f"{'':<34}" + "".join(f"{f'x {factor:g}':>18}" for factor in FACTORS))
         for name, case in CASES.items():
-            ratios = measure(case, dtype, given.rounds)
+            ratios = measure(case, dtype, arguments.rounds)
             cells = (f"{r.median:.2f} ({r.low:.2f}-{r.high:.2f})" for r in ratios.values())
             print(f"{name:<34}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
             by_factor = {f"{factor:g}": asdict(ratio) for factor, ratio in ratios.items()}
-            found.setdefault(precision, {})[name] = by_factor
-    if given.write:
+            results.setdefault(precision, {})[name] = by_factor
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "machine": describe_machine(),
-            "threads": given.threads,
-            **found,
+            "threads": arguments.threads,
+            **results,
         }
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

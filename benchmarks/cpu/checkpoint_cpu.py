@@ -61,42 +61,48 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank is not None:
-        print(json.dumps(measure(given.folder, given.rounds)))
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        print(json.dumps(measure(arguments.folder, arguments.rounds)))
         return
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        one, other = start(folder, given.rounds)
-    seconds = {name: [*map(max, one[name], other[name])] for name in one}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        first, second = start(folder, arguments.rounds)
+    seconds = {name: [*map(max, first[name], second[name])] for name in first}
     show(seconds)
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "config": {"ranks": RANKS, "bytes": BYTES, "rounds": given.rounds},
+            "config": {"ranks": RANKS, "bytes": BYTES, "rounds": arguments.rounds},
             "summary": {name: asdict(Spread.of(values)) for name, values in seconds.items()},
-            "ratios": {name: asdict(ratio(seconds, *pair)) for name, pair in RATIOS.items()},
+            "ratios": {
+                name: asdict(compute_ratio(seconds, *pair)) for name, pair in RATIOS.items()
+            },
             "seconds": seconds,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 def start(folder: str, rounds: int) -> list[Measured]:
     """Start the ranks and return what each measured."""
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with closing(socket.socket()) as port_finder:
+        port_finder.bind(("127.0.0.1", 0))
+        port = port_finder.getsockname()[1]
     ranks = []
     for rank in range(RANKS):
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-        own = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": paths}
+        rank_variables = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
+        shared_variables = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": paths,
+        }
         options = [f"--rank={rank}", f"--rounds={rounds}", f"--folder={folder}"]
         command = [sys.executable, __file__, *options]
-        environment = {**os.environ, **own, **place}
+        environment = {**os.environ, **rank_variables, **shared_variables}
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     answers = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
@@ -123,18 +129,18 @@ def measure(folder: Path, rounds: int) -> Measured:
     seconds: Measured = {}
     for number in range(1 + rounds):
         for contender in contenders:
-            for name, act in contender.turns():
+            for name, act in contender.iterate_operations():
                 os.sync()
                 barrier(mesh.world)
                 began = time.perf_counter()
-                told = act()
+                reported = act()
                 barrier(mesh.world)
-                taken = told or {name: time.perf_counter() - began}
-                for what, value in taken.items():
+                durations = reported or {name: time.perf_counter() - began}
+                for operation, value in durations.items():
                     if number:
-                        seconds.setdefault(what, []).append(value)
-                    elif "blocked" in what:
-                        seconds.setdefault(f"{what}, first", []).append(value)
+                        seconds.setdefault(operation, []).append(value)
+                    elif "blocked" in operation:
+                        seconds.setdefault(f"{operation}, first", []).append(value)
     mesh.close()
     return seconds
 
@@ -151,7 +157,7 @@ class CheckpointedState:
         self.state = {f"w{i}": torch.rand(rows, COLUMNS) for i in range(TENSORS)}
         self.matrix = torch.rand(1024, 1024)
 
-    def work(self) -> None:
+    def compute(self) -> None:
         """Compute the forward and backward passes of a step."""
         for _ in range(60):
             self.matrix = (self.matrix @ self.matrix).div_(self.matrix.abs().max())
@@ -167,7 +173,7 @@ class CheckpointedState:
         start = time.perf_counter()
         begin()
         begun = time.perf_counter()
-        self.work()
+        self.compute()
         worked = time.perf_counter()
         until_copied()
         copied = time.perf_counter()
@@ -184,7 +190,7 @@ class CheckpointedState:
             self.folder.mkdir()
         barrier(self.mesh.world)
 
-    def forget(self) -> None:
+    def evict_from_cache(self) -> None:
         """Drop the files from the page cache."""
         os.sync()
         for path in self.folder.rglob("*"):
@@ -192,7 +198,7 @@ class CheckpointedState:
                 with open(path, "rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def remember(self) -> None:
+    def read_into_cache(self) -> None:
         """Read the files into the page cache; each rank reads its half."""
         paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
         for path in paths[self.rank :: RANKS]:
@@ -204,7 +210,7 @@ class CheckpointedState:
 class PlainWrite(CheckpointedState):
     """Plain bytes."""
 
-    def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def iterate_operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         self.clear()
         yield "write", self.write
         self.step(lambda: None, lambda: None)
@@ -226,23 +232,23 @@ class MegaframeCheckpoint(CheckpointedState):
         from megaframe.checkpoint import CheckpointWriter
 
         super().__init__(folder, mesh)
-        given = {"rank": self.rank, "world": RANKS, "store": mesh.store}
-        self.writer, self.number = CheckpointWriter(self.folder, **given, keep=1), 0
+        arguments = {"rank": self.rank, "world": RANKS, "store": mesh.store}
+        self.writer, self.number = CheckpointWriter(self.folder, **arguments, keep=1), 0
 
-    def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def iterate_operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         self.clear()
         yield "", self.save
-        self.forget()
+        self.evict_from_cache()
         yield "load", self.load
         yield "load by columns", self.load_columns
-        self.remember()
+        self.read_into_cache()
         yield "load, cached", self.load
         yield "load by columns, cached", self.load_columns
         self.clear()
-        yield "", self.stalled
+        yield "", self.save_during_step
         self.writer.wait()
 
-    def slices(self) -> list[Any]:
+    def list_slices(self) -> list[Any]:
         from megaframe.checkpoint import Slice
 
         offset = (self.rank * ROWS // RANKS, 0)
@@ -250,7 +256,7 @@ class MegaframeCheckpoint(CheckpointedState):
 
     def begin(self) -> None:
         self.number += 1
-        self.writer.save(self.number, self.slices(), {})
+        self.writer.save(self.number, self.list_slices(), {})
 
     def save(self) -> dict[str, float]:
         from megaframe.checkpoint.folder import read_pointer
@@ -265,7 +271,7 @@ class MegaframeCheckpoint(CheckpointedState):
         return {"save": named - began, "save, read back": time.perf_counter() - began}
 
     def load(self) -> None:
-        self._load(self.slices())
+        self._load(self.list_slices())
 
     def load_columns(self) -> None:
         from megaframe.checkpoint import Slice
@@ -284,7 +290,7 @@ class MegaframeCheckpoint(CheckpointedState):
             # A run passes the slices that only this rank keeps in the same way.
             checkpoint.load(slices, {(part.name, part.box) for part in slices})
 
-    def stalled(self) -> dict[str, float]:
+    def save_during_step(self) -> dict[str, float]:
         step, blocked = self.step(self.begin, self.writer.wait_for_copy)
         return {"step with save": step, "blocked": blocked}
 
@@ -306,15 +312,15 @@ class TorchCheckpoint(CheckpointedState):
             for name, tensor in self.state.items()
         }
 
-    def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def iterate_operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         self.clear()
         yield "dcp save", self.save
-        self.forget()
+        self.evict_from_cache()
         yield "dcp load", self.load
-        self.remember()
+        self.read_into_cache()
         yield "dcp load, cached", self.load
         self.clear()
-        yield "", self.stalled
+        yield "", self.save_during_step
         self.future.result()
 
     def save(self) -> None:
@@ -328,14 +334,14 @@ class TorchCheckpoint(CheckpointedState):
         assert isinstance(future, Future)
         self.future = future
 
-    def stalled(self) -> dict[str, float]:
+    def save_during_step(self) -> dict[str, float]:
         step, blocked = self.step(self.begin, lambda: None)
         return {"dcp step with save": step, "dcp blocked": blocked}
 
 
-def ratio(seconds: Measured, one: str, other: str) -> Spread:
+def compute_ratio(seconds: Measured, baseline: str, other: str) -> Spread:
     """Return how many times as fast `other` is, over the rounds."""
-    return Spread.of([a / b for a, b in zip(seconds[one], seconds[other], strict=True)])
+    return Spread.of([a / b for a, b in zip(seconds[baseline], seconds[other], strict=True)])
 
 
 def show(seconds: Measured) -> None:
@@ -347,9 +353,12 @@ def show(seconds: Measured) -> None:
         print(f"{name:<30}{spread.median:8.3f} s ({spread.low:.3f}-{spread.high:.3f}){rate}")
     print()
     for name, pair in RATIOS.items():
-        found = ratio(seconds, *pair)
-        whole = statistics.median(seconds[pair[0]]) / statistics.median(seconds[pair[1]])
-        print(f"{name:<30}{whole:8.2f}   ({found.low:.2f}-{found.high:.2f} in rounds)")
+        spread = compute_ratio(seconds, *pair)
+        medians = [statistics.median(seconds[operation]) for operation in pair]
+        print(
+            f"{name:<30}{medians[0] / medians[1]:8.2f}   "
+            f"({spread.low:.2f}-{spread.high:.2f} in rounds)"
+        )
 
 
 if __name__ == "__main__":

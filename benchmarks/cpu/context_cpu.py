@@ -35,13 +35,13 @@ TOLERANCE = 0.02
 """Relative tolerance of the sum of squares that every contender returns; bf16 rounds."""
 
 
-def make_contenders(given: argparse.Namespace, ranks: str, seq: str) -> list[Contender]:
+def make_contenders(arguments: argparse.Namespace, ranks: str, seq: str) -> list[Contender]:
     """Return the commands of ours and of PyTorch's ring in both variants."""
 
-    def make_contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
-        size = ("--ranks", ranks, "--seq", seq, "--precision", given.precision)
-        steps = ("--steps", str(given.steps))
-        command = (sys.executable, str(PEERS / script), *size, *steps, *more)
+    def make_contender(name: str, script: str, *options: str, ours: bool = False) -> Contender:
+        size = ("--ranks", ranks, "--seq", seq, "--precision", arguments.precision)
+        steps = ("--steps", str(arguments.steps))
+        command = (sys.executable, str(PEERS / script), *size, *steps, *options)
         return Contender(name, command, ours)
 
     return [
@@ -62,22 +62,22 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
+    arguments = parse_arguments()
     results = {}
-    for case in given.cases:
+    for case in arguments.cases:
         ranks, seq = case.split("x")
         print(f"\n{ranks} ranks, {seq} tokens")
-        chosen = make_contenders(given, ranks, seq)
-        outcomes = run_alternately(chosen, given.rounds, given.threads)
+        chosen = make_contenders(arguments, ranks, seq)
+        outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
         expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
         check_losses(outcomes, expected, TOLERANCE * expected)
         lines = summarise(chosen, outcomes)
         print(format_table(lines))
         results[case] = (lines, outcomes)
-    if given.write:
-        config = {**asdict(ATTENTION), "precision": given.precision}
-        config |= {"steps": given.steps, "rounds": given.rounds}
-        write_results(given.write, config, given.threads, results)
+    if arguments.write:
+        config = {**asdict(ATTENTION), "precision": arguments.precision}
+        config |= {"steps": arguments.steps, "rounds": arguments.rounds}
+        write_results(arguments.write, config, arguments.threads, results)
 
 
 if __name__ == "__main__":

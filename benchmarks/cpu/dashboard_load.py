@@ -23,7 +23,7 @@ _PAINTED = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 def main() -> None:
     """Measure, print, and write the results if requested."""
     from playwright.sync_api import sync_playwright
-    from run_folders import lines, write
+    from run_folders import make_lines, write
 
     from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
     from megaframe.dashboard.panels import build_page_data
@@ -35,10 +35,11 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--browser", default=shutil.which("chromium"))
     parser.add_argument("--write", type=Path, metavar="FILE")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        made = lines(given.steps, ranks=given.ranks, stages=8, ranks_every=given.steps // 100)
-        folder = write(Path(name) / "run", made, environment={"ranks": given.ranks})
+        steps, ranks = arguments.steps, arguments.ranks
+        records = make_lines(steps, ranks=ranks, stages=8, ranks_every=steps // 100)
+        folder = write(Path(name) / "run", records, environment={"ranks": ranks})
         start = time.perf_counter()
         text = render_page(build_page_data([RunFolder(folder)]))
         written = time.perf_counter() - start
@@ -46,8 +47,10 @@ def main() -> None:
         write_atomically(path, text)
         read, opened = [], []
         with sync_playwright() as player:
-            browser = player.chromium.launch(executable_path=given.browser, args=["--no-sandbox"])
-            for _ in range(given.times):
+            browser = player.chromium.launch(
+                executable_path=arguments.browser, args=["--no-sandbox"]
+            )
+            for _ in range(arguments.times):
                 tab = browser.new_page(viewport={"width": 1400, "height": 900})
                 start = time.perf_counter()
                 tab.goto(path.as_uri(), wait_until="commit")
@@ -56,18 +59,18 @@ def main() -> None:
                 read.append(tab.evaluate(_PAINTED) / 1000)
                 tab.close()
             browser.close()
-    found = {
-        "steps": given.steps,
-        "ranks": given.ranks,
+    results = {
+        "steps": arguments.steps,
+        "ranks": arguments.ranks,
         "page_bytes": len(text),
         "made_seconds": written,
         "first_paint_seconds": statistics.median(read),
         "first_screen_seconds": statistics.median(opened),
         "first_screen_slowest": max(opened),
     }
-    print(json.dumps(found, indent=1))
-    if given.write:
-        given.write.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+    if arguments.write:
+        arguments.write.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

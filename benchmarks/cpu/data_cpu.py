@@ -35,13 +35,13 @@ OURS = ("train.recompute_blocks=0",)
 TORCH = {"DDP": "ddp", "FSDP2 2": "fsdp2", "FSDP2 3": "fsdp3"}
 
 
-def make_contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
+def make_contenders(arguments: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
     """Return the commands of ours and the peers, grouped by ZeRO stage."""
 
     def make_contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False
     ) -> Contender:
-        size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(given.steps))
+        size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(arguments.steps))
         return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
 
     chosen = []
@@ -52,12 +52,13 @@ def make_contenders(given: argparse.Namespace, ranks: int, precision: str) -> li
         for peer, way in TORCH.items():
             if int(peer[-1]) == stage if peer[-1].isdigit() else stage == 0:
                 chosen.append(make_contender(peer, "data_torch.py", sys.executable, "--way", way))
-        if stage and given.deepspeed_python:
-            python = given.deepspeed_python.absolute()  # not resolved: a venv's python is a link
+        if stage and arguments.deepspeed_python:
+            # Not resolved: the python of a virtual environment is a link.
+            python = arguments.deepspeed_python.absolute()
             more = ("--stage", str(stage))
             chosen.append(make_contender(f"DeepSpeed {stage}", "data_deepspeed.py", python, *more))
-        if stage == 1 and given.megatron_python:
-            python = given.megatron_python.absolute()
+        if stage == 1 and arguments.megatron_python:
+            python = arguments.megatron_python.absolute()
             chosen.append(make_contender("megatron-core 1", "data_megatron_core.py", python))
     return chosen
 
@@ -74,23 +75,28 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
+    arguments = parse_arguments()
     for peer in ("megatron", "deepspeed"):
-        if getattr(given, f"{peer}_python") is None:
+        if getattr(arguments, f"{peer}_python") is None:
             print(f"{peer} is left out: --{peer}-python PATH gives an interpreter that has it")
     results = {}
-    for case in given.cases:
+    for case in arguments.cases:
         ranks, precision = case.split("x")
         print(f"\n{ranks} ranks, {precision}")
-        chosen = make_contenders(given, int(ranks), precision)
-        outcomes = run_alternately(chosen, given.rounds, given.threads)
+        chosen = make_contenders(arguments, int(ranks), precision)
+        outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         lines = summarise(chosen, outcomes)
         print(format_table(lines))
         results[case] = (lines, outcomes)
-    if given.write:
-        config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds, "ours": OURS}
-        write_results(given.write, config, given.threads, results)
+    if arguments.write:
+        config = {
+            **asdict(WORKLOAD),
+            "steps": arguments.steps,
+            "rounds": arguments.rounds,
+            "ours": OURS,
+        }
+        write_results(arguments.write, config, arguments.threads, results)
 
 
 if __name__ == "__main__":

@@ -35,21 +35,21 @@ TOLERANCE = 0.02
 """Relative tolerance of the sum of mean squares that every contender returns; bf16 rounds."""
 
 
-def make_contenders(given: argparse.Namespace, shape: str, precision: str) -> list[Contender]:
+def make_contenders(arguments: argparse.Namespace, shape: str, precision: str) -> list[Contender]:
     """Return the commands of ours and the others."""
 
     def make_contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
-        python = given.huggingface_python if "huggingface" in script else sys.executable
-        size = ("--shape", shape, "--precision", precision, "--steps", str(given.steps))
+        python = arguments.huggingface_python if "huggingface" in script else sys.executable
+        size = ("--shape", shape, "--precision", precision, "--steps", str(arguments.steps))
         return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
 
-    found = [
+    contenders = [
         make_contender("megaframe", "experts_ours.py", ours=True),
         make_contender("loop over experts", "experts_loop.py"),
     ]
-    if given.huggingface_python is not None:
-        found.append(make_contender("Hugging Face", "experts_huggingface.py"))
-    return found
+    if arguments.huggingface_python is not None:
+        contenders.append(make_contender("Hugging Face", "experts_huggingface.py"))
+    return contenders
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -64,13 +64,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
+    arguments = parse_arguments()
     results = {}
-    for case in given.cases:
+    for case in arguments.cases:
         shape, _, precision = case.rpartition("-")
         print(f"\n{shape}, {precision}: {SHAPES[shape]}")
-        chosen = make_contenders(given, shape, precision)
-        outcomes = run_alternately(chosen, given.rounds, given.threads)
+        chosen = make_contenders(arguments, shape, precision)
+        outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
         expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
         check_losses(outcomes, expected, TOLERANCE * expected)
         lines = summarise(chosen, outcomes)
@@ -78,10 +78,10 @@ def main() -> None:
         overheads = [run.overhead for run in outcomes["megaframe"] if run.overhead is not None]
         print(f"overhead of routing beside the experts: {statistics.median(overheads):.1%}")
         results[case] = (lines, outcomes)
-    if given.write:
+    if arguments.write:
         config = {"shapes": {name: asdict(shape) for name, shape in SHAPES.items()}}
-        config |= {"steps": given.steps, "rounds": given.rounds}
-        write_results(given.write, config, given.threads, results)
+        config |= {"steps": arguments.steps, "rounds": arguments.rounds}
+        write_results(arguments.write, config, arguments.threads, results)
 
 
 if __name__ == "__main__":

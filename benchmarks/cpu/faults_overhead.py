@@ -64,19 +64,21 @@ def main() -> None:
         run_rank(*arguments.rank)
         return
     with tempfile.TemporaryDirectory() as folder:
-        corpus(f"{folder}/tokens")
+        write_corpus(f"{folder}/tokens")
         ranks = [start(folder, rank) for rank in range(RANKS)]
         outputs = [process.communicate()[0] for process in ranks]
-    found = [json.loads(text.splitlines()[-1]) for text in outputs]
-    for rank, one in enumerate(found):
-        shares = ", ".join(f"{name} {share:.4%}" for name, share in one["shares"].items())
-        print(f"rank {rank}: step {one['step_seconds']:.4f} s; {shares}; all {one['all']:.3%}")
+    results = [json.loads(text.splitlines()[-1]) for text in outputs]
+    for rank, result in enumerate(results):
+        shares = ", ".join(f"{name} {share:.4%}" for name, share in result["shares"].items())
+        print(
+            f"rank {rank}: step {result['step_seconds']:.4f} s; {shares}; all {result['all']:.3%}"
+        )
     if arguments.write:
         document = {
             "commit": read_commit(),
             "machine": describe_machine(),
             "keys": KEYS,
-            "ranks": found,
+            "ranks": results,
         }
         arguments.write.write_text(json.dumps(document, indent=2) + "\n")
 
@@ -94,7 +96,7 @@ def run_rank(folder: str, port: str) -> None:
     spent: defaultdict[str, float] = defaultdict(float)
     began = [0.0]
 
-    def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def time_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             start = time.perf_counter()
             result = method(*arguments)
@@ -111,9 +113,9 @@ def run_rank(folder: str, port: str) -> None:
             began[0] = time.perf_counter()
         one_step(trainer)
         if trainer.step == STEPS - 1:
-            whole = time.perf_counter() - began[0]
-            shares = {name: seconds / whole for name, seconds in spent.items()}
-            result = {"step_seconds": whole / (STEPS - 1 - WARM), "shares": shares}
+            duration = time.perf_counter() - began[0]
+            shares = {name: seconds / duration for name, seconds in spent.items()}
+            result = {"step_seconds": duration / (STEPS - 1 - WARM), "shares": shares}
             print(json.dumps({**result, "all": sum(shares.values())}), flush=True)
             os._exit(0)
 
@@ -122,7 +124,7 @@ def run_rank(folder: str, port: str) -> None:
         for name, methods in classes.items():
             kind = getattr(importlib.import_module(module), name)
             for method in methods:
-                setattr(kind, method, timed(f"{name}.{method}", getattr(kind, method)))
+                setattr(kind, method, time_method(f"{name}.{method}", getattr(kind, method)))
     os.environ["MASTER_PORT"] = port
     keys = {**KEYS, "run.dir": f"{folder}/run", "data.sources": f"[{{path: {folder}/tokens}}]"}
     sys.argv = ["pretrain_gpt.py", *(f"{key}={value}" for key, value in keys.items())]
@@ -138,7 +140,7 @@ def start(folder: str, rank: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def corpus(prefix: str) -> None:
+def write_corpus(prefix: str) -> None:
     """Write a token file of random tokens."""
     import numpy as np
 

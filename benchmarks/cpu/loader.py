@@ -78,11 +78,11 @@ def measure_order(folder: str) -> dict[str, Any]:
     def order() -> None:
         sample_indices(numbers, windows, derive_source_key(1, prefix))
 
-    def file_and_order() -> None:
+    def open_and_shuffle() -> None:
         GPTDataset(prefix, "train", (0.98, 0.02, 0.0), SEQ, VOCAB)
         order()
 
-    for name, action in (("order", order), ("file and order", file_and_order)):
+    for name, action in (("order", order), ("file and order", open_and_shuffle)):
         start = time.perf_counter()
         action()
         seconds = time.perf_counter() - start
@@ -107,41 +107,42 @@ def run_once(command: list[str]) -> dict[str, Any]:
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
-def measure_speed(given: argparse.Namespace, prefix: str) -> dict[str, list[dict[str, Any]]]:
+def measure_speed(arguments: argparse.Namespace, prefix: str) -> dict[str, list[dict[str, Any]]]:
     """Run all contenders in turns."""
-    common = ["--prefix", prefix, "--seq", str(SEQ), "--seconds", str(given.seconds)]
+    common = ["--prefix", prefix, "--seq", str(SEQ), "--seconds", str(arguments.seconds)]
     commands = {
         name: [sys.executable, str(PEERS / "loader_ours.py"), *common, *options]
         for name, options in VARIANTS.items()
     }
-    if given.megatron_python:
-        python = str(given.megatron_python.absolute())  # not resolved: a venv's python is a link
+    if arguments.megatron_python:
+        # Not resolved: the python of a virtual environment is a link.
+        python = str(arguments.megatron_python.absolute())
         script = str(PEERS / "loader_megatron_core.py")
-        samples = str(given.tokens // SEQ)
+        samples = str(arguments.tokens // SEQ)
         commands["megatron-core"] = [python, script, *common, "--samples", samples]
     else:
         print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
     outcomes: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    for number in range(given.rounds):
+    for number in range(arguments.rounds):
         for name, command in commands.items():
             outcomes[name].append(run_once(command))
             speed = outcomes[name][-1]["samples_per_second"]
-            print(f"round {number + 1}/{given.rounds}  {name:<28}{speed:10.0f} samples/s")
+            print(f"round {number + 1}/{arguments.rounds}  {name:<28}{speed:10.0f} samples/s")
     return outcomes
 
 
 def summarise(outcomes: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Print and return medians, spreads and, with a peer, ratios to it within rounds."""
     speeds = {name: [run["samples_per_second"] for run in runs] for name, runs in outcomes.items()}
-    beside = speeds.get("megatron-core")
+    peer_speeds = speeds.get("megatron-core")
     summary: dict[str, Any] = {}
     for name, values in speeds.items():
         spread = Spread.of(values)
         memory = max(run["peak_rss_bytes"] for run in outcomes[name])
         line = f"{name:<28}{spread.median:10.0f} samples/s ({spread.low:.0f}-{spread.high:.0f})"
         summary[name] = {"samples_per_second": asdict(spread), "peak_rss_bytes": memory}
-        if beside:
-            ratio = Spread.of([a / b for a, b in zip(values, beside, strict=True)])
+        if peer_speeds:
+            ratio = Spread.of([a / b for a, b in zip(values, peer_speeds, strict=True)])
             summary[name]["ratio"] = asdict(ratio)
             line += f"  ratio {ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
         print(f"{line}  {memory / 1e6:.0f} MB")
@@ -161,26 +162,26 @@ def main() -> None:
         const=ROOT / "benchmarks/results/loader.json",
         help="write all measurements as JSON (default: benchmarks/results/loader.json)",
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         order = measure_order(folder)
         prefix = f"{folder}/tokens"
-        write_synthetic(prefix, given.tokens)
-        outcomes = measure_speed(given, prefix)
+        write_synthetic(prefix, arguments.tokens)
+        outcomes = measure_speed(arguments, prefix)
     summary = summarise(outcomes)
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "config": {"seq": SEQ, "tokens": given.tokens, "seconds": given.seconds},
+            "config": {"seq": SEQ, "tokens": arguments.tokens, "seconds": arguments.seconds},
             "order": order,
             "summary": summary,
             "rounds": outcomes,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 if __name__ == "__main__":

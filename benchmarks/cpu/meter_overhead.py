@@ -28,21 +28,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        work(Path(given.worker), given.steps)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        run_rank(Path(arguments.worker), arguments.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += [__file__, "--worker", folder, "--steps", str(given.steps)]
+        command += [__file__, "--worker", folder, "--steps", str(arguments.steps)]
         subprocess.run(command, check=True, cwd=ROOT)
-        found = json.loads((Path(folder) / "found.json").read_text())
-    print(json.dumps(found, indent=1))
-    if given.write:
-        given.write.write_text(json.dumps(found, indent=1) + "\n")
+        results = json.loads((Path(folder) / "found.json").read_text())
+    print(json.dumps(results, indent=1))
+    if arguments.write:
+        arguments.write.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def work(folder: Path, steps: int) -> None:
+def run_rank(folder: Path, steps: int) -> None:
     """Run one rank."""
     import numpy as np
 
@@ -73,38 +73,38 @@ def work(folder: Path, steps: int) -> None:
     flushes: list[float] = []
     take, flush = StepTimer.take, MetricsLogger.flush
 
-    def counting(timer: StepTimer) -> Any:
+    def count_marks(timer: StepTimer) -> Any:
         split = take(timer)
         marks.append(len(split.marks) + len(split.transfers))
         return split
 
-    def timed(meter: MetricsLogger, step: int) -> list[StepValues]:
+    def time_flush(meter: MetricsLogger, step: int) -> list[StepValues]:
         start = time.perf_counter()
         known = flush(meter, step)
         flushes.append(time.perf_counter() - start)
         return known
 
-    setattr(StepTimer, "take", counting)  # noqa: B010
-    setattr(MetricsLogger, "flush", timed)  # noqa: B010
+    setattr(StepTimer, "take", count_marks)  # noqa: B010
+    setattr(MetricsLogger, "flush", time_flush)  # noqa: B010
     mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu")
     Trainer(config, mesh).run()
     if mesh.rank == 0:
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
         seconds = statistics.median(line["seconds"] for line in lines[1:])
-        note, flushed = seconds_of_a_note(), statistics.median(flushes[1:])
+        note, flushed = measure_note(), statistics.median(flushes[1:])
         noted = statistics.median(marks[1:])
-        found = {
+        results = {
             "step_seconds": seconds,
             "notes_of_a_step": noted,
             "seconds_of_a_note": note,
             "flush_seconds": flushed,
             "overhead": (noted * note + flushed) / seconds,
         }
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(results))
     mesh.close()
 
 
-def seconds_of_a_note() -> float:
+def measure_note() -> float:
     """Return the seconds of half a span, including its share of adding all notes up."""
     from megaframe.metrics import StepTimer
 

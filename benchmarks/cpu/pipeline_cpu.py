@@ -52,13 +52,13 @@ FIRST_LOSS_TOLERANCE = 0.4
 ln(vocab)."""
 
 
-def make_contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Contender]:
+def make_contenders(arguments: argparse.Namespace, stages: int, vocab: int) -> list[Contender]:
     """Return the commands of ours and the peers."""
 
     def make_contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False
     ) -> Contender:
-        size = ("--stages", str(stages), "--vocab", str(vocab), "--steps", str(given.steps))
+        size = ("--stages", str(stages), "--vocab", str(vocab), "--steps", str(arguments.steps))
         return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
 
     chosen = [make_contender("megaframe", "pipeline_ours.py", sys.executable, *OURS, ours=True)]
@@ -66,8 +66,8 @@ def make_contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[
         if stages * chunks <= WORKLOAD.layers:
             more = ("--schedule", schedule)
             chosen.append(make_contender(name, "pipeline_torch.py", sys.executable, *more))
-    if given.megatron_python:
-        python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+    if arguments.megatron_python:
+        python = arguments.megatron_python.absolute()  # not resolved: a venv's python is a link
         chosen.append(make_contender("megatron-core", "pipeline_megatron_core.py", python))
     else:
         print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
@@ -85,22 +85,22 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
+    arguments = parse_arguments()
     results = {}
-    for case in given.cases:
+    for case in arguments.cases:
         stages, vocab = map(int, case.split("x"))
         print(f"\n{stages} stages, vocabulary {vocab}")
-        chosen = make_contenders(given, stages, vocab)
-        outcomes = run_alternately(chosen, given.rounds, given.threads)
+        chosen = make_contenders(arguments, stages, vocab)
+        outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
         check_losses(outcomes, math.log(vocab), FIRST_LOSS_TOLERANCE)
         lines = summarise(chosen, outcomes)
         print(format_table(lines))
         results[case] = (lines, outcomes)
-    if given.write:
+    if arguments.write:
         config = {**asdict(WORKLOAD), "microbatches": MICROBATCHES, "ours": OURS}
-        config |= {"steps": given.steps, "rounds": given.rounds}
+        config |= {"steps": arguments.steps, "rounds": arguments.rounds}
         config.pop("vocab")  # each case has its own
-        write_results(given.write, config, given.threads, results)
+        write_results(arguments.write, config, arguments.threads, results)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def list_bare_libraries(folder: Path, texts: list[str]) -> dict[str, tuple[str, 
     return calls
 
 
-def timed(action: Callable[[], Any]) -> dict[str, float]:
+def time_action(action: Callable[[], Any]) -> dict[str, float]:
     """Return the elapsed seconds and this process's processor seconds."""
     start, busy = time.perf_counter(), time.process_time()
     action()
@@ -114,15 +114,15 @@ def measure_speed(
         output = str(folder / title.replace(" ", "-"))
         job = PreprocessJob(tuple(inputs), name, output, CorpusFormat())
 
-        def ours(job: PreprocessJob = job) -> None:
+        def preprocess_job(job: PreprocessJob = job) -> None:
             preprocess(job, overwrite=True)
 
-        ours()
-        contenders = {**bare, "megaframe": ours}
+        preprocess_job()
+        contenders = {**bare, "megaframe": preprocess_job}
         runs: Runs = {who: [] for who in contenders}
         for _ in range(rounds):
             for who, action in contenders.items():
-                runs[who].append(timed(action))
+                runs[who].append(time_action(action))
         measured[title] = runs
     return measured
 
@@ -154,8 +154,8 @@ def summarise(measured: dict[str, Runs], megabytes: float) -> dict[str, Any]:
 def compare_with_megatron(python: Path, folder: Path, prefix: str) -> dict[str, Any]:
     """Compare our files with a small and a large vocabulary with theirs, both ways. Raises an error
     if a byte differs."""
-    ours = IndexedDataset(prefix)
-    tokens, lengths = np.asarray(ours.tokens), np.asarray(ours.lengths)
+    dataset = IndexedDataset(prefix)
+    tokens, lengths = np.asarray(dataset.tokens), np.asarray(dataset.lengths)
     results = {}
     for vocab in (VOCAB, LARGE_VOCAB):
         results[str(vocab)] = compare_one(python, folder, tokens, lengths, vocab)
@@ -181,17 +181,17 @@ def compare_one(
         if pair[0] != pair[1]:
             sys.exit(f"vocabulary {vocab}: {suffix} differs from megatron-core's")
     read = run_peer(python, "read", our_prefix, arrays)
-    theirs, ours = np.load(arrays), IndexedDataset(their_prefix)
+    peer_arrays, dataset = np.load(arrays), IndexedDataset(their_prefix)
     for name in ("tokens", "lengths", "documents"):
-        if not np.array_equal(theirs[name], getattr(ours, name)):
+        if not np.array_equal(peer_arrays[name], getattr(dataset, name)):
             sys.exit(f"vocabulary {vocab}: {name} read differently by megatron-core")
     print(
-        f"vocabulary {vocab}: {tokens.size} tokens, {ours.dtype}: .bin and .idx equal to "
+        f"vocabulary {vocab}: {tokens.size} tokens, {dataset.dtype}: .bin and .idx equal to "
         f"megatron-core's byte for byte, read alike both ways"
     )
     return {
         "tokens": tokens.size,
-        "dtype": str(ours.dtype),
+        "dtype": str(dataset.dtype),
         "equal": True,
         "write_seconds": seconds,
         "megatron_core_write_seconds": written["seconds"],
@@ -208,27 +208,27 @@ def run_peer(python: Path, action: str, prefix: str, arrays: Path, *more: str) -
 
 
 def main() -> None:
-    given = _parse_options()
+    arguments = _parse_options()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus, texts = make_corpus(folder, given.megabytes)
+        corpus, texts = make_corpus(folder, arguments.megabytes)
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         for kind in ("bpe", "unigram"):
             model = str(folder / kind)
             train_sentencepiece([str(corpus)], CorpusFormat(), model, VOCAB, kind, 2)
         train_hugging_face(texts[:200], folder / "hf.json")
-        texts, megabytes = texts * given.repeat, megabytes * given.repeat
-        print(f"{len(texts)} documents, {megabytes:.1f} MB, {given.rounds} rounds, one process")
-        measured = measure_speed(folder, [str(corpus)] * given.repeat, texts, given.rounds)
+        texts, megabytes = texts * arguments.repeat, megabytes * arguments.repeat
+        print(f"{len(texts)} documents, {megabytes:.1f} MB, {arguments.rounds} rounds, one process")
+        measured = measure_speed(folder, [str(corpus)] * arguments.repeat, texts, arguments.rounds)
         summary = summarise(measured, megabytes)
         files = {}
-        if given.megatron_python:
-            python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+        if arguments.megatron_python:
+            python = arguments.megatron_python.absolute()  # not resolved: a venv's python is a link
             files = compare_with_megatron(python, folder, str(folder / "sentencepiece-bpe"))
         else:
             print("megatron-core is left out: --megatron-python PATH names one that has it")
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -239,9 +239,9 @@ def main() -> None:
             "megatron_core_files": files,
             "rounds": measured,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 def _parse_options() -> argparse.Namespace:

@@ -42,20 +42,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.world is not None:
-        print(json.dumps(measure(given.world)))
+    arguments = parser.parse_args()
+    if arguments.world is not None:
+        print(json.dumps(measure(arguments.world)))
         return
-    found: dict[int, list[dict[str, float]]] = {world: [] for world in given.worlds}
-    for _ in range(given.rounds):
-        for world in given.worlds:
-            found[world].append(run_in_process(world))
+    results: dict[int, list[dict[str, float]]] = {world: [] for world in arguments.worlds}
+    for _ in range(arguments.rounds):
+        for world in arguments.worlds:
+            results[world].append(run_in_process(world))
     lines = {
         world: {name: Spread.of([run[name] for run in runs]) for name in runs[0]}
-        for world, runs in found.items()
+        for world, runs in results.items()
     }
     show(lines)
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -66,16 +66,16 @@ def main() -> None:
                 for world, line in lines.items()
             },
         }
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 def run_in_process(world: int) -> dict[str, float]:
     """Return what a fresh process measures."""
     command = [sys.executable, __file__, f"--world={world}"]
-    own = {"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": str(world)}
+    variables = {"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": str(world)}
     done = subprocess.run(
-        command, env={**os.environ, **own}, capture_output=True, text=True, check=False
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(f"{world} ranks failed:\n{done.stderr[-3000:]}")
@@ -114,14 +114,14 @@ def measure(world: int) -> dict[str, float]:
             return dist.new_group(ranks, backend="fake")
 
     data = world // (TENSOR * PIPELINE)
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def measure(name: str, work: Callable[[], Any]) -> Any:
         before, start = _read_peak(), time.perf_counter()
-        made = work()
-        found[name] = time.perf_counter() - start
-        found[f"{name} bytes"] = _read_peak() - before
-        return made
+        result = work()
+        seconds[name] = time.perf_counter() - start
+        seconds[f"{name} bytes"] = _read_peak() - before
+        return result
 
     with tempfile.TemporaryDirectory() as folder:
         config = load(
@@ -140,27 +140,27 @@ def measure(world: int) -> dict[str, float]:
         )
         layout = Layout.from_parallel(config.parallel, world)
 
-        def groups() -> Mesh:
-            made = Fake(layout, device="cpu")
-            made.connect(link for a in range(PIPELINE - 1) for link in ((a, a + 1), (a + 1, a)))
-            return made
+        def make_groups() -> Mesh:
+            result = Fake(layout, device="cpu")
+            result.connect(link for a in range(PIPELINE - 1) for link in ((a, a + 1), (a + 1, a)))
+            return result
 
-        mesh = measure("groups", groups)
+        mesh = measure("groups", make_groups)
 
-        def model() -> TrainStep:
+        def make_model() -> TrainStep:
             # The mesh has this rank alone, so tensors need no content.
             with MetaTensorMode(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 return TrainStep(config, Mesh(layout, alone=0), lambda part: nullcontext())
 
-        train_step = measure("model", model)
+        train_step = measure("model", make_model)
         group = mesh.group("data")
         measure("data", lambda: Loader(config, group.index, group.size).close())
         slices = sum(1 for _ in train_step.optimizer.list_tensors(owned=True))
-        found["slices"] = slices
-        found["manifest size"] = measure("manifest", lambda: _measure_manifest(world, slices))
+        seconds["slices"] = slices
+        seconds["manifest size"] = measure("manifest", lambda: _measure_manifest(world, slices))
     torch.distributed.destroy_process_group()
-    return found
+    return seconds
 
 
 def _read_peak() -> int:
@@ -197,8 +197,8 @@ def _measure_manifest(world: int, slices: int) -> int:
     for rank in range(world):
         file = f"rank-{rank:05d}.safetensors"
         row = SavedSlice(file=file, offset=(rank, 0), shape=(1, width), checksum="0" * 16)
-        one = SavedTensor(shape=(world, width), dtype="F32", slices=(row,))
-        parts.append({f"blocks.{index}.weight": one for index in range(slices)})
+        tensor = SavedTensor(shape=(world, width), dtype="F32", slices=(row,))
+        parts.append({f"blocks.{index}.weight": tensor for index in range(slices)})
     files = {
         f"rank-{rank:05d}.safetensors": SavedFile(bytes=slices * width * 4, header="0" * 16)
         for rank in range(world)
@@ -216,8 +216,8 @@ def show(lines: dict[int, dict[str, Spread]]) -> None:
             f"{line[name].median:.3f} s {line[f'{name} bytes'].median / 1e6:6.0f} MB"
             for name in WORK
         ]
-        whole = sum(line[name].median for name in WORK)
-        print(f"{world:>7}" + "".join(f"{cell:>22}" for cell in (*cells, f"{whole:.2f} s")))
+        total = sum(line[name].median for name in WORK)
+        print(f"{world:>7}" + "".join(f"{cell:>22}" for cell in (*cells, f"{total:.2f} s")))
 
 
 if __name__ == "__main__":

@@ -30,20 +30,20 @@ PUBLISHED_LOSS = 1.88
 TITLE = "tinyshakespeare"
 
 
-def make_contenders(given: argparse.Namespace) -> list[Contender]:
+def make_contenders(arguments: argparse.Namespace) -> list[Contender]:
     """Return ours, as nanoGPT's model and with our default positions, and nanoGPT if it was
     given."""
-    common = ("--text", str(given.text.resolve()), "--steps", str(given.steps))
+    common = ("--text", str(arguments.text.resolve()), "--steps", str(arguments.steps))
     chosen = []
-    if not given.without_ours:
+    if not arguments.without_ours:
         script = str(PEERS / "shakespeare_ours.py")
         command: tuple[str, ...] = (sys.executable, script, *common)
         chosen.append(Contender("megaframe", command, ours=True))
         rotary = (*command, "--position", "rotary")
         chosen.append(Contender("megaframe, rotary", rotary, ours=True))
-    if given.nanogpt:
+    if arguments.nanogpt:
         script = str(PEERS / "shakespeare_nanogpt.py")
-        checkout = str(given.nanogpt.resolve())
+        checkout = str(arguments.nanogpt.resolve())
         command = (sys.executable, script, *common, "--nanogpt", checkout)
         chosen.append(Contender("nanoGPT", command))
     else:
@@ -62,20 +62,20 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
-    chosen = make_contenders(given)
+    arguments = parse_arguments()
+    chosen = make_contenders(arguments)
     if not chosen:
         sys.exit("nothing to run: give --nanogpt PATH, or leave out --without-ours")
-    outcomes = run_alternately(chosen, given.rounds, given.threads)
+    outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
     lines = summarise(chosen, outcomes)
     print(format_table(lines))
     print(f"nanoGPT's README reports a validation loss of {PUBLISHED_LOSS}")
     for line in lines:
-        seconds = given.steps * SETTINGS.tokens_per_step / line.speed.median
-        print(f"{line.name}: {seconds:.1f} s for {given.steps} steps")
-    if given.write:
-        config = {**asdict(SETTINGS), "steps": given.steps, "rounds": given.rounds}
-        write_results(given.write, config, given.threads, {TITLE: (lines, outcomes)})
+        seconds = arguments.steps * SETTINGS.tokens_per_step / line.speed.median
+        print(f"{line.name}: {seconds:.1f} s for {arguments.steps} steps")
+    if arguments.write:
+        config = {**asdict(SETTINGS), "steps": arguments.steps, "rounds": arguments.rounds}
+        write_results(arguments.write, config, arguments.threads, {TITLE: (lines, outcomes)})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How the store and the watch bear thousands of ranks: time to set up, requests to the store while
-all is well, and the time until every rank knows who is lost, hung or slow, and whether that is
-right.
+"""How the store and the watchdog behave with thousands of ranks: time to set up, requests to the
+store while no rank fails, and the time until every rank knows which rank is lost, hung or slow,
+and whether that is right.
 
 Every rank is a client with its real connections to a real store, its real rendezvous
 (`distributed/rendezvous.py`), its real progress and its real watchdog; only training is left out.
@@ -61,11 +61,11 @@ _STACK = 256 * 1024
 
 @dataclass(frozen=True)
 class WorldOutcome:
-    """What one world has shown.
+    """Measurements of one world.
 
     set_up: seconds until every client was connected, had found its part of the store, and had its
-    watch.
-    quiet: requests per client and second while all is well.
+    watchdog.
+    quiet: requests per client and second while no rank fails.
     requests: requests per client from the fault to the end.
     most: those of the client with most, which is the judge.
     first, last: seconds from when ranks may notice the fault to the first and last verdict.
@@ -93,13 +93,15 @@ def main() -> int:
     parser.add_argument("--quiet", type=float, default=10.0, help="seconds without any fault")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     outcomes = []
-    for fault in given.faults:
-        outcome = measure(fault, given.clients, given.processes, given.timeout, given.quiet)
+    for fault in arguments.faults:
+        outcome = measure(
+            fault, arguments.clients, arguments.processes, arguments.timeout, arguments.quiet
+        )
         outcomes.append(outcome)
         if len(outcomes) == 1:
-            print(f"{given.clients} clients, parallel.timeout={given.timeout:g} s")
+            print(f"{arguments.clients} clients, parallel.timeout={arguments.timeout:g} s")
             print(f"{'':8}{'set up':>9}{'quiet':>12}{'named':>17}{'right':>13}{'requests':>20}")
         print(
             f"{fault:8}{outcome.set_up:7.1f} s{outcome.quiet:10.2f}/s"
@@ -111,59 +113,65 @@ def main() -> int:
     print(
         "fault until the first and the last client name it; requests: per client from the fault on"
     )
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "clients": given.clients,
-            "timeout": given.timeout,
+            "clients": arguments.clients,
+            "timeout": arguments.timeout,
             "outcomes": [asdict(outcome) for outcome in outcomes],
         }
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if all(outcome.right == outcome.of for outcome in outcomes) else 1
 
 
 def measure(fault: str, world: int, processes: int, timeout: float, quiet: float) -> WorldOutcome:
     """Run one world with one fault."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(found.getsockname()[1]))
-    layout = layout_of(world)
+    with socket.socket() as port_finder:
+        port_finder.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port_finder.getsockname()[1]))
+    layout = make_layout(world)
     victim = 0 if fault == "store" else world - 3
     alone = {0, victim if victim else world - 3}
-    rest = [rank for rank in range(world) if rank not in alone]
-    shares = [[rank] for rank in sorted(alone)] + [rest[i::processes] for i in range(processes)]
+    other_ranks = [rank for rank in range(world) if rank not in alone]
+    shares = [[rank] for rank in sorted(alone)] + [
+        other_ranks[i::processes] for i in range(processes)
+    ]
     context = get_context("fork")
     ends, started = [], []
     began = time.monotonic()
     for ranks in shares:
-        mine, theirs = context.Pipe()
-        process = context.Process(target=clients, args=(theirs, ranks, layout, timeout))
+        parent_end, child_end = context.Pipe()
+        process = context.Process(target=run_clients, args=(child_end, ranks, layout, timeout))
         process.start()
-        ends.append(mine)
+        ends.append(parent_end)
         started.append((process, ranks))
     try:
-        hear = _ClientProcesses(ends, time.monotonic() + _SLACK + 2 * timeout + quiet)
-        hear.all("ready")
+        client_processes = _ClientProcesses(ends, time.monotonic() + _SLACK + 2 * timeout + quiet)
+        client_processes.receive("ready")
         set_up = time.monotonic() - began
         time.sleep(_SETTLED)
-        before = sum(hear.ask("count"))
+        before = sum(client_processes.ask("count"))
         time.sleep(quiet)
-        per_second = (sum(hear.ask("count")) - before) / world / quiet
-        memory = sum(_memory(process.pid) for process, _ in started if process.pid)
-        (of_victim,) = (process for process, ranks in started if victim in ranks)
-        assert of_victim.pid is not None
+        per_second = (sum(client_processes.ask("count")) - before) / world / quiet
+        memory = sum(_read_memory(process.pid) for process, _ in started if process.pid)
+        (victim_process,) = (process for process, ranks in started if victim in ranks)
+        assert victim_process.pid is not None
         if fault in ("lost", "store"):
-            os.kill(of_victim.pid, signal.SIGKILL)
+            os.kill(victim_process.pid, signal.SIGKILL)
         elif fault == "hung":
-            os.kill(of_victim.pid, signal.SIGSTOP)
+            os.kill(victim_process.pid, signal.SIGSTOP)
         noticed = time.monotonic() + (timeout if fault in ("hung", "slow") else 0)
-        gone = victim if fault != "slow" else None
+        stopped_rank = victim if fault != "slow" else None
         for end, (_, ranks) in zip(ends, started, strict=True):
-            if gone not in ranks:
+            if stopped_rank not in ranks:
                 end.send(("fault", fault, victim, noticed))
-        verdicts = [v for v in hear.all("verdicts", but=gone, shares=shares) for v in v]
+        verdicts = [
+            v
+            for v in client_processes.receive("verdicts", but=stopped_rank, shares=shares)
+            for v in v
+        ]
     finally:
         for process, _ in started:
             if process.is_alive():
@@ -186,7 +194,7 @@ def measure(fault: str, world: int, processes: int, timeout: float, quiet: float
     )
 
 
-def layout_of(world: int) -> Layout:
+def make_layout(world: int) -> Layout:
     """Return a layout with 8 tensor and 4 pipeline ranks, or fewer in a small world."""
     tensor = next(size for size in (8, 4, 2, 1) if world % (4 * size) == 0 or size == 1)
     pipeline = 4 if world % (4 * tensor) == 0 else 1
@@ -199,26 +207,26 @@ class _ClientProcesses:
     def __init__(self, ends: Sequence[Connection], deadline: float) -> None:
         self._ends, self._deadline = ends, deadline
 
-    def all(
-        self, what: str, but: int | None = None, shares: Sequence[Sequence[int]] = ()
+    def receive(
+        self, expected_kind: str, but: int | None = None, shares: Sequence[Sequence[int]] = ()
     ) -> list[Any]:
-        """Return what every process says, except that of rank `but`."""
-        told = []
+        """Return the message of every process except that of rank `but`."""
+        values = []
         for number, end in enumerate(self._ends):
             if but is not None and but in shares[number]:
                 continue
             if not end.poll(max(0.0, self._deadline - time.monotonic())):
-                raise TimeoutError(f"a process has not said {what!r} in time")
+                raise TimeoutError(f"a process has not sent {expected_kind!r} in time")
             kind, value = end.recv()
-            assert kind == what, (kind, what)
-            told.append(value)
-        return told
+            assert kind == expected_kind, (kind, expected_kind)
+            values.append(value)
+        return values
 
-    def ask(self, what: str) -> list[Any]:
+    def ask(self, kind: str) -> list[Any]:
         """Ask every process and return the answers."""
         for end in self._ends:
-            end.send((what,))
-        return self.all(what)
+            end.send((kind,))
+        return self.receive(kind)
 
 
 # What follows runs in the processes of the clients.
@@ -237,15 +245,15 @@ class MeteredStore:
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.store, name)
 
-        def counted(*arguments: Any) -> Any:
+        def count_request(*arguments: Any) -> Any:
             self._counts[self.rank] += 2 if name == "get" else 1
             return call(*arguments)
 
-        return counted
+        return count_request
 
 
 class ThreadWatchdog(Watchdog):
-    """A watch that notes when it ends its rank, and with which verdict."""
+    """A watchdog that records when it ends its rank, and with which verdict."""
 
     judged: tuple[float, tuple[int, ...]]
     has_left = False
@@ -271,7 +279,7 @@ class _EndlessWait:
         return f"all_reduce over data with {len(self._ranks)} ranks"
 
 
-def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: float) -> None:
+def run_clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: float) -> None:
     """Run some ranks of a world in this process, until all of them have a verdict."""
     threading.stack_size(_STACK)
     sys.setswitchinterval(1.0)  # by default every thread that waits for its turn asks every 5 ms
@@ -284,36 +292,38 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
     def connect(rank: int) -> None:
         store, *_ = get_launcher_store(rank, layout.world, _SLACK)
         counted = MeteredStore(store, counts, rank)
-        found = find_fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
+        fresh_store = find_fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
         progress = RankProgress()
         watches[rank] = (
-            ThreadWatchdog(found, layout, rank, timeout, progress, lambda: ""),
+            ThreadWatchdog(fresh_store, layout, rank, timeout, progress, lambda: ""),
             progress,
         )
 
-    def prefixed(prefix: str, counted: Any) -> Any:
+    def make_prefix_store(prefix: str, counted: Any) -> Any:
         return MeteredStore(PrefixStore(prefix, counted.store), counts, counted.rank)
 
-    rendezvous.PrefixStore = prefixed  # type: ignore[assignment,misc]
-    _at_once(connect, ranks)
+    rendezvous.PrefixStore = make_prefix_store  # type: ignore[assignment,misc]
+    _run_at_once(connect, ranks)
     assert watches.keys() == set(ranks), "not all ranks are connected"
     end.send(("ready", None))
     while True:
-        what, *more = end.recv()
-        if what == "count":
+        kind, *more = end.recv()
+        if kind == "count":
             end.send(("count", sum(counts.values())))
             continue
         before = Counter(counts)
         fault, victim, noticed = more
-        _suffer(fault, victim, noticed, watches, layout, timeout)
-        while not all(one.has_left for one, _ in watches.values()):
+        _apply_fault(fault, victim, noticed, watches, layout, timeout)
+        while not all(watchdog.has_left for watchdog, _ in watches.values()):
             time.sleep(0.1)
-        found = [(r, *one.judged, counts[r] - before[r]) for r, (one, _) in watches.items()]
-        end.send(("verdicts", found))
+        verdicts = [
+            (r, *watchdog.judged, counts[r] - before[r]) for r, (watchdog, _) in watches.items()
+        ]
+        end.send(("verdicts", verdicts))
         leave_process(0)
 
 
-def _suffer(
+def _apply_fault(
     fault: str,
     victim: int,
     noticed: float,
@@ -321,32 +331,36 @@ def _suffer(
     layout: Layout,
     timeout: float,
 ) -> None:
-    """Let the ranks of this process meet a fault: wait, and lose contact when they would."""
+    """Apply a fault to the ranks of this process: they wait, and lose contact when they would in a
+    run."""
     groups = [("tensor",), ("data",), ("pipeline",)]
-    for rank, (one, progress) in watches.items():
+    for rank, (watchdog, progress) in watches.items():
         progress.begin_activity("step 7")
         if fault == "slow":
-            one.limit = timeout
+            watchdog.limit = timeout
         if rank != victim:
             progress.begin_wait(_EndlessWait(layout.list_members(rank, "data")))
         else:
             progress.begin_part("data", None)
 
-    def lost(rank: int) -> None:
+    def lose_contact(rank: int) -> None:
         around = [layout.list_members(rank, *axes) for axes in groups]
         group = next((ranks for ranks in around if victim in ranks), around[1])
         time.sleep(max(0.0, noticed - time.monotonic()))
         others = [other for other in group if other != rank]
         watches[rank][0].leave(LostRanks(f"rank {rank} lost contact", others))
 
-    def meets(rank: int) -> bool:
+    def is_grouped_with_victim(rank: int) -> bool:
         return any(victim in layout.list_members(rank, *axes) for axes in groups)
 
     if fault != "slow":
-        _begin(lost, [rank for rank in watches if fault == "hung" or meets(rank)])
+        _begin(
+            lose_contact,
+            [rank for rank in watches if fault == "hung" or is_grouped_with_victim(rank)],
+        )
 
 
-def _at_once(call: Callable[[int], object], ranks: Collection[int]) -> None:
+def _run_at_once(call: Callable[[int], object], ranks: Collection[int]) -> None:
     for thread in _begin(call, ranks):
         thread.join()
 
@@ -362,7 +376,7 @@ def _end_of_thread(status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-def _memory(process: int) -> int:
+def _read_memory(process: int) -> int:
     """Return the bytes of a process, with its part of what it shares with others."""
     for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):

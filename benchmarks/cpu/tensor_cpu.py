@@ -35,19 +35,19 @@ OURS = ("train.recompute_blocks=0",)
 spare."""
 
 
-def make_contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
+def make_contenders(arguments: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
     """Return the commands of ours and the peers."""
 
     def make_contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False
     ) -> Contender:
-        size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(given.steps))
+        size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(arguments.steps))
         return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
 
     chosen = [make_contender("megaframe", "tensor_ours.py", sys.executable, *OURS, ours=True)]
     peers = [("torch DTensor", "tensor_torch.py", sys.executable)]
-    if given.megatron_python:
-        python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+    if arguments.megatron_python:
+        python = arguments.megatron_python.absolute()  # not resolved: a venv's python is a link
         peers.append(("megatron-core", "tensor_megatron_core.py", str(python)))
     else:
         print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
@@ -68,20 +68,25 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
+    arguments = parse_arguments()
     results = {}
-    for case in given.cases:
+    for case in arguments.cases:
         ranks, precision = case.split("x")
         print(f"\n{ranks} ranks, {precision}")
-        chosen = make_contenders(given, int(ranks), precision)
-        outcomes = run_alternately(chosen, given.rounds, given.threads)
+        chosen = make_contenders(arguments, int(ranks), precision)
+        outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         lines = summarise(chosen, outcomes)
         print(format_table(lines))
         results[case] = (lines, outcomes)
-    if given.write:
-        config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds, "ours": OURS}
-        write_results(given.write, config, given.threads, results)
+    if arguments.write:
+        config = {
+            **asdict(WORKLOAD),
+            "steps": arguments.steps,
+            "rounds": arguments.rounds,
+            "ours": OURS,
+        }
+        write_results(arguments.write, config, arguments.threads, results)
 
 
 if __name__ == "__main__":

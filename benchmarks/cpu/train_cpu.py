@@ -45,42 +45,42 @@ GOAL, GOAL_OF_LIMIT = 1.10, 0.92
 whichever is less."""
 
 
-def make_contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
+def make_contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]:
     """Return the commands of ours and of the peers that were given."""
 
     def make_contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False
     ) -> Contender:
-        options = ("--precision", precision, "--steps", str(given.steps), *more)
+        options = ("--precision", precision, "--steps", str(arguments.steps), *more)
         return Contender(name, (str(python), str(PEERS / script), *options), ours)
 
     chosen = []
-    if not given.without_ours:
+    if not arguments.without_ours:
         ours = ("ours.py", sys.executable)
         chosen.append(make_contender(OURS, *ours, ours=True))
         chosen.append(make_contender(f"{OURS}, recompute", *ours, "--recompute", ours=True))
     chosen.append(make_contender("plain PyTorch", "plain.py", sys.executable))
     chosen.append(make_contender("plain, compiled", "plain.py", sys.executable, "--compile"))
-    if given.nanogpt:
-        checkout = str(given.nanogpt.resolve())
+    if arguments.nanogpt:
+        checkout = str(arguments.nanogpt.resolve())
         chosen.append(
             make_contender("nanoGPT", "nanogpt.py", sys.executable, "--nanogpt", checkout)
         )
     else:
         print("nanoGPT is left out: --nanogpt PATH gives a checkout of it")
-    if given.megatron_python:
-        python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+    if arguments.megatron_python:
+        python = arguments.megatron_python.absolute()  # not resolved: a venv's python is a link
         chosen.append(make_contender("megatron-core", "megatron_core.py", python))
     else:
         print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
-    if given.huggingface_python:
-        python = given.huggingface_python.absolute()
+    if arguments.huggingface_python:
+        python = arguments.huggingface_python.absolute()
         chosen.append(make_contender("Hugging Face", "huggingface_trainer.py", python))
     chosen.append(make_contender(LIMIT, "product_limit.py", sys.executable))
     return chosen
 
 
-def documents() -> Iterator[dict[str, Any]]:
+def iterate_documents() -> Iterator[dict[str, Any]]:
     """Yield the files of measurements, one for each processor."""
     for path in sorted(RESULTS.glob("train_cpu*.json")):
         yield json.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def format_readme_table() -> str:
     and without recompute, the fastest peer's, and the products alone."""
     head = f"| processor | | {OURS} | {OURS}, recompute | fastest peer | {LIMIT} | ratio |"
     lines = [head, "|---|---|---|---|---|---|---|"]
-    for document in documents():
+    for document in iterate_documents():
         for precision, part in document["results"].items():
             rows = {row["name"]: row for row in part["summary"]}
             peers = [row for name, row in rows.items() if not name.startswith(OURS)]
@@ -126,15 +126,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
-    if given.table:
+    arguments = parse_arguments()
+    if arguments.table:
         print(format_readme_table())
         return
     results, limits = {}, {}
-    for precision in ("fp32", "bf16") if given.precision == "both" else (given.precision,):
+    for precision in ("fp32", "bf16") if arguments.precision == "both" else (arguments.precision,):
         print(f"\n{precision}")
-        chosen = make_contenders(given, precision)
-        outcomes = run_alternately(chosen, given.rounds, given.threads)
+        chosen = make_contenders(arguments, precision)
+        outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         limit = [run.tokens_per_second for run in outcomes.pop(chosen.pop().name)]
         lines = summarise(chosen, outcomes)
@@ -145,21 +145,21 @@ def main() -> None:
                 print(f"{name}: at most {share:.2%} of a run's steps is neither model nor update")
         results[precision], limits[precision] = (lines, outcomes), limit
         print(judge(lines, limit))
-    if given.write:
-        config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds}
-        write_results(given.write, config, given.threads, results, limits)
+    if arguments.write:
+        config = {**asdict(WORKLOAD), "steps": arguments.steps, "rounds": arguments.rounds}
+        write_results(arguments.write, config, arguments.threads, results, limits)
 
 
 def judge(lines: Sequence[ContenderSummary], limit: Sequence[float]) -> str:
     """Return in words how far our default is from the goal."""
     of = Spread.of(limit).median
-    ours = next((line for line in lines if line.name == OURS), None)
-    if ours is None:
+    own_line = next((line for line in lines if line.name == OURS), None)
+    if own_line is None:
         return f"{LIMIT}: {of:.0f} tokens/s"
-    goal = min(GOAL * ours.speed.median / ours.ratio, GOAL_OF_LIMIT * of)
-    share = ours.speed.median / goal
+    goal = min(GOAL * own_line.speed.median / own_line.ratio, GOAL_OF_LIMIT * of)
+    share = own_line.speed.median / goal
     return (
-        f"{LIMIT}: {of:.0f} tokens/s, of which {OURS} reaches {ours.speed.median / of:.1%}; "
+        f"{LIMIT}: {of:.0f} tokens/s, of which {OURS} reaches {own_line.speed.median / of:.1%}; "
         f"{share:.2f} of the goal of {goal:.0f} tokens/s"
     )
 

@@ -78,17 +78,17 @@ class Tests:
 
     def build_command(self, dry: bool) -> list[str]:
         """Return the command that runs them."""
-        found = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short"]
-        found += ["-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short"]
+        command += ["-p", "no:cacheprovider"]
         if dry:
-            return [*found, str(ROOT / self.tiny)]
+            return [*command, str(ROOT / self.tiny)]
         # That test runs this script, which already runs for real on this GPU.
-        found.append(f"--ignore={ROOT / 'tests/unit/benchmarks/test_gpu_check.py'}")
+        command.append(f"--ignore={ROOT / 'tests/unit/benchmarks/test_gpu_check.py'}")
         if importlib.util.find_spec("xdist"):
             spare = max(2, (os.cpu_count() or 1) - 4)
-            found += ["-n", str(self.workers or spare)]
-            found += ["--dist", "loadfile"] if self.workers else []
-        return [*found, *(str(ROOT / target) for target in self.targets)]
+            command += ["-n", str(self.workers or spare)]
+            command += ["--dist", "loadfile"] if self.workers else []
+        return [*command, *(str(ROOT / target) for target in self.targets)]
 
 
 TESTS = {
@@ -115,9 +115,11 @@ def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:
     }
 
 
-def format_cell(found: dict[str, Any] | None) -> str:
+def format_cell(result: dict[str, Any] | None) -> str:
     """Format a pass: its time and its share of the ceiling that binds."""
-    return "-" if found is None else f"{1e6 * found['seconds']:,.0f} us{100 * found['share']:5.0f}%"
+    return (
+        "-" if result is None else f"{1e6 * result['seconds']:,.0f} us{100 * result['share']:5.0f}%"
+    )
 
 
 def format_line(m: dict[str, Any]) -> str:
@@ -132,19 +134,19 @@ def format_line(m: dict[str, Any]) -> str:
 
 def commit() -> str:
     """Return the commit of this checkout, with a + if anything but results differs from it."""
-    if given := os.environ.get("MEGAFRAME_COMMIT"):
-        return given
+    if from_environment := os.environ.get("MEGAFRAME_COMMIT"):
+        return from_environment
 
     def run_git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
 
     try:
-        found = run_git("describe", "--always", "--abbrev=12")
+        description = run_git("describe", "--always", "--abbrev=12")
         changed = run_git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
     except OSError:
         return "unknown"
-    return f"{found}{'+' if changed else ''}" or "unknown"
+    return f"{description}{'+' if changed else ''}" or "unknown"
 
 
 @dataclass
@@ -176,29 +178,29 @@ class Results:
 
     def read_line(self, line: str) -> None:
         """Process a line of output of `kernel_bench.py`."""
-        found = parse_object(line) or {}
-        if "todo" in found:
-            self.todo = found["todo"]
-        elif "begun" in found:
-            self.at, self.running = found["begun"], True
-        elif "ceilings" in found:
-            copy, product = found["ceilings"]["copy"], found["ceilings"]["product"]
+        record = parse_object(line) or {}
+        if "todo" in record:
+            self.todo = record["todo"]
+        elif "begun" in record:
+            self.at, self.running = record["begun"], True
+        elif "ceilings" in record:
+            copy, product = record["ceilings"]["copy"], record["ceilings"]["product"]
             print(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", flush=True)
-            self.add(**found)
-        elif "active" in found:
-            self.add(active={**self.known["active"], **found["active"]})
-        elif "measured" in found:
-            self.add_measurement(found["measured"])
+            self.add(**record)
+        elif "active" in record:
+            self.add(active={**self.known["active"], **record["active"]})
+        elif "measured" in record:
+            self.add_measurement(record["measured"])
 
-    def add_measurement(self, one: dict[str, Any]) -> None:
+    def add_measurement(self, measurement: dict[str, Any]) -> None:
         """Add a measurement."""
         self.running = False
-        print(format_line(one), flush=True)
-        self.add(measurements=[*self.known["measurements"], one])
+        print(format_line(measurement), flush=True)
+        self.add(measurements=[*self.known["measurements"], measurement])
 
-    def leave_out(self, what: Sequence[str]) -> None:
+    def leave_out(self, names: Sequence[str]) -> None:
         """Record what there is no time for."""
-        self.add(left_out_for_time=[*self.known["left_out_for_time"], *what])
+        self.add(left_out_for_time=[*self.known["left_out_for_time"], *names])
 
 
 def begin(path: Path | None, dry: bool) -> Results:
@@ -246,15 +248,15 @@ def measure_group(
     results.leave_out([": ".join(label) for label in results.todo[results.at + 1 :]])
 
 
-def check_tests(results: Results, name: str, whole: float, until: float, dry: bool) -> None:
+def check_tests(results: Results, name: str, total_seconds: float, until: float, dry: bool) -> None:
     """Run the tests of `TESTS` with this name, within their share of `whole` seconds."""
     tests = TESTS[name]
-    seconds = min(tests.share * whole, until - time.monotonic())
-    found = {"outcome": "left out for time"}
+    seconds = min(tests.share * total_seconds, until - time.monotonic())
+    result = {"outcome": "left out for time"}
     if seconds > _LEAST_SECONDS:
-        found = run_tests(tests.build_command(dry), seconds)
-    results.add(tests={**results.known["tests"], name: found})
-    print(f"tests of {name}: {found['outcome']} {found.get('counts', '')}", flush=True)
+        result = run_tests(tests.build_command(dry), seconds)
+    results.add(tests={**results.known["tests"], name: result})
+    print(f"tests of {name}: {result['outcome']} {result.get('counts', '')}", flush=True)
 
 
 def check_kernels(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
@@ -308,53 +310,55 @@ def parse_arguments() -> argparse.Namespace:
     rows = [row.name for row in training_gpu.ROWS]
     parser.add_argument("--rows", nargs="+", default=[], choices=rows, help="of whole steps")
     parser.add_argument("--write", type=Path, help="by default results/<chip>.json")
-    given = parser.parse_args()
-    if given.only and given.only_training:
+    arguments = parser.parse_args()
+    if arguments.only and arguments.only_training:
         parser.error("--only names kernels, and --only-training leaves all of them out")
-    return given
+    return arguments
 
 
 def main() -> int:
     """Run the command. The status is 1 if tests have not passed or there is no GPU to check."""
     begun = time.monotonic()
-    given = parse_arguments()
+    arguments = parse_arguments()
     # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 
-    here = torch.cuda.is_available()
-    if not here and not given.dry:
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and not arguments.dry:
         print("torch sees no GPU: nothing to check here (--dry tries the script itself)")
         return 1
-    if not here:
+    if not has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from megaframe_kernels.selection import TABLE, read_chip_name
 
-    path = given.write
-    if path is None and not given.only:
+    path = arguments.write
+    if path is None and not arguments.only:
         path = ROOT / "benchmarks" / "results" / f"{read_chip_name()}.json"
-    results = begin(path, given.dry)
-    whole = 60 * given.minutes
-    until = begun + whole
-    if not given.only_training:
+    results = begin(path, arguments.dry)
+    total_seconds = 60 * arguments.minutes
+    until = begun + total_seconds
+    if not arguments.only_training:
         results.known |= _OF_KERNELS
-        if not given.skip_tests:
-            check_tests(results, "kernels", whole, until, given.dry)
-        alone = given.skip_training or given.only
-        kernels_until = until if alone else until - _OF_TRAINING * whole
-        check_kernels(results, given.only, kernels_until, given.dry)
-    if not given.skip_training and not given.only:
-        if not given.skip_tests:
-            check_tests(results, "steps", whole, until, given.dry)
-        check_training(results, given.rows, until, given.dry)
+        if not arguments.skip_tests:
+            check_tests(results, "kernels", total_seconds, until, arguments.dry)
+        alone = arguments.skip_training or arguments.only
+        kernels_until = until if alone else until - _OF_TRAINING * total_seconds
+        check_kernels(results, arguments.only, kernels_until, arguments.dry)
+    if not arguments.skip_training and not arguments.only:
+        if not arguments.skip_tests:
+            check_tests(results, "steps", total_seconds, until, arguments.dry)
+        check_training(results, arguments.rows, until, arguments.dry)
     results.add(seconds=time.monotonic() - begun)
-    for left in results.known["left_out_for_time"]:
-        print(f"left out for time: {left}")
+    for name in results.known["left_out_for_time"]:
+        print(f"left out for time: {name}")
     print(format_table(results.known["goals"]))
     print(f"{f'wrote {path}' if path else 'done'} after {results.known['seconds']:.0f} s")
-    if given.choose:
+    if arguments.choose:
         choose(results.known, TABLE)
-    return 0 if all(one["outcome"] == "passed" for one in results.known["tests"].values()) else 1
+    return (
+        0 if all(result["outcome"] == "passed" for result in results.known["tests"].values()) else 1
+    )
 
 
 if __name__ == "__main__":

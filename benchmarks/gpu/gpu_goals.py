@@ -36,14 +36,14 @@ class Goal:
 
 def evaluate_goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every goal as it is written into the result."""
-    found = [*_evaluate_kernels(result), *_evaluate_steps(result["training"])]
-    return [{**asdict(goal), "met": goal.met} for goal in found]
+    goals = [*_evaluate_kernels(result), *_evaluate_steps(result["training"])]
+    return [{**asdict(goal), "met": goal.met} for goal in goals]
 
 
-def format_table(found: Sequence[dict[str, Any]]) -> str:
+def format_table(goals: Sequence[dict[str, Any]]) -> str:
     """Format goals as a table."""
     rows = [f"{'goal':<58}{'to reach':>12}{'measured':>12}  met?"]
-    for goal in found:
+    for goal in goals:
         sign = "<=" if goal["most"] else ">="
         measured = "-" if goal["measured"] is None else f"{goal['measured']:,.4g}"
         met = {True: "yes", False: "no", None: "-"}[goal["met"]]
@@ -70,39 +70,44 @@ def order_of(measurements: Sequence[Measured]) -> list[str]:
     """
     slowness: dict[str, list[float]] = {}
     for measured in _group_by_case(measurements).values():
-        took = list_right_seconds(measured)
-        for name, seconds in took.items():
-            slowness.setdefault(name, []).append(math.log(seconds / min(took.values())))
+        durations = list_right_seconds(measured)
+        for name, seconds in durations.items():
+            slowness.setdefault(name, []).append(math.log(seconds / min(durations.values())))
     return sorted(slowness, key=lambda name: sum(slowness[name]) / len(slowness[name]))
 
 
 def compare_chosen_with_best(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return for each case the speed of the implementation that a run uses over that of the
     fastest."""
-    found = []
+    comparisons = []
     for (kernel, case), measured in _group_by_case(result["measurements"]).items():
-        took, chosen = list_right_seconds(measured), _find_chosen(result, measured)
-        if chosen is None or chosen["implementation"] not in took:
+        seconds, chosen = list_right_seconds(measured), _find_chosen(result, measured)
+        if chosen is None or chosen["implementation"] not in seconds:
             continue
-        name, best = chosen["implementation"], min(took, key=lambda one: took[one])
+        name, best = (
+            chosen["implementation"],
+            min(seconds, key=lambda implementation: seconds[implementation]),
+        )
         row = {"kernel": kernel, "case": case, "chosen": name, "best": best}
-        found.append({**row, "ratio": took[best] / took[name]})
-    return found
+        comparisons.append({**row, "ratio": seconds[best] / seconds[name]})
+    return comparisons
 
 
 def _group_by_case(measurements: Sequence[Measured]) -> dict[tuple[str, str], list[Measured]]:
-    found: dict[tuple[str, str], list[Measured]] = {}
+    cases: dict[tuple[str, str], list[Measured]] = {}
     for m in measurements:
-        found.setdefault((m["kernel"], m["case"]), []).append(m)
-    return found
+        cases.setdefault((m["kernel"], m["case"]), []).append(m)
+    return cases
 
 
 def _find_chosen(result: dict[str, Any], measured: Sequence[Measured]) -> Measured | None:
     """Return the measurement of the implementation that a run uses in this case: the first that
     does not refuse, even if it failed."""
-    told = {m["implementation"]: m for m in measured if m["forward"] or m["details"] is not None}
+    by_implementation = {
+        m["implementation"]: m for m in measured if m["forward"] or m["details"] is not None
+    }
     active = result["active"].get(measured[0]["kernel"], [])
-    return next((told[name] for name in active if name in told), None)
+    return next((by_implementation[name] for name in active if name in by_implementation), None)
 
 
 def _evaluate_kernels(result: dict[str, Any]) -> Iterator[Goal]:
@@ -119,27 +124,30 @@ def _evaluate_kernels(result: dict[str, Any]) -> Iterator[Goal]:
             for m in measured
             if m["kernel"] == kernel and m["case"].startswith(case) and is_right(m) and m[way]
         ]
-        return min((one for one in numbers if one is not None), default=None)
+        return min((figure for figure in numbers if figure is not None), default=None)
 
     def compare_with_copy(kernel: str, way: str, reach: float) -> Goal:
-        share = find_worst(chosen, kernel, way, lambda found: found["copy_share"])
+        share = find_worst(chosen, kernel, way, lambda measurement: measurement["copy_share"])
         return Goal(f"{kernel} {way} over a copy", reach, share)
 
     def compare_with_products(kernel: str, way: str, reach: float) -> Goal:
-        share = find_worst(chosen, kernel, way, lambda found: found["product_share"])
+        share = find_worst(chosen, kernel, way, lambda measurement: measurement["product_share"])
         return Goal(f"{kernel} {way} over bare products", reach, share)
 
     for kernel in ("norm", "activation", "rotary", "loss"):
         yield compare_with_copy(kernel, "forward", 0.97)
     yield compare_with_copy("norm", "backward", 0.85)
     yield compare_with_copy("adamw", "forward", 0.92)
-    each_own = [[m for m in result["measurements"] if m["implementation"] == own] for own in _OWN]
+    each_own = [
+        [m for m in result["measurements"] if m["implementation"] == implementation]
+        for implementation in _OWN
+    ]
     for way, reach in (("forward", 550.0), ("backward", 450.0)):
         rates = (
-            find_worst(own, "attention", way, _compute_teraflops, "causal, head 128, 8192")
-            for own in each_own
+            find_worst(measurements, "attention", way, _compute_teraflops, "causal, head 128, 8192")
+            for measurements in each_own
         )
-        rate = max((one for one in rates if one is not None), default=None)
+        rate = max((figure for figure in rates if figure is not None), default=None)
         yield Goal(f"own attention {way}, TFLOP/s", reach, rate)
     ratios = [row["ratio"] for row in result["chosen_over_best"] if row["kernel"] == "attention"]
     yield Goal("chosen attention over the best", 0.95, min(ratios, default=None))
@@ -148,16 +156,16 @@ def _evaluate_kernels(result: dict[str, Any]) -> Iterator[Goal]:
     yield compare_with_products("grouped_gradient", "forward", 0.92)
 
 
-def _compute_teraflops(found: Measured) -> float:
-    return found["flops"] / found["seconds"] / 1e12
+def _compute_teraflops(measurement: Measured) -> float:
+    return measurement["flops"] / measurement["seconds"] / 1e12
 
 
 def _evaluate_steps(rows: Sequence[dict[str, Any]]) -> Iterator[Goal]:
     by_name = {row["row"]: row for row in rows}
     for row in training_gpu.ROWS:
-        found = by_name.get(row.name, {})
-        ours = found.get("ours", {})
-        measured = found.get(row.goal, ours.get(row.goal))
+        row_results = by_name.get(row.name, {})
+        own_results = row_results.get("ours", {})
+        measured = row_results.get(row.goal, own_results.get(row.goal))
         yield Goal(f"{row.name}: {row.goal}", row.reach, measured, row.most)
     for row in training_gpu.ROWS:
         if row.peer:

@@ -222,52 +222,54 @@ def compute_error(kernel: Any, run: Callable[..., Any], case: Any) -> float:
         return [convert(t, change) for t in tree] if isinstance(tree, list) else tree
 
     def run_passes(function: Callable[..., Any], change: Callable[[Any], Any]) -> tuple[Any, Any]:
-        arguments = [convert(a, change) for a in given]
+        arguments = [convert(a, change) for a in inputs]
         outputs = list_tensors(function(*arguments, **case.options))
         return outputs, [t for t in list_tensors(arguments) if t.requires_grad]
 
-    def compute_relative_error(what: str, mine: Any, true: Any) -> float:
-        if not true.is_floating_point():
-            if not torch.equal(mine.long(), true.long()):
-                raise ValueError(f"{what} differs")
+    def compute_relative_error(name: str, actual: Any, expected: Any) -> float:
+        if not expected.is_floating_point():
+            if not torch.equal(actual.long(), expected.long()):
+                raise ValueError(f"{name} differs")
             return 0.0
-        size = true.double().norm().item()
-        found = (mine.double() - true.double()).norm().item() / (size or 1.0)
-        if not math.isfinite(found):
-            raise ValueError(f"{what} is off by {found}")
-        return found
+        size = expected.double().norm().item()
+        error = (actual.double() - expected.double()).norm().item() / (size or 1.0)
+        if not math.isfinite(error):
+            raise ValueError(f"{name} is off by {error}")
+        return error
 
-    given = case.arguments()
-    got, leaves = run_passes(run, torch.Tensor.clone)
-    want, true_leaves = run_passes(kernel.reference, torch.Tensor.double)
+    inputs = case.arguments()
+    actual_outputs, leaves = run_passes(run, torch.Tensor.clone)
+    expected_outputs, true_leaves = run_passes(kernel.reference, torch.Tensor.double)
     errors = [
-        compute_relative_error(f"output {i}", mine.detach(), true.detach())
-        for i, (mine, true) in enumerate(zip(got, want, strict=True))
+        compute_relative_error(f"output {i}", actual.detach(), expected.detach())
+        for i, (actual, expected) in enumerate(zip(actual_outputs, expected_outputs, strict=True))
     ]
     if leaves:
-        pairs = [(m, t) for m, t in zip(got, want, strict=True) if t.requires_grad]
-        ahead = [torch.randn_like(mine) for mine, _ in pairs]
-        mine = torch.autograd.grad([m for m, _ in pairs], leaves, ahead)
+        pairs = [
+            (m, t) for m, t in zip(actual_outputs, expected_outputs, strict=True) if t.requires_grad
+        ]
+        ahead = [torch.randn_like(actual) for actual, _ in pairs]
+        actual = torch.autograd.grad([m for m, _ in pairs], leaves, ahead)
         wide = [g.to(t.dtype) for g, (_, t) in zip(ahead, pairs, strict=True)]
-        true = torch.autograd.grad([t for _, t in pairs], true_leaves, wide)
-        both = enumerate(zip(mine, true, strict=True))
+        expected = torch.autograd.grad([t for _, t in pairs], true_leaves, wide)
+        both = enumerate(zip(actual, expected, strict=True))
         errors += [compute_relative_error(f"gradient {i}", m, t) for i, (m, t) in both]
     return max(errors)
 
 
 def time_case(
-    case: Any, given: Sequence[Any], run: Callable[..., Any], dry: bool, few: bool
+    case: Any, arguments: Sequence[Any], run: Callable[..., Any], dry: bool, few: bool
 ) -> tuple[Timing, Timing | None]:
     """Time forward and backward (None if there is no backward)."""
     import torch
 
     def forward() -> Any:
-        return run(*given, **case.options)
+        return run(*arguments, **case.options)
 
     if case.backward is None:
         return measure_timing(forward, dry, few), None
     outputs = [t for t in list_tensors(forward()) if t.requires_grad]
-    leaves = [t for t in list_tensors(list(given)) if t.requires_grad]
+    leaves = [t for t in list_tensors(list(arguments)) if t.requires_grad]
     gradients = [torch.randn_like(t) for t in outputs]
     forth = measure_timing(forward, dry, few)
 
@@ -285,8 +287,8 @@ def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> PassRes
     if work.products:
         bare = sum(time_product(shape, dry) for shape in work.products) / seconds
     most = share(work, seconds, ceilings)
-    found = timing.seconds, timing.low, timing.high, work.bytes, work.flops, most
-    return PassResult(*found, copy_share=copied, product_share=bare)
+    values = timing.seconds, timing.low, timing.high, work.bytes, work.flops, most
+    return PassResult(*values, copy_share=copied, product_share=bare)
 
 
 def share(work: Any, seconds: float, ceilings: Ceilings) -> float:
@@ -305,9 +307,9 @@ def measure(
         run = run_of(kernel, name)
         if run is None:
             return None
-        given = case.arguments()
+        arguments = case.arguments()
         if name in kernel.implementations:
-            reason = kernel.implementations[name].refuses(*given, **case.options)
+            reason = kernel.implementations[name].refuses(*arguments, **case.options)
             if reason:
                 return Measurement(*label, trouble=reason)
         if name != COMPILED:
@@ -316,7 +318,7 @@ def measure(
             except Exception as broken:
                 trouble = f"check: {format_first_line(broken)}"
                 details = traceback.format_exc()[-LAST:]
-        forth, back = time_case(case, given, run, dry, few=name == REFERENCE)
+        forth, back = time_case(case, arguments, run, dry, few=name == REFERENCE)
         passes = (
             pass_of(case.forward, forth, ceilings, dry),
             pass_of(case.backward, back, ceilings, dry) if back is not None else None,
@@ -342,33 +344,41 @@ def list_active(kernel: Any) -> list[str]:
     refuse."""
     from megaframe_kernels.selection import select
 
-    return [*(one.name for one in select({kernel.name: kernel})[kernel.name].order), REFERENCE]
+    return [
+        *(
+            implementation.name
+            for implementation in select({kernel.name: kernel})[kernel.name].order
+        ),
+        REFERENCE,
+    ]
 
 
-def yield_lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def yield_lines(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what is printed. Ends the process if it cannot use its GPU any more."""
     import torch
     from kernel_cases import MIDDLE, REAL, TINY, list_cases
     from megaframe_kernels.registry import KERNELS
 
-    ceilings = Ceilings(*given.ceilings) if given.ceilings else measure_ceilings(given.dry)
-    if not given.ceilings:
+    ceilings = (
+        Ceilings(*arguments.ceilings) if arguments.ceilings else measure_ceilings(arguments.dry)
+    )
+    if not arguments.ceilings:
         yield {"ceilings": asdict(ceilings)}
-    if not given.begin:
-        yield {"active": {name: list_active(KERNELS[name]) for name in given.only}}
-    sizes = (TINY, TINY) if given.dry else (REAL, MIDDLE)
+    if not arguments.begin:
+        yield {"active": {name: list_active(KERNELS[name]) for name in arguments.only}}
+    sizes = (TINY, TINY) if arguments.dry else (REAL, MIDDLE)
     todo = [
         (case, checked, KERNELS[case.kernel], name)
         for case, checked in zip(*map(list_cases, sizes), strict=True)
-        if case.kernel in given.only
-        for name in list_names(KERNELS[case.kernel], given.dry)
+        if case.kernel in arguments.only
+        for name in list_names(KERNELS[case.kernel], arguments.dry)
     ]
     yield {"todo": [[case.kernel, case.name, name] for case, _, _, name in todo]}
-    for number, one in enumerate(todo[given.begin :], given.begin):
+    for number, entry in enumerate(todo[arguments.begin :], arguments.begin):
         yield {"begun": number}
-        found = measure(*one, ceilings, given.dry)
-        if found is not None:
-            yield {"measured": asdict(found)}
+        measurement = measure(*entry, ceilings, arguments.dry)
+        if measurement is not None:
+            yield {"measured": asdict(measurement)}
         if torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
@@ -385,15 +395,15 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
     parser.add_argument("--begin", type=int, default=0, metavar="N", help="leave out the first")
     parser.add_argument("--ceilings", type=float, nargs=2, metavar=("COPY", "PRODUCT"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     import torch
 
-    here = torch.cuda.is_available()
-    if given.dry and not here:
+    has_gpu = torch.cuda.is_available()
+    if arguments.dry and not has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
-    with torch.device("cuda" if here else "cpu"):
-        for line in yield_lines(given):
+    with torch.device("cuda" if has_gpu else "cpu"):
+        for line in yield_lines(arguments):
             print(json.dumps(line), flush=True)
 
 

@@ -202,16 +202,16 @@ def _make_attention(s: CaseSizes) -> Iterator[KernelCase]:
     near = window * (window + 1) / 2 + (s.length - window) * window
     inside = 8 * (s.length // 8) * (s.length // 8 + 1) / 2
     groups = max(s.heads // 4, 1)
-    for name, seen, arguments in (
+    for name, visibility, arguments in (
         ("causal", pairs, make(s.heads, None, False)),
         ("causal, grouped heads", pairs, make(groups, None, False)),
         ("window", near, make(groups, window, False)),
         ("packed", inside, make(groups, None, True)),
     ):
-        product = 2.0 * seen * s.heads * s.width
-        whole = f"{name}, head {s.width}, {s.length} tokens"
+        product = 2.0 * visibility * s.heads * s.width
+        title = f"{name}, head {s.width}, {s.length} tokens"
         forth, back = LeastWork(flops=2 * product), LeastWork(flops=5 * product)
-        yield KernelCase("attention", whole, arguments, forth, back, length=s.length * s.heads)
+        yield KernelCase("attention", title, arguments, forth, back, length=s.length * s.heads)
 
     def make_tile() -> tuple[Any, ...]:
         where = torch.get_default_device()
@@ -321,8 +321,8 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         return torch.rand(shape) / s.hidden**0.5
 
     def make_rows(sharing: str | None = None) -> tuple[Any, ...]:
-        given = draw_normal(places, s.hidden), draw_ends(), torch.float8_e4m3fn
-        return given if sharing is None else (*given, sharing)
+        arguments = draw_normal(places, s.hidden), draw_ends(), torch.float8_e4m3fn
+        return arguments if sharing is None else (*arguments, sharing)
 
     moved = float(places * s.hidden)
     yield KernelCase("quantise_experts", "tensor", make_rows, LeastWork(5 * moved))
@@ -332,9 +332,9 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         )
 
     def make_product(alike: int, parts: int) -> tuple[Any, ...]:
-        given = draw_fp8(places, s.hidden), draw_fp8(experts, s.ffn, s.hidden)
+        arguments = draw_fp8(places, s.hidden), draw_fp8(experts, s.ffn, s.hidden)
         return (
-            *given,
+            *arguments,
             draw_scales(places, parts),
             draw_scales(experts, -(-s.ffn // alike), parts),
             draw_ends(),
@@ -346,10 +346,10 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         return torch.randn(experts, s.ffn, s.hidden), *operands, *by, draw_ends(), True
 
     work = LeastWork(flops=2.0 * places * s.ffn * s.hidden)
-    for name, given, count in (("row", (1, 1), experts), ("128", (128, blocks), width // 128)):
+    for name, arguments, count in (("row", (1, 1), experts), ("128", (128, blocks), width // 128)):
         case = f"{name}, {experts} experts"
         yield KernelCase(
-            "grouped_scaled_product", case, partial(make_product, *given), work, length=s.hidden
+            "grouped_scaled_product", case, partial(make_product, *arguments), work, length=s.hidden
         )
-        made = partial(make_gradient, count)
-        yield KernelCase("grouped_scaled_gradient", case, made, work, length=places)
+        make_arguments = partial(make_gradient, count)
+        yield KernelCase("grouped_scaled_gradient", case, make_arguments, work, length=places)

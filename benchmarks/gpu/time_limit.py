@@ -85,10 +85,10 @@ def run_limited(
             end(signal.SIGINT)
             begin(_GRACE, end, signal.SIGKILL)
 
-        def begin(left: float, what: Callable[..., None], *given: Any) -> None:
+        def begin(seconds_left: float, function: Callable[..., None], *arguments: Any) -> None:
             nonlocal timer
             timer.cancel()
-            timer = threading.Timer(max(left, 0.0), what, given)
+            timer = threading.Timer(max(seconds_left, 0.0), function, arguments)
             timer.start()
 
         begin(min(seconds, quiet), end_late)
@@ -116,10 +116,10 @@ def parse_object(line: str) -> dict[str, Any] | None:
     if not line.startswith("{"):
         return None
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def write_json(path: Path, value: Any) -> None:

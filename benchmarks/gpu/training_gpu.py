@@ -63,14 +63,18 @@ class TrainingCase:
 
     def list_overrides(self, dry: bool) -> list[str]:
         """Return the overrides of the config."""
-        found = [*self.overrides, *(TINY if dry else _STEPS)]
-        return [*found, "model.positions=32"] if dry and self.config.startswith("gpt") else found
+        overrides = [*self.overrides, *(TINY if dry else _STEPS)]
+        return (
+            [*overrides, "model.positions=32"]
+            if dry and self.config.startswith("gpt")
+            else overrides
+        )
 
 
 def _make_host_case(config: str, *overrides: str) -> TrainingCase:
     goal = "host_seconds_per_block"
-    given = config, goal, 180e-6, True, False, overrides
-    return TrainingCase(f"{config}-host", *given, script="gpu_host.py")
+    arguments = config, goal, 180e-6, True, False, overrides
+    return TrainingCase(f"{config}-host", *arguments, script="gpu_host.py")
 
 
 GRAPH = ("train.cuda_graph=true",)
@@ -98,19 +102,19 @@ def run_contender(
     command = [sys.executable, str(PEERS / script), "--config", str(ROOT / row.path)]
     if trace is not None:
         command += ["--trace", str(trace)]
-    ours = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
+    python_path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
     done = run_limited([*command, *row.list_overrides(dry)], seconds, environment)
-    found = next(filter(None, map(parse_object, reversed(done.lines))), None)
-    if done.code == 0 and found is not None:
-        return found
+    result = next(filter(None, map(parse_object, reversed(done.lines))), None)
+    if done.code == 0 and result is not None:
+        return result
     trouble = done.explain_failure() if done.code != 0 else "it printed no result"
     # Keep what was measured before it failed.
-    key = "trouble" if found is None else "incomplete"
-    return {**(found or {}), key: trouble, "details": done.errors}
+    key = "trouble" if result is None else "incomplete"
+    return {**(result or {}), key: trouble, "details": done.errors}
 
 
-def add_shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any]:
+def add_shares(row: TrainingCase, result: dict[str, Any], dry: bool) -> dict[str, Any]:
     """Return what a contender said, with its share of this chip's bf16 peak (with causal attention
     counted as half and as whole) and where the rest of the time went."""
     import torch
@@ -121,21 +125,23 @@ def add_shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str,
     from megaframe.metrics.waterfall import attribute_losses
     from megaframe.model.model_chunk import list_model_specs
 
-    if "tokens_per_second" not in found:
-        return found
+    if "tokens_per_second" not in result:
+        return result
     config = load(str(ROOT / row.path), row.list_overrides(dry))
     flops = count_flops(list_model_specs(config), config)
-    here = torch.cuda.is_available()
-    peak = find_chip_peak(torch.cuda.get_device_name(), "bf16") if here else None
-    shown = dict(found)
+    has_gpu = torch.cuda.is_available()
+    peak = find_chip_peak(torch.cuda.get_device_name(), "bf16") if has_gpu else None
+    with_shares = dict(result)
     for name, each in (("mfu_causal", flops.model), ("mfu_full", flops.full_attention)):
-        rate = found["tokens_per_second"] * each
-        shown[name] = None if peak is None else rate / (peak * 1e12)
-    shown["tflops_causal"] = found["tokens_per_second"] * flops.model / 1e12
-    if "parts" in found:
-        lost = attribute_losses(found["parts"], mfu=shown["mfu_causal"], recompute=flops.recompute)
-        shown["waterfall"] = lost
-    return shown
+        rate = result["tokens_per_second"] * each
+        with_shares[name] = None if peak is None else rate / (peak * 1e12)
+    with_shares["tflops_causal"] = result["tokens_per_second"] * flops.model / 1e12
+    if "parts" in result:
+        lost = attribute_losses(
+            result["parts"], mfu=with_shares["mfu_causal"], recompute=flops.recompute
+        )
+        with_shares["waterfall"] = lost
+    return with_shares
 
 
 def measure(
@@ -146,9 +152,9 @@ def measure(
     for row in ROWS:
         if only and row.name not in only:
             continue
-        found: dict[str, Any] = {"row": row.name, "config": row.path}
+        results: dict[str, Any] = {"row": row.name, "config": row.path}
         if until - time.monotonic() < _LEAST:
-            yield {**found, "trouble": "left out for time"}
+            yield {**results, "trouble": "left out for time"}
             continue
         trace = None
         if row.kept and traces is not None:
@@ -156,22 +162,22 @@ def measure(
         scripts = {"ours": row.script, **({"plain": "gpu_plain.py"} if row.peer else {})}
         for name, script in scripts.items():
             seconds = min(until - time.monotonic(), _LONGEST)
-            said = run_contender(script, row, dry, seconds, trace if name == "ours" else None)
+            result = run_contender(script, row, dry, seconds, trace if name == "ours" else None)
             try:
-                found[name] = add_shares(row, said, dry)
+                results[name] = add_shares(row, result, dry)
             except Exception as broken:
-                found[name] = {**said, "incomplete": f"{type(broken).__name__}: {broken}"}
-        yield {**found, **compare_contenders(found)}
+                results[name] = {**result, "incomplete": f"{type(broken).__name__}: {broken}"}
+        yield {**results, **compare_contenders(results)}
 
 
-def compare_contenders(found: dict[str, Any]) -> dict[str, Any]:
+def compare_contenders(results: dict[str, Any]) -> dict[str, Any]:
     """Compare ours with plain, if both were measured."""
-    ours, plain = found["ours"], found.get("plain", {})
-    if "tokens_per_second" not in ours or "tokens_per_second" not in plain:
+    own_result, plain = results["ours"], results.get("plain", {})
+    if "tokens_per_second" not in own_result or "tokens_per_second" not in plain:
         return {}
     return {
-        "times_plain": ours["tokens_per_second"] / plain["tokens_per_second"],
-        "same_start": math.isclose(ours["first_loss"], plain["first_loss"], rel_tol=0.02),
+        "times_plain": own_result["tokens_per_second"] / plain["tokens_per_second"],
+        "same_start": math.isclose(own_result["first_loss"], plain["first_loss"], rel_tol=0.02),
     }
 
 
@@ -192,19 +198,19 @@ def format_line(row: dict[str, Any]) -> str:
     if "trouble" in row:
         return f"{parts[0]}{row['trouble']}"
     for name in ("ours", "plain"):
-        found = row.get(name, {})
+        result = row.get(name, {})
         for key in ("trouble", "incomplete"):
-            if key in found:
-                parts.append(f"{name}: {found[key]}")
-        if "host_seconds_per_block" in found:
-            parts.append(f"host {1e6 * found['host_seconds_per_block']:,.0f} us a block")
-        if "tokens_per_second" not in found:
+            if key in result:
+                parts.append(f"{name}: {result[key]}")
+        if "host_seconds_per_block" in result:
+            parts.append(f"host {1e6 * result['host_seconds_per_block']:,.0f} us a block")
+        if "tokens_per_second" not in result:
             continue
-        shown = [f"{name} {found['tokens_per_second']:>12,.0f} tokens/s"]
+        cells = [f"{name} {result['tokens_per_second']:>12,.0f} tokens/s"]
         for key in ("mfu_causal", "gpu_idle"):
-            if found.get(key) is not None:
-                shown.append(f"{key} {found[key]:.1%}")
-        parts.append(", ".join([*shown, f"host {1e3 * found['host_seconds_per_step']:,.1f} ms"]))
+            if result.get(key) is not None:
+                cells.append(f"{key} {result[key]:.1%}")
+        parts.append(", ".join([*cells, f"host {1e3 * result['host_seconds_per_step']:,.1f} ms"]))
     for name in ("times_plain", "times_bf16"):
         if name in row:
             parts.append(f"{name} {row[name]:.2f}")
@@ -219,21 +225,21 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=[row.name for row in ROWS])
     parser.add_argument("--minutes", type=float, default=_MINUTES)
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 
-    if not torch.cuda.is_available() and not given.dry:
+    if not torch.cuda.is_available() and not arguments.dry:
         print("torch sees no GPU: nothing to measure here (--dry tries the script itself)")
         return 1
     rows: list[dict[str, Any]] = []
-    traces = given.write.with_suffix("") if given.write and not given.dry else None
-    for row in measure(given.dry, given.only, begun + 60 * given.minutes, traces):
+    traces = arguments.write.with_suffix("") if arguments.write and not arguments.dry else None
+    for row in measure(arguments.dry, arguments.only, begun + 60 * arguments.minutes, traces):
         rows.append(row)
         print(format_line(row), flush=True)
-        if given.write:
-            write_json(given.write, with_ratios(rows))
+        if arguments.write:
+            write_json(arguments.write, with_ratios(rows))
     return 0
 
 

@@ -112,8 +112,8 @@ def run_in_world(both: Sequence[Host], arguments: argparse.Namespace) -> Measure
     command = [__file__, *(f"--{name}={getattr(arguments, name)}" for name in options)]
     if arguments.compute_core is not None:
         command.append(f"--compute-core={arguments.compute_core}")
-    one, other = (json.loads(answer) for answer in start_ranks(both, command))
-    return {name: [*map(max, one[name], other[name])] for name in one}
+    first, second = (json.loads(answer) for answer in start_ranks(both, command))
+    return {name: [*map(max, first[name], second[name])] for name in first}
 
 
 def measure(arguments: argparse.Namespace) -> Measured:
@@ -129,10 +129,10 @@ def measure(arguments: argparse.Namespace) -> Measured:
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
     turns: list[list[Callable[[], dict[str, float]]]] = []
     for stage in STAGES:
-        ours = MegaframeRank(mesh, stage, make_shape(arguments))
+        rank_runner = MegaframeRank(mesh, stage, make_shape(arguments))
         if arguments.blocks == "wait":
-            ours.let_blocks_wait()
-        turns.append([ours.step, ours.compute, ours.communicate])
+            rank_runner.let_blocks_wait()
+        turns.append([rank_runner.step, rank_runner.compute, rank_runner.communicate])
     peers = arguments.beside == "fsdp2" and arguments.blocks == "compute"
     for way in ("fsdp2", "fsdp3") if peers else ():
         turns.append(
@@ -146,9 +146,9 @@ def measure(arguments: argparse.Namespace) -> Measured:
         for turn in chain(*turns[first:], *turns[:first]):
             barrier(mesh.world)
             turn()  # uncounted, because a step finishes transfers of the one before
-            taken = [turn() for _ in range(arguments.steps)]
-            for name in taken[0] if number else ():
-                median = statistics.median(one[name] for one in taken)
+            step_times = [turn() for _ in range(arguments.steps)]
+            for name in step_times[0] if number else ():
+                median = statistics.median(times[name] for times in step_times)
                 seconds.setdefault(name, []).append(median)
     barrier(mesh.world)
     mesh.close()
@@ -198,9 +198,9 @@ class MegaframeRank:
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            made = backward(*args, **kwargs)
+            gradients = backward(*args, **kwargs)
             self._backward = time.perf_counter() - start
-            return made
+            return gradients
 
         setattr(self.stage, "backward", run_backward)  # noqa: B010
 
@@ -236,8 +236,8 @@ class MegaframeRank:
         """Run a step in which gradients and weights are not transferred. Its backward pass is also
         timed."""
         with self.suppress_transfers():
-            taken = self._step()
-        return {f"compute {self.zero}": taken, f"backward {self.zero}": self._backward}
+            times = self._step()
+        return {f"compute {self.zero}": times, f"backward {self.zero}": self._backward}
 
     def communicate(self) -> dict[str, float]:
         """Run only the transfers of a step, in their order."""
@@ -301,21 +301,21 @@ class MegaframeRank:
 def summarize(measured: Measured) -> dict[str, dict[str, float | dict[str, float]]]:
     """Return by stage: medians, the step's time over the longer one of compute and communication,
     and the peer's step time over ours, with its range over rounds."""
-    found: dict[str, dict[str, float | dict[str, float]]] = {}
+    summary: dict[str, dict[str, float | dict[str, float]]] = {}
     for stage in STAGES:
         parts = ("megaframe", "compute", "backward", "communication")
         seconds = {part: statistics.median(measured[f"{part} {stage}"]) for part in parts}
         longest = max(seconds["compute"], seconds["communication"])
-        found[str(stage)] = {**seconds, "over the longer": seconds["megaframe"] / longest}
+        summary[str(stage)] = {**seconds, "over the longer": seconds["megaframe"] / longest}
         if BESIDE[stage] in measured:
-            beside, ours = measured[BESIDE[stage]], measured[f"megaframe {stage}"]
-            ratios = [peer / mine for peer, mine in zip(beside, ours, strict=True)]
-            found[str(stage)] |= {
-                BESIDE[stage]: statistics.median(beside),
-                "times the peer": statistics.median(beside) / seconds["megaframe"],
+            peer_seconds, own_seconds = measured[BESIDE[stage]], measured[f"megaframe {stage}"]
+            ratios = [peer / own for peer, own in zip(peer_seconds, own_seconds, strict=True)]
+            summary[str(stage)] |= {
+                BESIDE[stage]: statistics.median(peer_seconds),
+                "times the peer": statistics.median(peer_seconds) / seconds["megaframe"],
                 "in rounds": asdict(Spread.of(ratios)),
             }
-    return found
+    return summary
 
 
 def show(rate: str, measured: Measured) -> None:

@@ -54,8 +54,8 @@ def main() -> None:
     for rate in arguments.rates:
         with open_hosts(RANKS, rate) as all_hosts:
             answers = start_ranks(all_hosts, (__file__, f"--rounds={arguments.rounds}"))
-        found = [json.loads(answer.splitlines()[-1]) for answer in answers]
-        seconds = {way: [*map(max, *(one[way] for one in found))] for way in WAYS}
+        rank_results = [json.loads(answer.splitlines()[-1]) for answer in answers]
+        seconds = {way: [*map(max, *(result[way] for result in rank_results))] for way in WAYS}
         results[rate] = {"seconds": seconds, "summary": summarize(seconds)}
         before, now = (statistics.median(seconds[way]) for way in WAYS)
         speedup = results[rate]["summary"]["speedup in rounds"]
@@ -81,7 +81,7 @@ def main() -> None:
 def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return the spreads of both variants, and of the speedup within rounds."""
     before, now = (seconds[way] for way in WAYS)
-    speedups = [one / other for one, other in zip(before, now, strict=True)]
+    speedups = [slower / other for slower, other in zip(before, now, strict=True)]
     results = {way: asdict(Spread.of(values)) for way, values in seconds.items()}
     return {**results, "speedup in rounds": asdict(Spread.of(speedups))}
 

@@ -75,8 +75,8 @@ def main() -> None:
     for rate in arguments.rates:
         print(f"\n{HOSTS} hosts of {RANKS // HOSTS} ranks, links of {rate}")
         chosen = make_contenders(arguments)
-        with open_hosts(HOSTS, rate) as made:
-            os.environ[PLACES] = json.dumps([made[0].address, [host.command for host in made]])
+        with open_hosts(HOSTS, rate) as hosts:
+            os.environ[PLACES] = json.dumps([hosts[0].address, [host.command for host in hosts]])
             outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
             del os.environ[PLACES]
         check_losses(outcomes, math.log(WORKLOAD.vocab))

@@ -91,9 +91,9 @@ def run_in_world(both: Sequence[Host], arguments: argparse.Namespace) -> Seconds
     time."""
     shape = [f"--{name}={getattr(arguments, name)}" for name in ("rows", "hidden", "ffn", "rounds")]
     answers = start_ranks(both, (__file__, *shape))
-    one, other = (json.loads(answer) for answer in answers)
+    first, second = (json.loads(answer) for answer in answers)
     return {
-        way: {name: [*map(max, one[way][name], other[way][name])] for name in PASSES}
+        way: {name: [*map(max, first[way][name], second[way][name])] for name in PASSES}
         for way in WAYS
     }
 
@@ -148,12 +148,12 @@ def make_linear(
     from megaframe.architecture.linear import LinearSpec
     from megaframe.tensor_parallel.linear import Linear
 
-    made = Linear(name, LinearSpec((inputs,), (outputs,), std=0.02, split=split), tensor)
-    box = made.weight.spec.find_local_box({"tensor": rank}, {"tensor": RANKS})
-    made.weight.bind(box, lambda: None)
-    made.weight.value = 0.02 * torch.randn(box.shape)
-    made.weight.grad = torch.zeros(box.shape)
-    return made
+    linear = Linear(name, LinearSpec((inputs,), (outputs,), std=0.02, split=split), tensor)
+    box = linear.weight.spec.find_local_box({"tensor": rank}, {"tensor": RANKS})
+    linear.weight.bind(box, lambda: None)
+    linear.weight.value = 0.02 * torch.randn(box.shape)
+    linear.weight.grad = torch.zeros(box.shape)
+    return linear
 
 
 def measure_passes(
@@ -182,22 +182,25 @@ def measure_passes(
 
 def summarize(seconds: Seconds) -> dict[str, dict[str, Any]]:
     """Compare each way with compute alone, by pass and for the sum of both linears' passes."""
-    found: dict[str, dict[str, Any]] = {}
+    summary: dict[str, dict[str, Any]] = {}
     for name, summed in {**{name: (name,) for name in PASSES}, **SUMS}.items():
         rounds = {
-            way: [sum(parts) for parts in zip(*(seconds[way][one] for one in summed), strict=True)]
+            way: [
+                sum(parts)
+                for parts in zip(*(seconds[way][pass_name] for pass_name in summed), strict=True)
+            ]
             for way in WAYS
         }
-        found[name] = {way: asdict(compute_exposed(rounds, way)) for way in WAYS}
-    return found
+        summary[name] = {way: asdict(compute_exposed(rounds, way)) for way in WAYS}
+    return summary
 
 
 def compute_exposed(rounds: dict[str, list[float]], way: str) -> ExposedTime:
     """Return one way of one pass, given the seconds of every round."""
     median = {name: statistics.median(values) for name, values in rounds.items()}
     ratios = [
-        (mine - alone) / (serial - alone)
-        for mine, alone, serial in zip(rounds[way], rounds[ALONE], rounds[SERIAL], strict=True)
+        (seconds - alone) / (serial - alone)
+        for seconds, alone, serial in zip(rounds[way], rounds[ALONE], rounds[SERIAL], strict=True)
     ]
     longer = median[way] - median[ALONE]
     ratio = longer / (median[SERIAL] - median[ALONE])
@@ -210,8 +213,8 @@ def show(rate: str, seconds: Seconds) -> None:
     for name, ways in summarize(seconds).items():
         cells = [f"{1e3 * ways[ALONE]['seconds']['median']:.0f} ms"]
         for way in WAYS[1:]:
-            one = ways[way]
-            cells.append(f"{1e3 * one['exposed']:+.0f} ms ({one['ratio']:.2f})")
+            result = ways[way]
+            cells.append(f"{1e3 * result['exposed']:+.0f} ms ({result['ratio']:.2f})")
         print(f"{name:<18}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
 
 

@@ -81,10 +81,12 @@ def train(arguments: argparse.Namespace) -> None:
     *qkv, d_out = (part.transpose(1, SEQ).contiguous() for part in parts)
     leaves = [part.requires_grad_() for part in qkv]
     if arguments.as_is:
-        whole = [torch.randn_like(part).repeat(1, 1, arguments.ranks, 1) for part in parts]
+        full_sequences = [torch.randn_like(part).repeat(1, 1, arguments.ranks, 1) for part in parts]
         mesh = init_device_mesh("cpu", (arguments.ranks,))
-        with context_parallel(mesh, buffers=whole, buffer_seq_dims=[SEQ] * len(whole)):
-            query, key, value, _ = whole
+        with context_parallel(
+            mesh, buffers=full_sequences, buffer_seq_dims=[SEQ] * len(full_sequences)
+        ):
+            query, key, value, _ = full_sequences
             functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     _attention.set_rotate_method(arguments.rotate)
 

@@ -105,7 +105,7 @@ def main() -> None:
             parameter.finish()
         return out.detach()
 
-    whole = measure_seconds(step, arguments.steps)
+    step_seconds = measure_seconds(step, arguments.steps)
     peak_bytes = read_peak_bytes()
 
     chosen, _ = layer.router(x.detach(), context, state)
@@ -123,12 +123,12 @@ def main() -> None:
 
     bare = measure_seconds(run_experts_alone, arguments.steps)
     for _ in range(_ROUNDS - 1):
-        whole += measure_seconds(step, arguments.steps)
+        step_seconds += measure_seconds(step, arguments.steps)
         bare += measure_seconds(run_experts_alone, arguments.steps)
-    overhead = statistics.median(whole) / statistics.median(bare) - 1
+    overhead = statistics.median(step_seconds) / statistics.median(bare) - 1
     out = step()
     loss = answer(out, x.grad, *(parameter.grad for parameter in trained))
-    report(shape, whole, peak_bytes, loss, {"torch": version("torch")}, overhead)
+    report(shape, step_seconds, peak_bytes, loss, {"torch": version("torch")}, overhead)
 
 
 if __name__ == "__main__":

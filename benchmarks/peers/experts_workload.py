@@ -98,12 +98,12 @@ def answer(*results: Tensor | None) -> float:
 def measure_seconds(work: Callable[[], object], passes: int) -> list[float]:
     """Return the times of this many passes, after two that are not counted."""
     work(), work()
-    found = []
+    seconds = []
     for _ in range(passes):
         start = time.perf_counter()
         work()
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def report(
@@ -116,7 +116,7 @@ def report(
 ) -> None:
     """Print the measurement as the harness reads it. peak_rss_bytes: of the passes, before their
     results are combined for the comparison."""
-    found = {
+    results = {
         "tokens_per_second": shape.tokens / statistics.median(seconds),
         "best_tokens_per_second": shape.tokens / min(seconds),
         "peak_rss_bytes": peak_rss_bytes,
@@ -124,4 +124,4 @@ def report(
         "versions": dict(versions),
         "overhead": overhead,
     }
-    print(json.dumps(found))
+    print(json.dumps(results))

@@ -41,8 +41,8 @@ def main() -> None:
     config, device, _ = read()
     few, many = (measure_host_time(config, device, layers) for layers in _LAYERS)
     per_block = (many - few) / (_LAYERS[1] - _LAYERS[0])
-    found: dict[str, Any] = {"host_seconds_per_block": per_block, "host_seconds": [few, many]}
-    print(json.dumps(found))
+    results: dict[str, Any] = {"host_seconds_per_block": per_block, "host_seconds": [few, many]}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

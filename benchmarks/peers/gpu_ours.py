@@ -67,13 +67,13 @@ class Training:
 def main() -> None:
     config, device, trace = read()
     training = Training(config, device)
-    found = run(training.step, config, device, training.kernels)
+    results = run(training.step, config, device, training.kernels)
     # As in a run, the previous step is still running when the last step is launched.
     for _ in range(2):
         training.step()
-    found["parts"] = training.parts()
-    print(json.dumps(found), flush=True)
-    print(json.dumps({**found, **profile_steps(training.step, device, trace)}))
+    results["parts"] = training.parts()
+    print(json.dumps(results), flush=True)
+    print(json.dumps({**results, **profile_steps(training.step, device, trace)}))
     training.mesh.close()
 
 

@@ -114,9 +114,9 @@ class TorchExperts(nn.Module):
         rows = flat[order // self.k].to(kind)
         inner = functional.grouped_mm(rows, self.up.to(kind).mT, offs=ends)
         inner = activate(self.kind, inner)
-        made = functional.grouped_mm(inner, self.down.to(kind).mT, offs=ends)
-        made = made * gates.flatten()[order, None].to(kind)
-        home = torch.empty_like(made).index_copy(0, order, made)
+        outputs = functional.grouped_mm(inner, self.down.to(kind).mT, offs=ends)
+        outputs = outputs * gates.flatten()[order, None].to(kind)
+        home = torch.empty_like(outputs).index_copy(0, order, outputs)
         return home.unflatten(0, (-1, self.k)).sum(1).view(x.shape)
 
 

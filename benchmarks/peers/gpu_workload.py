@@ -132,14 +132,14 @@ def profile_steps(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz"
         running.export_chrome_trace(str(path))
-        (found,) = measure_overlap(path, _GAPS)
+        (overlap,) = measure_overlap(path, _GAPS)
         if keep is not None and path.stat().st_size < _MOST_TRACE:
             keep.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, keep)
         return {
-            "gpu_idle": found.idle / found.span,
-            "gpu_exposed_communication": found.exposed_communication / found.span,
-            "gpu_gaps": [asdict(gap) for gap in found.gaps],
+            "gpu_idle": overlap.idle / overlap.span,
+            "gpu_exposed_communication": overlap.exposed_communication / overlap.span,
+            "gpu_gaps": [asdict(gap) for gap in overlap.gaps],
             "gpu_kernels": find_longest_kernels(path),
         }
 
@@ -153,9 +153,14 @@ def find_longest_kernels(trace: Path, count: int = 15) -> list[dict[str, Any]]:
     for event in events:
         if event.get("ph") == "X" and event.get("cat") == "kernel":
             ran.setdefault(event["name"], []).append(event["dur"] / 1e6)
-    whole = sum(map(sum, ran.values()))
-    longest = sorted(ran.items(), key=lambda one: -sum(one[1]))[:count]
+    total = sum(map(sum, ran.values()))
+    longest = sorted(ran.items(), key=lambda kernel: -sum(kernel[1]))[:count]
     return [
-        {"name": name, "seconds": sum(took), "share": sum(took) / whole, "calls": len(took)}
-        for name, took in longest
+        {
+            "name": name,
+            "seconds": sum(durations),
+            "share": sum(durations) / total,
+            "calls": len(durations),
+        }
+        for name, durations in longest
     ]

@@ -29,11 +29,11 @@ class DividedWeights(MainWeights):
     def clip_gradients(self) -> None:
         """Clip at the norm over all ranks."""
         divided: list[Tensor] = []
-        whole: list[Tensor] = []
+        replicated: list[Tensor] = []
         shares: list[Tensor] = []
         for weight, main in zip(self.weights, self.main, strict=True):
             assert main.grad is not None
-            (divided if getattr(weight, "tensor_model_parallel", False) else whole).append(
+            (divided if getattr(weight, "tensor_model_parallel", False) else replicated).append(
                 main.grad
             )
             if getattr(weight, "sequence_parallel", False):
@@ -43,7 +43,7 @@ class DividedWeights(MainWeights):
             torch.distributed.all_reduce(flat)
             for share, total in zip(shares, _unflatten_dense_tensors(flat, shares), strict=True):
                 share.copy_(total)
-        clip(divided, whole, self.clip)
+        clip(divided, replicated, self.clip)
 
 
 def train(arguments: argparse.Namespace) -> None:

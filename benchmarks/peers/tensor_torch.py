@@ -84,7 +84,7 @@ class OwnParts(nn.Module):
         """Move the gradients to the parts, summed over ranks if each rank has only a partial sum.
         Return those of divided weights and those of whole weights."""
         divided: list[Tensor] = []
-        whole: list[Tensor] = []
+        replicated: list[Tensor] = []
         for weight, part in zip(self.weights, self.parts, strict=True):
             gradient, weight.grad = weight.grad, None
             assert gradient is not None
@@ -93,8 +93,8 @@ class OwnParts(nn.Module):
                 gradient = gradient.redistribute(placements=weight.placements)
             part.grad = to_local(gradient)
             split = isinstance(weight, DTensor) and weight.placements[0].is_shard()
-            (divided if split else whole).append(part.grad)
-        return divided, whole
+            (divided if split else replicated).append(part.grad)
+        return divided, replicated
 
 
 def train(arguments: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def clip(divided: Sequence[Tensor], whole: Sequence[Tensor], largest: float) -> None:
+def clip(divided: Sequence[Tensor], replicated: Sequence[Tensor], largest: float) -> None:
     """Clip gradients by the norm over all ranks. Each rank has a part of the divided ones, and all
     have the same whole ones."""
     import torch
@@ -27,5 +27,5 @@ def clip(divided: Sequence[Tensor], whole: Sequence[Tensor], largest: float) -> 
 
     square = utils.get_total_norm(divided).square()
     torch.distributed.all_reduce(square)
-    norm = (square + utils.get_total_norm(whole).square()).sqrt()
-    torch._foreach_mul_([*divided, *whole], (largest / (norm + 1e-6)).clamp(max=1.0))
+    norm = (square + utils.get_total_norm(replicated).square()).sqrt()
+    torch._foreach_mul_([*divided, *replicated], (largest / (norm + 1e-6)).clamp(max=1.0))

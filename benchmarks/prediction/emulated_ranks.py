@@ -66,16 +66,16 @@ def run_in_world(task: Callable[..., Any], config: RunConfig, *args: Any) -> lis
     ranks = make_world(config)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megaframe.training.train_step", "megaframe.metrics"])
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with closing(socket.socket()) as port_finder:
+        port_finder.bind(("127.0.0.1", 0))
+        port = port_finder.getsockname()[1]
     ends: list[Connection] = []
     for rank in range(ranks):
-        mine, theirs = context.Pipe()
-        worker_args = (theirs, rank, port, task, config, *args)
+        parent_end, child_end = context.Pipe()
+        worker_args = (child_end, rank, port, task, config, *args)
         context.Process(target=_run_rank, args=worker_args, daemon=True).start()
-        theirs.close()
-        ends.append(mine)
+        child_end.close()
+        ends.append(parent_end)
     results = []
     for rank, end in enumerate(ends):
         if not end.poll(LIMIT):
@@ -147,19 +147,19 @@ def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) 
     train_step.train(microbatches, 0, 1.0)
     for block in blocks:
         block.times = times
-    seen = Steps()
+    steps_record = Steps()
     for step in range(1, 1 + steps):
         passes.clear()
         barrier(mesh.world)
         start, busy = time.perf_counter(), time.thread_time()
         train_step.train(microbatches, step, 1.0)
-        seen.ends.append(time.perf_counter())
-        seen.busy.append(time.thread_time() - busy)
-        seen.starts.append(start)
-        seen.firsts.append(passes[0].start)
-        seen.lasts.append(passes[-1].end)
-        seen.live.append(max(one.live for one in passes))
-    return seen
+        steps_record.ends.append(time.perf_counter())
+        steps_record.busy.append(time.thread_time() - busy)
+        steps_record.starts.append(start)
+        steps_record.firsts.append(passes[0].start)
+        steps_record.lasts.append(passes[-1].end)
+        steps_record.live.append(max(interval.live for interval in passes))
+    return steps_record
 
 
 def _record_passes(
@@ -196,6 +196,6 @@ def transfer_seconds(mesh: Mesh, train_step: TrainStep, config: RunConfig) -> fl
             tensor[0] = time.perf_counter()
             send(tensor, link).wait()
         else:
-            sent = receive(tensor, link).wait()
-            seconds.append(time.perf_counter() - sent.item())
+            received = receive(tensor, link).wait()
+            seconds.append(time.perf_counter() - received.item())
     return statistics.median(seconds) if seconds else 0.0

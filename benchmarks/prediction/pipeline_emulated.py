@@ -136,18 +136,21 @@ def measure(
     """Measure and simulate one schedule."""
     config = make_config(name, arguments.ranks, chunks, microbatches, arguments.milliseconds / 1e3)
     schedule, expected = simulate_schedule(config, comm)
-    seen = run_schedule(config, schedule, arguments.steps)
-    times = [max(ends) - min(starts) for starts, ends in zip(*_collect_steps(seen), strict=True)]
+    rank_steps = run_schedule(config, schedule, arguments.steps)
+    times = [
+        max(ends) - min(starts) for starts, ends in zip(*_collect_steps(rank_steps), strict=True)
+    ]
     step, predicted = statistics.median(times), float(expected.time)
     work = [float(value) for value in expected.work]
-    live = max(max(rank.live) for rank in seen) / chunks
+    live = max(max(rank.live) for rank in rank_steps) / chunks
     usual = generate("1f1b", arguments.ranks, 1, microbatches)
     limit = float(max(simulate(usual, ActionCosts()).peak_activations))
     spans = [
         statistics.median(
-            1 - mine / (last - first) for first, last in zip(rank.firsts, rank.lasts, strict=True)
+            1 - rank_work / (last - first)
+            for first, last in zip(rank.firsts, rank.lasts, strict=True)
         )
-        for mine, rank in zip(work, seen, strict=True)
+        for rank_work, rank in zip(work, rank_steps, strict=True)
     ]
     return EmulatedSchedule(
         schedule=name,
@@ -171,11 +174,11 @@ def measure(
 
 
 def _collect_steps(
-    seen: Sequence[Steps],
+    rank_steps: Sequence[Steps],
 ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Return, for each step, the starts and the ends of all ranks."""
-    starts = zip(*(rank.starts for rank in seen), strict=True)
-    return list(starts), list(zip(*(rank.ends for rank in seen), strict=True))
+    starts = zip(*(rank.starts for rank in rank_steps), strict=True)
+    return list(starts), list(zip(*(rank.ends for rank in rank_steps), strict=True))
 
 
 HEAD = (
@@ -209,7 +212,7 @@ def measure_overheads() -> Iterator[dict[str, Any]]:
             )
         ]
         ends = {schedule.rank_of[0], schedule.rank_of[-1]}
-        inner = statistics.mean(one for rank, one in enumerate(each) if rank not in ends)
+        inner = statistics.mean(overhead for rank, overhead in enumerate(each) if rank not in ends)
         outer = max(each[rank] for rank in ends)
         print(
             f"{name:<14}{ranks} ranks x {chunks} chunks, {max(actions)} actions: "
@@ -253,7 +256,7 @@ def main() -> None:
         if name in arguments.schedules:
             lines.append(measure(name, chunks, each * arguments.ranks, arguments, comm))
             print(format_row(lines[-1]), flush=True)
-    found = list(measure_overheads())
+    measurements = list(measure_overheads())
     if arguments.write:
         settings = ("ranks", "milliseconds", "steps")
         document = {
@@ -263,7 +266,7 @@ def main() -> None:
             "config": {name: getattr(arguments, name) for name in settings},
             "transfer_seconds": comm,
             "schedules": [asdict(line) for line in lines],
-            "overhead": found,
+            "overhead": measurements,
         }
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.write_text(json.dumps(document, indent=2) + "\n")

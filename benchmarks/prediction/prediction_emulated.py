@@ -24,7 +24,7 @@ from pipeline_emulated import make_config
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.prediction import predict
 
 RUNS = (
@@ -64,12 +64,12 @@ def measure_seconds(
     config: RunConfig, layout: Layout, steps: int, cluster: Cluster
 ) -> tuple[float, float]:
     """Return the measured (median) and the predicted seconds of a step of blocks that wait."""
-    constants = constants_of("cpu")
+    constants = get_family_constants("cpu")
     quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
     expected = predict(config, layout, cluster, quiet)
-    seen = run_in_world(run_steps, config, steps)
-    starts = zip(*(rank.starts for rank in seen), strict=True)
-    ends = zip(*(rank.ends for rank in seen), strict=True)
+    rank_steps = run_in_world(run_steps, config, steps)
+    starts = zip(*(rank.starts for rank in rank_steps), strict=True)
+    ends = zip(*(rank.ends for rank in rank_steps), strict=True)
     times = [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
     return statistics.median(times), expected.step_seconds
 

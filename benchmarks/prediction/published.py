@@ -21,8 +21,8 @@ from published_tables import TABLES, PublishedRun
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import Constants, constants_of
-from megaframe.planner.prediction import Prediction, model_flops, predict
+from megaframe.planner.constants import Constants, get_family_constants
+from megaframe.planner.prediction import Prediction, count_model_flops, predict
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "prediction.md"
@@ -83,7 +83,7 @@ def predict_run(
     is therefore predicted. known: constants by family, in place of the shipped ones.
     """
     cluster = find_cluster(row.cluster)
-    constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
+    constants = known[cluster.chip.family] if known else get_family_constants(cluster.chip.family)
     constants = replace(constants, software=row.software)
     predictions = []
     for config in row.configs:
@@ -125,7 +125,7 @@ def _count_flops(row: PublishedRun) -> tuple[float, ...]:
     """Return a rank's operations in a step, counted in different ways."""
     config = row.configs[0]
     tokens = config.train.global_batch * config.train.seq / row.world
-    model, hardware = model_flops(config)
+    model, hardware = count_model_flops(config)
     m = config.model
     masked = 6.0 * m.layers * m.heads * m.head_dim * config.train.seq
     recomputed = masked / 3 if config.train.recompute == "full" else 0.0
@@ -138,11 +138,11 @@ def _compute_constant_rate_errors(
 ) -> list[float]:
     errors = [0.0] * len(rows)
     for cluster in dict.fromkeys(row.cluster for row in rows):
-        own = [n for n, row in enumerate(rows) if row.cluster == cluster]
-        rates = [flops[n] / rows[n].seconds for n in own]
-        tried = [[flops[n] / rate / rows[n].seconds - 1 for n in own] for rate in rates]
+        indices = [n for n, row in enumerate(rows) if row.cluster == cluster]
+        rates = [flops[n] / rows[n].seconds for n in indices]
+        tried = [[flops[n] / rate / rows[n].seconds - 1 for n in indices] for rate in rates]
         best = min(tried, key=lambda errors_of_rate: sum(map(abs, errors_of_rate)))
-        for n, error in zip(own, best, strict=True):
+        for n, error in zip(indices, best, strict=True):
             errors[n] = error
     return errors
 
@@ -199,13 +199,15 @@ def fit(family: str, rounds: int = 6) -> Constants:
     """Return the constants with the least absolute relative errors over every other row of the
     family's tables. All tables have the same weight, except those in `DOUBLE_WEIGHT`. The best of
     several starting points is used."""
-    start = constants_of(family)
+    start = get_family_constants(family)
     rows: list[tuple[PublishedRun, float]] = []
     for name, table in TABLES.items():
-        own = [r for r in list(table.rows())[::2] if find_cluster(r.cluster).chip.family == family]
-        own = own[:: max(1, len(own) // MOST_ROWS)]
-        weight = (2.0 if name in DOUBLE_WEIGHT else 1.0) / max(1, len(own))
-        rows += [(replace(r, configs=predict_run(r).near), weight) for r in own]
+        family_rows = [
+            r for r in list(table.rows())[::2] if find_cluster(r.cluster).chip.family == family
+        ]
+        family_rows = family_rows[:: max(1, len(family_rows) // MOST_ROWS)]
+        weight = (2.0 if name in DOUBLE_WEIGHT else 1.0) / max(1, len(family_rows))
+        rows += [(replace(r, configs=predict_run(r).near), weight) for r in family_rows]
     names = [name for name in FITTED if name not in UNSEEN.get(family, ())]
     begin = np.log([getattr(start, name) for name in names])
     others = [
@@ -240,7 +242,7 @@ def _run_gauss_newton(
     now, damping = compute_errors(at), 1e-2
     for _ in range(rounds):
         steps = 0.05 * np.eye(len(at))
-        slopes = np.stack([(compute_errors(at + one) - now) / 0.05 for one in steps], axis=1)
+        slopes = np.stack([(compute_errors(at + step) - now) / 0.05 for step in steps], axis=1)
         weights = 1 / np.maximum(np.abs(now), 5e-4)
         square = slopes.T @ (weights[:, None] * slopes)
         for _ in range(4):
@@ -266,8 +268,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=pages)
     arguments = parser.parse_args()
     if arguments.fit:
-        found = fit(arguments.fit)
-        print(", ".join(f"{name}={getattr(found, name):.4g}" for name in FITTED))
+        fitted = fit(arguments.fit)
+        print(", ".join(f"{name}={getattr(fitted, name):.4g}" for name in FITTED))
         return
     from published_page import (
         describe_missing,

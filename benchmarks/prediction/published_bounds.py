@@ -43,7 +43,7 @@ class LayerCost:
 
 def compute_layer_costs(rows: Sequence[PublishedRun], hidden: int) -> list[LayerCost]:
     """Return the costs of the rows of one width that ran 1F1B."""
-    found = []
+    costs = []
     for row in rows:
         config = row.configs[0]
         if config.model.hidden != hidden:
@@ -53,8 +53,8 @@ def compute_layer_costs(rows: Sequence[PublishedRun], hidden: int) -> list[Layer
         many = train.global_batch // (train.microbatch * data)
         layers = (many + parallel.pipeline - 1) * config.model.layers / parallel.pipeline
         step = layers * train.microbatch / parallel.tensor
-        found.append(LayerCost(row, row.seconds / step, layers))
-    return found
+        costs.append(LayerCost(row, row.seconds / step, layers))
+    return costs
 
 
 def find_contradictions(
@@ -67,32 +67,32 @@ def find_contradictions(
     layouts differ.
     """
     pairs = [
-        (one, other)
-        for one, other in permutations(known, 2)
-        if one.tensor <= other.tensor
-        and one.microbatch >= other.microbatch
-        and one.seconds > apart * other.seconds
+        (better, worse)
+        for better, worse in permutations(known, 2)
+        if better.tensor <= worse.tensor
+        and better.microbatch >= worse.microbatch
+        and better.seconds > apart * worse.seconds
     ]
     used: set[str] = set()
-    for one, other in sorted(pairs, key=lambda pair: pair[1].seconds / pair[0].seconds):
-        if not used & {one.row.label, other.row.label}:
-            used |= {one.row.label, other.row.label}
-            yield one, other
+    for better, worse in sorted(pairs, key=lambda pair: pair[1].seconds / pair[0].seconds):
+        if not used & {better.row.label, worse.row.label}:
+            used |= {better.row.label, worse.row.label}
+            yield better, worse
 
 
 def compute_error_bound(known: Sequence[LayerCost], apart: float) -> float:
     """Return the sum of errors (logarithms) on these pairs of any prediction in which more tensor
     ranks and smaller microbatches are not cheaper."""
     return sum(
-        math.log(one.seconds / other.seconds / apart)
-        for one, other in find_contradictions(known, apart)
+        math.log(better.seconds / worse.seconds / apart)
+        for better, worse in find_contradictions(known, apart)
     )
 
 
 def compute_half_microbatch_cost(known: Sequence[LayerCost], microbatch: int) -> float:
     """Return by what factor microbatches of half the size cost more, with tensor 1."""
-    own = {cost.microbatch: cost.seconds for cost in known if cost.tensor == 1}
-    return own[microbatch // 2] / own[microbatch]
+    seconds = {cost.microbatch: cost.seconds for cost in known if cost.tensor == 1}
+    return seconds[microbatch // 2] / seconds[microbatch]
 
 
 def compute_seconds_bound(known: Sequence[LayerCost], of: LayerCost, dearer: float) -> float:
@@ -147,11 +147,11 @@ def _describe_mean(known: Sequence[LayerCost], rows: int) -> str:
         (cost for cost in known if (cost.tensor, cost.microbatch) == ALIKE),
         key=lambda cost: cost.layers,
     )
-    took = ", ".join(f"{cost.layers:.0f} in {cost.row.seconds:.1f} s" for cost in alike)
+    durations = ", ".join(f"{cost.layers:.0f} in {cost.row.seconds:.1f} s" for cost in alike)
     pairs = list(find_contradictions(known, APART))
     return (
         f"with tensor {ALIKE[0]} and microbatches of {ALIKE[1]}, the time of a step does not grow "
-        f"steadily with the number of layers run one after the other: {took}. In {len(pairs)} "
+        f"steadily with the number of layers run one after the other: {durations}. In {len(pairs)} "
         f"pairs of rows a layer and sample costs over {APART - 1:.0%} more although it has no more "
         "tensor ranks and no smaller microbatches. Any prediction that knows no reason for this "
         f"has a mean error of at least {compute_error_bound(known, APART) / rows:.1%} "
@@ -161,7 +161,7 @@ def _describe_mean(known: Sequence[LayerCost], rows: int) -> str:
 
 
 def _describe_order(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
-    one = next(cost for cost in known if cost.tensor == 1)
+    unsplit = next(cost for cost in known if cost.tensor == 1)
     alone, most, dearest = _find_ends(known)
     fastest = min(cost.row.seconds for cost in known)
     two = min((cost for cost in known if cost.tensor == 2), key=lambda cost: cost.bubble)
@@ -170,9 +170,9 @@ def _describe_order(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> st
     price = {(cost.tensor, cost.microbatch): cost.seconds for cost in thin}
     narrow = price[2, 2] / price[1, 2] - 1
     return (
-        f"the row with tensor 1 takes {alone:.4f} s for a layer and sample ({one.layers:.0f} "
-        f"layers one after the other, with microbatches of {one.microbatch}, in "
-        f"{one.row.seconds:.1f} s). If two ranks take half as long, a row with tensor 2 "
+        f"the row with tensor 1 takes {alone:.4f} s for a layer and sample ({unsplit.layers:.0f} "
+        f"layers one after the other, with microbatches of {unsplit.microbatch}, in "
+        f"{unsplit.row.seconds:.1f} s). If two ranks take half as long, a row with tensor 2 "
         f"({two.layers:.0f} layers, microbatches of {two.microbatch}) takes "
         f"{alone * two.bubble:.1f} s. The fastest row read, {fastest:.1f} s with tensor {most}, is "
         f"then chosen only if two ranks cost {fastest / two.bubble / alone - 1:.0%} more than one. "

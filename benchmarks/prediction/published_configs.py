@@ -163,8 +163,8 @@ def list_interleavings(
     (NeMo-Megatron-Launcher on 2 July 2024, gpt3 of 40 and 175 billion parameters and mlperf)."""
     chunks = layers // pipeline if pipeline > 1 else 1
     for microbatch in (1, 2, 4):
-        many, rest = divmod(batch, data * microbatch)
-        if rest == 0 and many % pipeline == 0:
+        many, remainder = divmod(batch, data * microbatch)
+        if remainder == 0 and many % pipeline == 0:
             yield microbatch, chunks
 
 

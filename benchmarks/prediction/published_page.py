@@ -206,9 +206,9 @@ def _describe_absent(lines: Sequence[PublishedPrediction]) -> str:
     )
 
 
-def _format_notes(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
+def _format_notes(predictions: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Return what is not reached, with what can be computed about it from the available tables."""
-    single, several = made.get("vtrain_single", ()), made.get("vtrain_multi", ())
+    single, several = predictions.get("vtrain_single", ()), predictions.get("vtrain_multi", ())
     lost = list(compute_choice_losses(single))
     aim = TABLES["vtrain_multi"].mean
     over = several and aim is not None and summarize_errors(several).mean > aim
@@ -306,11 +306,11 @@ _COLOURS = (
 )
 
 
-def draw_plot(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
+def draw_plot(predictions: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Plot predicted against measured seconds, both logarithmic, with a line where they are equal
     and lines at 10% from it."""
     width, height, left, top, side = 760, 560, 60, 20, 480
-    times = [line.row.seconds for lines in made.values() for line in lines]
+    times = [line.row.seconds for lines in predictions.values() for line in lines]
     low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
 
     def place(seconds: float) -> float:
@@ -338,7 +338,7 @@ def draw_plot(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
             f'<path d="M{left} {top + side - move:.1f}L{left + side} {top - move:.1f}" '
             f'stroke="#999" fill="none"{dash}/>'
         )
-    for number, (name, lines) in enumerate(made.items()):
+    for number, (name, lines) in enumerate(predictions.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         for line in lines:
             x = left + place(line.row.seconds)

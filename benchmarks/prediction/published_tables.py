@@ -52,8 +52,8 @@ class PublishedTable:
     @property
     def missing_file(self) -> str | None:
         """The file with its rows, relative to the repository, if that is not here."""
-        here = self.file is None or (ANCHORS / self.file).exists()
-        return None if here else f"../shared/anchors/{self.file}"
+        is_present = self.file is None or (ANCHORS / self.file).exists()
+        return None if is_present else f"../shared/anchors/{self.file}"
 
 
 def _read_csv(name: str) -> list[dict[str, str]]:
@@ -65,8 +65,8 @@ def _read_csv(name: str) -> list[dict[str, str]]:
 
 
 def _read_vtrain(name: str, recompute: str, cluster: str, table: str) -> Iterator[PublishedRun]:
-    for one in _read_csv(name):
-        number = {key: float(value) for key, value in one.items()}
+    for row in _read_csv(name):
+        number = {key: float(value) for key, value in row.items()}
         gpus, batch, micro, hidden, heads, layers, seq, tensor, data, pipeline = (
             int(number[key])
             for key in (
@@ -126,17 +126,17 @@ _FOUNDRY_SHAPES = {
 
 
 def read_llm_foundry() -> Iterator[PublishedRun]:
-    for one in _read_csv("llm_foundry_h100_a100.csv"):
-        layers, hidden, heads = _FOUNDRY_SHAPES[one["model"]]
-        gpus, seq, batch = int(one["gpus"]), int(one["seq"]), int(one["gbs"])
-        h100 = one["gpu"].startswith("h100")
-        fp8 = one["precision"] == "amp_fp8"
+    for row in _read_csv("llm_foundry_h100_a100.csv"):
+        layers, hidden, heads = _FOUNDRY_SHAPES[row["model"]]
+        gpus, seq, batch = int(row["gpus"]), int(row["seq"]), int(row["gbs"])
+        h100 = row["gpu"].startswith("h100")
+        fp8 = row["precision"] == "amp_fp8"
         software = replace(
             FOUNDRY,
             products="fp8" if fp8 else None,
-            gradient_bytes=2 if one["mp_mode"] == "PURE" else 4,
+            gradient_bytes=2 if row["mp_mode"] == "PURE" else 4,
         )
-        recompute = "full" if one["act_ckpt"] == "True" else "none"
+        recompute = "full" if row["act_ckpt"] == "True" else "none"
         config = make_gpt_config(
             layers,
             hidden,
@@ -144,14 +144,14 @@ def read_llm_foundry() -> Iterator[PublishedRun]:
             seq,
             50368,
             batch,
-            int(one["mbs"]),
+            int(row["mbs"]),
             recompute,
             data=gpus,
-            zero=3 if one["sharding"] == "FULL_SHARD" else 2,
+            zero=3 if row["sharding"] == "FULL_SHARD" else 2,
         )
-        seconds = batch * seq / float(one["tok_s"])
-        label = f"{one['model']} of {seq} on {gpus} {one['gpu'][:4]}{' fp8' * fp8}"
-        cluster = "h100-ib" if h100 else "a100-40gb-roce" if "40gb" in one["gpu"] else "a100-ib"
+        seconds = batch * seq / float(row["tok_s"])
+        label = f"{row['model']} of {seq} on {gpus} {row['gpu'][:4]}{' fp8' * fp8}"
+        cluster = "h100-ib" if h100 else "a100-40gb-roce" if "40gb" in row["gpu"] else "a100-ib"
         yield PublishedRun("llm_foundry", label, gpus, cluster, software, (config,), seconds)
 
 

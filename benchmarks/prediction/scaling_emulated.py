@@ -49,16 +49,16 @@ def measure(kind: str, arguments: argparse.Namespace, cluster: Cluster) -> list[
     lines: list[ScalingPoint] = []
     first = (0.0, 0.0)
     for data in arguments.data:
-        own = WEAK if kind == "weak" else STRONG // data
-        config = make_config("1f1b", STAGES, 1, own, arguments.milliseconds / 1e3, data)
+        microbatches = WEAK if kind == "weak" else STRONG // data
+        config = make_config("1f1b", STAGES, 1, microbatches, arguments.milliseconds / 1e3, data)
         layout = Layout(pipeline=STAGES, data=data)
         step, expected = measure_seconds(config, layout, arguments.steps, cluster)
-        first = first if lines else (own / step, own / expected)
+        first = first if lines else (microbatches / step, microbatches / expected)
         ranks = STAGES * data
-        rates = (own / step / first[0], own / expected / first[1])
-        lines.append(ScalingPoint(kind, ranks, own, step, expected, *rates))
+        rates = (microbatches / step / first[0], microbatches / expected / first[1])
+        lines.append(ScalingPoint(kind, ranks, microbatches, step, expected, *rates))
         print(
-            f"{kind:<8}{ranks:>4} ranks{own:>4} microbatches: {step:7.3f} s, predicted "
+            f"{kind:<8}{ranks:>4} ranks{microbatches:>4} microbatches: {step:7.3f} s, predicted "
             f"{expected:7.3f}; efficiency {rates[0]:.3f}, predicted {rates[1]:.3f}",
             flush=True,
         )

@@ -26,16 +26,16 @@ from megaframe.config import RunConfig, load
 from megaframe.config.load import resolve_config_path
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import cluster_constants
+from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.data_parallel_times import (
-    block_load,
-    exchange_times,
-    optimizer_seconds,
+    compute_block_load,
+    count_table_elements,
+    estimate_exchange_times,
+    estimate_optimizer_seconds,
     resolve_bucket_size,
-    table_elements,
 )
-from megaframe.planner.layer_times import block_times, head_times
-from megaframe.planner.layout_sizes import sizes_of
+from megaframe.planner.layer_times import estimate_block_times, estimate_head_times
+from megaframe.planner.layout_sizes import make_layout_sizes
 from megaframe.planner.machine import Machine
 from megaframe.planner.parameter_counts import count_parameters
 
@@ -141,29 +141,29 @@ def simulate(
         config = _with(config, bucket_size=1)
     if variant.half:
         config = _with(config, reduce_precision="bf16")
-    known = cluster_constants(cluster)
+    known = get_cluster_constants(cluster)
     software = replace(known.software, exchange_in_steps=variant.in_steps)
     constants = replace(known, software=software)
     config = resolve_bucket_size(config, layout, cluster)
-    machine = Machine(config, cluster, constants, sizes_of(config, layout))
+    machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     counts = count_parameters(config, layout, plan_stages(config))
     halves = [*zip(counts.split[1::2], counts.split[::2], strict=True)]
     least = config.parallel.bucket_size
     groups = group_blocks_into_buckets(halves, 1 if least == "auto" else least)
-    one, end = block_times(machine, 0).whole, head_times(machine).whole
-    forward, backward = float(one.forward), float(one.backward + one.weight)
-    ends, layers = float(end.total), config.model.layers
+    block, head = estimate_block_times(machine, 0).combined, estimate_head_times(machine).combined
+    forward, backward = float(block.forward), float(block.backward + block.weight)
+    ends, layers = float(head.total), config.model.layers
 
     tables = [float(size) for size in counts.tables]  # a tied head is the embedding
     ready, sizes = [0.0] * (len(tables) - 1), tables[1:]
     arriving: list[float] = []
     for of in reversed(groups):
-        late, rest = halves[of.start]
+        second_half, first_half = halves[of.start]
         done = (layers - of.start) * backward
         if of.halves:
-            ready += [done - backward * rest / (late + rest), done]
-            sizes += [late, rest]
-            arriving.append(late + rest)
+            ready += [done - backward * first_half / (second_half + first_half), done]
+            sizes += [second_half, first_half]
+            arriving.append(second_half + first_half)
         else:
             ready.append(done)
             sizes.append(sum(map(sum, halves[of.start : of.stop])))
@@ -181,9 +181,10 @@ def simulate(
     back = compute_last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
 
     owned = replace(
-        block_load(machine, 0).scaled(layers), tables=len(tables) * table_elements(machine)
+        compute_block_load(machine, 0).scale(layers),
+        tables=len(tables) * count_table_elements(machine),
     )
-    update = float(optimizer_seconds(machine, owned))
+    update = float(estimate_optimizer_seconds(machine, owned))
     many = int(machine.sizes.microbatches)
     passes = many * (layers * (forward + backward) + ends) + update
     step = passes + (sent - backward_end) + (back - sum(blocks))
@@ -203,7 +204,7 @@ def simulate(
 
 
 def _compute_exchange_times(machine: Machine, size: float) -> Any:
-    return exchange_times(machine, size, 1.0)
+    return estimate_exchange_times(machine, size, 1.0)
 
 
 def _with(config: RunConfig, **parallel: Any) -> RunConfig:
@@ -294,7 +295,7 @@ def _draw_panel(
     for number in ranks:
         yield f'<text x="{x(number):.1f}" y="{y(0) + 12:.1f}" text-anchor="middle">{number}</text>'
     for variant, colour in zip(VARIANTS, _COLOURS, strict=True):
-        of = sorted((one.ranks, one.efficiency) for one in some if one.variant == variant.name)
+        of = sorted((step.ranks, step.efficiency) for step in some if step.variant == variant.name)
         points = " ".join(f"{x(number):.1f},{y(share):.1f}" for number, share in of)
         yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
 

@@ -3,7 +3,7 @@ ranks divide it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megaframe.architecture.layer import (
@@ -14,6 +14,7 @@ from megaframe.architecture.layer import (
 )
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 
@@ -113,6 +114,25 @@ class SoftmaxAttention(MixerDescription):
         return self.query_width + self.value_width
 
 
+@dataclass(frozen=True)
+class SinksDescription:
+    """One logit for each query head. It adds to the sum of exponentials of the head's scores, and
+    has no value, so that a head can attend to nothing (gpt-oss, 2025).
+
+    Attributes:
+        heads: Query heads, which tensor ranks divide.
+        std: Standard deviation of the initial logits.
+    """
+
+    heads: int
+    std: float
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the spec of the logits."""
+        axes = {0: "tensor"}
+        yield ParamSpec(f"{name}.logits", (self.heads,), Normal(self.std), role="bias", axes=axes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionDescription(SoftmaxAttention):
     """Attention with grouped key and value heads (Ainslie et al. 2023).
@@ -126,12 +146,16 @@ class AttentionDescription(SoftmaxAttention):
         head_dim: Width of a head.
         qk_norm: Whether heads of queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have biases.
+        softcap: Bound of the scores; None for no bound.
+        has_sinks: Whether each query head has a learned logit in its softmax.
     """
 
     kv_heads: int
     head_dim: int
     qk_norm: bool
     qkv_bias: bool
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def heads_per_group(self) -> int:
@@ -168,11 +192,20 @@ class AttentionDescription(SoftmaxAttention):
         return NormDescription(self.head_dim, "rmsnorm", self.norm_eps)
 
     @property
+    def sinks(self) -> SinksDescription | None:
+        """The logits of heads that attend to nothing."""
+        return SinksDescription(self.heads, self.init_std) if self.has_sinks else None
+
+    @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """The two products, and the norms of heads."""
-        norm = self.head_norm
-        norms = {} if norm is None else {"query_norm": norm, "key_norm": norm}
-        return {"qkv": self.qkv, **norms, "output": self.output}
+        """The two products, the norms of heads and the sinks."""
+        norm, sinks = self.head_norm, self.sinks
+        parts: dict[str, HasParameters] = {"qkv": self.qkv}
+        if norm is not None:
+            parts |= {"query_norm": norm, "key_norm": norm}
+        if sinks is not None:
+            parts["sinks"] = sinks
+        return {**parts, "output": self.output}
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs of attention and its output, with one log-sum-exp per head.

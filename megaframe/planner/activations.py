@@ -14,7 +14,7 @@ from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.schedule import Action, ActionKind
 
 
-def peak_activations(
+def compute_peak_activations(
     config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> tuple[int, int]:
     """Return the largest number of bytes kept at any time, and how much messages add to it.
@@ -28,9 +28,11 @@ def peak_activations(
         plans: the stages of this rank.
         actions: its list of actions, in order.
     """
-    size = {plan.number: _stage_bytes(config, plan) for plan in plans}
-    weight_pass_size = {plan.number: _stage_weight_pass_bytes(config, plan) for plan in plans}
-    recompute_size = {plan.number: _recompute_bytes(config, plan) for plan in plans}
+    size = {plan.number: _compute_stage_bytes(config, plan) for plan in plans}
+    weight_pass_size = {
+        plan.number: _compute_stage_weight_pass_bytes(config, plan) for plan in plans
+    }
+    recompute_size = {plan.number: _compute_recompute_bytes(config, plan) for plan in plans}
     stream = config.train.microbatch * config.train.seq * config.model.hidden
     stream *= DTYPE_BYTES[config.train.precision]
     listed = {(action.kind, action.stage, action.microbatch) for action in actions}
@@ -67,12 +69,14 @@ def peak_activations(
     return peak, peak_with_messages - peak
 
 
-def _recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
+def _compute_recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the largest number of bytes of a stage's recomputed block while it is recomputed, 0 if
     none is; with the inputs that offload has brought back for up to two blocks."""
-    blocks = [block_bytes(config, layer) for layer in plan.blocks[: plan.recomputed]]
+    blocks = [compute_block_bytes(config, layer) for layer in plan.blocks[: plan.recomputed]]
     if config.train.recompute == "full" and plan.last:
-        blocks += [predictor_bytes(config, index) for index in range(config.model.mtp_depth)]
+        blocks += [
+            compute_predictor_bytes(config, index) for index in range(config.model.mtp_depth)
+        ]
     offloaded_inputs = 0
     if config.train.offload and blocks:  # inputs of the block in use and of the one before it
         tokens = config.train.microbatch * config.train.seq
@@ -88,7 +92,7 @@ _MESSAGES = {
 the distance to the next stage in its direction (which may be on the same rank)."""
 
 
-def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
+def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage keeps of one microbatch.
 
     These are the input of each block, everything else of the blocks that are not recomputed, and
@@ -97,40 +101,40 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """
     tokens = config.train.microbatch * config.train.seq
     stream = tokens * config.model.hidden * DTYPE_BYTES[config.train.precision]
-    kept = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
+    saved = sum(compute_block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
     depth = config.model.mtp_depth * plan.last
     streams = len(plan.blocks) + 2 * (plan.last + depth)
     if config.train.offload:
         streams -= plan.recomputed  # the inputs of recomputed blocks are in host memory
     # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
-    kept += config.parallel.tensor * rotary_bytes(config)
-    predictors = depth * tokens * _norm_bytes(config)
+    saved += config.parallel.tensor * compute_rotary_bytes(config)
+    predictors = depth * tokens * _compute_norm_bytes(config)
     if config.train.recompute != "full":
-        predictors += sum(predictor_bytes(config, index) for index in range(depth))
-    return streams * stream + kept + predictors
+        predictors += sum(compute_predictor_bytes(config, index) for index in range(depth))
+    return streams * stream + saved + predictors
 
 
-def _stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
+def _compute_stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage's backward of one microbatch leaves for its weight pass."""
     model = config.model
     joins = 3 * model.mtp_depth * plan.last * model.hidden * DTYPE_BYTES[config.train.precision]
     joins *= config.train.microbatch * config.train.seq
-    rotary = config.parallel.tensor * rotary_bytes(config)
-    return weight_pass_bytes(config, list_stage_layers(model, plan)) + joins + rotary
+    rotary = config.parallel.tensor * compute_rotary_bytes(config)
+    return compute_weight_pass_bytes(config, list_stage_layers(model, plan)) + joins + rotary
 
 
-def weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
+def compute_weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
     """Return the bytes of one microbatch that the backward of the blocks of `layers` leaves for
     their weight pass: the inputs of all linears, and the gradients of their outputs."""
     if config.model.emulate is not None:
         return 0
     train, width = config.train, DTYPE_BYTES[config.train.precision]
     blocks = (describe_block(config.model, layer) for layer in layers)
-    kept = (block.count_saved_for_weights(config.parallel, train.recompute) for block in blocks)
-    return round(train.microbatch * train.seq * sum(each.count_bytes(width) for each in kept))
+    saved = (block.count_saved_for_weights(config.parallel, train.recompute) for block in blocks)
+    return round(train.microbatch * train.seq * sum(each.count_bytes(width) for each in saved))
 
 
-def rotary_bytes(config: RunConfig) -> int:
+def compute_rotary_bytes(config: RunConfig) -> int:
     """Return the bytes of the cosines and sines of a microbatch, which all its samples share."""
     if config.model.emulate is not None:
         return 0
@@ -139,7 +143,7 @@ def rotary_bytes(config: RunConfig) -> int:
     return config.train.seq * width * DTYPE_BYTES[config.train.precision]
 
 
-def predictor_bytes(config: RunConfig, index: int) -> int:
+def compute_predictor_bytes(config: RunConfig, index: int) -> int:
     """Return the bytes that predictor number `index` keeps of a microbatch, besides the stream that
     it starts from.
 
@@ -149,17 +153,17 @@ def predictor_bytes(config: RunConfig, index: int) -> int:
     """
     tokens = config.train.microbatch * config.train.seq
     streams = 5 * config.model.hidden * DTYPE_BYTES[config.train.precision]
-    block = block_bytes(config, config.model.layers + index)
-    return block + tokens * (streams + 3 * _norm_bytes(config))
+    block = compute_block_bytes(config, config.model.layers + index)
+    return block + tokens * (streams + 3 * _compute_norm_bytes(config))
 
 
-def _norm_bytes(config: RunConfig) -> int:
+def _compute_norm_bytes(config: RunConfig) -> int:
     """Return the bytes of statistics that a norm of the stream keeps per token."""
     saved = describe_norm(config.model).saved_statistics
     return round(saved.count_bytes(DTYPE_BYTES[config.train.precision]))
 
 
-def block_bytes(config: RunConfig, layer: int) -> int:
+def compute_block_bytes(config: RunConfig, layer: int) -> int:
     """Return the bytes that one block keeps of a microbatch besides its input."""
     train, width = config.train, DTYPE_BYTES[config.train.precision]
     saved = describe_block(config.model, layer).count_saved(config.parallel, train.recompute)

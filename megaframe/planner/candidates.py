@@ -80,7 +80,7 @@ class Candidates:
         """Return the candidates at these indices, or where this mask is true."""
         return Candidates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
-    def sizes(self, config: RunConfig) -> LayoutSizes:
+    def make_sizes(self, config: RunConfig) -> LayoutSizes:
         """Return the sizes for the cost arithmetic."""
         sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "schedule"}
         microbatches = config.train.global_batch // (self.microbatch * self.data)
@@ -115,17 +115,17 @@ def enumerate_candidates(
     rows = [
         (*axes, schedule, chunks)
         for axes in _enumerate_axes(config, gpus, cluster, fixed)
-        for schedule, chunks in _schedules_with_chunks(
+        for schedule, chunks in _list_schedules_with_chunks(
             config, axes.pipeline, axes.data * axes.microbatch, fixed
         )
     ]
     table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
-    zero = _fixed_or(fixed, "zero", (0, 1, 2, 3))
+    zero = _get_fixed_or(fixed, "zero", (0, 1, 2, 3))
     # Offload moves the inputs of recomputed blocks, so it needs full recompute.
     recompute_levels = (
         (RECOMPUTE.index("full"),) if config.train.offload else tuple(range(len(RECOMPUTE)))
     )
-    recompute = _fixed_or(fixed, "recompute", recompute_levels)
+    recompute = _get_fixed_or(fixed, "recompute", recompute_levels)
     variants = len(zero) * len(recompute)
     columns = [np.repeat(column, variants) for column in table.T]
     t, c, p, d, r, e, et, mb, schedule, chunks = columns
@@ -177,20 +177,22 @@ def _enumerate_axes(
     batch = train.global_batch
     if ramp is not None:
         batch = gcd(batch, ramp.start, ramp.increment)
-    for tensor in _tensor_sizes(config, gpus, cluster, fixed):
-        for context in _context_sizes(config, gpus // tensor, tensor, fixed):
+    for tensor in _list_tensor_sizes(config, gpus, cluster, fixed):
+        for context in _list_context_sizes(config, gpus // tensor, tensor, fixed):
             ranks_left = gpus // (tensor * context)
-            for pipeline in _fixed_or(fixed, "pipeline", list_divisors(ranks_left)):
+            for pipeline in _get_fixed_or(fixed, "pipeline", list_divisors(ranks_left)):
                 if ranks_left % pipeline or pipeline > config.model.layers:
                     continue
                 data = ranks_left // pipeline
                 if batch % data or fixed.get("data", data) != data:
                     continue
                 microbatches = [m for m in _MICROBATCHES if batch // data % m == 0]
-                for replicas in _replica_counts(tensor * context, data, cluster, fixed):
+                for replicas in _list_replica_counts(tensor * context, data, cluster, fixed):
                     copy_ranks = tensor * context * data // replicas
-                    for expert, expert_tensor in _expert_sizes(config, tensor, copy_ranks, fixed):
-                        for microbatch in _fixed_or(fixed, "microbatch", tuple(microbatches)):
+                    for expert, expert_tensor in _list_expert_sizes(
+                        config, tensor, copy_ranks, fixed
+                    ):
+                        for microbatch in _get_fixed_or(fixed, "microbatch", tuple(microbatches)):
                             if batch // data % microbatch == 0:
                                 yield _AxisSizes(
                                     tensor,
@@ -204,9 +206,11 @@ def _enumerate_axes(
                                 )
 
 
-def _tensor_sizes(config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys) -> list[int]:
+def _list_tensor_sizes(
+    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys
+) -> list[int]:
     largest = min(_MOST_TENSOR, 2 * cluster.node)
-    sizes = _fixed_or(fixed, "tensor", tuple(d for d in list_divisors(gpus) if d <= largest))
+    sizes = _get_fixed_or(fixed, "tensor", tuple(d for d in list_divisors(gpus) if d <= largest))
     return [
         t
         for t in sizes
@@ -214,15 +218,15 @@ def _tensor_sizes(config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKe
     ]
 
 
-def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) -> list[int]:
+def _list_context_sizes(config: RunConfig, ranks: int, tensor: int, fixed: FixedKeys) -> list[int]:
     largest = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
     if config.parallel.context_kind == "nested":
         largest = 1
-    sizes = _fixed_or(fixed, "context", tuple(d for d in list_divisors(rest) if d <= largest))
+    sizes = _get_fixed_or(fixed, "context", tuple(d for d in list_divisors(ranks) if d <= largest))
     return [
         context
         for context in sizes
-        if rest % context == 0
+        if ranks % context == 0
         and (
             context == 1
             or not any(find_context_mistakes(_with_sizes(config, tensor=tensor, context=context)))
@@ -230,7 +234,7 @@ def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) 
     ]
 
 
-def _replica_counts(
+def _list_replica_counts(
     ranks_per_sample: int, data: int, cluster: Cluster, fixed: FixedKeys
 ) -> tuple[int, ...]:
     """Return the numbers of replicas to try. Each copy of the model is on whole nodes."""
@@ -244,7 +248,7 @@ def _replica_counts(
     return (1, *counts[: -_REPLICAS - 1 : -1][::-1])
 
 
-def _expert_sizes(
+def _list_expert_sizes(
     config: RunConfig, tensor: int, stage: int, fixed: FixedKeys
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs (expert, expert_tensor). stage: ranks of a stage that hold one copy."""
@@ -252,8 +256,8 @@ def _expert_sizes(
     if moe is None:
         yield 1, 1
         return
-    inner = _fixed_or(fixed, "expert_tensor", tuple(sorted({1, tensor})))
-    outer = _fixed_or(fixed, "expert", list_divisors(moe.experts))
+    inner = _get_fixed_or(fixed, "expert_tensor", tuple(sorted({1, tensor})))
+    outer = _get_fixed_or(fixed, "expert", list_divisors(moe.experts))
     for inside in inner:
         for expert in outer:
             sized = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)
@@ -261,7 +265,7 @@ def _expert_sizes(
                 yield expert, inside
 
 
-def _schedules_with_chunks(
+def _list_schedules_with_chunks(
     config: RunConfig, pipeline: int, samples: int, fixed: FixedKeys
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs (schedule, chunks) for a pipeline.
@@ -275,7 +279,7 @@ def _schedules_with_chunks(
         return
     ramp = config.train.batch_ramp
     fewest_microbatches = (config.train.global_batch if ramp is None else ramp.start) // samples
-    names = _fixed_or(fixed, "schedule", SCHEDULES[1:])
+    names = _get_fixed_or(fixed, "schedule", SCHEDULES[1:])
     for name in names:
         limits = SCHEDULE_LIMITS[name]
         if limits.needs_full_pipeline and fewest_microbatches < pipeline:
@@ -284,13 +288,13 @@ def _schedules_with_chunks(
         is_beaten = (
             name == "breadth-first" and fewest_microbatches >= pipeline and "schedule" not in fixed
         )
-        for chunks in _fixed_or(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
+        for chunks in _get_fixed_or(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
             is_possible = limits.find_nearest_chunks(chunks) == chunks
             if is_possible and not is_beaten and pipeline * chunks <= config.model.layers:
                 yield SCHEDULES.index(name), chunks
 
 
-def _fixed_or(fixed: FixedKeys, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+def _get_fixed_or(fixed: FixedKeys, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
     if name not in fixed:
         return otherwise
     value = fixed[name]

@@ -37,12 +37,12 @@ class GroupLevel:
     reduces: bool = False
 
 
-def share_on_tier(shares: Sequence[float], number: int) -> float:
+def get_share_on_tier(shares: Sequence[float], number: int) -> float:
     """Return the share of tier `number`; the last share applies to all further tiers."""
     return shares[min(number, len(shares) - 1)]
 
 
-def group_levels(
+def list_group_levels(
     cluster: Cluster, stride: Number, size: Number, shares: Sequence[float] = (1.0,)
 ) -> list[GroupLevel]:
     """Return the levels of a group of `size` ranks that are `stride` apart: one for each tier of
@@ -64,7 +64,7 @@ def group_levels(
         if tier is cluster.tiers[-1]:
             reached = np.asarray(size, dtype=float)
         members = np.maximum(1.0, np.ceil(reached / inside))
-        bandwidth = np.full_like(members, tier.bandwidth * share_on_tier(shares, number))
+        bandwidth = np.full_like(members, tier.bandwidth * get_share_on_tier(shares, number))
         if tier.kind == "torus":
             side = tier.size ** (1.0 / tier.dims)
             used = np.clip(np.ceil(np.log(np.maximum(members, 2)) / np.log(side)), 1, tier.dims)
@@ -75,7 +75,7 @@ def group_levels(
     return found_levels
 
 
-def group_size(group: Sequence[GroupLevel]) -> Number:
+def count_group_ranks(group: Sequence[GroupLevel]) -> Number:
     """Return the number of ranks of a group."""
     product: Number = 1.0
     for level in group:
@@ -83,7 +83,7 @@ def group_size(group: Sequence[GroupLevel]) -> Number:
     return product
 
 
-def _flat(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]:
+def _flatten_group(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]:
     """Return (ranks, alpha, bandwidth) of a group taken as one ring.
 
     The slowest hop determines the bandwidth; alpha is the mean latency of the hops. Every member
@@ -106,7 +106,7 @@ def _flat(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]:
 
 def naive_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All ranks send to one rank in turn, which sends the sum back: 2 (p-1) (alpha + n beta)."""
-    p, alpha, bandwidth = _slowest(group)
+    p, alpha, bandwidth = _find_slowest_tier(group)
     return 2 * (p - 1) * (alpha + size / bandwidth)
 
 
@@ -118,7 +118,7 @@ def ring_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
 def tree_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta. On several tiers it is a tree
     of trees, with the latency of each tier."""
-    p, _, bandwidth = _flat(group)
+    p, _, bandwidth = _flatten_group(group)
     latency = sum(_log2(level.members) * level.alpha for level in group)
     return np.where(p > 1, 2 * latency + 2 * size / bandwidth, 0.0)
 
@@ -128,7 +128,7 @@ def halving_doubling_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Nu
     two, each surplus rank sends its whole buffer to another rank and gets the result back:
     2 (alpha + n beta) more. Everything is charged to the slowest tier, because in half of the
     rounds partners are far apart."""
-    p, alpha, bandwidth = _slowest(group)
+    p, alpha, bandwidth = _find_slowest_tier(group)
     below = 2.0 ** np.floor(np.log2(p))
     core = 2 * np.log2(below) * alpha + 2 * size / bandwidth * (below - 1) / below
     return core + np.where(below < p, 2 * (alpha + size / bandwidth), 0.0)
@@ -155,13 +155,13 @@ def in_network_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
 
 def ring_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All-gather on a ring: (p-1) alpha + n beta (p-1)/p. Reduce-scatter takes as long."""
-    p, alpha, bandwidth = _flat(group)
+    p, alpha, bandwidth = _flatten_group(group)
     return (p - 1) * alpha + size / bandwidth * (p - 1) / p
 
 
 def doubling_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Recursive doubling: ceil(log2 p) alpha + n beta (p-1)/p on the slowest tier."""
-    p, alpha, bandwidth = _slowest(group)
+    p, alpha, bandwidth = _find_slowest_tier(group)
     return _log2(p) * alpha + size / bandwidth * (p - 1) / p
 
 
@@ -181,7 +181,7 @@ def pairwise_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Every rank sends 1/p of its n bytes to each other rank: (p-1) alpha, and on each tier the
     time of the bytes for ranks that are reached over it. On rails, bytes for ranks of another
     number first go to the neighbour of that number, on the tier inside."""
-    p = group_size(group)
+    p = count_group_ranks(group)
     total: Number = 0.0
     inside: Number = 1.0
     before: GroupLevel | None = None
@@ -211,22 +211,22 @@ def stepped_exchange(size: Number, group: Sequence[GroupLevel]) -> Number:
     neighbours of a node add up what the ranks outside get from them, before two steps among nodes,
     each over the slowest tier. (a-1) alpha + n beta (a-1)/a for a step of a ranks, where n is what
     the steps before have left: n / a."""
-    p, alpha, bandwidth = _slowest(group)
-    node, near, far = _exchange_steps(p, group[0].members)
+    p, alpha, bandwidth = _find_slowest_tier(group)
+    node, near, far = _count_exchange_steps(p, group[0].members)
     steps = [GroupLevel(near, alpha, bandwidth), GroupLevel(far, alpha, bandwidth)]
     return hierarchical_all_gather(size, [replace(group[0], members=node), *steps])
 
 
 def tree_broadcast(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Broadcast down a binomial tree: ceil(log2 p) (alpha + n beta)."""
-    p, alpha, bandwidth = _slowest(group)
+    p, alpha, bandwidth = _find_slowest_tier(group)
     return _log2(p) * (alpha + size / bandwidth)
 
 
 def scatter_broadcast(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Broadcast as a scatter down a tree and an all-gather on a ring (van de Geijn):
     (log2 p + p - 1) alpha + 2 n beta (p-1)/p."""
-    p, alpha, bandwidth = _flat(group)
+    p, alpha, bandwidth = _flatten_group(group)
     return (_log2(p) + p - 1) * alpha + 2 * size / bandwidth * (p - 1) / p
 
 
@@ -258,14 +258,14 @@ ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
 """Formula of each algorithm, by operation."""
 
 
-def hop_seconds(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_hop_seconds(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Return the seconds of a message from one member to the next over the slowest tier of the
     group: alpha + n beta; 0 for a group of one rank."""
-    p, alpha, bandwidth = _slowest(group)
+    p, alpha, bandwidth = _find_slowest_tier(group)
     return np.where(p > 1, alpha + size / bandwidth, 0.0)
 
 
-def collective_seconds(
+def estimate_collective_seconds(
     operation: str, size: Number, group: Sequence[GroupLevel], algorithms: Sequence[str] = ()
 ) -> Number:
     """Return the seconds of `operation` by the fastest algorithm for this size and group; 0 for a
@@ -277,14 +277,14 @@ def collective_seconds(
     return best
 
 
-def bus_bandwidth(operation: str, size: float, members: int, seconds: float) -> float:
+def compute_bus_bandwidth(operation: str, size: float, members: int, seconds: float) -> float:
     """Return the bus bandwidth in bytes/s: what a link carried, which can be compared with the
     link's nominal bandwidth for any number of ranks."""
     factor = {"all_reduce": 2.0, "broadcast": members / max(1, members - 1)}.get(operation, 1.0)
     return factor * size * (members - 1) / members / seconds
 
 
-def _slowest(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]:
+def _find_slowest_tier(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]:
     """Return (ranks, alpha, bandwidth) as if the slowest tier in use carried every message."""
     count: Number = 1.0
     alpha: Number = 0.0
@@ -301,7 +301,7 @@ def _log2(count: Number) -> Number:
     return np.ceil(np.log2(count))
 
 
-def _exchange_steps(ranks: Number, inside: Number) -> tuple[Number, Number, Number]:
+def _count_exchange_steps(ranks: Number, inside: Number) -> tuple[Number, Number, Number]:
     """Return `exchange_steps` of numbers or arrays."""
     pairs = np.stack(np.broadcast_arrays(ranks, inside), -1).astype(int)
     distinct, row = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.layer import MixerDescription
-from megaframe.planner.collective_times import hop_seconds
+from megaframe.planner.collective_times import estimate_hop_seconds
 from megaframe.planner.machine import Machine, PassTimes
 
 Number = Any
 """A float, or a numpy array of them."""
 
 
-def tensor_parallel_times(machine: Machine, linears: PassTimes, elements: float) -> PassTimes:
+def estimate_tensor_parallel_times(
+    machine: Machine, linears: PassTimes, elements: float
+) -> PassTimes:
     """Return the exposed transfers of the tensor axis in one block.
 
     With sequence parallelism, backward transfers as much as forward, and also gathers as many saved
@@ -34,23 +36,27 @@ def tensor_parallel_times(machine: Machine, linears: PassTimes, elements: float)
     """
     software, sizes = machine.software, machine.sizes
     size = machine.rate.width * machine.tokens * elements / 4
-    parts = software.tensor_parts(machine.config)
-    gather = machine.collective_seconds("all_gather", size, "tensor")
+    parts = software.count_tensor_parts(machine.config)
+    gather = machine.estimate_collective_seconds("all_gather", size, "tensor")
     if not software.sequence_parallel:
-        all_reduce = machine.collective_seconds("all_reduce", size, "tensor")
+        all_reduce = machine.estimate_collective_seconds("all_reduce", size, "tensor")
         return PassTimes(2 * all_reduce, 2 * all_reduce, 0.0)
-    delay = 0.0 if software.copy_engines else machine.contention_seconds(4 * size, "tensor")
-    forward = exposed_seconds(4 * gather, linears.forward, parts, delay)
+    delay = (
+        0.0 if software.copy_engines else machine.estimate_contention_seconds(4 * size, "tensor")
+    )
+    forward = estimate_exposed_seconds(4 * gather, linears.forward, parts, delay)
     if not software.overlap_tensor:
         return PassTimes(np.where(sizes.tensor > 1, forward, 0.0), 4 * gather, 0.0)
     # Gathers of gradients are exposed; scatters and gathers of saved inputs overlap with products.
     exposed_gathers = 2 * gather / parts
     products = linears.weight + linears.backward / 2
-    exposed_rest = exposed_seconds(4 * gather, products, 16.0, delay)
+    exposed_rest = estimate_exposed_seconds(4 * gather, products, 16.0, delay)
     return PassTimes(forward, exposed_gathers + exposed_rest, 0.0)
 
 
-def exposed_seconds(transfer: Number, compute: Number, parts: float, delay: Number) -> Number:
+def estimate_exposed_seconds(
+    transfer: Number, compute: Number, parts: float, delay: Number
+) -> Number:
     """Return the seconds that a transfer costs when it is cut into `parts`, each of which overlaps
     with the compute of another.
 
@@ -69,7 +75,7 @@ def exposed_seconds(transfer: Number, compute: Number, parts: float, delay: Numb
     return exposed + np.minimum(hidden, delay * hidden / np.maximum(transfer, 1e-30))
 
 
-def context_parallel_times(
+def estimate_context_parallel_times(
     machine: Machine, mixer: MixerDescription, attention: PassTimes
 ) -> PassTimes:
     """Return the exposed transfers of the context axis: keys and values on the ring, each
@@ -77,13 +83,13 @@ def context_parallel_times(
     sizes, width = machine.sizes, machine.rate.width
     if machine.config.parallel.context_kind == "all_to_all":
         size = width * machine.tokens * mixer.exchanged_elements / sizes.tensor
-        exchange = machine.collective_seconds("all_to_all", size, "context")
+        exchange = machine.estimate_collective_seconds("all_to_all", size, "context")
         return PassTimes(exchange, 2 * exchange, 0.0)
     groups = np.maximum(1.0, mixer.ring_groups / sizes.tensor)
     size = width * machine.tokens * groups * mixer.ring_width
     # Keys in forward, and gradients of keys in backward, have half the size in half of the hops.
     keys_and_gradients, keys = (
-        hop_seconds(part * size, machine.groups["context"]) for part in (1.0, 0.75)
+        estimate_hop_seconds(part * size, machine.groups["context"]) for part in (1.0, 0.75)
     )
     rounds = sizes.context - 1
     forward = rounds * np.maximum(0.0, keys - attention.forward / sizes.context)
@@ -93,46 +99,48 @@ def context_parallel_times(
     return PassTimes(forward, backward, 0.0)
 
 
-def expert_parallel_times(machine: Machine, experts_per_token: int) -> PassTimes:
+def estimate_expert_parallel_times(machine: Machine, experts_per_token: int) -> PassTimes:
     """Return the exposed transfers of tokens to their experts and back, in forward and backward.
     `parallel.expert_overlap` is assumed to hide half of them."""
     sizes, rows = machine.sizes, machine.tokens / machine.sizes.tensor * experts_per_token
     sent_bytes = rows * machine.config.model.hidden * machine.rate.width
-    exchange = machine.collective_seconds("all_to_all", sent_bytes, "expert")
-    exchange = exchange + machine.collective_seconds(
+    exchange = machine.estimate_collective_seconds("all_to_all", sent_bytes, "expert")
+    exchange = exchange + machine.estimate_collective_seconds(
         "all_gather", sent_bytes * sizes.expert_tensor, "expert_tensor"
     )
     hidden = 0.5 if machine.config.parallel.expert_overlap else 0.0
     return PassTimes(2 * exchange * (1 - hidden), 2 * exchange * (1 - hidden), 0.0)
 
 
-def pipeline_wait_seconds(machine: Machine) -> Number:
+def estimate_pipeline_wait_seconds(machine: Machine) -> Number:
     """Return the seconds that a transfer to the next stage adds to the pass before it. If transfers
     overlap with compute it is the delay of that compute, otherwise the transfer itself and the
     launch of the first kernels after it."""
     software, alone = machine.software, machine.sizes.pipeline == 1
     if software.overlap_pipeline:
-        return np.where(alone, 0.0, machine.hop_contention_seconds(_bytes_to_next_stage(machine)))
+        return np.where(
+            alone, 0.0, machine.estimate_hop_contention_seconds(_count_bytes_to_next_stage(machine))
+        )
     host = software.pass_kernels * machine.rate.launch
-    return np.where(alone, 0.0, stage_transfer_seconds(machine) + host)
+    return np.where(alone, 0.0, estimate_stage_transfer_seconds(machine) + host)
 
 
-def stage_transfer_seconds(machine: Machine) -> Number:
+def estimate_stage_transfer_seconds(machine: Machine) -> Number:
     """Return the seconds from the end of a stage's pass until the next stage has its result, which
     includes a gather if tensor ranks each sent a part and need the whole. A rank at the border of a
     node has one neighbour inside the node and one outside, so the mean of both counts; all other
     ranks keep pace with it."""
     sizes, software = machine.sizes, machine.software
-    message, groups = _bytes_to_next_stage(machine), machine.groups
-    near, far = (hop_seconds(message, groups[name]) for name in ("next_stage", "pipeline"))
+    message, groups = _count_bytes_to_next_stage(machine), machine.groups
+    near, far = (estimate_hop_seconds(message, groups[name]) for name in ("next_stage", "pipeline"))
     seconds = (near + far) / 2
     if software.scatter_pipeline and not software.sequence_parallel:
         size = message * sizes.tensor
-        seconds = seconds + machine.collective_seconds("all_gather", size, "tensor")
+        seconds = seconds + machine.estimate_collective_seconds("all_gather", size, "tensor")
     return np.where(sizes.pipeline > 1, seconds, 0.0)
 
 
-def _bytes_to_next_stage(machine: Machine) -> Number:
+def _count_bytes_to_next_stage(machine: Machine) -> Number:
     """Return the bytes that a rank sends to the next stage per microbatch."""
     model, software = machine.config.model, machine.software
     if model.emulate is not None:

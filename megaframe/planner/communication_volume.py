@@ -20,7 +20,7 @@ from megaframe.schedule import Action, ActionKind
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
-def communication_bytes(
+def compute_communication_bytes(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> Mapping[str, float]:
     """Return the bytes over `tensor`, `data` and `pipeline` of a rank with these stages and lowered
@@ -39,18 +39,18 @@ def communication_bytes(
     share = (tensor - 1) / tensor
     weight_passes = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
-        microbatches * _tensor_elements_of_stage(config, plan)
-        + weight_passes[plan.number] * _tensor_elements_of_weight_pass(config, plan)
+        microbatches * _count_tensor_elements_of_stage(config, plan)
+        + weight_passes[plan.number] * _count_tensor_elements_of_weight_pass(config, plan)
         for plan in plans
     )
     return {
         "tensor": share * rows * tokens * width,
         "pipeline": messages * stream / tensor,
-        "data": _data_bytes(config, layout, plans, microbatches),
+        "data": _compute_data_bytes(config, layout, plans, microbatches),
     }
 
 
-def _tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
+def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Return the elements per token that a stage moves over tensor ranks, for one microbatch.
 
     Recomputed blocks repeat the transfers of forward. The embedding and the head move the stream
@@ -67,13 +67,13 @@ def _tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     return blocks + recomputed + ends
 
 
-def _tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
+def _count_tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
     """Return the elements per token that a separate weight pass gathers again."""
     layers = list_stage_layers(config.model, plan)
     return sum(describe_block(config.model, layer).tensor_traffic.weight for layer in layers)
 
 
-def _data_bytes(
+def _compute_data_bytes(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], microbatches: int
 ) -> float:
     """Return the bytes of gradients, reduced in master precision or `parallel.reduce_precision`,
@@ -83,11 +83,11 @@ def _data_bytes(
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
     parameters = count_parameters(config, layout, plans)
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
-    whole = sum(parameters.whole) + parameters.positions * (layout.tensor > 1)
-    vectors, rest = parameters.vectors, parameters.dense - parameters.vectors - whole
+    replicated = sum(parameters.replicated) + parameters.positions * (layout.tensor > 1)
+    vectors, sharded = parameters.vectors, parameters.dense - parameters.vectors - replicated
     share = (ranks - 1) / ranks
     if zero == 0:
-        return 2 * wire * (vectors + rest) * share
+        return 2 * wire * (vectors + sharded) * share
     scatters = microbatches if zero >= 2 else 1
     gathers = 2 * microbatches if zero == 3 else 1
-    return share * (rest * (scatters * wire + gathers * width) + vectors * (wire + width))
+    return share * (sharded * (scatters * wire + gathers * width) + vectors * (wire + width))

@@ -15,7 +15,7 @@ from megaframe.config.load import load
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import cluster_constants
+from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
 from megaframe.planner.prediction import predict
 from megaframe.validate.run import validate_config
@@ -47,7 +47,9 @@ class RunComparison:
         """Yield a sentence with the best layout for as many ranks, and then its reasons; or only
         that no layout would save enough."""
         config, ranks, cluster = self.choice.config, self.choice.layout.world, self.cluster
-        result = search(config, ranks, cluster, cluster_constants(cluster), simulated=_SIMULATED)
+        result = search(
+            config, ranks, cluster, get_cluster_constants(cluster), simulated=_SIMULATED
+        )
         current, best = self.choice.prediction.step_seconds, result.best.prediction
         if best.step_seconds > (1 - _WORTH) * current:
             yield (
@@ -92,14 +94,14 @@ def compare_run(
     if run_config.model.vocab is None:
         raise UserError("model.vocab is not set in the run's config")
     name = cluster or run_config.parallel.cluster
-    run_cluster = load_cluster(name) if name else _cluster_of_device(environment)
+    run_cluster = load_cluster(name) if name else _find_cluster_of_device(environment)
     validate_config(run_config, ranks, data=False)
     layout = Layout.from_parallel(run_config.parallel, ranks)
-    prediction = predict(run_config, layout, run_cluster, cluster_constants(run_cluster))
+    prediction = predict(run_config, layout, run_cluster, get_cluster_constants(run_cluster))
     return RunComparison(LayoutChoice(run_config, layout, prediction), run_cluster)
 
 
-def _cluster_of_device(environment: Mapping[str, Any]) -> Cluster:
+def _find_cluster_of_device(environment: Mapping[str, Any]) -> Cluster:
     """Return the likely cluster of the device that a run's environment names."""
     device, memory = str(environment.get("device", "")), environment.get("memory of the device")
     try:

@@ -14,7 +14,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import UNKNOWN
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.collective_times import share_on_tier
+from megaframe.planner.collective_times import get_share_on_tier
 
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
 """Algorithms that NCCL has for collectives, as named in `collectives.ALGORITHMS`."""
@@ -107,7 +107,7 @@ class Software:
     parallel_block: bool = False
     steps_meet: bool = False
 
-    def tensor_parts(self, config: RunConfig) -> float:
+    def count_tensor_parts(self, config: RunConfig) -> float:
         """Return the number of parts in which rows are transferred during forward products."""
         return float(self.parts or config.parallel.tensor_chunks)
 
@@ -145,9 +145,9 @@ class Constants:
     software: Software = field(default=MEGAFRAME)
     unfitted: str = ""
 
-    def link_efficiency(self, tier: int) -> float:
+    def get_link_efficiency(self, tier: int) -> float:
         """Return the share of its bandwidth that collectives reach on tier number `tier`."""
-        return share_on_tier(self.links, tier)
+        return get_share_on_tier(self.links, tier)
 
 
 # NCCL's all-reduce of large messages reaches 233 of 300 GB/s on 8 A100 (VIA-Research/vTrain,
@@ -177,7 +177,7 @@ tables do not determine. The others are not (`Constants.unfitted`) until kernels
 such a chip."""
 
 
-def constants_of(family: str) -> Constants:
+def get_family_constants(family: str) -> Constants:
     """Return the constants of a chip family. Raises `UserError` if the family is unknown."""
     if family not in CONSTANTS:
         raise UserError(
@@ -187,10 +187,10 @@ def constants_of(family: str) -> Constants:
     return CONSTANTS[family]
 
 
-def cluster_constants(cluster: Cluster) -> Constants:
+def get_cluster_constants(cluster: Cluster) -> Constants:
     """Return the constants of a cluster's chip: those measured on it, as its description has them,
     and otherwise those of the chip's family."""
-    known = constants_of(cluster.chip.family)
+    known = get_family_constants(cluster.chip.family)
     if not cluster.constants:
         return known
     return replace(known, **cluster.constants, unfitted="")

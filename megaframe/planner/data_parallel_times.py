@@ -26,12 +26,16 @@ from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.planner.communication_times import exposed_seconds
-from megaframe.planner.constants import cluster_constants
-from megaframe.planner.kernel_times import KernelRates, elementwise_seconds, product_seconds
-from megaframe.planner.layout_sizes import LayoutSizes, sizes_of
+from megaframe.planner.communication_times import estimate_exposed_seconds
+from megaframe.planner.constants import get_cluster_constants
+from megaframe.planner.kernel_times import (
+    KernelRates,
+    estimate_elementwise_seconds,
+    estimate_matmul_seconds,
+)
+from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
 from megaframe.planner.machine import Machine, PassTimes
-from megaframe.planner.memory import host_bytes_per_element
+from megaframe.planner.memory import compute_host_bytes_per_element
 from megaframe.planner.parameter_counts import count_parameters
 
 Number = Any
@@ -48,7 +52,7 @@ class ParameterLoad:
         dense, experts: of its blocks.
         tables: of the embedding and the head.
         buckets: number of buckets in which they are exchanged.
-        muon_total, muon_longest: seconds, as in `layer_muon_seconds`.
+        muon_total, muon_longest: seconds, as in `estimate_layer_muon_seconds`.
     """
 
     dense: Number = 0.0
@@ -68,7 +72,7 @@ class ParameterLoad:
             np.maximum(self.muon_longest, other.muon_longest),
         )
 
-    def scaled(self, factor: Number) -> ParameterLoad:
+    def scale(self, factor: Number) -> ParameterLoad:
         """Return the parameters of `factor` blocks like this one."""
         return replace(
             self,
@@ -83,7 +87,7 @@ class ParameterLoad:
         return self.dense + self.experts + self.tables
 
 
-def block_load(machine: Machine, layer: int) -> ParameterLoad:
+def compute_block_load(machine: Machine, layer: int) -> ParameterLoad:
     """Return the parameters of one block. Gains and biases are few and are left out."""
     model, sizes = machine.config.model, machine.sizes
     if model.emulate is not None:
@@ -97,11 +101,11 @@ def block_load(machine: Machine, layer: int) -> ParameterLoad:
         else:
             results, terms = linear.compute_local_sizes(sizes.tensor)
             dense = dense + results * terms
-    total, longest = layer_muon_seconds(machine, layer)
+    total, longest = estimate_layer_muon_seconds(machine, layer)
     return ParameterLoad(dense, experts, muon_total=total, muon_longest=longest)
 
 
-def table_elements(machine: Machine) -> Number:
+def count_table_elements(machine: Machine) -> Number:
     """Return the number of parameters of a tensor rank's part of one vocabulary table."""
     model = machine.config.model
     if model.emulate is not None:
@@ -109,7 +113,7 @@ def table_elements(machine: Machine) -> Number:
     return np.ceil((model.vocab or 0) / machine.sizes.tensor) * model.hidden
 
 
-def overlapping_passes(sizes: LayoutSizes, is_looped: Number) -> Number:
+def count_overlapping_passes(sizes: LayoutSizes, is_looped: Number) -> Number:
     """Return the number of microbatches that a rank computes while it exchanges its stages one by
     one, at the end of a step or at its beginning.
 
@@ -123,7 +127,7 @@ def overlapping_passes(sizes: LayoutSizes, is_looped: Number) -> Number:
     return 1.0 + np.where(is_looped, between * (sizes.chunks - 1) / sizes.chunks, 0.0)
 
 
-def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Number) -> Number:
+def count_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Number) -> Number:
     """Return the number of buckets in which a rank exchanges the matrices of its blocks.
 
     It follows from `Software.gradients_of`. By the rule it is `balanced_bucket_count`, for all
@@ -141,9 +145,9 @@ def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Numb
         return np.maximum(1.0, chunks if sent_together == "chunk" else blocks)
     most, fewest = np.maximum(1.0, 2.0 * blocks), np.maximum(1.0, chunks)
     if bucket_size == "auto":
-        latency = exchange_times(machine, 0.0, 1.0).total_at(machine.sizes.zero)
-        transfer = exchange_times(machine.without_latency(), matrices, 1.0)
-        balanced = compute_bucket_count(transfer.total_at(machine.sizes.zero), latency)
+        latency = estimate_exchange_times(machine, 0.0, 1.0).sum_for_zero(machine.sizes.zero)
+        transfer = estimate_exchange_times(machine.without_latency(), matrices, 1.0)
+        balanced = compute_bucket_count(transfer.sum_for_zero(machine.sizes.zero), latency)
         fewest = np.where(machine.sizes.zero >= 2, np.maximum(fewest, blocks), fewest)
     else:
         balanced = matrices / bucket_size
@@ -155,11 +159,13 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
     stays `auto` if no other rank has the same parameters."""
     if config.parallel.bucket_size != "auto" or layout.data * layout.context == 1:
         return config
-    machine = Machine(config, cluster, cluster_constants(cluster), sizes_of(config, layout))
+    machine = Machine(
+        config, cluster, get_cluster_constants(cluster), make_layout_sizes(config, layout)
+    )
     parameters = count_parameters(config, layout, plan_stages(config))
     matrices = (parameters.total - parameters.outside_blocks) / layout.pipeline
     blocks = len(parameters.split) / 2 / layout.pipeline
-    count = float(num_buckets(machine, matrices, config.parallel.chunks, blocks))
+    count = float(count_buckets(machine, matrices, config.parallel.chunks, blocks))
     elements = matrices / count
     if config.parallel.zero >= 2:  # not several blocks where some are smaller than others
         elements = min(elements, min(parameters.elements_per_block, default=0))
@@ -183,20 +189,20 @@ class ExchangeTimes:
     all_reduce: Number
     replicas: Number
 
-    def total_at(self, zero: Number) -> Number:
+    def sum_for_zero(self, zero: Number) -> Number:
         """Return the sum of those that take place at a ZeRO stage."""
         return np.where(zero == 0, self.all_reduce, self.scatter + self.gather) + self.replicas
 
 
-def exchange_times(machine: Machine, elements: Number, buckets: Number) -> ExchangeTimes:
+def estimate_exchange_times(machine: Machine, elements: Number, buckets: Number) -> ExchangeTimes:
     """Return the seconds of exchanging so many elements in so many buckets."""
     parallel, software, seconds = (
         machine.config.parallel,
         machine.software,
-        machine.collective_seconds,
+        machine.estimate_collective_seconds,
     )
     values = DTYPE_BYTES[machine.config.train.precision] * elements
-    wire = _gradient_bytes(machine)
+    wire = _get_gradient_bytes(machine)
     gradients, shard = wire * elements, wire * (elements / machine.sizes.shard)
     gather = seconds("all_gather", values, "shard", buckets)
     if software.gradient_bytes is not None or parallel.reduce_precision != "bf16":
@@ -207,8 +213,8 @@ def exchange_times(machine: Machine, elements: Number, buckets: Number) -> Excha
             replicas=seconds("all_reduce", shard, "replicas", buckets),
         )
     # Rounded gradients are exchanged and summed by the receiver in master precision.
-    scatter = machine.exchange_seconds(gradients, "shard", buckets)
-    between_replicas = machine.exchange_seconds(shard, "replicas", buckets)
+    scatter = machine.estimate_exchange_seconds(gradients, "shard", buckets)
+    between_replicas = machine.estimate_exchange_seconds(shard, "replicas", buckets)
     return ExchangeTimes(
         scatter=scatter,
         gather=gather,
@@ -217,7 +223,7 @@ def exchange_times(machine: Machine, elements: Number, buckets: Number) -> Excha
     )
 
 
-def _gradient_bytes(machine: Machine) -> int:
+def _get_gradient_bytes(machine: Machine) -> int:
     """Return the bytes per element of gradients that are sent."""
     if machine.software.gradient_bytes is not None:
         return machine.software.gradient_bytes
@@ -225,7 +231,7 @@ def _gradient_bytes(machine: Machine) -> int:
     return 2 if half else max(4, DTYPE_BYTES[machine.config.train.precision])
 
 
-def exposed_exchange_seconds(
+def estimate_exposed_exchange_seconds(
     machine: Machine, load: ParameterLoad, window: PassTimes, passes: Number
 ) -> Number:
     """Return the exposed seconds of exchanging gradients and weights in a step.
@@ -235,12 +241,12 @@ def exposed_exchange_seconds(
         load: the rank's parameters.
         window: compute of one microbatch on the rank.
         passes: number of microbatches that an exchange made once per step overlaps with
-            (`overlapping_passes`).
+            (`count_overlapping_passes`).
     """
     sizes, software = machine.sizes, machine.software
-    width, wire = DTYPE_BYTES[machine.config.train.precision], _gradient_bytes(machine)
+    width, wire = DTYPE_BYTES[machine.config.train.precision], _get_gradient_bytes(machine)
     size = load.total
-    times = exchange_times(machine, size, load.buckets if software.overlap_data else 1.0)
+    times = estimate_exchange_times(machine, size, load.buckets if software.overlap_data else 1.0)
     scatter, gather, all_reduce = times.scatter, times.gather, times.all_reduce
     replicas = times.replicas
     parts = load.buckets if software.data_tail is None else software.data_tail
@@ -253,8 +259,8 @@ def exposed_exchange_seconds(
         return np.where(sizes.zero >= 2, per_pass, per_step) + replicas
 
     def expose(transfer: Number, compute: Number, bytes_each: Number) -> Number:
-        delay = machine.contention_seconds(bytes_each * size, "shard")
-        return exposed_seconds(transfer, compute, parts, delay)
+        delay = machine.estimate_contention_seconds(bytes_each * size, "shard")
+        return estimate_exposed_seconds(transfer, compute, parts, delay)
 
     def gather_back(transfer: Number, compute: Number) -> Number:
         graph = machine.config.train.cuda_graph
@@ -273,41 +279,43 @@ def exposed_exchange_seconds(
     return np.where(sizes.zero >= 2, per_pass, per_step) + replicas
 
 
-def optimizer_seconds(machine: Machine, load: ParameterLoad) -> Number:
+def estimate_optimizer_seconds(machine: Machine, load: ParameterLoad) -> Number:
     """Return the optimizer's own seconds: reading and writing its state once, plus what Muon adds.
     Offloaded state takes as long as loading it from the host if that is longer; storing it
     overlaps with loading."""
     sizes = machine.sizes
     shard = load.total / np.where(sizes.zero >= 1, sizes.shard, 1.0)
-    update = elementwise_seconds(machine.rate, machine.software.state_bytes * shard)
+    update = estimate_elementwise_seconds(machine.rate, machine.software.state_bytes * shard)
     link, config = machine.cluster.chip.host_link, machine.config
     if config.optim.offload and link is not None:
-        loading = host_bytes_per_element(config.optim, config.train.precision) * shard / link
+        loading = (
+            compute_host_bytes_per_element(config.optim, config.train.precision) * shard / link
+        )
         update = np.maximum(update, loading)
-    return update + muon_seconds(
+    return update + estimate_muon_seconds(
         machine, load.dense + load.experts, load.muon_total, load.muon_longest
     )
 
 
-def layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, float]:
+def estimate_layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, float]:
     """Return the seconds in which Muon orthogonalises all matrices of a layer on one rank, and
     those of the matrix that takes longest; zeros under other optimizers."""
     if machine.config.optim.name != "muon":
         return 0.0, 0.0
     matrices = describe_block(machine.config.model, layer).matrices
-    seconds = {shape: newton_schulz_seconds(machine.rate, *shape) for shape in matrices}
+    seconds = {shape: estimate_newton_schulz_seconds(machine.rate, *shape) for shape in matrices}
     total = sum(number * seconds[shape] for shape, number in matrices.items())
     return total, max(seconds.values(), default=0.0)
 
 
-def newton_schulz_seconds(rate: KernelRates, outputs: int, inputs: int) -> float:
+def estimate_newton_schulz_seconds(rate: KernelRates, outputs: int, inputs: int) -> float:
     """Return the seconds to orthogonalise a matrix [outputs, inputs]."""
     rows, columns = sorted((outputs, inputs))
     products = ((rows, rows, columns), (rows, rows, rows), (rows, columns, rows))
-    return _ITERATIONS * float(sum(product_seconds(rate, *sizes) for sizes in products))
+    return _ITERATIONS * float(sum(estimate_matmul_seconds(rate, *sizes) for sizes in products))
 
 
-def muon_seconds(
+def estimate_muon_seconds(
     machine: Machine, elements: Number, total: Number, longest_matrix: Number
 ) -> Number:
     """Return the seconds that Muon adds to the update; 0 under other optimizers.
@@ -315,15 +323,15 @@ def muon_seconds(
     Args:
         machine: the links, and the layout.
         elements: elements of the rank's matrices before data ranks divide them.
-        total: seconds for all matrices of the rank's stages (`layer_muon_seconds`).
+        total: seconds for all matrices of the rank's stages (`estimate_layer_muon_seconds`).
         longest_matrix: seconds for the one that takes longest.
     """
     if machine.config.optim.name != "muon":
         return 0.0
     sizes = machine.sizes
-    sent, received = muon_bytes(machine, elements)
-    send_pieces = machine.collective_seconds("all_to_all", sent, "owners")
-    gather_results = machine.collective_seconds("all_gather", received, "owners")
+    sent, received = compute_muon_bytes(machine, elements)
+    send_pieces = machine.estimate_collective_seconds("all_to_all", sent, "owners")
+    gather_results = machine.estimate_collective_seconds("all_gather", received, "owners")
     send_results = np.where(sizes.zero == 0, gather_results, send_pieces)
     return (
         np.maximum(total / (sizes.shard * sizes.tensor), longest_matrix)
@@ -332,7 +340,7 @@ def muon_seconds(
     )
 
 
-def muon_bytes(machine: Machine, elements: Number) -> tuple[Number, Number]:
+def compute_muon_bytes(machine: Machine, elements: Number) -> tuple[Number, Number]:
     """Return the bytes that a rank sends to owners (its part of the gradients), and those that it
     gets back from them (for everything that it keeps of the weights). elements: as above."""
     size, sizes = machine.rate.width * elements, machine.sizes

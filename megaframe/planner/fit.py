@@ -21,7 +21,7 @@ from megaframe.hardware.chips import Chip
 from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.candidates import Candidates, FixedKeys, enumerate_candidates
-from megaframe.planner.constants import Constants, cluster_constants
+from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.layout_search import search, suggest_alternatives
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
 from megaframe.planner.peak_memory import (
@@ -124,7 +124,7 @@ def suggest_changes(
     if not has_rates:
         other = load_cluster(DEFAULT)
         chip = replace(other.chip, name=cluster.chip.name, memory=cluster.chip.memory)
-        cluster, constants = replace(other, chip=chip), cluster_constants(other)
+        cluster, constants = replace(other, chip=chip), get_cluster_constants(other)
     offers: dict[frozenset[str], str] = {}
     tries = 0
     for changed in (
@@ -138,7 +138,7 @@ def suggest_changes(
             offers |= {} if text is None else {keys: text}
             tries += 1
     suggestions = dict.fromkeys(offers.values())
-    for changed in _fastest(config, gpus, cluster, constants):
+    for changed in _find_fastest(config, gpus, cluster, constants):
         text = _describe_change(config, changed, gpus, cluster, constants, timed=has_rates)
         suggestions |= {} if text is None else {text: None}
     yield from suggestions
@@ -199,7 +199,7 @@ def _change_on_same_axes(
     changes = []
     current = (parallel.zero, RECOMPUTE.index(train.recompute), train.microbatch)
     for same in ({**fixed, "microbatch": train.microbatch}, fixed):
-        candidates, seconds = _fitting_candidates(config, gpus, cluster, constants, same)
+        candidates, seconds = _find_fitting_candidates(config, gpus, cluster, constants, same)
         columns = (candidates.zero, candidates.recompute, candidates.microbatch, seconds)
         for zero, recompute, microbatch, step in zip(*(c.tolist() for c in columns), strict=True):
             if zero >= current[0] and recompute >= current[1] and microbatch <= current[2]:
@@ -223,7 +223,7 @@ def _with_smaller_state(config: RunConfig) -> Iterator[RunConfig]:
         yield config.model_copy(update={"optim": config.optim.model_copy(update={"state": "int8"})})
 
 
-def _fastest(
+def _find_fastest(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
 ) -> Iterator[RunConfig]:
     """Yield the config with the layout that a search finds, if any fits."""
@@ -231,7 +231,7 @@ def _fastest(
         yield search(config, gpus, cluster, constants, simulated=_SIMULATED).best.config
 
 
-def _fitting_candidates(
+def _find_fitting_candidates(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys
 ) -> tuple[Candidates, Array]:
     """Return the layouts that are estimated to fit, and their seconds of a step."""

@@ -47,7 +47,7 @@ class FailureMix:
     days: float
     causes: tuple[FailureCause, ...]
 
-    def failure_rate(self, ranks: int) -> float:
+    def compute_failure_rate(self, ranks: int) -> float:
         """Return the failures per second of a run with `ranks` ranks."""
         return sum(cause.count for cause in self.causes) / (self.days * _DAY) * ranks / self.ranks
 
@@ -110,7 +110,7 @@ class FailureCosts:
     stall: float = 1.0
     again: float = 10.0
 
-    def downtime(self, cause: FailureCause) -> float:
+    def compute_downtime(self, cause: FailureCause) -> float:
         """Return the seconds from a failure to the next step."""
         detection = 0.0 if cause.kind == "planned" else getattr(self, cause.kind)
         replacement = self.swap if cause.spare else 0.0
@@ -123,7 +123,7 @@ PUBLISHED = FailureCosts(
 """Rough costs of published large runs: a collective timeout of half an hour, minutes to start."""
 
 
-def daly_interval(stall: float, mean_between: float) -> float:
+def compute_daly_interval(stall: float, mean_between: float) -> float:
     """Return the seconds of work between two saves that lose least, if a save stalls work for
     `stall` seconds and failures are `mean_between` seconds apart on average (Daly 2006,
     equation 37)."""
@@ -133,7 +133,9 @@ def daly_interval(stall: float, mean_between: float) -> float:
     return math.sqrt(2 * stall * mean_between) * (1 + ratio / 3 + ratio**2 / 9) - stall
 
 
-def effective_share(mix: FailureMix, ranks: int, costs: FailureCosts, interval: float) -> float:
+def compute_effective_share(
+    mix: FailureMix, ranks: int, costs: FailureCosts, interval: float
+) -> float:
     """Return the expected share of time in which a run on `ranks` ranks does lasting work, with a
     save after every `interval` seconds of work.
 
@@ -141,14 +143,14 @@ def effective_share(mix: FailureMix, ranks: int, costs: FailureCosts, interval: 
     failures per second. Each failure costs D seconds of downtime, during which failures may occur
     too, and all work since the last save. A planned stop costs no work, because it saves first.
     """
-    rate = mix.failure_rate(ranks)
+    rate = mix.compute_failure_rate(ranks)
     total = sum(cause.count for cause in mix.causes)
     planned_share = sum(cause.count for cause in mix.causes if cause.kind == "planned") / total
     sudden_rate = rate * (1 - planned_share)
-    attempts = _grown(sudden_rate * (interval + costs.stall)) * (interval + costs.stall)
+    attempts = _compute_growth(sudden_rate * (interval + costs.stall)) * (interval + costs.stall)
     pause, growth = 0.0, 0.0
     for cause in mix.causes:
-        downtime = costs.downtime(cause)
+        downtime = costs.compute_downtime(cause)
         if cause.kind == "planned":
             pause += rate * cause.count / total * (downtime + costs.stall)
         else:
@@ -161,18 +163,20 @@ def effective_share(mix: FailureMix, ranks: int, costs: FailureCosts, interval: 
     return interval / (attempts * max(growth, 1.0) * (1 + pause))
 
 
-def _grown(x: float) -> float:
+def _compute_growth(x: float) -> float:
     """Return (e^x - 1) / x, with x limited to 700 in the exponent."""
     return math.expm1(min(x, 700.0)) / x if x > 0 else 1.0
 
 
-def best_interval(mix: FailureMix, ranks: int, costs: FailureCosts) -> float:
+def find_best_interval(mix: FailureMix, ranks: int, costs: FailureCosts) -> float:
     """Return the interval in seconds with the largest effective share, by golden-section search."""
-    low, high = 1e-3, 10 / mix.failure_rate(ranks)
+    low, high = 1e-3, 10 / mix.compute_failure_rate(ranks)
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(100):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
-        if effective_share(mix, ranks, costs, left) < effective_share(mix, ranks, costs, right):
+        if compute_effective_share(mix, ranks, costs, left) < compute_effective_share(
+            mix, ranks, costs, right
+        ):
             low = left
         else:
             high = right
@@ -201,7 +205,7 @@ def simulate_failures(
     """Replay `failures` random failures one after the other, with a save after every `interval`
     seconds of work."""
     draw = random.Random(seed)
-    rate, weights = mix.failure_rate(ranks), [cause.count for cause in mix.causes]
+    rate, weights = mix.compute_failure_rate(ranks), [cause.count for cause in mix.causes]
     cycle = interval + costs.stall
     lost = dict.fromkeys(("down", "repeated", "saves"), 0.0)
     worked = total = since = 0.0
@@ -222,7 +226,7 @@ def simulate_failures(
             lost["saves"] += saves * costs.stall
             lost["repeated"] += unsaved
         since = 0.0
-        downtime = _downtime(mix, costs, cause, rate, weights, draw)
+        downtime = _simulate_downtime(mix, costs, cause, rate, weights, draw)
         lost["down"] += downtime
         total += downtime
     return SimulatedGoodput(
@@ -230,7 +234,7 @@ def simulate_failures(
     )
 
 
-def _downtime(
+def _simulate_downtime(
     mix: FailureMix,
     costs: FailureCosts,
     cause: FailureCause,
@@ -242,7 +246,7 @@ def _downtime(
     downtime anew; a planned stop waits."""
     total = 0.0
     while True:
-        downtime, gap = costs.downtime(cause), draw.expovariate(rate)
+        downtime, gap = costs.compute_downtime(cause), draw.expovariate(rate)
         if gap >= downtime:
             return total + downtime
         (other,) = draw.choices(mix.causes, weights)
@@ -252,40 +256,47 @@ def _downtime(
         cause = other
 
 
-def gains_of_halving(mix: FailureMix, ranks: int, costs: FailureCosts) -> list[tuple[str, float]]:
+def compute_gains_of_halving(
+    mix: FailureMix, ranks: int, costs: FailureCosts
+) -> list[tuple[str, float]]:
     """Return how much halving each cost would add to the effective share at the best interval,
     largest gain first."""
 
-    def share(costs: FailureCosts) -> float:
-        return effective_share(mix, ranks, costs, best_interval(mix, ranks, costs))
+    def compute_share(costs: FailureCosts) -> float:
+        return compute_effective_share(mix, ranks, costs, find_best_interval(mix, ranks, costs))
 
-    current = share(costs)
+    current = compute_share(costs)
     gains = [
         (
             field.name,
-            share(replace(costs, **{field.name: getattr(costs, field.name) / 2})) - current,
+            compute_share(replace(costs, **{field.name: getattr(costs, field.name) / 2})) - current,
         )
         for field in fields(costs)
     ]
     return sorted(gains, key=lambda gain: -gain[1])
 
 
-def max_restart_seconds(mix: FailureMix, ranks: int, costs: FailureCosts, share: float) -> float:
+def find_max_restart_seconds(
+    mix: FailureMix, ranks: int, costs: FailureCosts, share: float
+) -> float:
     """Return how many seconds a restart may take to reach the effective share `share` at the best
     interval, by bisection; 0 if no restart time reaches it."""
 
     def is_reached(restart: float) -> bool:
         tried = replace(costs, restart=restart)
-        return effective_share(mix, ranks, tried, best_interval(mix, ranks, tried)) >= share
+        return (
+            compute_effective_share(mix, ranks, tried, find_best_interval(mix, ranks, tried))
+            >= share
+        )
 
-    low, high = 0.0, 10 / mix.failure_rate(ranks)
+    low, high = 0.0, 10 / mix.compute_failure_rate(ranks)
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if is_reached(middle) else (low, middle)
     return low
 
 
-def table_lines(
+def format_table_lines(
     mix: FailureMix, costs: FailureCosts, sizes: Sequence[int], seed: int = 0
 ) -> Iterator[str]:
     """Yield the lines of a table: for each number of ranks the time between failures, the best
@@ -294,16 +305,16 @@ def table_lines(
     head = ("ranks", "between failures", "save every", "Daly", "effective", "simulated", "next")
     yield _format_row(head)
     for ranks in sizes:
-        interval, rate = best_interval(mix, ranks, costs), mix.failure_rate(ranks)
-        share = effective_share(mix, ranks, costs, interval)
+        interval, rate = find_best_interval(mix, ranks, costs), mix.compute_failure_rate(ranks)
+        share = compute_effective_share(mix, ranks, costs, interval)
         simulated = simulate_failures(mix, ranks, costs, interval, seed=seed).effective
-        name, gain = gains_of_halving(mix, ranks, costs)[0]
+        name, gain = compute_gains_of_halving(mix, ranks, costs)[0]
         yield _format_row(
             (
                 f"{ranks:,}",
                 f"{1 / rate / 60:,.1f} min",
                 f"{interval:,.0f} s",
-                f"{daly_interval(costs.stall, 1 / rate):,.0f} s",
+                f"{compute_daly_interval(costs.stall, 1 / rate):,.0f} s",
                 f"{share:.2%}",
                 f"{simulated:.2%}",
                 f"{name} (half of it: +{gain:.2%})",
@@ -317,7 +328,7 @@ def _format_row(cells: Sequence[str]) -> str:
     return " ".join([*padded, f" {cells[-1]}"])
 
 
-def straggler_share(cluster: Cluster, ranks: Number) -> Number:
+def estimate_straggler_share(cluster: Cluster, ranks: Number) -> Number:
     """Return the share by which a step is longer on `ranks` ranks than on one. The largest of n
     random delays grows with the root of the logarithm of n."""
     return cluster.jitter * np.sqrt(np.log(np.maximum(ranks, 1.0)) / np.log(1000.0))
@@ -352,7 +363,7 @@ def predict_goodput(
     """
     mean_between = cluster.failure_hours * 3600.0 / ranks
     stall = max(1e-3, checkpoint_bytes / cluster.storage)
-    interval = daly_interval(stall, mean_between)
+    interval = compute_daly_interval(stall, mean_between)
     lost_share = (
         stall / (interval + stall) + (interval / 2 + cluster.restart_seconds) / mean_between
     )

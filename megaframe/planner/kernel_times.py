@@ -42,7 +42,7 @@ class KernelRates:
     width: int
 
 
-def kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
+def compute_kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
     """Return the rates of a chip in the type `kind`. Raises `UserError` if the chip lacks it, or if
     nothing is known of the chip's speed."""
     if not chip.has_rates:
@@ -65,7 +65,9 @@ def kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
     )
 
 
-def product_seconds(rate: KernelRates, rows: Number, outputs: Number, terms: Number) -> Number:
+def estimate_matmul_seconds(
+    rate: KernelRates, rows: Number, outputs: Number, terms: Number
+) -> Number:
     """Return the seconds of a product of [rows, terms] and [terms, outputs]: the time of
     2 (terms + start) (rows outputs + wave) operations, or of moving the operands if longer."""
     compute = 2.0 * (terms + rate.start) * (rows * outputs + rate.wave) / rate.flops
@@ -73,7 +75,7 @@ def product_seconds(rate: KernelRates, rows: Number, outputs: Number, terms: Num
     return np.maximum(compute, operand_bytes / rate.read)
 
 
-def grouped_product_seconds(
+def estimate_grouped_matmul_seconds(
     rate: KernelRates, groups: Number, rows: Number, outputs: Number, terms: Number
 ) -> Number:
     """Return the seconds of `groups` products of the same size in one kernel, which has only one
@@ -83,7 +85,7 @@ def grouped_product_seconds(
     return np.maximum(compute, operand_bytes / rate.read)
 
 
-def linear_seconds(
+def estimate_linear_seconds(
     rate: KernelRates, rows: Number, outputs: Number, terms: Number, groups: Number = 1.0
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of a linear layer's forward, input gradient and weight gradient.
@@ -92,13 +94,13 @@ def linear_seconds(
         groups: number of such layers in one kernel.
     """
     return (
-        grouped_product_seconds(rate, groups, rows, outputs, terms),
-        grouped_product_seconds(rate, groups, rows, terms, outputs),
-        grouped_product_seconds(rate, groups, terms, outputs, rows),
+        estimate_grouped_matmul_seconds(rate, groups, rows, outputs, terms),
+        estimate_grouped_matmul_seconds(rate, groups, rows, terms, outputs),
+        estimate_grouped_matmul_seconds(rate, groups, terms, outputs, rows),
     )
 
 
-def elementwise_seconds(rate: KernelRates, size: Number) -> Number:
+def estimate_elementwise_seconds(rate: KernelRates, size: Number) -> Number:
     """Return the seconds of elementwise kernels that read and write `size` bytes in total."""
     return size / rate.memory
 

@@ -14,15 +14,15 @@ from megaframe.architecture.block import describe_block
 from megaframe.architecture.layer import FeedForwardDescription, MixerDescription
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.planner.communication_times import (
-    context_parallel_times,
-    expert_parallel_times,
-    tensor_parallel_times,
+    estimate_context_parallel_times,
+    estimate_expert_parallel_times,
+    estimate_tensor_parallel_times,
 )
 from megaframe.planner.kernel_times import (
     KernelRates,
-    elementwise_seconds,
-    grouped_product_seconds,
-    linear_seconds,
+    estimate_elementwise_seconds,
+    estimate_grouped_matmul_seconds,
+    estimate_linear_seconds,
 )
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
 
@@ -33,7 +33,7 @@ _CAST_BYTES = 6.0
 (2 bytes each), and write it in 8 bits twice, as it is and transposed."""
 
 
-def block_times(machine: Machine, layer: int) -> CostBreakdown:
+def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     """Return the seconds of the block of a layer."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     emulation = model.emulate
@@ -41,21 +41,27 @@ def block_times(machine: Machine, layer: int) -> CostBreakdown:
         return CostBreakdown(PassTimes(emulation.forward, emulation.backward, emulation.weight))
     block = describe_block(model, layer)
     experts_per_token = block.feed_forward.experts_per_token
-    attention = _attention_times(machine, block.mixer)
+    attention = _estimate_attention_times(machine, block.mixer)
     linears, traffic = block.linears, block.tensor_traffic.forward
     if machine.software.parallel_block and not experts_per_token:
         linears, traffic = _join_parallel_linears(linears), traffic // 2
-    products = sum((_linear_times(machine, linear) for linear in linears), PassTimes())
+    products = sum((_estimate_linear_times(machine, linear) for linear in linears), PassTimes())
     if experts_per_token:
-        products = products + _permutation_times(machine, experts_per_token)
-    elementwise = _elementwise_times(machine, block.feed_forward)
-    recompute = PassTimes(0.0, _recompute_seconds(machine, products, attention, elementwise), 0.0)
+        products = products + _estimate_permutation_times(machine, experts_per_token)
+    elementwise = _estimate_elementwise_times(machine, block.feed_forward)
+    recompute = PassTimes(
+        0.0, _estimate_recompute_seconds(machine, products, attention, elementwise), 0.0
+    )
     compute = products + attention + elementwise + recompute
-    expert = expert_parallel_times(machine, experts_per_token) if experts_per_token else PassTimes()
-    tensor = tensor_parallel_times(machine, products, traffic)
+    expert = (
+        estimate_expert_parallel_times(machine, experts_per_token)
+        if experts_per_token
+        else PassTimes()
+    )
+    tensor = estimate_tensor_parallel_times(machine, products, traffic)
     is_full = sizes.recompute == 2
     tensor = tensor + PassTimes(0.0, np.where(is_full, tensor.forward, 0.0), 0.0)
-    context = context_parallel_times(machine, block.mixer, attention)
+    context = estimate_context_parallel_times(machine, block.mixer, attention)
     # Launches of the host are compared with the whole pass, exposed transfers included: while the
     # device waits for a transfer, the host catches up.
     return CostBreakdown(
@@ -81,7 +87,7 @@ def _extend_to_launches(
     )
 
 
-def _linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
+def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
     """Return the seconds of a linear layer. Experts are assumed to be equally loaded."""
     sizes = machine.sizes
     rows, groups, divided_by = machine.tokens, 1.0, sizes.tensor
@@ -94,13 +100,17 @@ def _linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
     elif linear.split is None:
         rows = machine.tokens / sizes.tensor  # a rank multiplies its own rows
     outputs, inputs = linear.compute_local_sizes(divided_by)
-    forward, backward, weight = linear_seconds(machine.linear, rows, outputs, inputs, groups)
+    forward, backward, weight = estimate_linear_seconds(
+        machine.linear, rows, outputs, inputs, groups
+    )
     accumulated = machine.software.accumulate_bytes * groups * outputs * inputs
-    products = PassTimes(forward, backward, weight + elementwise_seconds(machine.rate, accumulated))
+    products = PassTimes(
+        forward, backward, weight + estimate_elementwise_seconds(machine.rate, accumulated)
+    )
     if machine.software.products != "fp8":
         return products
     operands = groups * (rows * inputs + outputs * inputs)
-    cast = elementwise_seconds(machine.rate, _CAST_BYTES)
+    cast = estimate_elementwise_seconds(machine.rate, _CAST_BYTES)
     return products + PassTimes(cast * operands, cast * groups * rows * outputs, 0.0)
 
 
@@ -116,15 +126,15 @@ def _join_parallel_linears(linears: Sequence[LinearSpec]) -> list[LinearSpec]:
     ]
 
 
-def _permutation_times(machine: Machine, experts_per_token: int) -> PassTimes:
+def _estimate_permutation_times(machine: Machine, experts_per_token: int) -> PassTimes:
     """Return the seconds in which rows are sorted for experts, sent, and summed."""
     rows = machine.tokens / machine.sizes.tensor * experts_per_token
     moved = machine.rate.width * rows * 8 * machine.config.model.hidden
-    seconds = elementwise_seconds(machine.rate, moved)
+    seconds = estimate_elementwise_seconds(machine.rate, moved)
     return PassTimes(seconds, seconds, 0.0)
 
 
-def _attention_times(machine: Machine, mixer: MixerDescription) -> PassTimes:
+def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> PassTimes:
     """Return the seconds of attention itself: the scores and the weighted sum of values."""
     sizes, rate, seq = machine.sizes, machine.rate, machine.config.train.seq
     software, products = machine.software, mixer.list_batched_products(seq)
@@ -142,28 +152,30 @@ def _attention_times(machine: Machine, mixer: MixerDescription) -> PassTimes:
             sizes.microbatch * product.number / sizes.tensor,
             product.rows / sizes.context,
         )
-        once = grouped_product_seconds(rate, groups, rows, product.outputs, product.terms)
+        once = estimate_grouped_matmul_seconds(rate, groups, rows, product.outputs, product.terms)
         seconds = seconds + PassTimes(once, 2 * once, 0.0)
     scores = products[0]
     size = sizes.microbatch * scores.number / sizes.tensor * scores.rows * scores.outputs
-    pass_over_scores = elementwise_seconds(rate, size / sizes.context)
+    pass_over_scores = estimate_elementwise_seconds(rate, size / sizes.context)
     passes = PassTimes(software.score_bytes, software.score_backward_bytes, 0.0)
-    return seconds + passes.scaled(pass_over_scores)
+    return seconds + passes.scale(pass_over_scores)
 
 
-def _elementwise_times(machine: Machine, feed_forward: FeedForwardDescription) -> PassTimes:
+def _estimate_elementwise_times(
+    machine: Machine, feed_forward: FeedForwardDescription
+) -> PassTimes:
     """Return the seconds of norms, residuals and activations."""
     sizes, software = machine.sizes, machine.software
     stream_ranks = sizes.tensor if software.sequence_parallel else 1.0
     stream = software.stream_passes * machine.config.model.hidden / stream_ranks
     inner = software.inner_passes * feed_forward.inner_elements / sizes.tensor
-    forward = elementwise_seconds(
+    forward = estimate_elementwise_seconds(
         machine.rate, machine.rate.width * machine.tokens * (stream + inner)
     )
     return PassTimes(forward, 2 * forward, 0.0)
 
 
-def _recompute_seconds(
+def _estimate_recompute_seconds(
     machine: Machine, linears: PassTimes, attention: PassTimes, elementwise: PassTimes
 ) -> Number:
     """Return the seconds of what backward recomputes."""
@@ -174,26 +186,26 @@ def _recompute_seconds(
     return np.where(recompute == 2, full, np.where(recompute == 1, selective, 0.0))
 
 
-def head_times(machine: Machine) -> CostBreakdown:
+def estimate_head_times(machine: Machine) -> CostBreakdown:
     """Return the seconds of the output head and its loss. Its gradients are computed in forward, or
     in backward if the software does so (`head_backward`)."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     if model.emulate is not None:
         return CostBreakdown(PassTimes())
     vocab = np.ceil((model.vocab or 0) / sizes.tensor)
-    products = linear_seconds(rate, machine.tokens, vocab, model.hidden)
-    loss = elementwise_seconds(rate, machine.software.logit_bytes * machine.tokens * vocab)
+    products = estimate_linear_seconds(rate, machine.tokens, vocab, model.hidden)
+    loss = estimate_elementwise_seconds(rate, machine.software.logit_bytes * machine.tokens * vocab)
     size = rate.width * machine.tokens * model.hidden
-    gather = machine.collective_seconds("all_gather", size, "tensor")
+    gather = machine.estimate_collective_seconds("all_gather", size, "tensor")
     heads = 1.0 + model.mtp_depth
     if machine.software.head_backward:
         forward, backward, weight = products
         compute = _extend_head_to_launches(
             machine, forward + 0.7 * loss, backward + 0.3 * loss, weight
         )
-        return CostBreakdown(compute.scaled(heads), PassTimes(gather, gather, 0.0).scaled(heads))
+        return CostBreakdown(compute.scale(heads), PassTimes(gather, gather, 0.0).scale(heads))
     compute = _extend_head_to_launches(machine, sum(products) + loss, 0.0, 0.0)
-    return CostBreakdown(compute.scaled(heads), PassTimes(2 * gather).scaled(heads))
+    return CostBreakdown(compute.scale(heads), PassTimes(2 * gather).scale(heads))
 
 
 def _extend_head_to_launches(

@@ -24,7 +24,7 @@ from megaframe.planner.candidates import (
     apply_candidate,
     enumerate_candidates,
 )
-from megaframe.planner.constants import Constants, cluster_constants
+from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
 from megaframe.planner.peak_memory import fits_with_margin, resolve_recompute_blocks
 from megaframe.planner.prediction import Prediction, predict
@@ -131,12 +131,14 @@ def _simulate_best(
         max_simulated: number of candidates to simulate.
     """
     fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
-    penalty = _penalty(candidates)
+    penalty = _compute_penalty(candidates)
     order = np.argsort(np.where(fits, estimates.step_seconds * penalty, np.inf), kind="stable")
     simulated_per_kind: Counter[tuple[int, ...]] = Counter()
     choices: list[LayoutChoice] = []
     simulated = 0
-    passes = candidates.sizes(config).microbatches * candidates.pipeline * candidates.chunks * 3
+    passes = (
+        candidates.make_sizes(config).microbatches * candidates.pipeline * candidates.chunks * 3
+    )
     for index in order.tolist():
         if simulated == max_simulated or not fits[index]:
             break
@@ -173,7 +175,7 @@ def _with_fewer_recomputed(
         )
 
 
-def _penalty(candidates: Candidates) -> Array:
+def _compute_penalty(candidates: Candidates) -> Array:
     """Return for each candidate the factor by which its step counts as longer because its layout is
     less simple."""
     penalty = 1.0 + 0.001 * (candidates.zero + candidates.recompute)
@@ -259,7 +261,7 @@ def suggest_alternatives(
         other = load_cluster(name)
         larger = other.chip.memory > cluster.chip.memory and other.size >= gpus
         if larger and other.chip.family in ("h100", "b200"):
-            fitting = _describe_fastest(config, gpus, other, cluster_constants(other), fixed)
+            fitting = _describe_fastest(config, gpus, other, get_cluster_constants(other), fixed)
             if fitting:
                 yield f"{gpus} GPUs of {name}: {fitting}"
                 return

@@ -71,7 +71,7 @@ class LayoutSizes:
         return self.data * self.context // self.data_replicate
 
 
-def sizes_of(config: RunConfig, layout: Layout) -> LayoutSizes:
+def make_layout_sizes(config: RunConfig, layout: Layout) -> LayoutSizes:
     """Return the sizes of one run."""
     parallel, train = config.parallel, config.train
     return LayoutSizes(
@@ -99,10 +99,10 @@ class BlocksPerRank:
     last: Array
 
 
-def blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRank:
+def count_blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRank:
     """Return how the layers are divided, where the head counts as many blocks as it has work."""
     layers, stages = config.model.layers, sizes.pipeline * sizes.chunks
-    head_weight = _head_weight(config, sizes)
+    head_weight = _compute_head_weight(config, sizes)
     above, below = np.ceil(head_weight), np.floor(head_weight)
     even = np.maximum(np.ceil((layers + above) / stages), above)
     with_last_alone = (
@@ -126,7 +126,7 @@ def blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRank:
     return BlocksPerRank(np.where(alone, layers, fullest), np.where(alone, layers, last_rank))
 
 
-def _head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
+def _compute_head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the work of the head in units of a block's work, as `stages` counts it."""
     works = [compute_block_work(config, layer) for layer in range(config.model.layers)]
     forward = sum(work.forward for work in works) / len(works)

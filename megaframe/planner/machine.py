@@ -18,14 +18,14 @@ from megaframe.hardware.cluster import Cluster, Tier
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import (
     GroupLevel,
-    collective_seconds,
-    group_levels,
-    group_size,
+    count_group_ranks,
+    estimate_collective_seconds,
+    list_group_levels,
     pairwise_all_to_all,
     stepped_exchange,
 )
 from megaframe.planner.constants import Constants
-from megaframe.planner.kernel_times import KernelRates, kernel_rates
+from megaframe.planner.kernel_times import KernelRates, compute_kernel_rates
 from megaframe.planner.layout_sizes import LayoutSizes
 
 Number = Any
@@ -47,7 +47,7 @@ class PassTimes:
             self.weight + other.weight,
         )
 
-    def scaled(self, factor: Number) -> PassTimes:
+    def scale(self, factor: Number) -> PassTimes:
         """Return these seconds multiplied by `factor`."""
         return PassTimes(self.forward * factor, self.backward * factor, self.weight * factor)
 
@@ -75,21 +75,21 @@ class CostBreakdown:
             self.expert + other.expert,
         )
 
-    def scaled(self, factor: Number) -> CostBreakdown:
+    def scale(self, factor: Number) -> CostBreakdown:
         """Return these seconds multiplied by `factor`."""
         return CostBreakdown(
-            self.compute.scaled(factor),
-            self.tensor.scaled(factor),
-            self.context.scaled(factor),
-            self.expert.scaled(factor),
+            self.compute.scale(factor),
+            self.tensor.scale(factor),
+            self.context.scale(factor),
+            self.expert.scale(factor),
         )
 
     @property
-    def whole(self) -> PassTimes:
+    def combined(self) -> PassTimes:
         """Sum over all causes."""
         return self.compute + self.tensor + self.context + self.expert
 
-    def by_cause(self) -> Mapping[str, PassTimes]:
+    def split_by_cause(self) -> Mapping[str, PassTimes]:
         """Return the passes by cause: "compute", then the axes."""
         return {
             "compute": self.compute,
@@ -124,13 +124,13 @@ class Machine:
     def rate(self) -> KernelRates:
         """Rates of the kernels in the config's precision. Raises `UserError` if the chip has no
         such rates; the groups of ranks are known without them."""
-        return kernel_rates(self.cluster.chip, self.constants, self.config.train.precision)
+        return compute_kernel_rates(self.cluster.chip, self.constants, self.config.train.precision)
 
     @cached_property
     def linear(self) -> KernelRates:
         """Rates of the matrix products. Raises as `rate` does."""
         kind = self.software.products or self.config.train.precision
-        return kernel_rates(self.cluster.chip, self.constants, kind)
+        return compute_kernel_rates(self.cluster.chip, self.constants, kind)
 
     def without_latency(self) -> Machine:
         """Return the same machine with links on which messages take no time but that of their
@@ -145,37 +145,39 @@ class Machine:
     def make_group(self, stride: Number, size: Number) -> list[GroupLevel]:
         """Return the levels of a group of `size` ranks that are `stride` apart; their bandwidth is
         the share of the link's that collectives reach."""
-        return group_levels(self.cluster, stride, size, self.constants.links)
+        return list_group_levels(self.cluster, stride, size, self.constants.links)
 
-    def collective_seconds(
+    def estimate_collective_seconds(
         self, operation: str, size: Number, axis: str, times: Number = 1.0
     ) -> Number:
         """Return the seconds of `times` equal collectives over the ranks of an axis, which move
         `size` bytes in total."""
         algorithms = self.software.collectives
-        return times * collective_seconds(operation, size / times, self.groups[axis], algorithms)
+        return times * estimate_collective_seconds(
+            operation, size / times, self.groups[axis], algorithms
+        )
 
-    def exchange_seconds(self, size: Number, axis: str, times: Number = 1.0) -> Number:
+    def estimate_exchange_seconds(self, size: Number, axis: str, times: Number = 1.0) -> Number:
         """Return the seconds of `times` equal exchanges of coded parts, which move `size` bytes in
         total: in the steps of `layout.exchange_steps`, or between all pairs of ranks."""
         in_steps = self.software.exchange_in_steps
         formula = stepped_exchange if in_steps else pairwise_all_to_all
         return times * formula(size / times, self.groups[axis])
 
-    def contention_seconds(self, size: Number, axis: str) -> Number:
+    def estimate_contention_seconds(self, size: Number, axis: str) -> Number:
         """Return by how many seconds a concurrent collective of `size` bytes delays compute."""
-        ranks = group_size(self.groups[axis])
-        return self.hop_contention_seconds(size * (ranks - 1) / ranks)
+        ranks = count_group_ranks(self.groups[axis])
+        return self.estimate_hop_contention_seconds(size * (ranks - 1) / ranks)
 
-    def hop_contention_seconds(self, size: Number) -> Number:
+    def estimate_hop_contention_seconds(self, size: Number) -> Number:
         """Return by how many seconds compute is delayed while a rank sends and receives `size`
         bytes. It is a share (`Constants.contention`) of the transfer's time on the innermost tier,
         whichever tier it uses, because it competes for memory and processors, not for links."""
-        busy = size / (self.cluster.tiers[0].bandwidth * self.constants.link_efficiency(0))
+        busy = size / (self.cluster.tiers[0].bandwidth * self.constants.get_link_efficiency(0))
         return self.constants.contention * busy
 
 
-def axis_span(axis: str, layout: Layout) -> tuple[int, int]:
+def compute_axis_span(axis: str, layout: Layout) -> tuple[int, int]:
     """Return (distance between neighbours, number of ranks) of an axis."""
     stride = {
         "tensor": 1,
@@ -187,7 +189,7 @@ def axis_span(axis: str, layout: Layout) -> tuple[int, int]:
     return stride, layout.sizes[axis]
 
 
-def outermost_tier(cluster: Cluster, stride: int, size: int) -> Tier:
+def find_outermost_tier(cluster: Cluster, stride: int, size: int) -> Tier:
     """Return the outermost tier that a group of `size` ranks, `stride` apart, uses."""
     for tier in cluster.tiers:
         if stride * size <= tier.size:

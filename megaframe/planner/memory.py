@@ -26,7 +26,7 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
-from megaframe.planner.activations import peak_activations
+from megaframe.planner.activations import compute_peak_activations
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, Schedule
 from megaframe.schedule.zero_buffers import compute_peak_zero_buffers
@@ -43,8 +43,8 @@ class RankMemory:
         activations: what the backward passes of the microbatches in flight need.
         logits: one chunk.
         messages: in transit between stages.
-        rooms: buffers for arriving gradients on a CPU, and for offloaded data on its way through
-            the device.
+        buffers: for arriving gradients on a CPU, and for offloaded data on its way through the
+            device.
         checkpoint: the copy that is being written, where it is in the same memory.
         temporaries: of single operations.
         overhead: what the device's software takes, and what its allocator cannot use.
@@ -58,7 +58,7 @@ class RankMemory:
     activations: int
     logits: int
     messages: int = 0
-    rooms: int = 0
+    buffers: int = 0
     checkpoint: int = 0
     temporaries: int = 0
     overhead: int = 0
@@ -75,7 +75,7 @@ class RankMemory:
         return sum(self.kinds.values())
 
 
-def _buffer_elements(sizes: Sequence[int]) -> int:
+def _count_buffer_elements(sizes: Sequence[int]) -> int:
     """Return the elements of the buffers that serve requests of these sizes in order, where two
     consecutive requests are active at a time and a buffer serves requests of its own size only."""
     windows = [sizes[i : i + 2] for i in range(max(1, len(sizes) - 1))]
@@ -116,7 +116,7 @@ def compute_memory(
         borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
             parameters.make_units(config, plans),
             actions,
-            _num_transfers(config.parallel),
+            _count_transfers(config.parallel),
             values=zero == 3,
             same_dtype=width == master,
         )
@@ -125,13 +125,13 @@ def compute_memory(
     # With one precision the own weights are part of the whole values; borrowed values are apart.
     if width == master:
         values -= -(-parameters.vectors // ranks) if zero == 3 else shard
-    residual = _residual_elements(config.parallel, parameters, ranks, expert_ranks)
+    residual = _count_residual_elements(config.parallel, parameters, ranks, expert_ranks)
     gradients += residual
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
     logit_rows = min(tokens, max(1, get_max_logits_per_chunk(host=host) // max(1, vocab)))
-    state = optimizer_state_bytes(config.optim, shard, shard_outside_blocks, master)
+    state = compute_optimizer_state_bytes(config.optim, shard, shard_outside_blocks, master)
     is_offloaded = config.optim.offload and not host
     weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
     if weights_offloaded and zero == 3:
@@ -139,23 +139,23 @@ def compute_memory(
     buffers = 0
     if host:
         bucketed = parameters.merge_into_buckets(config, plans)
-        buffers = _receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
+        buffers = _count_receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
     elif is_offloaded:
         bucketed = parameters.merge_into_buckets(config, plans)
         shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
-        chunk = min(OFFLOAD_CHUNK, bucketed.largest_bucket_shard(*shard_ranks))
+        chunk = min(OFFLOAD_CHUNK, bucketed.compute_largest_bucket_shard(*shard_ranks))
         width_on_device = offload_bytes_per_element(config.optim, master, weights=weights_offloaded)
         buffers = math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
     activation_ranks = tensor * config.parallel.context
-    activation_bytes, messages = peak_activations(config, plans, actions)
+    activation_bytes, messages = compute_peak_activations(config, plans, actions)
     logits = logit_rows * vocab * width if any(plan.last for plan in plans) else 0
     checkpoint = 0
     if host and config.checkpoint.every:
         saved_shard = parameters.count_shard(ranks, expert_ranks)
         shard_outside_blocks = parameters.count_shard_outside_blocks(ranks)
         checkpoint = (saved_shard + residual) * master
-        checkpoint += optimizer_state_bytes(
+        checkpoint += compute_optimizer_state_bytes(
             config.optim, saved_shard, shard_outside_blocks, master, saved=True
         )
     return RankMemory(
@@ -166,22 +166,22 @@ def compute_memory(
         activations=activation_bytes // activation_ranks,
         logits=logits,
         messages=messages // activation_ranks,
-        rooms=buffers,
+        buffers=buffers,
         checkpoint=checkpoint,
         temporaries=max(
-            2 * tokens * max_width_per_token(config) * width // activation_ranks,
+            2 * tokens * compute_max_width_per_token(config) * width // activation_ranks,
             logits,
         ),
         host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
     )
 
 
-def _num_transfers(parallel: ParallelConfig) -> int:
+def _count_transfers(parallel: ParallelConfig) -> int:
     """Return how many consecutive transfers a reduction takes until a rank has its part."""
     return 2 if parallel.compress == "powersgd" and parallel.data_replicate == 1 else 1
 
 
-def max_width_per_token(config: RunConfig) -> int:
+def compute_max_width_per_token(config: RunConfig) -> int:
     """Return the elements per token at the widest place of a block. Backward has two such tensors
     on top of the kept activations."""
     model = config.model
@@ -190,29 +190,29 @@ def max_width_per_token(config: RunConfig) -> int:
     return max(describe_block(model, layer).feed_forward.widest for layer in range(model.layers))
 
 
-def _receive_buffer_elements(
+def _count_receive_buffer_elements(
     parameters: RankParameters, ranks: int, expert_ranks: int, zero: int
 ) -> int:
     """Return the elements of the buffers that receive the other ranks' parts of gradients."""
     if not zero:
         return 0
 
-    def foreign_parts(sizes: Sequence[int], ranks_of_copy: int) -> list[int]:
+    def list_foreign_parts(sizes: Sequence[int], ranks_of_copy: int) -> list[int]:
         return [size - size // ranks_of_copy for size in sizes]
 
     matrices = (
-        foreign_parts(parameters.split, ranks),
-        foreign_parts(parameters.experts, expert_ranks),
-        foreign_parts(parameters.whole, ranks * parameters.tensor),
-        foreign_parts(parameters.shared, ranks * parameters.copies),
+        list_foreign_parts(parameters.split, ranks),
+        list_foreign_parts(parameters.experts, expert_ranks),
+        list_foreign_parts(parameters.replicated, ranks * parameters.tensor),
+        list_foreign_parts(parameters.shared, ranks * parameters.copies),
     )
     # One part is still in transit when the next one starts.
-    rest = foreign_parts((*parameters.tables, parameters.vectors), ranks)
-    rest += foreign_parts((parameters.positions,), ranks * parameters.tensor)
-    return sum(map(_buffer_elements, matrices)) + sum(set(rest))
+    unsplit = list_foreign_parts((*parameters.tables, parameters.vectors), ranks)
+    unsplit += list_foreign_parts((parameters.positions,), ranks * parameters.tensor)
+    return sum(map(_count_buffer_elements, matrices)) + sum(set(unsplit))
 
 
-def _residual_elements(
+def _count_residual_elements(
     parallel: ParallelConfig, parameters: RankParameters, ranks: int, expert_ranks: int
 ) -> int:
     """Return the elements of the residuals that compression carries from step to step: one for each
@@ -223,14 +223,14 @@ def _residual_elements(
         return parameters.count_shard(ranks, expert_ranks) - parameters.vectors // ranks
     groups = (
         (ranks, (*parameters.split, *parameters.tables)),
-        (ranks * parameters.tensor, (*parameters.whole, parameters.positions)),
+        (ranks * parameters.tensor, (*parameters.replicated, parameters.positions)),
         (ranks * parameters.copies, parameters.shared),
         (expert_ranks, parameters.experts),
     )
     return sum(sum(sizes) for group_ranks, sizes in groups if group_ranks > 1)
 
 
-def optimizer_state_bytes(
+def compute_optimizer_state_bytes(
     optim: OptimConfig, elements: int, outside_blocks: int, master: int, *, saved: bool = False
 ) -> int:
     """Return the bytes of optimizer state.
@@ -249,7 +249,7 @@ def optimizer_state_bytes(
     return math.ceil(total)
 
 
-def host_bytes_per_element(optim: OptimConfig, precision: str) -> float:
+def compute_host_bytes_per_element(optim: OptimConfig, precision: str) -> float:
     """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
     that of matrices), and the weight in master precision if the model computes in another one."""
     width = DTYPE_BYTES[precision]

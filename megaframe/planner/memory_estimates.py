@@ -19,11 +19,15 @@ from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES, Chip
 from megaframe.layout import Layout
-from megaframe.planner.activations import block_bytes, rotary_bytes, weight_pass_bytes
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes, blocks_per_rank
-from megaframe.planner.memory import max_width_per_token
+from megaframe.planner.activations import (
+    compute_block_bytes,
+    compute_rotary_bytes,
+    compute_weight_pass_bytes,
+)
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes, count_blocks_per_rank
+from megaframe.planner.memory import compute_max_width_per_token
 from megaframe.planner.parameter_counts import count_parameters
-from megaframe.planner.peak_memory import overhead_bytes
+from megaframe.planner.peak_memory import compute_overhead_bytes
 
 Array = np.ndarray[Any, Any]
 _V_SHAPED = ("zb-v", "v-half", "dualpipe-v")
@@ -54,7 +58,7 @@ def estimate_peak_memory(config: RunConfig, chip: Chip, c: LayoutSizes, schedule
         _PipelineRank(c, blocks, last, one_stage, ~nowhere, False),
         _PipelineRank(c, blocks, inner, nowhere, nowhere, True),
     )
-    return np.maximum.reduce([_rank_bytes(config, chip, rank) for rank in ranks])
+    return np.maximum.reduce([_estimate_rank_bytes(config, chip, rank) for rank in ranks])
 
 
 def _has_schedule(schedule: Array, *names: str) -> Array:
@@ -129,12 +133,12 @@ class _BlockTable:
                 quantities = {
                     "vectors": parameters.vectors,
                     "split": sum(parameters.split),
-                    "whole": sum(parameters.whole),
+                    "replicated": sum(parameters.replicated),
                     "shared": sum(parameters.shared),
                     "experts": sum(parameters.experts),
-                    "kept": 0 if recompute == 2 else block_bytes(sizes, layer),
-                    "weight_pass": weight_pass_bytes(sizes, [layer]),
-                    "recomputed": block_bytes(sizes, layer) if recompute == 2 else 0,
+                    "kept": 0 if recompute == 2 else compute_block_bytes(sizes, layer),
+                    "weight_pass": compute_weight_pass_bytes(sizes, [layer]),
+                    "recomputed": compute_block_bytes(sizes, layer) if recompute == 2 else 0,
                     "copies": parameters.copies,
                 }
                 for name, value in quantities.items():
@@ -142,8 +146,8 @@ class _BlockTable:
             tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
         self._of = {key: np.asarray(values, dtype=float)[row] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[row]
-        self.rotary = float(rotary_bytes(_with_sizes(config, 1, 1, 1, 1, "none")))
-        division = blocks_per_rank(config, c)
+        self.rotary = float(compute_rotary_bytes(_with_sizes(config, 1, 1, 1, 1, "none")))
+        division = count_blocks_per_rank(config, c)
         self.per_rank = {True: division.fullest, False: division.last}
 
     def count(self, kind: bool, first: bool) -> Array:
@@ -152,16 +156,16 @@ class _BlockTable:
         routed = np.minimum(self.per_rank[first], self.number.get(True, 0))
         return routed if kind else self.per_rank[first] - routed
 
-    def total(self, name: str, first: bool) -> Array:
+    def sum_blocks(self, name: str, first: bool) -> Array:
         """Return the sum of a quantity over the blocks of a rank; first: as in `count`."""
         return sum(self.count(kind, first) * self._of[kind, name] for kind in self.layers)
 
-    def largest(self, name: str) -> Array:
+    def find_largest(self, name: str) -> Array:
         """Return a quantity of one block, of the kind that has more of it."""
         return np.maximum.reduce([self._of[kind, name] for kind in self.layers])
 
 
-def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
+def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     """Return the bytes of one rank of each candidate."""
     c, blocks, full = rank.c, rank.blocks, rank.full
     model, train = config.model, config.train
@@ -171,17 +175,17 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     both, tied = rank.first & rank.last, model.tie_embeddings
     tables = rank.first * 1 + rank.last - both * tied
     ends = blocks.table * tables + positions * rank.first
-    names = ("vectors", "split", "whole", "shared", "experts")
-    vectors, split, whole, shared, experts = (blocks.total(name, full) for name in names)
-    dense = vectors + split + whole + shared + ends
+    names = ("vectors", "split", "replicated", "shared", "experts")
+    vectors, split, replicated, shared, experts = (blocks.sum_blocks(name, full) for name in names)
+    dense = vectors + split + replicated + shared + ends
     total = dense + experts
     ranks = c.data * c.context // c.data_replicate
     replicas = c.tensor * c.context * c.data // (c.expert * c.expert_tensor)
-    shard = (vectors + split + ends) / ranks + whole / (ranks * c.tensor)
-    shard = shard + shared / (ranks * blocks.largest("copies"))
+    shard = (vectors + split + ends) / ranks + replicated / (ranks * c.tensor)
+    shard = shard + shared / (ranks * blocks.find_largest("copies"))
     shard = shard + experts / np.maximum(1, replicas // c.data_replicate)
     saved_shard, shard = shard - vectors / ranks, np.where(c.zero > 0, shard, total)
-    block = sum(blocks.largest(name) for name in names[1:])
+    block = sum(blocks.find_largest(name) for name in names[1:])
     bucket_size = config.parallel.bucket_size
     least = 1 if bucket_size == "auto" else bucket_size
     blocks_of_stage = np.maximum(1.0, blocks.per_rank[full] / c.chunks)
@@ -200,11 +204,11 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)
     static = shard * master_and_state + values * width + gradients * master
-    transient = _transient_bytes(config, rank, get_max_logits_per_chunk(host=chip.is_host))
-    return static + transient + overhead_bytes(chip)
+    transient = _estimate_transient_bytes(config, rank, get_max_logits_per_chunk(host=chip.is_host))
+    return static + transient + compute_overhead_bytes(chip)
 
 
-def _transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) -> Array:
+def _estimate_transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) -> Array:
     """Return the bytes that come and go within a step: activations, messages, logits (at most
     `max_logits` of them at once), and temporaries."""
     c, blocks, last = rank.c, rank.blocks, rank.last
@@ -213,7 +217,7 @@ def _transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) ->
     rows = c.microbatch * float(train.seq)
     stream = rows * model.hidden * width
     backward, weight_pass = (
-        blocks.total(name, rank.full) * c.microbatch / c.chunks + blocks.rotary * c.tensor
+        blocks.sum_blocks(name, rank.full) * c.microbatch / c.chunks + blocks.rotary * c.tensor
         for name in ("kept", "weight_pass")
     )
     if not train.offload:  # which moves the inputs of all blocks to the host
@@ -221,14 +225,14 @@ def _transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) ->
     vocab = np.ceil((model.vocab or 0) / c.tensor)
     logits = np.minimum(rows, np.maximum(1, max_logits // np.maximum(1, vocab))) * vocab * width
     temporaries = np.maximum(
-        2 * rows * max_width_per_token(config) * width / activation_ranks, logits * last
+        2 * rows * compute_max_width_per_token(config) * width / activation_ranks, logits * last
     )
     messages = np.where(c.pipeline > 1, 2 * stream / activation_ranks, 0.0)
     inputs = 2 * stream * (last + train.offload)
     counts = rank.counts
     between_passes = counts.backward * backward + counts.weight_pass * weight_pass
     between_passes = between_passes + counts.either * np.maximum(backward, weight_pass)
-    recomputed = blocks.largest("recomputed") * c.microbatch
+    recomputed = blocks.find_largest("recomputed") * c.microbatch
     activations = (between_passes + recomputed + inputs) / activation_ranks
     return activations + messages + logits * last + temporaries
 

@@ -28,7 +28,7 @@ _MANY = 32
 """Up to this many pipeline ranks all are counted; of more only the ends and the middle."""
 
 
-def usable_bytes(chip: Chip) -> float:
+def compute_usable_bytes(chip: Chip) -> float:
     """Return the bytes that a run may use. A CPU has no driver's context."""
     overhead = 0.0 if chip.units == 1 else OVERHEAD
     return (chip.memory - overhead) * (1 - FRAGMENTS)
@@ -64,19 +64,19 @@ def compute_pipeline_memory(
         if num_ranks <= _MANY
         else (0, 1, num_ranks // 2, num_ranks - 2, num_ranks - 1)
     )
-    host, overhead = chip.is_host, round(overhead_bytes(chip))
+    host, overhead = chip.is_host, round(compute_overhead_bytes(chip))
     memories = {
         rank: compute_rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks
     }
     return {rank: replace(memory, overhead=overhead) for rank, memory in memories.items()}
 
 
-def overhead_bytes(chip: Chip) -> float:
+def compute_overhead_bytes(chip: Chip) -> float:
     """Return the bytes of a chip that no run can use."""
-    return chip.memory - usable_bytes(chip)
+    return chip.memory - compute_usable_bytes(chip)
 
 
-def nonzero_kinds(memory: RankMemory) -> dict[str, int]:
+def select_nonzero_kinds(memory: RankMemory) -> dict[str, int]:
     """Return the bytes of each kind on the device, without the kinds that are 0."""
     return {kind: size for kind, size in memory.kinds.items() if size}
 
@@ -85,10 +85,10 @@ def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> R
     """Return the config with numbers in place of `train.recompute_blocks=auto`."""
     if config.train.recompute_blocks != "auto":
         return config
-    return _with_blocks(config, min_recomputed_blocks(config, layout, chip))
+    return _with_blocks(config, find_min_recomputed_blocks(config, layout, chip))
 
 
-def min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
+def find_min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
     """Return the number of recomputed blocks of each stage: the fewest with which the planned
     memory of each rank leaves room on the chip (one fewer on any stage would not). All blocks of a
     rank if even that does not suffice."""
@@ -97,12 +97,12 @@ def min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tupl
     schedule = lower(build_step_schedule(plain, microbatches))
     counts = [0] * len(plan_stages(plain))
     for rank in range(layout.pipeline):
-        for stage, count in _min_blocks_of_rank(plain, layout, chip, schedule, rank).items():
+        for stage, count in _find_min_blocks_of_rank(plain, layout, chip, schedule, rank).items():
             counts[stage] = count
     return tuple(counts)
 
 
-def _min_blocks_of_rank(
+def _find_min_blocks_of_rank(
     config: RunConfig, layout: Layout, chip: Chip, schedule: Schedule, rank: int
 ) -> dict[int, int]:
     """Return the number for each stage of one rank: first the same for all stages, then fewer on
@@ -114,7 +114,7 @@ def _min_blocks_of_rank(
         recomputed = tuple(counts.get(stage, 0) for stage in range(len(plans)))
         stages = plan_stages(_with_blocks(config, recomputed))
         needed = compute_rank_memory(config, layout, stages, schedule, rank, host=chip.is_host)
-        return bool(fits_with_margin(needed.total + overhead_bytes(chip), chip))
+        return bool(fits_with_margin(needed.total + compute_overhead_bytes(chip), chip))
 
     counts = dict.fromkeys(blocks, 0)
     for limit in range(1, max(blocks.values()) + 1):

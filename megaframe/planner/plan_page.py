@@ -23,10 +23,10 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
 from megaframe.planner.constants import Constants
-from megaframe.planner.data_parallel_times import block_load
+from megaframe.planner.data_parallel_times import compute_block_load
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, find_fastest
-from megaframe.planner.layout_sizes import sizes_of
-from megaframe.planner.machine import Machine, axis_span, outermost_tier
+from megaframe.planner.layout_sizes import make_layout_sizes
+from megaframe.planner.machine import Machine, compute_axis_span, find_outermost_tier
 
 _GIB = 2.0**30
 _MOST_GPUS = 100_000
@@ -125,24 +125,24 @@ def make_charts(choice: LayoutChoice, cluster: Cluster, constants: Constants) ->
     total = cluster.chip.memory / _GIB
     yield Chart(
         f"Memory of the fullest GPU, of {total:.0f} GiB",
-        [_bar(kind, size / _GIB, "GiB") for kind, size in memory.items()],
+        [_make_bar(kind, size / _GIB, "GiB") for kind, size in memory.items()],
         {
             "barmode": "stack",
             "xaxis": {"title": "GiB", "range": [0, 1.05 * max(total, sum(memory.values()) / _GIB)]},
-            "shapes": [_line(total)],
+            "shapes": [_draw_line(total)],
         },
     )
     parts = {name: value for name, value in choice.prediction.breakdown.items() if value > 1e-9}
     yield Chart(
         f"A step of {choice.prediction.step_seconds:.3g} s",
-        [_bar(name, seconds, "s") for name, seconds in parts.items()],
+        [_make_bar(name, seconds, "s") for name, seconds in parts.items()],
         {"barmode": "stack", "xaxis": {"title": "seconds"}},
     )
-    yield _roofline(choice, cluster, constants)
-    yield _scaling(choice, cluster, constants)
+    yield _make_roofline_chart(choice, cluster, constants)
+    yield _make_scaling_chart(choice, cluster, constants)
 
 
-def _bar(name: str, value: float, unit: str) -> tuple[str, dict[str, Any]]:
+def _make_bar(name: str, value: float, unit: str) -> tuple[str, dict[str, Any]]:
     hover = f"{name}: %{{x:.3g}} {unit}<extra></extra>"
     return "Bar", {
         "x": [value],
@@ -153,7 +153,7 @@ def _bar(name: str, value: float, unit: str) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _line(x: float) -> dict[str, Any]:
+def _draw_line(x: float) -> dict[str, Any]:
     return {
         "type": "line",
         "x0": x,
@@ -165,7 +165,7 @@ def _line(x: float) -> dict[str, Any]:
     }
 
 
-def _roofline(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Chart:
+def _make_roofline_chart(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Chart:
     """Return the roofline: the work per byte that each axis moves, below the roof of the tier that
     it uses."""
     config = choice.config
@@ -186,7 +186,7 @@ def _roofline(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> C
             *((tier.name, tier.bandwidth) for tier in cluster.tiers),
         ]
     ]
-    for roofline in communication_rooflines(config, choice.layout, cluster, constants):
+    for roofline in compute_communication_rooflines(config, choice.layout, cluster, constants):
         rate = next(tier.bandwidth for tier in cluster.tiers if tier.name == roofline.tier)
         roof = min(peak, roofline.intensity * rate) / 1e12
         point = {
@@ -209,13 +209,13 @@ def _roofline(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> C
     )
 
 
-def _scaling(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Chart:
+def _make_scaling_chart(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Chart:
     """Return the speed per GPU for growing numbers of GPUs: with the same batch, and with a batch
     that grows in proportion."""
-    sizes = [gpus for gpus in _doublings(choice.layout.world) if gpus <= cluster.size]
+    sizes = [gpus for gpus in _list_doublings(choice.layout.world) if gpus <= cluster.size]
     traces: list[tuple[str, dict[str, Any]]] = []
     for name, grows in (("the same batch", False), ("as many samples a GPU", True)):
-        speeds = [_speed(choice, gpus, cluster, constants, grows=grows) for gpus in sizes]
+        speeds = [_predict_speed(choice, gpus, cluster, constants, grows=grows) for gpus in sizes]
         traces.append(("Scatter", {"x": sizes, "y": speeds, "mode": "lines+markers", "name": name}))
     return Chart(
         "Scaling: the best layout at every size",
@@ -227,7 +227,7 @@ def _scaling(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Ch
     )
 
 
-def _doublings(world: int) -> list[int]:
+def _list_doublings(world: int) -> list[int]:
     """Return `world` halved and doubled repeatedly, within 8 to 100,000."""
     smallest = world
     while smallest % 2 == 0 and smallest // 2 >= 8:
@@ -238,7 +238,7 @@ def _doublings(world: int) -> list[int]:
     return sizes
 
 
-def _speed(
+def _predict_speed(
     choice: LayoutChoice, gpus: int, cluster: Cluster, constants: Constants, *, grows: bool
 ) -> float | None:
     """Return the tokens per second and GPU of the fastest layout on `gpus` GPUs that has the
@@ -285,7 +285,7 @@ class CommunicationRoofline:
         return self.intensity >= self.ridge
 
 
-def communication_rooflines(
+def compute_communication_rooflines(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
 ) -> Iterator[CommunicationRoofline]:
     """Yield the communication roofline of each axis that has more than one rank.
@@ -293,13 +293,13 @@ def communication_rooflines(
     Bytes and operations are those of the last block for one microbatch. What data ranks exchange
     once per step counts divided by the number of microbatches.
     """
-    machine = Machine(config, cluster, constants, sizes_of(config, layout))
+    machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     model, width = config.model, machine.rate.width
     work = compute_block_work(config, model.layers - 1)
     rows = float(machine.tokens)
     flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
-    load = block_load(machine, model.layers - 1)
+    load = compute_block_load(machine, model.layers - 1)
     stream_bytes = width * rows * model.hidden
     block = describe_block(model, model.layers - 1)
     mixer, traffic = block.mixer, block.tensor_traffic
@@ -316,7 +316,7 @@ def communication_rooflines(
     rate = machine.rate.flops
     for axis, size in bytes_by_axis.items():
         if layout.sizes[axis] > 1 and size > 0:
-            tier = outermost_tier(cluster, *axis_span(axis, layout))
-            share = constants.link_efficiency(cluster.tiers.index(tier))
+            tier = find_outermost_tier(cluster, *compute_axis_span(axis, layout))
+            share = constants.get_link_efficiency(cluster.tiers.index(tier))
             ridge = rate / (tier.bandwidth * share)
             yield CommunicationRoofline(axis, tier.name, flops / float(size), ridge)

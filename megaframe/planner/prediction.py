@@ -1,7 +1,7 @@
 """How long a step takes, where the time goes, whether it fits, and why.
 
     cluster = load_cluster("h100-ib")
-    constants = cluster_constants(cluster)
+    constants = get_cluster_constants(cluster)
     predict(config, layout, cluster, constants) -> Prediction      exact: the schedule is simulated
     estimate(config, cluster, constants, candidates) -> Estimates  closed forms on arrays
 
@@ -29,23 +29,32 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.planner.communication_times import pipeline_wait_seconds, stage_transfer_seconds
+from megaframe.planner.communication_times import (
+    estimate_pipeline_wait_seconds,
+    estimate_stage_transfer_seconds,
+)
 from megaframe.planner.constants import Constants
 from megaframe.planner.data_parallel_times import (
     ParameterLoad,
-    block_load,
-    exposed_exchange_seconds,
-    num_buckets,
-    optimizer_seconds,
-    overlapping_passes,
+    compute_block_load,
+    count_buckets,
+    count_overlapping_passes,
+    count_table_elements,
+    estimate_exposed_exchange_seconds,
+    estimate_optimizer_seconds,
     resolve_bucket_size,
-    table_elements,
 )
-from megaframe.planner.goodput import straggler_share
-from megaframe.planner.layer_times import block_times, head_times
-from megaframe.planner.layout_sizes import LOOPED_SCHEDULES, sizes_of
-from megaframe.planner.machine import CostBreakdown, Machine, PassTimes, axis_span, outermost_tier
-from megaframe.planner.peak_memory import compute_peak_memory, nonzero_kinds
+from megaframe.planner.goodput import estimate_straggler_share
+from megaframe.planner.layer_times import estimate_block_times, estimate_head_times
+from megaframe.planner.layout_sizes import LOOPED_SCHEDULES, make_layout_sizes
+from megaframe.planner.machine import (
+    CostBreakdown,
+    Machine,
+    PassTimes,
+    compute_axis_span,
+    find_outermost_tier,
+)
+from megaframe.planner.peak_memory import compute_peak_memory, select_nonzero_kinds
 from megaframe.schedule import Schedule
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import Timeline, simulate
@@ -111,15 +120,17 @@ def predict(
             f"use {cluster.size} or fewer"
         )
     config = resolve_bucket_size(config, layout, cluster)
-    machine = Machine(config, cluster, constants, sizes_of(config, layout))
+    machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     plans = plan_stages(config)
-    blocks = _map_layers(machine, block_times)
-    stage_times = [_stage_times(machine, plan, blocks) for plan in plans]
+    blocks = _map_layers(machine, estimate_block_times)
+    stage_times = [_estimate_stage_times(machine, plan, blocks) for plan in plans]
     schedule = build_step_schedule(config, int(machine.sizes.microbatches))
-    timeline = simulate(schedule, _schedule_costs(machine, stage_times))
-    breakdown = _breakdown(machine, plans, stage_times, schedule, timeline)
+    timeline = simulate(schedule, _make_schedule_costs(machine, stage_times))
+    breakdown = _break_down_step(machine, plans, stage_times, schedule, timeline)
     memory = compute_peak_memory(config, layout, schedule, cluster.chip)
-    return _make_prediction(config, layout, machine, breakdown, nonzero_kinds(memory), memory.host)
+    return _make_prediction(
+        config, layout, machine, breakdown, select_nonzero_kinds(memory), memory.host
+    )
 
 
 def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
@@ -130,42 +141,44 @@ def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list
     return [by_kind[kind] for kind in kinds]
 
 
-def _stage_times(
+def _estimate_stage_times(
     machine: Machine, plan: StagePlan, blocks: Sequence[CostBreakdown]
 ) -> CostBreakdown:
     """Return the seconds of a stage for one microbatch: its blocks, and the head if it is last."""
     block_times = [blocks[layer] for layer in plan.blocks]
     if plan.last:
-        block_times.append(head_times(machine))
+        block_times.append(estimate_head_times(machine))
     total = CostBreakdown(PassTimes())
     for number, part in enumerate(block_times):
         total = total + part
         is_recomputed = number < plan.recomputed and machine.config.train.recompute != "full"
         if is_recomputed:
-            total = total + CostBreakdown(PassTimes(0.0, part.whole.forward, 0.0))
+            total = total + CostBreakdown(PassTimes(0.0, part.combined.forward, 0.0))
     return total
 
 
-def _schedule_costs(machine: Machine, stage_times: Sequence[CostBreakdown]) -> ActionCosts:
+def _make_schedule_costs(machine: Machine, stage_times: Sequence[CostBreakdown]) -> ActionCosts:
     """Return the costs of every stage for the simulator. What a transfer adds to compute, by delay
     or by blocking it, is charged to the pass before it."""
-    waiting = float(pipeline_wait_seconds(machine))
+    waiting = float(estimate_pipeline_wait_seconds(machine))
     last = len(stage_times) - 1
     return ActionCosts(
         forward=tuple(
-            float(part.whole.forward) + waiting * (number < last)
+            float(part.combined.forward) + waiting * (number < last)
             for number, part in enumerate(stage_times)
         ),
         backward=tuple(
-            float(part.whole.backward) + waiting * (number > 0)
+            float(part.combined.backward) + waiting * (number > 0)
             for number, part in enumerate(stage_times)
         ),
-        weight=tuple(float(part.whole.weight) for part in stage_times),
-        comm=float(stage_transfer_seconds(machine)) if machine.software.overlap_pipeline else 0.0,
+        weight=tuple(float(part.combined.weight) for part in stage_times),
+        comm=float(estimate_stage_transfer_seconds(machine))
+        if machine.software.overlap_pipeline
+        else 0.0,
     )
 
 
-def _breakdown(
+def _break_down_step(
     machine: Machine,
     plans: Sequence[StagePlan],
     stage_times: Sequence[CostBreakdown],
@@ -180,31 +193,31 @@ def _breakdown(
     for stage in stages_of_rank:
         rank_times = rank_times + stage_times[stage]
     seconds = {
-        name: float(microbatches * part.total) for name, part in rank_times.by_cause().items()
+        name: float(microbatches * part.total) for name, part in rank_times.split_by_cause().items()
     }
     work, step = float(timeline.work[rank]), float(timeline.time)
     if machine.software.steps_meet:
         step = float(max(timeline.spans))
     seconds["pipeline"] = max(0.0, work - sum(seconds.values()))
-    loads = _map_layers(machine, block_load)
+    loads = _map_layers(machine, compute_block_load)
     ends_of_step = []
     for number in range(len(timeline.work)):
         stages = schedule.list_stages(number)
         rank_plans = [plans[stage] for stage in stages]
         compute = sum((stage_times[stage].compute for stage in stages), PassTimes())
-        ends_of_step.append(_end_of_step(machine, rank_plans, loads, compute))
+        ends_of_step.append(_estimate_end_of_step(machine, rank_plans, loads, compute))
     data, update = max(ends_of_step, key=sum)
     seconds["data"] = data
     seconds["bubble"] = step - work
     seconds["optimizer"] = update
-    straggling = straggler_share(machine.cluster, float(machine.sizes.world))
+    straggling = estimate_straggler_share(machine.cluster, float(machine.sizes.world))
     seconds["other"] = machine.software.step_kernels * machine.rate.launch + straggling * (
         step + data + update
     )
     return {name: float(value) for name, value in seconds.items()}
 
 
-def _end_of_step(
+def _estimate_end_of_step(
     machine: Machine, plans: Sequence[StagePlan], loads: Sequence[ParameterLoad], compute: PassTimes
 ) -> tuple[float, float]:
     """Return the seconds of the exposed exchange between data ranks and those of the update.
@@ -220,17 +233,17 @@ def _end_of_step(
     blocks = sum((loads[layer] for layer in layers), ParameterLoad())
     load = replace(
         blocks,
-        tables=tables * table_elements(machine),
-        buckets=num_buckets(machine, blocks.total, len(plans), len(layers)),
+        tables=tables * count_table_elements(machine),
+        buckets=count_buckets(machine, blocks.total, len(plans), len(layers)),
     )
-    overlapped = overlapping_passes(
+    overlapped = count_overlapping_passes(
         machine.sizes, machine.config.parallel.schedule in LOOPED_SCHEDULES
     )
-    data = float(exposed_exchange_seconds(machine, load, compute, overlapped))
-    return data, float(optimizer_seconds(machine, load))
+    data = float(estimate_exposed_exchange_seconds(machine, load, compute, overlapped))
+    return data, float(estimate_optimizer_seconds(machine, load))
 
 
-def model_flops(config: RunConfig) -> tuple[float, float]:
+def count_model_flops(config: RunConfig) -> tuple[float, float]:
     """Return the model FLOPs per token, with causal attention counted as half, and the same with
     recompute."""
     plans = plan_stages(config)
@@ -255,7 +268,7 @@ def _make_prediction(
 ) -> Prediction:
     step, cluster = float(sum(breakdown.values())), machine.cluster
     tokens = config.train.global_batch * config.train.seq
-    model, hardware = model_flops(config)
+    model, hardware = count_model_flops(config)
     rate = model * tokens / step / layout.world
     peak = cluster.chip.peaks.get(config.train.precision)
     fits = sum(memory.values()) <= cluster.chip.memory
@@ -344,7 +357,7 @@ def _explain_part(
         )
     if part not in _AXES:
         return f"{part} is {share:.1%}"
-    tier = outermost_tier(cluster, *axis_span(part, layout))
+    tier = find_outermost_tier(cluster, *compute_axis_span(part, layout))
     size = layout.sizes[part]
     text = f"{_AXES[part]} wait {share:.1%} of the step for transfers over {tier.name}"
     if part == "tensor" and tier is not cluster.tiers[0]:

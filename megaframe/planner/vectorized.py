@@ -17,25 +17,28 @@ from megaframe.architecture.block import describe_block
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.candidates import Candidates
-from megaframe.planner.communication_times import pipeline_wait_seconds, stage_transfer_seconds
+from megaframe.planner.communication_times import (
+    estimate_pipeline_wait_seconds,
+    estimate_stage_transfer_seconds,
+)
 from megaframe.planner.constants import Constants
 from megaframe.planner.data_parallel_times import (
     ParameterLoad,
-    block_load,
-    exposed_exchange_seconds,
-    num_buckets,
-    optimizer_seconds,
-    overlapping_passes,
-    table_elements,
+    compute_block_load,
+    count_buckets,
+    count_overlapping_passes,
+    count_table_elements,
+    estimate_exposed_exchange_seconds,
+    estimate_optimizer_seconds,
 )
-from megaframe.planner.goodput import straggler_share
-from megaframe.planner.layer_times import block_times, head_times
+from megaframe.planner.goodput import estimate_straggler_share
+from megaframe.planner.layer_times import estimate_block_times, estimate_head_times
 from megaframe.planner.layout_sizes import (
     LOOPED_SCHEDULES,
     SCHEDULES,
     Array,
     LayoutSizes,
-    blocks_per_rank,
+    count_blocks_per_rank,
 )
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
 from megaframe.planner.memory_estimates import estimate_peak_memory
@@ -79,34 +82,34 @@ def estimate(
 def _estimate_round(
     config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
 ) -> Estimates:
-    sizes, schedule = candidates.sizes(config), candidates.schedule
+    sizes, schedule = candidates.make_sizes(config), candidates.schedule
     machine = Machine(config, cluster, constants, sizes)
-    block, block_parameters = _mean_block(machine)
-    head = head_times(machine)
-    busiest = _busiest_rank(machine, block, head)
-    rank = block.scaled(busiest.blocks) + head.scaled(busiest.heads)
-    blocks = block_parameters.scaled(busiest.blocks)
+    block, block_parameters = _compute_mean_block(machine)
+    head = estimate_head_times(machine)
+    busiest = _find_busiest_rank(machine, block, head)
+    rank = block.scale(busiest.blocks) + head.scale(busiest.heads)
+    blocks = block_parameters.scale(busiest.blocks)
     load = replace(
         blocks,
-        tables=table_elements(machine) * _num_tables(config, machine.sizes),
-        buckets=num_buckets(machine, blocks.total, sizes.chunks, busiest.blocks),
+        tables=count_table_elements(machine) * _count_tables(config, machine.sizes),
+        buckets=count_buckets(machine, blocks.total, sizes.chunks, busiest.blocks),
     )
-    breakdown = _breakdown(machine, rank, load, schedule)
+    breakdown = _break_down_step(machine, rank, load, schedule)
     memory = estimate_peak_memory(config, cluster.chip, sizes, schedule)
     return Estimates(
         np.add.reduce(list(breakdown.values())), memory, memory <= cluster.chip.memory, breakdown
     )
 
 
-def _mean_block(machine: Machine) -> tuple[CostBreakdown, ParameterLoad]:
+def _compute_mean_block(machine: Machine) -> tuple[CostBreakdown, ParameterLoad]:
     """Return the mean costs and parameters of a layer."""
     model = machine.config.model
     kinds = [describe_block(model, layer) for layer in range(model.layers)]
     times, load = CostBreakdown(PassTimes()), ParameterLoad()
     for kind, number in Counter(kinds).items():
         layer, share = kinds.index(kind), number / len(kinds)
-        times = times + block_times(machine, layer).scaled(share)
-        load = load + block_load(machine, layer).scaled(share)
+        times = times + estimate_block_times(machine, layer).scale(share)
+        load = load + compute_block_load(machine, layer).scale(share)
     return times, load
 
 
@@ -118,22 +121,24 @@ class BusiestRank:
     heads: Array
 
 
-def _busiest_rank(machine: Machine, block: CostBreakdown, head: CostBreakdown) -> BusiestRank:
+def _find_busiest_rank(machine: Machine, block: CostBreakdown, head: CostBreakdown) -> BusiestRank:
     """Return what the rank with most work has: the most blocks, or fewer blocks and the head."""
-    division = blocks_per_rank(machine.config, machine.sizes)
+    division = count_blocks_per_rank(machine.config, machine.sizes)
     fullest, last = division.fullest, division.last
-    head_rank_is_busiest = last * block.whole.total + head.whole.total > fullest * block.whole.total
+    head_rank_is_busiest = (
+        last * block.combined.total + head.combined.total > fullest * block.combined.total
+    )
     head_rank_is_busiest = head_rank_is_busiest | (machine.sizes.pipeline == 1)
     return BusiestRank(np.where(head_rank_is_busiest, last, fullest), head_rank_is_busiest * 1.0)
 
 
-def _num_tables(config: RunConfig, sizes: LayoutSizes) -> Array:
+def _count_tables(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the number of vocabulary tables of the rank that has most of them."""
     all_tables = 1.0 if config.model.tie_embeddings else 2.0
     return np.where(sizes.pipeline == 1, all_tables, 1.0)
 
 
-def bubble_seconds(schedule: Array, sizes: LayoutSizes, passes: PassTimes) -> Array:
+def estimate_bubble_seconds(schedule: Array, sizes: LayoutSizes, passes: PassTimes) -> Array:
     """Return the seconds that a rank is idle in a step, from its start to the end of the last rank.
 
     For zb-h2, zb-v and dualpipe-v this is more than in the papers, because ranks start and end at
@@ -164,21 +169,23 @@ def bubble_seconds(schedule: Array, sizes: LayoutSizes, passes: PassTimes) -> Ar
     return np.where(sizes.pipeline > 1, np.choose(schedule, [seconds[n] for n in SCHEDULES]), 0.0)
 
 
-def _breakdown(
+def _break_down_step(
     machine: Machine, rank: CostBreakdown, load: ParameterLoad, schedule: Array
 ) -> dict[str, Array]:
     sizes, software = machine.sizes, machine.software
     microbatches = sizes.microbatches
-    seconds = {name: microbatches * part.total for name, part in rank.by_cause().items()}
-    transfer = np.maximum(stage_transfer_seconds(machine), pipeline_wait_seconds(machine))
-    seconds["pipeline"] = 2 * sizes.chunks * microbatches * pipeline_wait_seconds(machine)
+    seconds = {name: microbatches * part.total for name, part in rank.split_by_cause().items()}
+    transfer = np.maximum(
+        estimate_stage_transfer_seconds(machine), estimate_pipeline_wait_seconds(machine)
+    )
+    seconds["pipeline"] = 2 * sizes.chunks * microbatches * estimate_pipeline_wait_seconds(machine)
     is_looped = np.isin(schedule, [SCHEDULES.index(name) for name in LOOPED_SCHEDULES])
-    overlapped = overlapping_passes(sizes, is_looped)
-    seconds["data"] = exposed_exchange_seconds(machine, load, rank.compute, overlapped)
-    bubble = bubble_seconds(schedule, sizes, rank.whole)
+    overlapped = count_overlapping_passes(sizes, is_looped)
+    seconds["data"] = estimate_exposed_exchange_seconds(machine, load, rank.compute, overlapped)
+    bubble = estimate_bubble_seconds(schedule, sizes, rank.combined)
     seconds["bubble"] = bubble + 2 * (sizes.pipeline - 1) * transfer
-    seconds["optimizer"] = optimizer_seconds(machine, load)
+    seconds["optimizer"] = estimate_optimizer_seconds(machine, load)
     step = sum(seconds.values())
-    straggling = straggler_share(machine.cluster, sizes.world)
+    straggling = estimate_straggler_share(machine.cluster, sizes.world)
     seconds["other"] = software.step_kernels * machine.rate.launch + straggling * step
     return {name: np.broadcast_to(value, microbatches.shape) for name, value in seconds.items()}

@@ -24,7 +24,7 @@ from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, resolve_axis_sizes
 from megaframe.planner.advice import describe_decision
 from megaframe.planner.candidates import SEARCHED_KEYS
-from megaframe.planner.constants import cluster_constants
+from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.data_parallel_times import resolve_bucket_size
 from megaframe.planner.layout_search import search
 from megaframe.planner.parameter_counts import count_parameters
@@ -49,7 +49,7 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     set_keys = config.parallel.model_fields_set.intersection(SEARCHED_KEYS)
     values = {name: getattr(config.parallel, name) for name in set_keys}
     fixed = {name: value for name, value in values.items() if value is not None}
-    family = cluster_constants(cluster)
+    family = get_cluster_constants(cluster)
     result = search(config, world, cluster, family, fixed, simulated=_SIMULATED)
     best = _copy_layout(config, result.best.config)
     why = [*describe_decision(result, cluster), *result.best.prediction.reasons]

@@ -1,7 +1,7 @@
 """Whole runs with compressed gradients: resuming, also under another layout."""
 
 import pytest
-from entry_runs import lines, losses, train
+from entry_runs import read_lines, read_losses, train
 
 KINDS = {
     "int8": {},
@@ -30,7 +30,7 @@ def test_a_resumed_run_is_bitwise_one_that_never_stopped(kind, layout, pool, ove
     pool.run(ranks, train, overrides(run__dir=tmp_path / "whole", train__steps=6, **keys))
     pool.run(ranks, train, overrides(train__steps=3, **keys))
     pool.run(ranks, train, overrides(train__steps=6, checkpoint__resume="latest", **keys))
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
     assert "compression is dropped" not in (tmp_path / "run/run.log").read_text()
 
 
@@ -42,7 +42,7 @@ def test_another_layout_drops_what_was_not_sent_and_says_so(pool, overrides, tmp
     )
     pool.run(4, train, resumed)
     assert "compression is dropped" in (tmp_path / "run/run.log").read_text()
-    assert len(losses(tmp_path / "run")) == 6
+    assert len(read_losses(tmp_path / "run")) == 6
 
 
 def test_bytes_are_in_every_line(pool, overrides, tmp_path):
@@ -52,7 +52,7 @@ def test_bytes_are_in_every_line(pool, overrides, tmp_path):
         folder = tmp_path / kind
         keys = {"parallel__compress": kind, "parallel__zero": 0, "train__steps": 3}
         pool.run(2, train, overrides(run__dir=folder, **keys))
-        sent[kind] = [line["bytes"] for line in lines(folder)]
+        sent[kind] = [line["bytes"] for line in read_lines(folder)]
         assert all(step.keys() == {"data", "world"} for step in sent[kind])
         assert sent[kind][1]["data"] == sent[kind][2]["data"]
     assert 0 < sent["int8"][2]["data"] < sent["none"][2]["data"] / 4

@@ -3,12 +3,12 @@ checkpoint, on the same loss curve."""
 
 import os
 
-from fault_runs import log, losses, main
+from fault_runs import log, main, read_losses
 
 KEYS = {"checkpoint__every": 2, "checkpoint__keep": 9, "checkpoint__resume": "latest"}
 
 
-def flip(path, place):
+def flip_byte(path, place):
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
@@ -17,15 +17,15 @@ def flip(path, place):
 def test_a_run_continues_from_the_newest_that_all_ranks_can_read(pool, overrides, tmp_path):
     keys, home = overrides(**KEYS), tmp_path / "run/checkpoints"
     assert pool.run(2, main, keys) == [0, 0]
-    unbroken = losses(tmp_path / "run")
-    flip(home / "step-00000012/rank-00001.safetensors", -1)  # read by one rank alone
-    flip(home / "step-00000010/rank-00000.safetensors", 20)  # its header
+    unbroken = read_losses(tmp_path / "run")
+    flip_byte(home / "step-00000012/rank-00001.safetensors", -1)  # read by one rank alone
+    flip_byte(home / "step-00000010/rank-00000.safetensors", 20)  # its header
     os.truncate(home / "step-00000008/rank-00001.safetensors", 99)
     (home / "step-00000006/rank-00000.safetensors").unlink()
-    flip(home / "step-00000004/manifest.json", 50)
-    flip(home / "latest", 3)
+    flip_byte(home / "step-00000004/manifest.json", 50)
+    flip_byte(home / "latest", 3)
     assert pool.run(2, main, keys) == [0, 0]
-    assert losses(tmp_path / "run") == unbroken
+    assert read_losses(tmp_path / "run") == unbroken
     text = log(tmp_path / "run")
     for phrase in (
         f"{home}/latest names 'st",

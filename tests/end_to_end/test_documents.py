@@ -24,6 +24,7 @@ GUIDES = (
     "layout",
     "long_context",
     "resuming",
+    "extensions",
     "evaluation",
     "schedule",
     "kernel",
@@ -46,7 +47,7 @@ SMALLER = "train.seq=64 train.global_batch=4 train.microbatch=2 train.eval_sampl
 SHORTER = {"make demo": f'make demo OVERRIDES="train.steps=5 train.eval_every=5 {SMALLER}"'}
 
 
-def commands(text):
+def list_commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line]
 
@@ -59,7 +60,7 @@ def clone(tmp_path_factory):
     return folder
 
 
-def shorter(command):
+def shorten(command):
     """Return the same command with less to compute."""
     trains = "pretrain_gpt.py --config configs/demo" in command and "--dry-run" not in command
     return SHORTER.get(command, f"{command} {SMALLER}" if trains else command)
@@ -72,7 +73,7 @@ def run_all(commands, clone):
         if command in NOT_HERE:
             continue
         result = subprocess.run(
-            ["bash", "-c", shorter(command)],
+            ["bash", "-c", shorten(command)],
             cwd=clone,
             env=environment,
             capture_output=True,
@@ -81,12 +82,12 @@ def run_all(commands, clone):
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
 
 
-README = commands((ROOT / "README.md").read_text())
+README = list_commands((ROOT / "README.md").read_text())
 FIRST = next(number for number, command in enumerate(README) if "torchrun" in command)
 """How many commands the README has before the first one with several ranks."""
 
 
-def guide(name):
+def find_guide(name):
     """Return the path of a guide or a page of reference."""
     (path,) = ROOT.glob(f"docs/**/{name}.md")
     return path
@@ -108,36 +109,38 @@ def test_the_first_commands_of_the_readme_work(begun):
 @pytest.mark.slow
 def test_the_other_commands_of_the_readme_and_then_of_the_guides_work(begun):
     clone, own_commands = begun, README[FIRST:]
-    guides = [line for name in GUIDES for line in commands(guide(name).read_text())]
+    guides = [line for name in GUIDES for line in list_commands(find_guide(name).read_text())]
     assert len(own_commands) > 8 and {*NOT_HERE, *SHORTER} <= {*README, *guides}
     run_all([*own_commands, *guides], clone)
     drawn, published = (root / "docs/images/zb-v.svg" for root in (clone, ROOT))
     assert drawn.read_text() == published.read_text(), "the picture in the guide is another"
 
 
-def documents():
+def list_documents():
     yield from (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md")))
     yield from (ROOT / "benchmarks/README.md", ROOT / "kernels/README.md")
 
 
-def prose(document):
+def strip_code(document):
     """Return a document without its code blocks."""
     return re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
 
 
-def headings(document):
+def list_headings(document):
     """Yield the anchors of a document's headings, as GitHub makes them."""
     for title in re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE):
         yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def test_links_of_the_documents_lead_somewhere():
-    for document in documents():
-        for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]+)?\)", prose(document)):
+    for document in list_documents():
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]+)?\)", strip_code(document)):
             destination = document.parent / target if target else document
             assert destination.exists(), f"{document.name}: {target}"
             if anchor and destination.suffix == ".md":
-                assert anchor[1:] in headings(destination), f"{document.name}: {target}{anchor}"
+                assert anchor[1:] in list_headings(destination), (
+                    f"{document.name}: {target}{anchor}"
+                )
 
 
 def test_the_index_names_every_guide_and_every_command_is_run():
@@ -146,7 +149,7 @@ def test_the_index_names_every_guide_and_every_command_is_run():
         name = document.stem
         path = document.relative_to(ROOT / "docs").as_posix()
         assert name == "README" or f"({path})" in index, f"docs/README.md lacks {name}.md"
-        assert name in GUIDES or not commands(document.read_text()), f"{name}.md is not run"
+        assert name in GUIDES or not list_commands(document.read_text()), f"{name}.md is not run"
 
 
 def test_the_table_of_options_is_what_the_schema_says():
@@ -171,7 +174,7 @@ PAST = ("log", "CHANGELOG", "prediction")
 """Documents that record the past, and may name keys and files that no longer exist."""
 
 
-def named_keys(document):
+def list_keys(document):
     """Yield what looks like a key between backticks. On the page for users of other trainers only
     the last column of tables counts, because the first has those trainers' keys."""
     text = document.read_text()
@@ -194,12 +197,14 @@ BESIDE = {
 """Overrides that are needed together with keys of these prefixes."""
 
 
-def mistake(name):
+def explain_mistake(name):
     """Return what is wrong with a key or its value, or None."""
     key, equals, value = name.partition("=")
     if key not in get_config_keys():
         return "no such key"
-    beside = [key_ for part, some in BESIDE.items() if key.startswith(part) for key_ in some]
+    beside = [
+        other_key for part, some in BESIDE.items() if key.startswith(part) for other_key in some
+    ]
     try:
         if equals and not value.isupper():  # capitals are a placeholder
             load(None, [*beside, name])
@@ -209,12 +214,14 @@ def mistake(name):
 
 
 def test_keys_that_documents_name_exist_and_take_what_is_given():
-    named = [(d, name) for d in documents() if d.stem not in PAST for name in named_keys(d)]
-    wrong = [f"{d.name}: {name}: {problem}" for d, name in named if (problem := mistake(name))]
+    named = [(d, name) for d in list_documents() if d.stem not in PAST for name in list_keys(d)]
+    wrong = [
+        f"{d.name}: {name}: {problem}" for d, name in named if (problem := explain_mistake(name))
+    ]
     assert not wrong and len(named) > 300
 
 
-def defined(path):
+def list_definitions(path):
     """Yield the names of a module's functions, classes, methods (with their class) and values."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -231,7 +238,7 @@ def test_what_guides_say_is_in_a_file_is_there():
     lines_checked = 0
     for document in ROOT.glob("docs/**/*.md"):
         for path, after in re.findall(r"\]\(([^)]+\.py)\)((?:(?!\]\().)*)", document.read_text()):
-            names = set(defined(document.parent / path))
+            names = set(list_definitions(document.parent / path))
             for name in re.findall(r"`([\w.]+\(\)|[A-Z]\w+)`", after):
                 assert name.removesuffix("()") in names, f"{document.name}: {path} has no {name}"
                 lines_checked += 1
@@ -240,5 +247,5 @@ def test_what_guides_say_is_in_a_file_is_there():
 
 def test_ci_runs_the_test_command_of_the_readme():
     assert "make test-all\n" in (ROOT / ".ci/run").read_text()
-    assert "`make test-all`" in prose(ROOT / "README.md")
+    assert "`make test-all`" in strip_code(ROOT / "README.md")
     assert "make test" in README

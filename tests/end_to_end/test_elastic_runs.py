@@ -1,6 +1,6 @@
 """A run whose layout changes at each start, because it gets fewer or more ranks."""
 
-from fault_runs import losses, main
+from fault_runs import main, read_losses
 from tolerances import promised
 
 
@@ -11,4 +11,4 @@ def test_a_run_loses_ranks_and_gets_them_back(pool, overrides, tmp_path):
     for ranks, steps in ((4, 4), (3, 8), (1, 10), (4, 12)):
         options = {"train__steps": steps, "checkpoint__resume": "latest"}
         assert pool.run(ranks, main, overrides(**keys, **options)) == [0] * ranks
-    assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))

@@ -14,7 +14,7 @@ from megaframe.training.train_step import TrainStep
 ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 300, 20
 
 
-def skewed(step):
+def make_skewed_batch(step):
     """Return a microbatch of sequences that count by one of four strides, from a start that follows
     Zipf's law, with a tenth of noise."""
     generator = np.random.default_rng(step)
@@ -30,7 +30,7 @@ def skewed(step):
     return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), samples)
 
 
-def trained(balance):
+def measure_training(balance):
     """Return, over the last steps, the mean loss and the worst layer's largest load relative to the
     mean."""
     config = RunConfig(
@@ -46,7 +46,7 @@ def trained(balance):
     train_step.optimizer.initialize(1)
     losses, loads = [], {}
     for step in range(STEPS):
-        result = train_step.train([skewed(step)], step, 1 / (ROWS * SEQ))
+        result = train_step.train([make_skewed_batch(step)], step, 1 / (ROWS * SEQ))
         if step >= STEPS - LAST:
             losses.append(float(result.loss) / (ROWS * SEQ))
             for name, load, _ in train_step.sharded_parameters.list_expert_loads():
@@ -56,7 +56,7 @@ def trained(balance):
 
 @pytest.mark.slow
 def test_the_default_balances_a_skewed_stream_without_hurting_the_loss(pool):
-    (skewed,), (without,) = (pool.run(1, trained, balance) for balance in ("bias", "none"))
+    (skewed,), (without,) = (pool.run(1, measure_training, balance) for balance in ("bias", "none"))
     (loss, load), (loss_without, load_without) = skewed, without
     assert load < 1.1 < 1.2 < load_without
     assert loss == pytest.approx(loss_without, rel=0.01)

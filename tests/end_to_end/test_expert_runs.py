@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from entry_runs import lines, train
+from entry_runs import read_lines, train
 from tolerances import assert_within, near, promised
 
 from megaframe.checkpoint import Slice, open_checkpoint
@@ -46,7 +46,9 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
         keys = {f"parallel__{key}": value for key, value in parallel.items()}
         options = {"train__steps": 2 * part, "checkpoint__every": 2, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**EXPERTS, **options, **keys))
-    for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
+    for line, other in zip(
+        read_lines(tmp_path / "run"), read_lines(tmp_path / "whole"), strict=True
+    ):
         for key in ("loss", "aux_loss", "mtp_loss", "grad_norm"):
             assert line[key] == promised(other[key])
         for key in ("max_load", "entropy", "bias_norm"):
@@ -69,7 +71,7 @@ def test_what_routers_add_to_the_loss_is_told_apart(pool, overrides, tmp_path):
     for name, experts in runs.items():
         keys = {**EXPERTS, "model__moe": experts, "train__steps": 1}
         pool.run(2, train, overrides(run__dir=tmp_path / name, **keys))
-        (metrics[name],) = lines(tmp_path / name)
+        (metrics[name],) = read_lines(tmp_path / name)
     assert metrics["with"]["aux_loss"] > 0.1 and metrics["without"]["aux_loss"] == 0
     main_loss = metrics["with"]["loss"] - metrics["with"]["aux_loss"]
     assert main_loss == near(metrics["without"]["loss"], LOSS)
@@ -85,7 +87,7 @@ def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, over
     other = "balance_rate: 0.01, balance_loss: 0.01, z_loss: 0.1, jitter: 0.1, capacity: null"
     wrong = {"model__moe": f"{{{moe}, top_k: 1, {other}}}", "train__steps": 2}
     with pytest.raises(AssertionError) as error:
-        pool.run(1, refused, overrides(**{**keys, **wrong}))
+        pool.run(1, build_refused, overrides(**{**keys, **wrong}))
     assert "model.moe.top_k: 2 there, 1 here" in str(error.value)
     assert "balance_rate" not in str(error.value).partition("another run")[2]
     pool.run(1, train, overrides(**{**keys, "model__moe": f"{{{moe}, {other}}}"}))
@@ -94,7 +96,7 @@ def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, over
 def test_what_is_dropped_is_metered(pool, overrides, tmp_path):
     keys = {**EXPERTS, "model__moe": "{experts: 6, ffn: 12, capacity: 0.5}"}
     pool.run(2, train, overrides(train__steps=2, **keys))
-    for line in lines(tmp_path / "run"):
+    for line in read_lines(tmp_path / "run"):
         assert 0.5 <= line["experts"]["dropped"] < 1.0
     log = (tmp_path / "run/run.log").read_text()
     assert log.count("layout may change the answer: model.moe.capacity=0.5 (drops") == 1
@@ -125,7 +127,7 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
         **{**DENSE, **KEPT, **options},
     )
     pool.run(ranks, train, upcycled)
-    (found,), (*_, dense) = lines(tmp_path / "run"), lines(tmp_path / "dense")
+    (found,), (*_, dense) = read_lines(tmp_path / "run"), read_lines(tmp_path / "dense")
     # The step of 1e-12 moves a loss by as much times its gradient, whose sum is below 1000.
     assert found["eval_loss"] == pytest.approx(dense["eval_loss"], rel=0, abs=1e-12 * 1000)
 
@@ -138,7 +140,10 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
     moe = {"model__moe": "{experts: 6, ffn: 8}", "optim__lr": 1e-12, "optim__min_lr": 0}
     longer = {"model__rotary_base": 50000.0, "model__window": "[8, null]"}
     pool.run(2, train, overrides(**DENSE, **upcycled, **moe, **longer, parallel__expert=2))
-    dense, sparse = whole(checkpoint), whole(tmp_path / "run/checkpoints/step-00000001")
+    dense, sparse = (
+        load_weights(checkpoint),
+        load_weights(tmp_path / "run/checkpoints/step-00000001"),
+    )
     for expert in range(6):
         part = slice(expert % 3 * 8, expert % 3 * 8 + 8)
         up, down = (sparse[f"blocks.1.moe.experts.{name}.weight"] for name in ("up", "down"))
@@ -149,7 +154,7 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
             assert_within(actual, expected, 1.2e-12, "a step of 1e-12, and its decay")
 
 
-def whole(path):
+def load_weights(path):
     """Return all weights of a checkpoint."""
     with open_checkpoint(path) as checkpoint:
         tensors = {
@@ -170,7 +175,7 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
         checkpoint__weights=tmp_path / "dense/checkpoints/step-00000001",
     )
     with pytest.raises(AssertionError) as error:
-        pool.run(1, refused, wrong)
+        pool.run(1, build_refused, wrong)
     for line in (
         "does not fit",
         "model.ffn: 24 there, 20 here",
@@ -181,7 +186,7 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def refused(keys):
+def build_refused(keys):
     """Build the trainer directly, so that a mistake is raised and not printed by the entry."""
     config = resolve_vocab(load(None, keys))
     Trainer(config, Mesh(Layout(), device="cpu"))

@@ -13,12 +13,12 @@ from pathlib import Path
 import fuzz
 import mutators
 import pytest
-from targets import Target, nothing, targets
+from targets import Target, list_targets, nothing
 
 from megaframe.errors import UserError
 
 
-def outcome(call, tmp_path, **settings):
+def run_target(call, tmp_path, **settings):
     """Return the outcome of a target that calls `call`."""
     template = tmp_path / "template"
     template.mkdir(exist_ok=True)
@@ -27,7 +27,7 @@ def outcome(call, tmp_path, **settings):
     return fuzz.one(target, 0, 0, template, tmp_path / "case")
 
 
-def wrong(text):
+def raise_user_error(text):
     raise UserError(text)
 
 
@@ -35,7 +35,7 @@ def wrong(text):
     ("kind", "call"),
     [
         ("answer", lambda: print("all is well")),
-        ("refused", lambda: wrong("use 4")),
+        ("refused", lambda: raise_user_error("use 4")),
         ("status", lambda: sys.exit(1)),
         ("status", lambda: sys.exit(2)),
         ("traceback", lambda: [][0]),
@@ -50,34 +50,36 @@ def wrong(text):
     ],
 )
 def test_every_kind_of_outcome_is_recognised(kind, call, tmp_path):
-    actual, text = outcome(call, tmp_path)
+    actual, text = run_target(call, tmp_path)
     assert actual == kind, text
     Path("/tmp/planted-by-the-fuzzer").exists() and os.rmdir("/tmp/planted-by-the-fuzzer")
 
 
 def test_a_program_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "SECONDS", 1)
-    assert outcome(lambda: [None for _ in iter(int, 1)], tmp_path)[0] in ("slow", "traceback")
+    assert run_target(lambda: [None for _ in iter(int, 1)], tmp_path)[0] in ("slow", "traceback")
     monkeypatch.setattr(fuzz, "HANGING", 0.5)
-    assert outcome(lambda: time.sleep(60), tmp_path)[0] == "hung"
+    assert run_target(lambda: time.sleep(60), tmp_path)[0] == "hung"
 
 
 def test_changes_follow_from_the_seed_and_change_something(tmp_path):
-    def changed(seed, name, text):
+    def change_file(seed, name, text):
         path = tmp_path / f"{seed}" / name
         shutil.rmtree(path.parent, ignore_errors=True)
         path.parent.mkdir()
         path.write_bytes(text)
-        mutators.file(random.Random(seed), path)
+        mutators.change_file(random.Random(seed), path)
         plain = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 22
         return path.read_bytes() if plain else b""
 
     text = b'{"a": [1, 2, {"b": "c"}], "d": 1.5}'
     for name in ("x.json", "x.yaml", "x.jsonl", "x.bin"):
-        changes = [changed(seed, name, text) for seed in range(40)]
-        assert changes == [changed(seed, name, text) for seed in range(40)]
+        changes = [change_file(seed, name, text) for seed in range(40)]
+        assert changes == [change_file(seed, name, text) for seed in range(40)]
         assert len({*changes}) > 20
-    words = [tuple(mutators.arguments(random.Random(seed), ["--a", "b=c"])) for seed in range(40)]
+    words = [
+        tuple(mutators.change_arguments(random.Random(seed), ["--a", "b=c"])) for seed in range(40)
+    ]
     assert len({*words}) > 25 and not any("\0" in word for line in words for word in line)
 
 
@@ -99,7 +101,7 @@ def test_some_inputs_of_the_quick_targets_are_taken_or_refused(tmp_path):
 @pytest.mark.slow
 def test_a_minute_of_inputs_is_taken_or_refused(tmp_path):
     """About a minute: a number of inputs, so that all machines take the same."""
-    names = {target.name for target in targets()}
+    names = {target.name for target in list_targets()}
     counts = run(180, "always", 60, tmp_path, names)
     assert counts.keys() == names
     assert all(count.total() for count in counts.values())

@@ -23,7 +23,7 @@ def hang(overrides, tmp_path):
     def make(world, *fault, ends=None, **changes):
         changes = {"faults__step_timeout": MARGIN, "parallel__timeout": 300, **changes}
         limit = LIMIT if changes["faults__step_timeout"] else 0
-        arguments = (fault_runs.alone, limit, overrides(**changes), *fault)
+        arguments = (fault_runs.run_alone, limit, overrides(**changes), *fault)
         started = [
             Program(*arguments, environment=place, errors=tmp_path / str(rank))
             for rank, place in enumerate(places(world))
@@ -41,7 +41,7 @@ def hang(overrides, tmp_path):
     return make
 
 
-def stacks(tmp_path):
+def read_stacks(tmp_path):
     return {path.name: path.read_text() for path in (tmp_path / "run/faults").glob("rank-*.txt")}
 
 
@@ -55,7 +55,7 @@ def test_a_sleeping_loader(hang, tmp_path):
     )
     for rank, text in enumerate(messages):
         assert text.startswith(f"error: rank {rank}: {activity}"), text
-    stack_files = stacks(tmp_path)
+    stack_files = read_stacks(tmp_path)
     assert "in sleep_in_data" in messages[1] or "in <lambda>" in messages[1]
     assert (
         "in advance" in stack_files["rank-00000.txt"]

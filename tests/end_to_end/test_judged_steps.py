@@ -5,14 +5,14 @@ import re
 import pytest
 from fault_runs import (
     flip,
-    lines,
     log,
-    losses,
     main,
     must_look_ahead,
     nan_in_sample,
     nan_in_weights,
     nan_once,
+    read_lines,
+    read_losses,
     slow,
     wrong_labels,
 )
@@ -39,12 +39,12 @@ def run(pool, overrides, tmp_path):
 def unbroken_losses(run, tmp_path):
     """Return the losses of an undisturbed run on two ranks."""
     assert run("whole", 2, **EVERY) == [0, 0]
-    return losses(tmp_path / "whole")
+    return read_losses(tmp_path / "whole")
 
 
 def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, unbroken_losses, tmp_path):
     assert run("run", 2, nan_once, 1, 6, faults__non_finite="replay", **EVERY) == [0, 0]
-    assert losses(tmp_path / "run") == unbroken_losses
+    assert read_losses(tmp_path / "run") == unbroken_losses
     assert re.search(
         r"step 7: gradients of .* are not finite \(first in the forward pass of microbatch 0, "
         r"stage 0, on rank 1, of samples 50, 51\); finite when rerun: a transient fault",
@@ -58,16 +58,16 @@ def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
     text = log(tmp_path / "run")
     where = "microbatch 1, stage 0, block 1, on rank 0, of samples 44, 45"
     assert f"the same when rerun: first in the forward pass of {where}" in text
-    assert [line["step"] for line in lines(tmp_path / "run") if line["skipped"]] == [6]
+    assert [line["step"] for line in read_lines(tmp_path / "run") if line["skipped"]] == [6]
 
 
 def test_poisoned_weights_are_left_behind(run, unbroken_losses, tmp_path):
     """Skipping steps could not repair the weights; a rollback does, and loses no step."""
     assert run("run", 2, nan_in_weights, 1, 6, faults__non_finite="roll_back", **EVERY) == [0, 0]
-    assert losses(tmp_path / "run") == unbroken_losses
+    assert read_losses(tmp_path / "run") == unbroken_losses
     text = log(tmp_path / "run")
     assert "its data is tried once more; continuing from the checkpoint of step 4" in text
-    lost = [line["lost_seconds"]["repeat"] for line in lines(tmp_path / "run")]
+    lost = [line["lost_seconds"]["repeat"] for line in read_lines(tmp_path / "run")]
     assert all(lost[step - 1] > 0 for step in (5, 6)) and not lost[3]
 
 
@@ -75,13 +75,13 @@ def test_masked_tokens_are_counted_a_step_ahead_and_after_a_way_back_too(run, tm
     keys = {**EVERY, "data__mask_eod": True, "train__eval_every": 5}
     assert run("whole", 2, must_look_ahead, None, **keys) == [0, 0]
     assert run("one", 1, **keys) == [0]
-    assert losses(tmp_path / "one") == promised(losses(tmp_path / "whole"))
+    assert read_losses(tmp_path / "one") == promised(read_losses(tmp_path / "whole"))
     back = {"faults__non_finite": "roll_back", **keys}
     assert run("back", 2, nan_in_weights, 1, 6, **back) == [0, 0]
-    assert losses(tmp_path / "back") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "back") == read_losses(tmp_path / "whole")
     twice = {**back, "faults__non_finite": "replay"}
     assert run("twice", 2, nan_once, 1, 6, **twice) == [0, 0]
-    assert losses(tmp_path / "twice") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "twice") == read_losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -89,7 +89,7 @@ def test_data_that_fails_twice_is_left_out_under_any_layout(ranks, run, tmp_path
     damage = (nan_in_sample, None, 45, 1)
     keys = {"faults__non_finite": "roll_back", **EVERY}
     assert run("run", ranks, *damage, **keys) == [0] * ranks
-    metrics = lines(tmp_path / "run")
+    metrics = read_lines(tmp_path / "run")
     assert [line["step"] for line in metrics] == [*range(1, 13)]
     assert not any(line["skipped"] for line in metrics)
     assert "it failed twice, and its data is left out; continuing from" in log(tmp_path / "run")
@@ -124,9 +124,9 @@ def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
         text = log(tmp_path / name)
         assert "step 35: its loss is " in text
         assert "its data is left out; continuing from the checkpoint of step 30" in text
-    assert losses(tmp_path / "one") == promised(losses(tmp_path / "two"))
+    assert read_losses(tmp_path / "one") == promised(read_losses(tmp_path / "two"))
     assert run("calm", 1, **keys) == [0]
-    calm, disturbed = losses(tmp_path / "calm"), losses(tmp_path / "one")
+    calm, disturbed = read_losses(tmp_path / "calm"), read_losses(tmp_path / "one")
     assert (
         disturbed[:34] == calm[:34]
         and disturbed[34] != calm[34]
@@ -137,7 +137,7 @@ def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
 def test_a_flipped_bit_is_found_named_and_undone(run, unbroken_losses, tmp_path):
     """With two replicas it cannot be known which one was wrong."""
     assert run("run", 2, flip, 1, 6, faults__compare_every=4, **EVERY) == [0, 0]
-    assert losses(tmp_path / "run") == unbroken_losses
+    assert read_losses(tmp_path / "run") == unbroken_losses
     text = log(tmp_path / "run")
     assert "step 8: weights on ranks 0, 1, of which one must be wrong, differ" in text
     assert "step 8: all replicas are equal when rerun; the difference on ranks 0, 1" in text

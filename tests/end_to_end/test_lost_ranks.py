@@ -45,12 +45,12 @@ def wait_for_steps(folder, processes):
     metrics = folder / "run/metrics.jsonl"
     deadline = time.monotonic() + 60
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert all(process.poll() is None for process in processes), told(folder, processes)
+        assert all(process.poll() is None for process in processes), read_errors(folder, processes)
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def told(folder, processes):
+def read_errors(folder, processes):
     """Return what each rank wrote to standard error."""
     return [(folder / str(rank)).read_text() for rank in range(len(processes))]
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, fault, name, l
     lost.send_signal(fault)
     others = [process for process in processes if process is not lost]
     end(others, timeout + MARGIN)
-    for rank, text in enumerate(told(tmp_path, processes)):
+    for rank, text in enumerate(read_errors(tmp_path, processes)):
         if rank != victim:
             assert text.startswith(f"error: rank {rank}: {name}"), text
             assert "Traceback" not in text and text.count(" is gone") == 1
@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
         parallel__timeout=timeout,
     )
     end(processes, 60 + timeout + MARGIN)
-    other, stuck = told(tmp_path, processes)
+    other, stuck = read_errors(tmp_path, processes)
     name = "rank 1 (pipeline 1, data 0: stage 1) is alive, but stuck or too slow"
     assert other.startswith(f"error: rank 0: {name}")
     assert stuck.startswith(f"error: rank 1: {name}") and "in stuck_for_ever" in stuck
@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
 def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path):
     processes = launch([0, 1], 3, parallel__data=3, parallel__timeout=3, train__global_batch=6)
     end(processes, 60)
-    for text in told(tmp_path, processes):
+    for text in read_errors(tmp_path, processes):
         assert "Traceback" not in text
         assert "the 3 ranks did not all meet at 127.0.0.1:" in text
         assert "within parallel.timeout=3 s" in text

@@ -4,7 +4,7 @@ never had any starts from scratch and keeps its earlier records."""
 import shutil
 import signal
 
-from fault_runs import lines, log, losses, main, told
+from fault_runs import log, main, read_lines, read_losses, told
 
 KEYS = {"checkpoint__every": 4, "checkpoint__resume": "latest"}
 
@@ -21,7 +21,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(pool, overrides, capsys, tm
     assert (run / "metrics.jsonl").read_bytes() == before
     (tmp_path / "away").rename(run / "checkpoints")
     assert pool.run(2, main, [*keys, "train.steps=13"]) == [0, 0]
-    assert len(losses(run)) == 13
+    assert len(read_losses(run)) == 13
     shutil.rmtree(run)
     assert pool.run(2, main, keys) == [0, 0]
 
@@ -31,12 +31,12 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(pool, override
     for ended in range(2):
         assert pool.run(2, main, keys, told, 1, 4 + ended, signal.SIGTERM) == [143, 143]
     assert pool.run(2, main, overrides(**KEYS)) == [0, 0]
-    assert len(losses(run)) == 12
+    assert len(read_losses(run)) == 12
     for number, steps in ((1, 6), (2, 7)):
         earlier_lines = (run / f"metrics.{number}.jsonl").read_text().splitlines()
         assert len(earlier_lines) == steps
         assert f"metrics.{number}.jsonl" in log(run)
-    assert lines(run)[0]["step"] == 1
+    assert read_lines(run)[0]["step"] == 1
 
 
 def test_an_earlier_start_may_have_left_an_empty_file(pool, overrides, tmp_path):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from entry_runs import losses, pretrain_gpt, train
+from entry_runs import pretrain_gpt, read_losses, train
 
 from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.checkpoint.train_state import describe_missing_state, select_saved
@@ -29,7 +29,7 @@ def test_a_resumed_run_is_that_which_never_stopped_to_the_last_bit(
     pool.run(2, train, overrides(run__dir=tmp_path / "whole", **EVERY, **optim, **parallel))
     pool.run(2, train, overrides(train__steps=6, **EVERY, **optim, **parallel))
     pool.run(2, train, overrides(checkpoint__resume="latest", **EVERY, **optim, **parallel))
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -54,14 +54,14 @@ def test_a_run_goes_on_with_other_ranks_another_optimizer_and_other_frozen_weigh
         pool.run(ranks, train, overrides(train__steps=6 * number, **shared_keys, **keys, **resume))
         _, stage = load_model(tmp_path / "run/checkpoints")
         weights.append({p.spec.name: p.value for p in stage.parameters()})
-    curve = losses(tmp_path / "run")
+    curve = read_losses(tmp_path / "run")
     assert curve[-1] < 0.9 * curve[0]
 
-    def same(name, first, other):
+    def is_same(name, first, other):
         return torch.equal(weights[first][name], weights[other][name])
 
-    assert not same("blocks.0.mlp.up.weight", 0, 1)
-    assert same("embedding.tokens.weight", 0, 1) and not same("embedding.tokens.weight", 1, 2)
+    assert not is_same("blocks.0.mlp.up.weight", 0, 1)
+    assert is_same("embedding.tokens.weight", 0, 1) and not is_same("embedding.tokens.weight", 1, 2)
 
 
 def test_the_average_is_saved_and_used(pool, overrides, tmp_path):

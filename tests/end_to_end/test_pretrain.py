@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from entry_runs import lines, losses, pretrain_gpt, train
+from entry_runs import pretrain_gpt, read_lines, read_losses, train
 from rank_process import Program
 from tolerances import near, promised
 
@@ -28,7 +28,7 @@ SOMETIMES = {"time_max", "time_min", "stages", "stragglers", "bandwidth", "resum
 
 def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
     pool.run(1, train, overrides(**{**LEARN, "train__eval_every": 30, "checkpoint__every": 25}))
-    metrics = lines(tmp_path / "run")
+    metrics = read_lines(tmp_path / "run")
     assert metrics[0]["loss"] == pytest.approx(math.log(61), rel=0.05)
     assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
     for key in (
@@ -68,7 +68,7 @@ def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
             **extra,
         )
         pool.run(ranks, train, keys)
-        runs[ranks] = lines(folder)
+        runs[ranks] = read_lines(folder)
     for line, *others in zip(runs[1], runs[2], runs[4], strict=True):
         for other in others:
             assert other.keys() - SOMETIMES == line.keys() - SOMETIMES
@@ -87,24 +87,24 @@ def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
         for start in range(30):
             writer.append(np.arange(start, start + 31).astype(np.uint16))
 
-    def evaluated(ranks, name, *sources, **changes):
+    def evaluate_run(ranks, name, *sources, **changes):
         folder = tmp_path / name
         changes = {"train__eval_samples": 42, **changes}
         keys = overrides(run__dir=folder, train__eval_every=6, **changes)
         listed_sources = ", ".join(f"{{path: {path}, split: {split}}}" for path, split in sources)
         pool.run(ranks, train, [*keys, f"data.sources=[{listed_sources}]"])
-        return lines(folder)[-1]
+        return read_lines(folder)[-1]
 
     trained, held_out = (corpus, [0.8, 0.2, 0]), (tmp_path / "other", [0, 1, 0])
-    single = evaluated(1, "one", trained, held_out)
+    single = evaluate_run(1, "one", trained, held_out)
     assert single["eval_losses"].keys() == {"tokens", "other"}
     assert single["eval_loss"] == near(sum(single["eval_losses"].values()) / 2, 4)
-    unsplit = evaluated(1, "alone", trained, train__eval_samples=21)
+    unsplit = evaluate_run(1, "alone", trained, train__eval_samples=21)
     assert "eval_losses" not in unsplit
     assert unsplit["eval_loss"] == promised(single["eval_losses"]["tokens"])
     for axis in axes:
         changes = {f"parallel__{axis}": 2, "train__microbatch": 1}
-        other = evaluated(2, axis, trained, held_out, **changes)
+        other = evaluate_run(2, axis, trained, held_out, **changes)
         assert other["eval_losses"] == promised(single["eval_losses"])
         assert other["eval_loss"] == promised(single["eval_loss"])
 
@@ -119,7 +119,7 @@ def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     pool.run(1, train, keys)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
 
 
 def wait_for_lines(path, count, process):
@@ -142,7 +142,7 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
         train__steps=12, checkpoint__resume="latest", train__microbatch=1, **constant
     )
     pool.run(4, train, options)
-    assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
     first, second = (f"{tmp_path}/run/checkpoints/step-000000{step}" for step in ("06", "12"))
     changed = "train.steps: 6 there, 12 here; train.microbatch: 2 there, 1 here"
     assert f"resumed from step 6 of {first}\nchanged since then: {changed}\n" in log.read_text()
@@ -152,7 +152,7 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     assert f"resumed from step 12 of {second}\n" in text and "changed" not in text
     finished = "the run is finished: step 12 of train.steps=12; to train longer, raise train.steps"
     assert finished in text
-    assert len(lines(tmp_path / "run")) == 12
+    assert len(read_lines(tmp_path / "run")) == 12
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -172,7 +172,7 @@ def test_a_run_folder_is_as_good_as_its_checkpoints(elsewhere, pool, overrides, 
         )
         text = Path(f"{name}-on/run.log").read_text()
         assert f"resumed from step 12 of {home}/step-00000012" in text
-        assert lines(Path(f"{name}-on"))[0]["step"] == 13
+        assert read_lines(Path(f"{name}-on"))[0]["step"] == 13
 
 
 LAYOUTS = (
@@ -217,7 +217,9 @@ def test_resume_under_other_layouts(layouts, pool, overrides, tmp_path):
         keys = {f"parallel__{key}": value for key, value in parallel.items()}
         resumed = {"train__steps": 2 * part, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**shared_keys, **resumed, **keys))
-    for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
+    for line, other in zip(
+        read_lines(tmp_path / "run"), read_lines(tmp_path / "whole"), strict=True
+    ):
         assert other.keys() - SOMETIMES == line.keys() - SOMETIMES
         for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
             assert line[key] == promised(other[key])
@@ -233,21 +235,21 @@ def test_gradients_that_are_not_finite_are_named_on_every_stage(pool, overrides,
     pool.run(2, train, overrides(**keys))
     log = (tmp_path / "run/run.log").read_text()
     assert re.search(r"step 1: gradients of blocks\.\d.* \(first in the backward pass of", log)
-    assert lines(tmp_path / "run")[0]["skipped"] == 1.0
+    assert read_lines(tmp_path / "run")[0]["skipped"] == 1.0
 
 
 def test_runs_are_bitwise_equal(pool, overrides, tmp_path):
     keys = {"train__precision": "bf16", "run__deterministic": True, "model__dropout": 0.2}
     for name in "ab":
         pool.run(2, train, overrides(run__dir=tmp_path / name, **keys))
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert read_losses(tmp_path / "a") == read_losses(tmp_path / "b")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_learns(precision, pool, overrides, tmp_path):
     keys = {**LEARN, "train__precision": precision, "optim__loss_scale": 2.0**30}
     pool.run(1, train, overrides(**keys))
-    metrics = lines(tmp_path / "run")
+    metrics = read_lines(tmp_path / "run")
     assert metrics[-1]["loss"] < 0.7 * math.log(61)
     skipped = [line["skipped"] for line in metrics]
     assert bool(sum(skipped)) == (precision == "fp16")
@@ -373,7 +375,7 @@ def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_
 def test_a_warm_up_longer_than_the_run_is_a_warning(overrides, pool, tmp_path):
     """It is no error, because a first try is often a few steps of a config with a long warm-up."""
     pool.run(1, train, overrides(train__steps=2, optim__warmup=8))
-    rates = [line["lr"] for line in lines(tmp_path / "run")]
+    rates = [line["lr"] for line in read_lines(tmp_path / "run")]
     assert rates == pytest.approx([0.01 / 9, 0.02 / 9])
     warning = "optim.warmup=8 is longer than train.steps=2: the learning rate is still rising"
     assert warning in (tmp_path / "run/run.log").read_text()
@@ -461,13 +463,13 @@ def test_a_checkpoint_from_before_a_key_was_there(pool, overrides, tmp_path):
     pool.run(1, train, overrides(**constant, train__steps=6))
     path = tmp_path / "run/checkpoints/step-00000006"
 
-    def older(config):
+    def make_older(config):
         del config["model"]["mtp_depth"], config["model"]["rotary_scaling"]["mscale"]
         del config["run"]["seed"], config["data"]["mask_eod"], config["faults"]
 
-    rewrite(path, older)
+    rewrite(path, make_older)
     pool.run(1, train, overrides(**constant, checkpoint__resume="latest"))
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
     warm = {"run__dir": tmp_path / "warm", "checkpoint__weights": path, "train__steps": 1}
     pool.run(1, train, overrides(**warm))
 
@@ -481,5 +483,5 @@ def test_a_run_goes_on_when_its_data_has_moved(pool, overrides, corpus, tmp_path
         shutil.copy(f"{corpus}{suffix}", tmp_path / "there")
     new_prefix = tmp_path / "there" / Path(corpus).name
     pool.run(2, train, overrides(**keys, data__sources=f"[{{path: {new_prefix}}}]"))
-    assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
     assert f"{corpus} is now {new_prefix}" in (tmp_path / "run/run.log").read_text()

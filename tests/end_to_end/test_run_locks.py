@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from fault_runs import log, losses, main
+from fault_runs import log, main, read_losses
 from rank_process import Program, places, stuck_after
 
 from megaframe.checkpoint import open_checkpoint
@@ -21,11 +21,14 @@ def wait_for_step(folder, step, *runs):
         time.sleep(0.02)
 
 
-def refused(overrides, tmp_path, **changes):
+def read_refusal(overrides, tmp_path, **changes):
     """Return the message of a run that is refused, on two ranks that end alike."""
     ranks = [
         Program(
-            entry, words=overrides(**changes), environment=place, errors=tmp_path / f"errors-{rank}"
+            run_entry,
+            words=overrides(**changes),
+            environment=place,
+            errors=tmp_path / f"errors-{rank}",
         )
         for rank, place in enumerate(places(2))
     ]
@@ -37,7 +40,7 @@ def refused(overrides, tmp_path, **changes):
     return (tmp_path / "errors-0").read_text()
 
 
-def entry():
+def run_entry():
     import pretrain_gpt
 
     pretrain_gpt.main()
@@ -52,9 +55,9 @@ def test_a_second_run_is_refused_until_the_first_is_dead(pool, overrides, tmp_pa
         records = [run / name for name in ("metrics.jsonl", "config.yaml", "run.log")]
         before = [path.read_bytes() for path in records]
         name = f"is in use by another run: process {first._process.pid} on host"
-        assert f"run.dir={run} {name}" in refused(overrides, tmp_path, **SAVES)
+        assert f"run.dir={run} {name}" in read_refusal(overrides, tmp_path, **SAVES)
         other = {"run__dir": tmp_path / "other", "checkpoint__folder": run / "checkpoints"}
-        assert f"checkpoint.folder={run}/checkpoints {name}" in refused(
+        assert f"checkpoint.folder={run}/checkpoints {name}" in read_refusal(
             overrides, tmp_path, **SAVES, **other
         )
         assert not (tmp_path / "other").exists()
@@ -68,7 +71,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(pool, overrides, tmp_pa
     assert pool.run(1, main, overrides(**SAVES)) == [0]
     line = f"took over run.dir={run} and checkpoint.folder={run}/checkpoints from process"
     assert log(run).count(line) == 1
-    assert losses(run) == losses(tmp_path / "whole")
+    assert read_losses(run) == read_losses(tmp_path / "whole")
     assert not list(run.rglob(LOCK))
 
 
@@ -76,7 +79,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(pool, overrides, tmp_pa
 def test_a_rank_that_leaves_because_another_is_lost_unlocks_its_folders(overrides, tmp_path):
     """Otherwise a first rank on another host would wait for the end of a lease."""
     keys = overrides(checkpoint__every=10**6, train__steps=10**6)
-    ranks = [Program(entry, words=keys, environment=place) for place in places(2)]
+    ranks = [Program(run_entry, words=keys, environment=place) for place in places(2)]
     try:
         wait_for_step(tmp_path / "run", 3, *ranks)
         assert (tmp_path / "run" / LOCK).exists()
@@ -104,10 +107,10 @@ def test_a_run_that_was_taken_over_ends_without_a_save(pool, overrides, tmp_path
 def test_two_runs_at_the_same_time_are_one(overrides, tmp_path):
     for number in range(2):
         keys = overrides(run__dir=tmp_path / str(number), checkpoint__every=4, train__steps=40)
-        runs = [Program(entry, words=keys) for _ in range(4)]
+        runs = [Program(run_entry, words=keys) for _ in range(4)]
         try:
             assert sorted(run.wait(60) for run in runs) == [0, 2, 2, 2]
         finally:
             for run in runs:
                 run.kill()
-        assert len(losses(tmp_path / str(number))) == 40
+        assert len(read_losses(tmp_path / str(number))) == 40

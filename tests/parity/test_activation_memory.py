@@ -27,7 +27,7 @@ FORMULA = {"none": 34, "selective": 34, "full": 2}
 COMPUTED_AGAIN = {"none": 2, "selective": 2 + 12, "full": 0}
 
 
-def kept(layers, recompute, tensor, dropout):
+def measure_saved_bytes(layers, recompute, tensor, dropout):
     """Return the bytes that a model keeps on this rank after a forward, and the planned bytes."""
     config = RunConfig(
         model={
@@ -89,7 +89,10 @@ def test_a_block_keeps_what_the_paper_says_less_what_is_computed_again(
     statistics += 4 * 2 if recompute == "none" else 0
     exactly = (FORMULA[recompute] - COMPUTED_AGAIN[recompute]) * unit
     exactly += statistics * SEQ * BATCH / tensor
-    two, three = (pool.run(tensor, kept, layers, recompute, tensor, dropout) for layers in (2, 3))
+    two, three = (
+        pool.run(tensor, measure_saved_bytes, layers, recompute, tensor, dropout)
+        for layers in (2, 3)
+    )
     for less, longer in zip(two, three, strict=True):
         actual, planned = longer[0] - less[0], longer[1] - less[1]
         assert actual == planned == exactly

@@ -56,12 +56,12 @@ PAIRS = 20
 """Number of random pairs of layouts, for each model."""
 
 
-def drawn(name, shape):
+def draw_tensor(name, shape):
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def built(model, parallel):
+def build_model(model, parallel):
     """Build a model and its optimizer under a layout; return mesh, optimizer and precision."""
     parallel = dict(parallel)
     precision = parallel.pop("precision", "fp64")
@@ -76,7 +76,7 @@ def built(model, parallel):
     return mesh, TrainStep(config, mesh, StepTimer().time).optimizer, precision
 
 
-def rounded(tensor, *precisions):
+def round_tensor(tensor, *precisions):
     """Return a tensor after conversion to each of these precisions."""
     for precision in precisions:
         tensor = tensor.to({"fp32": torch.float32, "fp64": torch.float64}[precision])
@@ -85,9 +85,9 @@ def rounded(tensor, *precisions):
 
 def save(model, parallel, folder):
     """Draw every tensor, and save a checkpoint."""
-    mesh, optimizer, _ = built(model, parallel)
+    mesh, optimizer, _ = build_model(model, parallel)
     for name, spec, box, tensor in optimizer.list_tensors():
-        tensor.copy_(drawn(name, spec.shape)[box.slices])
+        tensor.copy_(draw_tensor(name, spec.shape)[box.slices])
     rank_arguments = {"rank": mesh.rank, "world": mesh.layout.world, "store": mesh.store}
     writer = CheckpointWriter(folder, **rank_arguments, keep=1, timeout=60)
     pieces = optimizer.list_tensors(owned=True)
@@ -101,7 +101,7 @@ def load(model, parallel, sources):
 
     sources: (path, precision in which it was saved).
     """
-    mesh, optimizer, precision = built(model, parallel)
+    mesh, optimizer, precision = build_model(model, parallel)
     wrong, kinds = [], set()
     for path, saved_in in sources:
         pieces = list(optimizer.list_tensors())
@@ -111,7 +111,7 @@ def load(model, parallel, sources):
             slices = [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces]
             checkpoint.load(slices)
         for name, spec, box, tensor in pieces:
-            slices = rounded(drawn(name, spec.shape)[box.slices], saved_in, precision)
+            slices = round_tensor(draw_tensor(name, spec.shape)[box.slices], saved_in, precision)
             kinds.add(name.partition("/")[0] if "/" in name else "")
             if not torch.equal(tensor, slices):
                 wrong.append((path, name, box))

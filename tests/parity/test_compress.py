@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from parity_runs import MODELS, assert_same, run
-from tolerances import unit_roundoff
+from tolerances import compute_roundoff
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
@@ -47,7 +47,7 @@ def test_bf16_on_the_wire_costs_its_rounding(replicas, node_size, zero, pool, ex
     for result in pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys):
         assert result.norms != expected.norms
         # Each gradient is rounded; in a norm, and in the loss that follows, errors average.
-        half = unit_roundoff(torch.bfloat16) / 2
+        half = compute_roundoff(torch.bfloat16) / 2
         assert result.norms == pytest.approx(expected.norms, rel=half)
         assert result.losses == pytest.approx(expected.losses, rel=half)
 

@@ -6,7 +6,7 @@ ranks, the last pieces hold nothing but padding.
 import json
 
 import pytest
-from parity_runs import FEW, MODELS, assert_same, assert_same_bits, global_batch, run, share
+from parity_runs import FEW, MODELS, assert_same, assert_same_bits, make_global_batch, run, share
 from tolerances import promised
 
 from megaframe.config import RunConfig, load
@@ -40,7 +40,7 @@ LAYOUTS = [
 ]
 
 
-def outcome(ranks, name, train, parallel, pool, *, layers=2, serial=False):
+def run_layout(ranks, name, train, parallel, pool, *, layers=2, serial=False):
     model, packed = {**SHAPES[name], "layers": layers}, name.startswith("packed")
     return pool.run(ranks, run, model, {**FEW, **train}, parallel, serial, False, packed)
 
@@ -49,7 +49,7 @@ def outcome(ranks, name, train, parallel, pool, *, layers=2, serial=False):
 def expected(pool):
     """Return the results of one process by (model, stages), with two layers for each stage."""
     return {
-        (name, stages): outcome(1, name, {"microbatch": 4}, {}, pool, layers=2 * stages)[0]
+        (name, stages): run_layout(1, name, {"microbatch": 4}, {}, pool, layers=2 * stages)[0]
         for name in SHAPES
         for stages in (1, 2)
     }
@@ -70,7 +70,7 @@ def expected(pool):
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
     stages = parallel.get("pipeline", 1)
-    results = outcome(ranks, name, train, parallel, pool, layers=2 * stages)
+    results = run_layout(ranks, name, train, parallel, pool, layers=2 * stages)
     assert_same(results, expected[name, stages])
 
 
@@ -85,7 +85,7 @@ def test_samples_of_different_lengths(parallel, pool):
 def test_overlap_changes_no_bit(pool):
     for parallel in ({"context": 4, **RING}, {"context": 4, **NESTED}):
         serial, overlapped = (
-            outcome(4, "packed-windows", {"microbatch": 2}, parallel, pool, serial=serial)
+            run_layout(4, "packed-windows", {"microbatch": 2}, parallel, pool, serial=serial)
             for serial in (True, False)
         )
         assert_same_bits(serial, overlapped)
@@ -137,7 +137,7 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
 LAYERS, HIDDEN, HEADS, KV_HEADS, SEQ, BATCH = 3, 16, 4, 2, 16, 8
 
 
-def moved(parallel):
+def measure_traffic(parallel):
     """Train one step -> this rank's place in the ring, and (bytes, calls) of its ring and of its
     exchange of heads."""
     config = RunConfig(
@@ -154,7 +154,7 @@ def moved(parallel):
     mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
-    train_step.train(share(global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
+    train_step.train(share(make_global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
     context = train_step.context
     of_ring, of_heads = context.ring.group.traffic.take(), context.heads.traffic.take()
     summary = context.ring.index, of_ring, of_heads
@@ -177,7 +177,7 @@ def test_bytes_are_the_closed_form(kind, ring, heads, pool):
     around = 2 * tokens * heads * (group_heads // heads) * width
     across = 2 * tokens * (2 * HEADS + 2 * group_heads) * width * (heads - 1) // heads
     times = LAYERS * microbatches
-    for r, of_ring, of_heads in pool.run(4, moved, {"context": 4, **kind}):
+    for r, of_ring, of_heads in pool.run(4, measure_traffic, {"context": 4, **kind}):
         halves = (r - 1) % ring + (r + 1 < ring) + r
         sent = (3 * (ring - 1) - halves / 2) * around if ring > 1 else 0
         assert of_ring == (times * sent, times * 3 * (ring - 1))

@@ -29,19 +29,19 @@ ROUTINGS = {
 }
 
 
-def chosen_by(routing, rank):
+def choose_experts(routing, rank):
     """Return the experts that the rows of a rank choose, int64 [rows, choices]."""
     generator = torch.Generator().manual_seed(rank)
     order = torch.rand(ROWS, EXPERTS, generator=generator).argsort(1)[:, :CHOICES]
     return ROUTINGS[routing](order, rank)
 
 
-def rows_of(rank, count):
+def make_rows(rank, count):
     number = 100.0 * rank + torch.arange(count, dtype=torch.float64)
     return torch.stack((number, number**2, -number), 1)
 
 
-def sent(kind):
+def send_rows(kind):
     """Send rows by every routing -> the rows of each own expert, their sums back on their ranks,
     the returned gates, and the bytes of the way out over the whole axis, near and far."""
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
@@ -52,8 +52,8 @@ def sent(kind):
     )
     groups, turn, results = (parallel.axis, near_group, far), InterleaveHook(), {}
     for routing in ROUTINGS:
-        chosen = chosen_by(routing, mesh.rank)
-        x = rows_of(mesh.rank, len(chosen))
+        chosen = choose_experts(routing, mesh.rank)
+        x = make_rows(mesh.rank, len(chosen))
         route = route_tokens(chosen, EXPERTS, parallel)
         for group in groups:
             group.traffic.take()
@@ -71,26 +71,26 @@ def sent(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_reach_their_experts_and_come_home(kind, pool):
-    of_ranks = pool.run(RANKS, sent, kind)
+    of_ranks = pool.run(RANKS, send_rows, kind)
     owner = [rank for rank in range(RANKS) for _ in range(locate_shard(EXPERTS, rank, RANKS)[1])]
     for routing in ROUTINGS:
-        chosen = [chosen_by(routing, rank) for rank in range(RANKS)]
+        chosen = [choose_experts(routing, rank) for rank in range(RANKS)]
         for rank, result in enumerate(of_ranks):
             by_expert, home, gates, moved = result[routing]
             assert len(by_expert) == owner.count(rank)
             for expert, arrived in enumerate(by_expert, owner.index(rank)):
                 expected = [
-                    rows_of(source, len(of_one))[(of_one == expert).any(1)]
+                    make_rows(source, len(of_one))[(of_one == expert).any(1)]
                     for source, of_one in enumerate(chosen)
                 ]
                 assert sorted(arrived.tolist()) == sorted(torch.cat(expected).tolist())
             valid = chosen[rank] != DROPPED
-            assert torch.equal(home, rows_of(rank, len(valid)) * valid.sum(1, keepdim=True))
+            assert torch.equal(home, make_rows(rank, len(valid)) * valid.sum(1, keepdim=True))
             assert torch.equal(gates, valid.double())
-            assert moved == closed_form(kind, rank, chosen, owner), routing
+            assert moved == predict_bytes(kind, rank, chosen, owner), routing
 
 
-def closed_form(kind, rank, chosen, owner):
+def predict_bytes(kind, rank, chosen, owner):
     """Return the bytes that a rank sends on the way out, over the whole axis, near and far."""
     row = 8 * WIDTH
     node, place = divmod(rank, NEAR)
@@ -118,7 +118,7 @@ def closed_form(kind, rank, chosen, owner):
     return [0, row * near_rows, row * far]
 
 
-def waits(kind):
+def count_waits(kind):
     """Return how often the host waits for the device to make a second route: it reads lists, and
     results whose size it cannot know."""
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
@@ -127,7 +127,7 @@ def waits(kind):
     parallel = ExpertParallel(
         mesh.group("expert"), near_group, far, mesh.group("expert_tensor"), method=kind
     )
-    chosen, reads = chosen_by("random", mesh.rank), []
+    chosen, reads = choose_experts("random", mesh.rank), []
 
     class Unknown(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -149,4 +149,4 @@ def waits(kind):
     [("all_to_all", 1), ("all_gather", 2), ("hierarchical", 1), ("deduplicated", 3)],
 )
 def test_the_host_waits_for_few_numbers(kind, times, pool):
-    assert pool.run(RANKS, waits, kind) == [times] * RANKS
+    assert pool.run(RANKS, count_waits, kind) == [times] * RANKS

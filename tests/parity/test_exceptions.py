@@ -26,14 +26,14 @@ SHARDS = {"hidden": 128, "heads": 2, "ffn": 128}
 MODEL_OF = {"train.fp8": SHARDS, "model.moe.capacity": {"bias": False}}
 
 
-def table():
+def read_table():
     """Return {option: its cells} of the table."""
     promise = DESIGN.read_text().partition("## The promise")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in promise.splitlines() if line[:3] == "| `"]
     return {row[0].strip("`"): row[2:] for row in rows}
 
 
-def sections(option):
+def make_sections(option):
     """Return the config sections that set an option."""
     key, _, value = option.partition("=")
     section, name = key.split(".", 1)
@@ -43,7 +43,7 @@ def sections(option):
     return {"model": MODEL_OF.get(key, {}), section: {name: value}}
 
 
-def outcome(pool, sections, ranks, parallel, microbatch):
+def run_option(pool, sections, ranks, parallel, microbatch):
     """Train two steps with an option; return the results of all ranks."""
     parallel = {**parallel, **sections.get("parallel", {})}
     train = {**sections.get("train", {}), "microbatch": microbatch}
@@ -51,7 +51,7 @@ def outcome(pool, sections, ranks, parallel, microbatch):
     return pool.run(ranks, run, model, train, parallel, False, False, False, sections.get("optim"))
 
 
-def apart(results, expected):
+def measure_difference(results, expected):
     """Return the largest difference of a weight."""
     return max(
         float((piece - expected.whole(name)[box.slices]).abs().max())
@@ -69,22 +69,22 @@ def apart(results, expected):
         or option in ("train.fp8=tensor", "parallel.compress=powersgd")
     )
 )
-@pytest.mark.parametrize("option", table())
+@pytest.mark.parametrize("option", read_table())
 def test_the_table_says_how_far_answers_come_apart(option, pool):
     """The table is right within a factor of three."""
-    given = sections(option)
-    (expected,) = outcome(pool, given, 1, {}, 4)
-    for cell, column in zip(table()[option], COLUMNS, strict=True):
-        difference = apart(outcome(pool, given, *column), expected)
+    given = make_sections(option)
+    (expected,) = run_option(pool, given, 1, {}, 4)
+    for cell, column in zip(read_table()[option], COLUMNS, strict=True):
+        difference = measure_difference(run_option(pool, given, *column), expected)
         if cell == "same":
             assert difference < PROMISE, column
         else:
             assert PROMISE < float(cell) / 3 < difference < 3 * float(cell), column
 
 
-@pytest.mark.parametrize("option", table())
+@pytest.mark.parametrize("option", read_table())
 def test_each_is_named_when_it_is_used(option):
-    given = sections(option)
+    given = make_sections(option)
     config = RunConfig(**{**given, "model": {"vocab": 37, **MODELS["gpt2"], **given["model"]}})
     (exception,) = find_layout_dependence(config)
     assert exception.startswith(f"{option} (")

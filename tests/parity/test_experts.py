@@ -46,7 +46,7 @@ QUICK = [LAYOUTS[place][::2] for place in (3, 4, 6, 10, 11, 14)]
 """Beside tensor (also of experts), context and pipeline ranks; and each other dispatch method."""
 
 
-def shaped(name, parallel):
+def shape_model(name, parallel):
     """Return a model with two layers for each pipeline rank."""
     return {**MODELS[name], "layers": 2 * parallel.get("pipeline", 1)}
 
@@ -58,7 +58,7 @@ def expected(pool):
     @cache
     def alone(name, stages, samples):
         train = {"global_batch": samples, "microbatch": samples}
-        return pool.run(1, run, shaped(name, {"pipeline": stages}), train)[0]
+        return pool.run(1, run, shape_model(name, {"pipeline": stages}), train)[0]
 
     return lambda name, parallel, samples: alone(name, parallel.get("pipeline", 1), samples)
 
@@ -67,19 +67,19 @@ def expected(pool):
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), LAYOUTS)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
     train = {**FEW, "microbatch": 1, **train}
-    results = pool.run(ranks, run, shaped(name, parallel), train, parallel)
+    results = pool.run(ranks, run, shape_model(name, parallel), train, parallel)
     assert_same(results, expected(name, parallel, train["global_batch"]))
 
 
 @pytest.mark.slow
 def test_samples_of_unequal_length_on_each_rank(pool):
-    model, train = shaped("sequence", {}), {"microbatch": 1}
+    model, train = shape_model("sequence", {}), {"microbatch": 1}
     unmixed = pool.run(1, run, model, train, {}, False, True)[0]
     assert_same(pool.run(4, run, model, train, {"expert": 4}, False, True), unmixed)
 
 
 def test_overlap_changes_no_bit(pool):
     parallel = {"tensor": 2, "expert": 4, "zero": 2}
-    arguments = shaped("bias", parallel), FEW, parallel
+    arguments = shape_model("bias", parallel), FEW, parallel
     results = [pool.run(4, run, *arguments, serial) for serial in (False, True)]
     assert_same_bits(*results)

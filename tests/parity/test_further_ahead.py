@@ -35,7 +35,7 @@ LAYOUTS = [
 ]
 
 
-def outcome(ranks, name, train, parallel, pool, stages):
+def run_layout(ranks, name, train, parallel, pool, stages):
     """Train two steps of a model with two layers for each stage."""
     model, train = {**SHAPES[name], "layers": 2 * stages}, {**FEW, **train}
     return pool.run(ranks, run, model, train, parallel, False, False, name == "packed")
@@ -45,7 +45,7 @@ def outcome(ranks, name, train, parallel, pool, stages):
 def expected(pool):
     """Return the results of one process by (model, stages), with two layers for each stage."""
     return {
-        (name, stages): outcome(1, name, {"microbatch": 4}, {}, pool, stages)[0]
+        (name, stages): run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0]
         for name in SHAPES
         for stages in (1, 2)
     }
@@ -64,7 +64,7 @@ def expected(pool):
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if {"pipeline", "data"} & {*parallel} else 2, "recompute": recompute}
     stages = parallel.get("pipeline", 1)
-    results = outcome(ranks, name, train, parallel, pool, stages)
+    results = run_layout(ranks, name, train, parallel, pool, stages)
     assert_same(results, expected[name, stages])
 
 

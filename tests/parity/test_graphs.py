@@ -13,7 +13,7 @@ from dataclasses import replace
 import fake_graph as tape
 import pytest
 import torch
-from parity_runs import MODELS, deterministic, global_batch, on, share, with_documents
+from parity_runs import MODELS, deterministic, make_global_batch, on, share, with_documents
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE
@@ -64,7 +64,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
 
     mesh.progress.record_event = mark
     found, messages, order = [], [], []
-    train_step = begun(config, mesh, graphs, messages, order)
+    train_step = begin_train_step(config, mesh, graphs, messages, order)
     train_step.optimizer.initialize(config.run.seed)
 
     def train_one(step, batch):
@@ -85,10 +85,10 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
 
     def train_to(stop, start):
         for step in range(start, stop):
-            batch = on(mesh.device, batch_of(config, step, packed))
+            batch = on(mesh.device, make_batch(config, step, packed))
             poisoned = poison(train_step.sharded_parameters) if step == SICK else []
             if step == SHORT:
-                batch = replace(batch, **{key: x[:, :-3] for key, x in wide(batch)})
+                batch = replace(batch, **{key: x[:, :-3] for key, x in list_tensors(batch)})
             own_share = train_one(step, batch)
             for bucket, saved in poisoned:
                 bucket.weights.copy_(saved)
@@ -102,7 +102,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     train_to(STEPS, KEPT)
     for attempt in range(2):
         if attempt:
-            train_step = begun(config, mesh, graphs, messages, order)
+            train_step = begin_train_step(config, mesh, graphs, messages, order)
         for (*_, x), value in zip(train_step.optimizer.list_tensors(), weights_before, strict=True):
             x.copy_(value)
         train_step.optimizer.load_state(state)
@@ -113,7 +113,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     return found, messages, order
 
 
-def begun(config, mesh, graphs, messages, order):
+def begin_train_step(config, mesh, graphs, messages, order):
     """Return a new train step of this rank. told: gets what a watch sees at every run of a recorded
     step. order: gets the axes of the transfers that a tape records."""
     train_step = TrainStep(config, mesh, StepTimer().time)
@@ -133,16 +133,16 @@ def begun(config, mesh, graphs, messages, order):
     return train_step
 
 
-def batch_of(config, step, packed):
+def make_batch(config, step, packed):
     """Return the global batch of a step. The number of tokens that have a label differs between
     steps."""
-    batch = global_batch(config, step)
+    batch = make_global_batch(config, step)
     if step == UNLABELLED:
         batch = replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORE))
     return with_documents(batch, step) if packed else batch
 
 
-def wide(batch):
+def list_tensors(batch):
     return [(key, x) for key, x in vars(batch).items() if key.endswith("_BS") and x is not None]
 
 
@@ -208,8 +208,8 @@ ON_A_GPU = {
 
 
 def assert_recorded_as_plain(pool, device, case):
-    plain = pool.run(ranks_of(case), run, device, False, *case)
-    recorded = pool.run(ranks_of(case), run, device, True, *case)
+    plain = pool.run(count_ranks(case), run, device, False, *case)
+    recorded = pool.run(count_ranks(case), run, device, True, *case)
     for (numbers, messages, order), (expected, *_) in zip(recorded, plain, strict=True):
         assert len(numbers) == len(expected)
         for number, (recorded_step, plain_step) in enumerate(zip(numbers, expected, strict=True)):
@@ -222,7 +222,7 @@ def assert_recorded_as_plain(pool, device, case):
         assert order == recorded[0][2], "ranks start transfers in different orders"
 
 
-def ranks_of(case):
+def count_ranks(case):
     return case[2].get("data", 1) * case[2].get("tensor", 1)
 
 
@@ -237,7 +237,7 @@ def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
 
 @pytest.mark.parametrize("name", list(ON_A_GPU))
 def test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph(name, pool):
-    ranks, gpus = ranks_of(ON_A_GPU[name]), torch.cuda.device_count()
+    ranks, gpus = count_ranks(ON_A_GPU[name]), torch.cuda.device_count()
     if gpus < ranks:
         pytest.skip(f"needs a GPU for each of {ranks} ranks, and here are {gpus}")
     assert_recorded_as_plain(pool, "cuda", ON_A_GPU[name])
@@ -250,9 +250,9 @@ def test_masks_are_those_of_the_step():
         optim={"lr": 1e-300, "min_lr": 0.0},  # no weight changes
     )
     mesh = Mesh(Layout(), device="cpu")
-    train_step = begun(config, mesh, True, [], [])
+    train_step = begin_train_step(config, mesh, True, [], [])
     train_step.optimizer.initialize(1)
-    batch = batch_of(config, 0, False)
+    batch = make_batch(config, 0, False)
     losses = [float(train_step.train([batch], step, 1.0).loss) for step in (0, 1, 2, 0, 1, 2, 7)]
     mesh.close()
     assert losses[:3] == losses[3:6] and len(set(losses)) == 4

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity_runs import global_batch, share
+from parity_runs import make_global_batch, share
 from tolerances import near
 
 from megaframe.config import RunConfig
@@ -13,7 +13,7 @@ from megaframe.pipeline_parallel.nonfinite import locate_nonfinite
 from megaframe.training.train_step import TrainStep
 
 
-def built(parallel, precision, microbatch=2, **optim):
+def build_train_step(parallel, precision, microbatch=2, **optim):
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2},
         train={"seq": 10, "global_batch": 8, "microbatch": microbatch, "precision": precision},
@@ -27,19 +27,19 @@ def built(parallel, precision, microbatch=2, **optim):
     return (
         mesh,
         train_step,
-        share(global_batch(config, 0), microbatch, data.index, data.size, False),
+        share(make_global_batch(config, 0), microbatch, data.index, data.size, False),
     )
 
 
-def state(train_step):
+def read_state(train_step):
     return [tensor.clone() for _, _, _, tensor in train_step.optimizer.list_tensors()]
 
 
-def damaged(parallel, rank):
+def train_with_nan(parallel, rank):
     """Train one step in which the last block of one rank has a NaN weight -> whether the update is
     finite, the named parameters, the named pass, and whether all state is unchanged."""
-    mesh, train_step, microbatches = built(parallel, "fp64")
-    before = state(train_step)
+    mesh, train_step, microbatches = build_train_step(parallel, "fp64")
+    before = read_state(train_step)
     if mesh.rank == rank:
         last = train_step.stages[max(train_step.stages)]
         train_step.sharded_parameters.gather(last.blocks[-1])
@@ -51,7 +51,7 @@ def damaged(parallel, rank):
     where = locate_nonfinite(result.maxima, len(train_step.rank_of), mesh.world, mesh.device)
     if mesh.rank == rank and parallel.get("zero", 0) < 3:
         value[0, 0] = original
-    same = all(torch.equal(*pair) for pair in zip(before, state(train_step), strict=True))
+    same = all(torch.equal(*pair) for pair in zip(before, read_state(train_step), strict=True))
     mesh.close()
     return finite, names, where, same
 
@@ -67,7 +67,7 @@ def damaged(parallel, rank):
     ],
 )
 def test_the_first_pass_that_is_sick_is_named_on_every_rank(ranks, parallel, rank, where, pool):
-    results = pool.run(ranks, damaged, parallel, rank)
+    results = pool.run(ranks, train_with_nan, parallel, rank)
     assert len(set(map(str, results))) == 1
     finite, names, place, same = results[0]
     assert not finite and same
@@ -75,10 +75,10 @@ def test_the_first_pass_that_is_sick_is_named_on_every_rank(ranks, parallel, ran
     assert names
 
 
-def overflowing(zero):
+def train_with_overflow(zero):
     """Train in fp16 with a loss scale that overflows at first -> scales, updates, the last norm,
     the tensors of this rank, and what `locate_nonfinite` says if no pass is known."""
-    mesh, train_step, microbatches = built({"zero": zero}, "fp16", 4, loss_scale=2.0**26)
+    mesh, train_step, microbatches = build_train_step({"zero": zero}, "fp16", 4, loss_scale=2.0**26)
     scales = []
     for step in range(16):
         scale = train_step.optimizer.loss_scale
@@ -96,7 +96,7 @@ def overflowing(zero):
 
 def test_forced_overflows_skip_updates_alike_at_every_zero_stage(pool):
     """Bitwise, because with one microbatch on each of two ranks all sums have the same order."""
-    runs = [pool.run(2, overflowing, zero) for zero in range(4)]
+    runs = [pool.run(2, train_with_overflow, zero) for zero in range(4)]
     scales, updates, norm, pieces_by_name, place = runs[0][0]
     assert scales[1] < scales[0] and scales[-1] == scales[-2]
     assert 0 < updates == 16 - len(set(scales)) + 1

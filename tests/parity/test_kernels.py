@@ -9,7 +9,7 @@ import parity_runs as training
 import pytest
 import torch
 from parity_runs import MODELS, run
-from tolerances import growth, unit_roundoff
+from tolerances import compute_roundoff, estimate_growth
 
 from megaframe.config.schema import KernelsConfig as Section
 from megaframe.errors import UserError
@@ -77,8 +77,8 @@ def run_beside(push, *arguments):
         return numbers + push * error * numbers.abs().amax(1, keepdim=True)
 
     def pushed(self, left, right, *, gradient, matrix):
-        activations = growth(8, fp32)  # of the row's largest number, on average over a sum
-        right = beside(right, unit_roundoff(fp32) if matrix else activations)
+        activations = estimate_growth(8, fp32)  # of the row's largest number, on average over a sum
+        right = beside(right, compute_roundoff(fp32) if matrix else activations)
         return product(self, beside(left, activations), right, gradient=gradient, matrix=matrix)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -105,23 +105,27 @@ def known(pool):
     """Return the truth of each shape, in fp64, and by how much fp32 may miss it."""
     tolerances_by_name = {}
     for name in SHAPES:
-        exact, single = (arguments(name, {}, "none", precision) for precision in ("fp64", "fp32"))
+        exact, single = (
+            make_arguments(name, {}, "none", precision) for precision in ("fp64", "fp32")
+        )
         (truth,) = pool.run(1, run_small, *exact)
-        lost = errors(pool.run(1, run_small, *single), truth)
+        lost = measure_errors(pool.run(1, run_small, *single), truth)
         # Sums have another order, so their errors are as large as those of plain sums, not equal:
         # norms of many of them by a factor below 6, but a single one may be zero by chance.
         allowed = {
-            quantity: 6 * error + growth(12, torch.float32) * size
+            quantity: 6 * error + estimate_growth(12, torch.float32) * size
             for quantity, (error, size) in lost.items()
         }
         for push in (1, -1) if ", " in name else ():
-            for what, (error, _) in errors(pool.run(1, run_beside, push, *exact), truth).items():
+            for what, (error, _) in measure_errors(
+                pool.run(1, run_beside, push, *exact), truth
+            ).items():
                 allowed[what] += error
         tolerances_by_name[name] = truth, allowed
     return tolerances_by_name
 
 
-def arguments(name, parallel, recompute, precision="fp32"):
+def make_arguments(name, parallel, recompute, precision="fp32"):
     packed = name in ("llama", "windows")
     train = {**TRAIN, "recompute": recompute, "precision": precision}
     if eight := name.partition(", ")[2]:
@@ -129,7 +133,7 @@ def arguments(name, parallel, recompute, precision="fp32"):
     return {**SMALL, **SHAPES[name]}, train, parallel, False, False, packed, OPTIM
 
 
-def errors(results, truth):
+def measure_errors(results, truth):
     """Return (error, size) of losses, gradient norms, evaluation, and every weight and moment."""
     differences = {}
     for key in ("losses", "norms"):
@@ -159,14 +163,14 @@ def errors(results, truth):
 def test_a_step_by_kernels_is_as_exact_as_the_plain_one(
     name, ranks, parallel, recompute, names, pool, known
 ):
-    given = arguments(name, parallel, recompute)
+    given = make_arguments(name, parallel, recompute)
     results = pool.run(ranks, run_by_kernels, *given, FORCED)
     for _, names_run in results:
         assert names_run == names | (
             {"rotary"} if SHAPES[name].get("position") != "learned" else set()
         )
     truth, allowed = known[name]
-    for quantity, (error, size) in errors([result for result, _ in results], truth).items():
+    for quantity, (error, size) in measure_errors([result for result, _ in results], truth).items():
         assert error <= allowed[quantity], (quantity, error, allowed[quantity], size)
 
 

@@ -5,7 +5,7 @@ rank; their gradients, and those of the latents' norms, are summed over tensor r
 
 import pytest
 from parity_runs import FEW, assert_same, run
-from test_tensor import one_block
+from test_tensor import measure_block
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4}
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
@@ -30,7 +30,7 @@ LAYOUTS = [
 ]
 
 
-def outcome(ranks, name, train, parallel, pool, stages):
+def run_layout(ranks, name, train, parallel, pool, stages):
     """Train two steps of a model with two layers for each stage."""
     packed = name.startswith("packed")
     model = {**SHAPES[name], "layers": 2 * stages}
@@ -41,7 +41,7 @@ def outcome(ranks, name, train, parallel, pool, stages):
 def expected(pool):
     """Return the results of one process by (model, stages), with two layers for each stage."""
     return {
-        (name, stages): outcome(1, name, {"microbatch": 4}, {}, pool, stages)[0]
+        (name, stages): run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0]
         for name in SHAPES
         for stages in (1, 2)
     }
@@ -54,7 +54,7 @@ def expected(pool):
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
     stages = parallel.get("pipeline", 1)
-    results = outcome(ranks, name, train, parallel, pool, stages)
+    results = run_layout(ranks, name, train, parallel, pool, stages)
     assert_same(results, expected[name, stages])
 
 
@@ -68,7 +68,7 @@ def test_activations_and_bytes_are_the_closed_forms(rank, recompute, pool):
     as many bytes as in any model."""
     tensor, hidden, losses = 2, 64, 2 * (1 + 2) * 4
     latent = {"query_rank": rank, "kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
-    results = pool.run(tensor, one_block, {"latent": latent}, recompute, tensor, 1)
+    results = pool.run(tensor, measure_block, {"latent": latent}, recompute, tensor, 1)
     elements = 3 * ((rank or hidden) + 16) + 2 * 4 + (2 + 5 + 4) * hidden
     for saved, planned, moved in results:
         assert saved == planned

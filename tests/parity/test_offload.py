@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from entry_runs import losses, train
-from fake_streams import kept_away
+from entry_runs import read_losses, train
+from fake_streams import offload_on_cpu
 from parity_runs import FEW, MODELS, assert_same, assert_same_bits, run
-from test_health import built
+from test_health import build_train_step
 
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.optim.optimizer_state import Moments
@@ -28,7 +28,7 @@ MODEL = {**MODELS["llama"], "hidden": 32}
 
 
 def run_away(model, train, parallel, optim, kernels=None):
-    with kept_away():
+    with offload_on_cpu():
         optim = {**optim, "offload": True}
         return run(model, train, parallel, optim=optim, kernels=kernels)
 
@@ -37,7 +37,7 @@ def run_here(model, train, parallel, optim, kernels=None):
     return run(model, train, parallel, optim=optim, kernels=kernels)
 
 
-def same_bits(pool, ranks, *sections):
+def assert_offload_changes_no_bit(pool, ranks, *sections):
     actual = pool.run(ranks, run_away, *sections)
     assert_same_bits(actual, pool.run(ranks, run_here, *sections))
     return actual
@@ -49,7 +49,7 @@ def same_bits(pool, ranks, *sections):
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_no_bit_is_another(optim, zero, pool):
     train = {"precision": "bf16", "microbatch": 2}
-    same_bits(pool, 2, MODEL, train, {"zero": zero}, OPTIMIZERS[optim])
+    assert_offload_changes_no_bit(pool, 2, MODEL, train, {"zero": zero}, OPTIMIZERS[optim])
 
 
 MOE = {"activation": "swiglu", "moe": {"experts": 4, "ffn": 8, "balance": "bias"}}
@@ -66,7 +66,7 @@ MOE = {"activation": "swiglu", "moe": {"experts": 4, "ffn": 8, "balance": "bias"
     ],
 )
 def test_nor_under_other_layouts(model, parallel, pool):
-    same_bits(pool, 4, model, {**FEW, "precision": "fp16"}, parallel, {})
+    assert_offload_changes_no_bit(pool, 4, model, {**FEW, "precision": "fp16"}, parallel, {})
 
 
 @pytest.mark.quick(when=lambda zero: zero == 3)
@@ -74,7 +74,7 @@ def test_nor_under_other_layouts(model, parallel, pool):
 def test_nor_with_the_fused_kernel(zero, pool):
     model = {**MODEL, "layers": 1, "hidden": 16}
     train = {"precision": "bf16", "microbatch": 4}
-    same_bits(pool, 2, model, train, {"zero": zero}, {}, {"update": "triton"})
+    assert_offload_changes_no_bit(pool, 2, model, train, {"zero": zero}, {}, {"update": "triton"})
 
 
 @pytest.mark.quick(when=lambda zero: zero == 3)
@@ -89,11 +89,11 @@ def test_the_answer_is_that_of_one_process(optim, zero, pool):
     )
 
 
-def overflowing(zero, offload):
+def train_with_overflow(zero, offload):
     """Train in fp16 with a loss scale that overflows at first -> scales, and all tensors of this
     rank after each step."""
-    with kept_away():
-        mesh, train_step, microbatches = built(
+    with offload_on_cpu():
+        mesh, train_step, microbatches = build_train_step(
             {"zero": zero}, "fp16", 4, loss_scale=2.0**26, ema=0.5, offload=offload
         )
         scales, states = [], []
@@ -108,7 +108,7 @@ def overflowing(zero, offload):
 @pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_overflows_skip_the_same_updates(zero, pool):
-    away, on_device = (pool.run(2, overflowing, zero, offload) for offload in (True, False))
+    away, on_device = (pool.run(2, train_with_overflow, zero, offload) for offload in (True, False))
     for (scales, states), (others, expected) in zip(away, on_device, strict=True):
         assert scales == others and scales[1] < scales[0]
         first, last = states[0], states[-1]
@@ -117,11 +117,11 @@ def test_overflows_skip_the_same_updates(zero, pool):
             assert all(map(torch.equal, actual, reference))
 
 
-def compared(zero, replicate):
+def compare_replicas(zero, replicate):
     """Return the comparisons of replicas after each of two steps, and after a flipped bit."""
-    with kept_away():
+    with offload_on_cpu():
         parallel = {"zero": zero, "data_replicate": replicate}
-        mesh, train_step, microbatches = built(parallel, "bf16", 2, offload=True)
+        mesh, train_step, microbatches = build_train_step(parallel, "bf16", 2, offload=True)
         replicas = ReplicaCheck(
             mesh, train_step.sharded_parameters.buckets, train_step.optimizer.synchronize_state
         )
@@ -143,17 +143,17 @@ def compared(zero, replicate):
 @pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize(("zero", "replicate"), [(0, 1), (1, 2), (3, 4)])
 def test_replicas_are_compared_where_weights_lie(zero, replicate, pool):
-    for first, second, third in pool.run(4, compared, zero, replicate):
+    for first, second, third in pool.run(4, compare_replicas, zero, replicate):
         assert first is None and second is None
         assert third is not None and 1 in third.ranks
 
 
 def train_away(overrides):
-    with kept_away(), patch.object(BackgroundCopier, "_copy", copied_late):
+    with offload_on_cpu(), patch.object(BackgroundCopier, "_copy", copy_late):
         train(overrides)
 
 
-def copied_late(background, tiles, copy):
+def copy_late(background, tiles, copy):
     """Copy late, so that an update that does not wait for the copy would be saved."""
     time.sleep(0.2)
     plain_copy(background, tiles, copy)
@@ -180,7 +180,7 @@ def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, 
     pool.run(2, train, overrides(run__dir=tmp_path / "whole", **shared_keys))
     pool.run(2, first, overrides(train__steps=6, **shared_keys))
     pool.run(2, second, overrides(checkpoint__resume="latest", **shared_keys))
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
     for number in range(2, 13, 2):
         files = [
             sorted((tmp_path / run / f"checkpoints/step-{number:08}").glob("*.safetensors"))
@@ -191,9 +191,9 @@ def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, 
             assert one.read_bytes() == other.read_bytes()
 
 
-def rooms(zero):
-    """Train one offloaded step -> bytes of the rooms, of the largest chunk, of what is away, of the
-    weights, and what the device holds."""
+def measure_buffers(zero):
+    """Train one offloaded step -> bytes of the buffers, of the largest chunk, of what is away, of
+    the weights, and what the device holds."""
     largest = 0
     plain = Moments.iterate_chunks
 
@@ -203,10 +203,12 @@ def rooms(zero):
             largest = max(largest, sum(tensor.nbytes for tensor in (mine, *state.values())))
             yield span, mine, state
 
-    with kept_away():
+    with offload_on_cpu():
         Moments.iterate_chunks = watched
         try:
-            mesh, train_step, microbatches = built({"zero": zero}, "bf16", offload=True, ema=0.9)
+            mesh, train_step, microbatches = build_train_step(
+                {"zero": zero}, "bf16", offload=True, ema=0.9
+            )
             train_step.train(microbatches, 0, 1.0)
         finally:
             Moments.iterate_chunks = plain
@@ -219,7 +221,7 @@ def rooms(zero):
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_device_has_room_for_three_chunks_and_the_host_all(zero, pool):
-    for size, largest, away, weights, memory in pool.run(2, rooms, zero):
+    for size, largest, away, weights, memory in pool.run(2, measure_buffers, zero):
         assert size == 3 * largest > 0
         assert away == 4 * weights  # weights, two moments and an average, all in fp32
         assert memory["weights"] == memory["optimizer"] == 0

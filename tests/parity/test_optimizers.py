@@ -38,16 +38,18 @@ QUICK += [(0, {"pipeline": 2, "tensor": 2})]
 @pytest.fixture(scope="module")
 def expected(pool):
     combinations = [("llama", "muon"), *(("gpt2", optim) for optim in OPTIMIZERS)]
-    return {(name, optim): outcome(pool, name, optim, 1, {}, 4)[0] for name, optim in combinations}
+    return {
+        (name, optim): run_optimizer(pool, name, optim, 1, {}, 4)[0] for name, optim in combinations
+    }
 
 
-def outcome(pool, name, optim, ranks, parallel, microbatch):
+def run_optimizer(pool, name, optim, ranks, parallel, microbatch):
     model, train = {**MODELS[name], **MODEL}, {**FEW, "microbatch": microbatch}
     return pool.run(ranks, run, model, train, parallel, False, False, False, OPTIMIZERS[optim])
 
 
-def same(pool, expected, name, optim, ranks, parallel, microbatch):
-    results = outcome(pool, name, optim, ranks, parallel, microbatch)
+def assert_same_result(pool, expected, name, optim, ranks, parallel, microbatch):
+    results = run_optimizer(pool, name, optim, ranks, parallel, microbatch)
     assert_same(results, expected[name, optim])
 
 
@@ -60,7 +62,7 @@ def same(pool, expected, name, optim, ranks, parallel, microbatch):
 def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, expected):
     """With two key heads for four ranks, neighbours hold the same heads, and send them once."""
     parallel = {**parallel, "zero": zero}
-    same(pool, expected, "llama", "muon", ranks, parallel, microbatch)
+    assert_same_result(pool, expected, "llama", "muon", ranks, parallel, microbatch)
 
 
 @pytest.mark.quick(when=lambda parallel: "tensor" in parallel)
@@ -74,7 +76,7 @@ def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, ex
     ],
 )
 def test_others_too_with_a_tied_embedding(optim, parallel, zero, pool, expected):
-    same(pool, expected, "gpt2", optim, 4, {**parallel, "zero": zero}, 1)
+    assert_same_result(pool, expected, "gpt2", optim, 4, {**parallel, "zero": zero}, 1)
 
 
 FEWER_BITS = [
@@ -131,7 +133,7 @@ def with_state(pool, name, state, ranks, parallel, microbatch):
 def test_every_rank_owns_some_of_the_matrices(pool):
     """A block has seven matrices (queries, keys, values, gate and up are separate), which are
     distributed by work."""
-    owned = pool.run(4, matrices_owned, {"zero": 1})
+    owned = pool.run(4, measure_owned_matrices, {"zero": 1})
     assert sum(len(sizes) for sizes in owned) == 3 * 7
     work = [sum(sizes) for sizes in owned]
     assert max(work) < 1.5 * min(work)
@@ -150,25 +152,25 @@ def test_every_rank_owns_some_of_the_matrices(pool):
     ids=str,
 )
 def test_every_rank_knows_the_boxes_of_all_without_asking(parallel, pool):
-    ranks = pool.run(4, boxes_known, parallel)
+    ranks = pool.run(4, list_known_boxes, parallel)
     assert len(ranks[0]) >= 3
     for of_bucket in zip(*ranks, strict=True):
         for known, members, _ in of_bucket:
             assert known == [of_bucket[rank][2] for rank in members]
 
 
-def matrices_owned(parallel):
+def measure_owned_matrices(parallel):
     """Return the work of each matrix that this rank owns."""
-    with muons(parallel) as muon_shards:
+    with list_muon_shards(parallel) as muon_shards:
         rules = [shard.rule for shard in muon_shards]
         return [rule.costs[index] for rule in rules for index in rule._gather._owned]
 
 
-def boxes_known(parallel):
+def list_known_boxes(parallel):
     """Return for each bucket the boxes that each rank of its group gives and takes, as this rank
     derives them; those ranks; and the boxes that this rank really gives and takes."""
     model = {"moe": {"experts": 4, "ffn": 10, "top_k": 2}} if "expert" in parallel else {}
-    with muons(parallel, **model) as muon_shards:
+    with list_muon_shards(parallel, **model) as muon_shards:
         known = []
         for shard in muon_shards:
             rule, bucket = shard.rule, shard.bucket
@@ -187,7 +189,7 @@ def boxes_known(parallel):
 
 
 @contextmanager
-def muons(parallel, **model):
+def list_muon_shards(parallel, **model):
     """Yield this rank's buckets that Muon updates."""
     config = RunConfig(
         model={**MODELS["llama"], **MODEL, "vocab": 37, **model},

@@ -5,7 +5,7 @@ with chunks, uneven layers, tied embeddings, recompute, uneven masks, accumulati
 from itertools import pairwise
 
 import pytest
-from parity_runs import MODELS, assert_same, assert_same_bits, global_batch, run, share
+from parity_runs import MODELS, assert_same, assert_same_bits, make_global_batch, run, share
 
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
@@ -99,7 +99,7 @@ def test_overlap_changes_no_bit(pool):
     assert_same_bits(serial, overlapped)
 
 
-def watched(schedule, chunks):
+def measure_step(schedule, chunks):
     """Train one step on two ranks -> this rank's most microbatches in flight, those left at the
     end, and bytes sent."""
     config = RunConfig(
@@ -113,7 +113,7 @@ def watched(schedule, chunks):
     stages = train_step.stages.values()
     most = 0
 
-    def counting(forward):
+    def count_calls(forward):
         def counted(*arguments, **options):
             nonlocal most
             output = forward(*arguments, **options)
@@ -123,8 +123,8 @@ def watched(schedule, chunks):
         return counted
 
     for stage in stages:
-        stage.forward = counting(stage.forward)
-    batch = global_batch(config, 0)
+        stage.forward = count_calls(stage.forward)
+    batch = make_global_batch(config, 0)
     train_step.train(share(batch, 1, 0, 1, ragged=False), 0, 1.0)
     sent = mesh.link(mesh.rank, 1 - mesh.rank).traffic.bytes
     left = sum(len(stage._activations) for stage in stages)
@@ -137,7 +137,7 @@ def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
     """As many microbatches are in flight as the checker counts, none is left at the end, and each
     microbatch sends 2 b s h elements over each boundary between ranks."""
     chunks = CHUNKS[schedule]
-    results = pool.run(2, watched, schedule, chunks)
+    results = pool.run(2, measure_step, schedule, chunks)
     costs = None
     if schedule == "search":
         config = {"model": {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}}

@@ -55,11 +55,11 @@ def expected(pool):
 @pytest.mark.parametrize(("name", "ranks", "parallel"), LAYOUTS)
 def test_no_layout_changes_the_answer(name, ranks, parallel, pool, expected):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
-    results = pool.run(ranks, shared, model, {"microbatch": 1}, parallel)
+    results = pool.run(ranks, run_on_shared_device, model, {"microbatch": 1}, parallel)
     assert_same(results, expected[name])
 
 
-def shared(model, train, parallel, serial=False):
+def run_on_shared_device(model, train, parallel, serial=False):
     """`run` on the shared device, with plain code, which is as exact as fp64."""
     with deterministic():
         return run(model, train, parallel, serial, device="shared")
@@ -71,7 +71,9 @@ def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
     arguments = (model, {"microbatch": 1}, parallel)
     for first, other in zip(
-        pool.run(ranks, shared, *arguments), pool.run(ranks, shared, *arguments, True), strict=True
+        pool.run(ranks, run_on_shared_device, *arguments),
+        pool.run(ranks, run_on_shared_device, *arguments, True),
+        strict=True,
     ):
         assert first.losses == other.losses and first.norms == other.norms
         for parameter, pieces in first.weights.items():
@@ -79,31 +81,31 @@ def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
                 assert torch.equal(actual, reference), parameter
 
 
-def each_call():
+def run_collectives():
     """Return each collective's result on this rank of three; inputs encode rank and position."""
     mesh = Mesh(Layout(data=read_world_size()), device="shared", timeout=60, check_collectives=True)
     group, device = mesh.group("data"), mesh.device
     assert isinstance(group.handle, HostStagedGroup)
 
-    def numbers(count, dtype=torch.float64):
+    def make_numbers(count, dtype=torch.float64):
         return torch.arange(count, dtype=dtype, device=device) + 100 * mesh.rank
 
-    flat = numbers(6)
-    gathered = numbers(6)
+    flat = make_numbers(6)
+    gathered = make_numbers(6)
     outputs = {
-        "all_reduce": all_reduce(numbers(3), group).wait(),
-        "largest": all_reduce(numbers(3), group, "max").wait(),
-        "all_gather": all_gather(numbers(2, torch.bfloat16), group).wait(),
-        "reduce_scatter": reduce_scatter(numbers(6), group).wait(),
-        "all_to_all": all_to_all(numbers(6).view(3, 2), group).wait(),
+        "all_reduce": all_reduce(make_numbers(3), group).wait(),
+        "largest": all_reduce(make_numbers(3), group, "max").wait(),
+        "all_gather": all_gather(make_numbers(2, torch.bfloat16), group).wait(),
+        "reduce_scatter": reduce_scatter(make_numbers(6), group).wait(),
+        "all_to_all": all_to_all(make_numbers(6).view(3, 2), group).wait(),
         "flat": reduce_scatter_(flat, group).wait(),
         "spread": all_gather_(gathered, group).wait(),
-        "gather_uneven": all_gather_uneven(numbers(mesh.rank + 1), [1, 2, 3], group).wait(),
-        "scatter_uneven": reduce_scatter_uneven(numbers(6), [1, 2, 3], group).wait(),
+        "gather_uneven": all_gather_uneven(make_numbers(mesh.rank + 1), [1, 2, 3], group).wait(),
+        "scatter_uneven": reduce_scatter_uneven(make_numbers(6), [1, 2, 3], group).wait(),
     }
     leaving = [[1, 0, 2], [2, 1, 0], [0, 3, 1]]
     coming = [row[mesh.rank] for row in leaving]
-    parts = numbers(sum(leaving[mesh.rank]))
+    parts = make_numbers(sum(leaving[mesh.rank]))
     exchanged = all_to_all_uneven(parts, leaving[mesh.rank], coming, group)
     outputs["to_all_uneven"] = exchanged.wait()
     barrier(group)
@@ -113,7 +115,7 @@ def each_call():
 
 
 def test_each_call_gives_what_its_name_says(pool):
-    outputs = pool.run(3, each_call)
+    outputs = pool.run(3, run_collectives)
     bases = [0, 100, 200]
     for rank, output in enumerate(outputs):
         assert output["all_reduce"] == [300.0, 303.0, 306.0]

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from parity_runs import FEW, MODELS, STEPS, assert_same, assert_same_bits, run
-from saved_bytes import kept_by_block
+from saved_bytes import measure_block_bytes
 from torch.distributed import _symmetric_memory
 
 from megaframe.config import RunConfig
@@ -16,7 +16,7 @@ from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.planner.activations import block_bytes
+from megaframe.planner.activations import compute_block_bytes
 from megaframe.tensor_parallel import symmetric_memory
 from megaframe.training.train_step import TrainStep
 
@@ -60,12 +60,12 @@ CHUNKED = [
 """Layouts with rows in parts. Each rank has 5 rows, which no number of parts divides."""
 
 
-def shaped(name, parallel):
+def shape_model(name, parallel):
     """Return a model with two layers for each pipeline rank."""
     return {**SHAPES[name], "layers": 2 * parallel.get("pipeline", 1)}
 
 
-def trained(name, microbatch, **train):
+def make_train(name, microbatch, **train):
     return {**FEW, "microbatch": microbatch, **train, **TRAIN.get(name, {})}
 
 
@@ -73,14 +73,16 @@ def trained(name, microbatch, **train):
 def expected(pool):
     """Return the results of one process by (model, stages), with two layers for each stage."""
     return {
-        (name, stages): pool.run(1, run, shaped(name, {"pipeline": stages}), trained(name, 4))[0]
+        (name, stages): pool.run(
+            1, run, shape_model(name, {"pipeline": stages}), make_train(name, 4)
+        )[0]
         for name in SHAPES
         for stages in (1, 2)
     }
 
 
-def same(pool, expected, name, ranks, parallel, train):
-    results = pool.run(ranks, run, shaped(name, parallel), train, parallel)
+def assert_same_result(pool, expected, name, ranks, parallel, train):
+    results = pool.run(ranks, run, shape_model(name, parallel), train, parallel)
     assert_same(results, expected[name, parallel.get("pipeline", 1)])
 
 
@@ -93,14 +95,16 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     # With one sample there are 10 rows, which 4 ranks do not divide, and enough microbatches for a
     # pipeline.
     size = 1 if parallel == {"tensor": 4} or "pipeline" in parallel else 2
-    same(pool, expected, name, ranks, parallel, trained(name, size, recompute=recompute))
+    assert_same_result(
+        pool, expected, name, ranks, parallel, make_train(name, size, recompute=recompute)
+    )
 
 
 @pytest.mark.quick(when=lambda name: name == "llama")
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), CHUNKED)
 def test_parts_of_rows_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
-    train = trained(name, **{"microbatch": 1, **train})
-    same(pool, expected, name, ranks, parallel, train)
+    train = make_train(name, **{"microbatch": 1, **train})
+    assert_same_result(pool, expected, name, ranks, parallel, train)
 
 
 def run_fused(model, train, parallel):
@@ -127,7 +131,7 @@ def run_fused(model, train, parallel):
 
 def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, expected):
     parallel = {"tensor": 2, "symmetric_memory": "auto"}
-    arguments = shaped("smooth", parallel), trained("smooth", 2), parallel
+    arguments = shape_model("smooth", parallel), make_train("smooth", 2), parallel
     results, calls = zip(*pool.run(2, run_fused, *arguments), strict=True)
     assert_same(results, expected["smooth", 1])
     # Two in each of two blocks, for two microbatches in every step and in the evaluation.
@@ -135,18 +139,18 @@ def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, exp
 
 
 def test_nothing_is_fused_without_gpus(pool):
-    assert pool.run(2, fused, 2) == [False, False]
+    assert pool.run(2, is_fused, 2) == [False, False]
     assert not symmetric_memory.is_available(ALONE, 1)
 
 
-def fused(tensor):
+def is_fused(tensor):
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
     usable = symmetric_memory.is_available(mesh.group("tensor"), tensor)
     mesh.close()
     return usable
 
 
-def one_block(model, recompute, tensor, chunks):
+def measure_block(model, recompute, tensor, chunks):
     """Train one step of one block -> the bytes that it keeps, the planned bytes, and the bytes
     moved over the tensor axis."""
     config = RunConfig(
@@ -159,13 +163,15 @@ def one_block(model, recompute, tensor, chunks):
     train_step.optimizer.initialize(1)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     microbatch = Microbatch(tokens, tokens, torch.arange(2))
-    saved = kept_by_block(train_step.stages[0], microbatch, train_step.sharded_parameters.buckets)
+    saved = measure_block_bytes(
+        train_step.stages[0], microbatch, train_step.sharded_parameters.buckets
+    )
     group = mesh.group("tensor")
     group.traffic.take()
     train_step.train([microbatch], 0, 1.0)
     moved, _ = group.traffic.take()
     mesh.close()
-    return saved, block_bytes(config, 0) // tensor, moved
+    return saved, compute_block_bytes(config, 0) // tensor, moved
 
 
 @pytest.mark.quick(when=lambda recompute, tensor: (recompute, tensor) == ("selective", 4))
@@ -179,7 +185,7 @@ def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, ch
     pass moves (t-1)/t b s h elements 4 times, the backward pass 6 times, because it gathers inputs
     again instead of keeping them. The embedding and the head move as much twice each, and the loss
     3 numbers per token in fp32. The number of parts does not matter."""
-    for saved, planned, moved in pool.run(tensor, one_block, model, recompute, tensor, chunks):
+    for saved, planned, moved in pool.run(tensor, measure_block, model, recompute, tensor, chunks):
         assert saved == planned
         stream = 2 * 16 * 64 * 2
         losses = 2 * (1 + 2) * 2 * 16 * 4
@@ -191,8 +197,8 @@ def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, ch
 
 def test_overlap_changes_no_bit(pool, expected):
     parallel = {"tensor": 2, "data": 2, "tensor_chunks": 3}
-    train = trained("llama", 1, recompute="selective")
-    arguments = shaped("llama", parallel), train, parallel
+    train = make_train("llama", 1, recompute="selective")
+    arguments = shape_model("llama", parallel), train, parallel
     serial, overlapped = (pool.run(4, run, *arguments, serial) for serial in (True, False))
     assert_same_bits(serial, overlapped)
     assert_same(overlapped, expected["llama", 1])

@@ -106,7 +106,7 @@ def test_with_one_data_rank_the_default_changes_no_bit(stages, precision, pool):
     assert_same_bits(default, full)
 
 
-def tiny(zero):
+def update_tiny_tensors(zero):
     """Update a tensor of three elements twice by SGD with rate 1; each rank's gradient is the rank
     plus one -> after each update, its values and those of a tensor without gradients."""
     mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
@@ -146,4 +146,4 @@ def tiny(zero):
 def test_tensors_smaller_than_the_group_and_unused_ones(zero, ranks, pool):
     step = ranks * (ranks + 1) / 2
     expected = [([100.0 - n * step] * 3, [100.0] * 3) for n in (1, 2)]
-    assert pool.run(ranks, tiny, zero) == [expected] * ranks
+    assert pool.run(ranks, update_tiny_tensors, zero) == [expected] * ranks

@@ -4,7 +4,7 @@ when overlapped, and bytes follow the closed forms, separately for slow links.
 
 import pytest
 import torch
-from parity_runs import MODELS, global_batch, run, share
+from parity_runs import MODELS, make_global_batch, run, share
 
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
@@ -16,7 +16,7 @@ from megaframe.training.train_step import TrainStep
 LAYERS, ITEM = 4, 8
 
 
-def bits(results):
+def gather_bits(results):
     """Return the results of a world independently of their division: losses, norms, evaluation and
     whole tensors."""
     pieces_by_name = {}
@@ -26,14 +26,14 @@ def bits(results):
                 pieces_by_name.setdefault(name, {})[box] = piece
     full_tensors = {}
     for name, pieces in pieces_by_name.items():
-        shape = [max(o + n for o, n in zip(*dims, strict=True)) for dims in _dims(pieces)]
+        shape = [max(o + n for o, n in zip(*dims, strict=True)) for dims in _list_dims(pieces)]
         full_tensors[name] = torch.full(shape, torch.nan, dtype=torch.float64)
         for box, piece in pieces.items():
             full_tensors[name][box.slices] = piece
     return results[0].losses, results[0].norms, results[0].evaluation, full_tensors
 
 
-def _dims(boxes):
+def _list_dims(boxes):
     """Return (offsets, lengths) of the boxes for each dim."""
     boxes = list(boxes)
     return [
@@ -43,8 +43,8 @@ def _dims(boxes):
 
 
 def assert_bitwise(actual, expected):
-    *numbers, weights = bits(actual)
-    *expected_numbers, others = bits(expected)
+    *numbers, weights = gather_bits(actual)
+    *expected_numbers, others = gather_bits(expected)
     assert numbers == expected_numbers
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
@@ -93,7 +93,7 @@ def test_overlap_changes_no_bit_of_any_stage(zero, replicas, compress, pool):
                 assert box == other_box and torch.equal(piece, same), name
 
 
-def moved(model, train, parallel, axes):
+def measure_traffic(model, train, parallel, axes):
     """Train a step -> its bytes over each of the axes, (length, stage, spec) of each bucket, and
     the number of elements."""
     config = RunConfig(
@@ -106,7 +106,7 @@ def moved(model, train, parallel, axes):
     train_step.optimizer.initialize(config.run.seed)
     group = mesh.group("data")
     own_share = share(
-        global_batch(config, 0), config.train.microbatch, group.index, group.size, False
+        make_global_batch(config, 0), config.train.microbatch, group.index, group.size, False
     )
     train_step.train(own_share, 0, 0.01)
     mesh.take_traffic()
@@ -123,7 +123,7 @@ def moved(model, train, parallel, axes):
     return [traffic[axis] for axis in axes], buckets, elements
 
 
-def gathers(spec, tied, microbatches):
+def count_gathers(spec, tied, microbatches):
     """Return how often a step gathers a bucket's values at stage 3; for blocks, the mean of all.
 
     The two blocks that computed last keep their values from a forward to its backward pass, and
@@ -149,15 +149,15 @@ def test_bytes_over_data_ranks_are_the_closed_form(name, ranks, zero, microbatch
     model, train = MODELS[name], {"microbatch": 8 // ranks // microbatches}
     tied = model.get("tie_embeddings", False)
     expected = 0.0
-    results = pool.run(ranks, moved, model, train, {"zero": zero}, ["data"])
+    results = pool.run(ranks, measure_traffic, model, train, {"zero": zero}, ["data"])
     for length, stage, spec in results[0][1]:
         scattered = microbatches if stage >= 2 else 1
-        gathered = gathers(spec, tied, microbatches) if stage == 3 else 1
+        gathered = count_gathers(spec, tied, microbatches) if stage == 3 else 1
         expected += (scattered + gathered) * length
-    for (bytes_,), buckets, elements in results:
+    for (sent_bytes,), buckets, elements in results:
         padded = sum(length for length, *_ in buckets)
         assert elements <= padded <= elements + 20 * 8 * ranks * len(buckets)
-        assert bytes_ == expected * ITEM * (ranks - 1) / ranks
+        assert sent_bytes == expected * ITEM * (ranks - 1) / ranks
 
 
 @pytest.mark.quick(when=lambda zero: zero in (0, 3))
@@ -167,8 +167,8 @@ def test_slow_links_carry_the_share_of_one_rank_of_a_node(zero, pool):
     would take, and less than half of what a ring over all ranks does."""
     parallel = {"zero": zero, "data_replicate": 2}
     train = {"microbatch": 2}
-    results = pool.run(4, moved, MODELS["gpt2"], train, parallel, ["data_replicate"])
-    flat = pool.run(4, moved, MODELS["gpt2"], train, {"zero": 0}, ["data"])[0][0][0]
+    results = pool.run(4, measure_traffic, MODELS["gpt2"], train, parallel, ["data_replicate"])
+    flat = pool.run(4, measure_traffic, MODELS["gpt2"], train, {"zero": 0}, ["data"])[0][0][0]
     for (slow,), buckets, _ in results:
         padded = sum(length for length, *_ in buckets)
         ring_of_nodes = 2 * padded * ITEM * (2 - 1) / 2

@@ -42,12 +42,12 @@ ACTIVE = {
 }
 
 
-def specs_of(name, depth=0):
+def list_specs(name, depth=0):
     return list_model_specs(load(str(CONFIGS / f"{name}.yaml"), [f"model.mtp_depth={depth}"]))
 
 
 def count(name):
-    return count_parameters(specs_of(name))
+    return count_parameters(list_specs(name))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -57,7 +57,7 @@ def test_parameters_of_the_released_models(name):
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_parameters_that_a_token_meets(name):
-    assert count_active_parameters(specs_of(name)) / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
+    assert count_active_parameters(list_specs(name)) / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
 
 
 def test_gpt3_has_the_parameters_of_its_published_shape():
@@ -72,8 +72,8 @@ def test_gpt3_has_the_parameters_of_its_published_shape():
 
 def test_a_predictor_of_deepseek_v3_is_a_block_and_what_joins_two_streams():
     hidden = 7168
-    last = [spec for spec in specs_of("deepseek-v3") if spec.name.startswith("blocks.60.")]
-    extra = count_parameters(specs_of("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
+    last = [spec for spec in list_specs("deepseek-v3") if spec.name.startswith("blocks.60.")]
+    extra = count_parameters(list_specs("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
     assert extra == count_parameters(last) + 2 * hidden**2 + 3 * hidden
 
 
@@ -81,14 +81,14 @@ def test_the_switch_has_eight_mlps_in_every_other_layer():
     # gpt2-124m without its biases, but with routers in six layers.
     hidden, blocks = 768, 12
     active = PUBLISHED["gpt2-124m"] - (11 * blocks + 1) * hidden + 6 * 8 * hidden
-    specs = specs_of("gpt2-124m-switch")
+    specs = list_specs("gpt2-124m-switch")
     assert count_active_parameters(specs) == active
     assert count_parameters(specs) == active + 6 * 7 * 2 * 4 * hidden**2
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-moe"])
 def test_the_demos_are_small(name):
-    assert 4e6 < count_active_parameters(specs_of(name)) < 6e6
+    assert 4e6 < count_active_parameters(list_specs(name)) < 6e6
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -30,7 +30,7 @@ QUICK = ("readme", "llm_foundry")
 """Tables of two trainers, Megatron-LM's and llm-foundry's: of many layouts, and soon predicted."""
 
 
-def megatron_bytes_per_element(seq, hidden, heads, tensor, recompute, sequence_parallel):
+def compute_megatron_bytes(seq, hidden, heads, tensor, recompute, sequence_parallel):
     """Return the bytes per element of the stream that a block of Megatron-LM keeps in 16 bits.
 
     Of an element (s b h of them), 10 bytes are not divided among tensor ranks unless
@@ -45,7 +45,7 @@ def megatron_bytes_per_element(seq, hidden, heads, tensor, recompute, sequence_p
     return stream + 24.0 / tensor + (scores if recompute == "none" else 0.0)
 
 
-def lines(name):
+def predict_lines(name):
     predictions = published.predict_table(name)
     if not predictions:
         pytest.skip(f"{name} is read from ../shared/anchors, which is not here")
@@ -55,7 +55,7 @@ def lines(name):
 @pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", TABLES)
 def test_steps_are_predicted(name):
-    errors, (mean, most) = summarize_errors(lines(name)), HELD[name]
+    errors, (mean, most) = summarize_errors(predict_lines(name)), HELD[name]
     assert errors.mean <= mean and errors.most <= most
     assert errors.removed >= 0.5
     # Fitted rows are not much better than held-out rows.
@@ -65,7 +65,7 @@ def test_steps_are_predicted(name):
 @pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_tells_every_row(name):
-    assert format_section(TABLES[name], lines(name)) in PAGE.read_text(encoding="utf-8")
+    assert format_section(TABLES[name], predict_lines(name)) in PAGE.read_text(encoding="utf-8")
 
 
 def run_command(monkeypatch, folder, capsys, *arguments):
@@ -135,7 +135,7 @@ def test_the_page_tells_the_constants():
 def test_rows_of_vtrain_on_one_node_are_computed():
     """The page says so, because these rows agree more closely than measured runs do."""
     start, end = "12 layers of 1024, ", " on 8, 1 a pass, t8 d1 p1"
-    rows = [line.row for line in lines("vtrain_single")]
+    rows = [line.row for line in predict_lines("vtrain_single")]
     took = {
         int(row.label[len(start) : -len(end)]): row.seconds
         for row in rows
@@ -150,7 +150,7 @@ def test_rows_of_vtrain_on_one_node_are_computed():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["korthikanti", "zero_bubble"])
 def test_the_best_of_the_alternatives_is_found(name):
-    assert max(compute_choice_losses(lines(name))) == 0
+    assert max(compute_choice_losses(predict_lines(name))) == 0
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_the_best_of_the_alternatives_is_found(name):
 )
 def test_activations_of_megatron(heads, hidden, published):
     def kept(recompute, sequence_parallel):
-        return megatron_bytes_per_element(2048, hidden, heads, 8, recompute, sequence_parallel)
+        return compute_megatron_bytes(2048, hidden, heads, 8, recompute, sequence_parallel)
 
     unsplit = kept("none", False)
     ratios = (

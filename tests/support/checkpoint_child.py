@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from checkpoint_helpers import load_all, whole
+from checkpoint_helpers import load_all, make_slice
 from torch.distributed import HashStore, TCPStore
 
 from megaframe.checkpoint import CheckpointWriter, Slice, find_checkpoint, open_checkpoint
@@ -44,7 +44,7 @@ def newest_step(folder):
 def save_steps(folder, steps, size):
     writer = CheckpointWriter(folder, rank=0, world=1, store=HashStore(), keep=2)
     for step in steps:
-        writer.save(step, [whole("a", values(step, size))], {"step": step})
+        writer.save(step, [make_slice("a", values(step, size))], {"step": step})
         writer.wait()
 
 
@@ -144,11 +144,11 @@ def full_disk(root):
     """
     folder = Path(root) / "checkpoints"
     writer = CheckpointWriter(folder, rank=0, world=1, store=HashStore(), keep=1)
-    writer.save(1, [whole("a", torch.ones(1 << 18))], {})
+    writer.save(1, [make_slice("a", torch.ones(1 << 18))], {})
     writer.wait()
 
     def refused(words, tensor):
-        writer.save(2, [whole("a", tensor)], {})
+        writer.save(2, [make_slice("a", tensor)], {})
         try:
             writer.wait()
         except UserError as error:

@@ -14,11 +14,11 @@ from megaframe.checkpoint.manifest import checksum
 from megaframe.checkpoint.slices import index_within
 
 
-def whole(name, tensor):
+def make_slice(name, tensor):
     return Slice(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def part(name, tensor, box):
+def cut_slice(name, tensor, box):
     """Return the slice that covers `box` of a whole tensor, as a copy."""
     full = (tuple(0 for _ in tensor.shape), tuple(tensor.shape))
     return Slice(name, full[1], box[0], tensor[index_within(full, box)].clone())
@@ -53,18 +53,18 @@ def load_all(path):
             name: torch.full(tensor.shape, torch.nan, dtype=torch.float64)
             for name, tensor in checkpoint.tensors.items()
         }
-        checkpoint.load([whole(name, tensor) for name, tensor in out.items()])
+        checkpoint.load([make_slice(name, tensor) for name, tensor in out.items()])
         return out
 
 
-def seal(path, manifest):
+def write_sealed(path, manifest):
     """Write a manifest with a matching checksum, as an attacker could."""
     content = json.dumps(manifest, separators=(",", ":"))[1:].encode()
     path.write_bytes(b'{"checksum":"%s",' % checksum(content).encode() + content)
 
 
 @st.composite
-def partitions(draw, shape, max_cuts=5):
+def draw_partition(draw, shape, max_cuts=5):
     """Return boxes that tile `shape`, from random cuts along random dims."""
     boxes = [(tuple(0 for _ in shape), tuple(shape))]
     for _ in range(draw(st.integers(0, max_cuts)) if shape else 0):

@@ -15,13 +15,13 @@ def train(overrides):
     pretrain_gpt.main()
 
 
-def lines(folder):
+def read_lines(folder):
     """Return the lines of a run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(folder):
+def read_losses(folder):
     """Return the loss of each step of a run, which must be there once and in order."""
-    metrics = lines(folder)
+    metrics = read_lines(folder)
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     return [line["loss"] for line in metrics]

@@ -38,14 +38,14 @@ class Tape(TorchDispatchMode):
         # Detached, so that no autograd graph of an argument is kept.
         inputs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         outputs = [x.detach() for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
-        input_storages = {x.untyped_storage().data_ptr() for x in tensors(inputs)}
+        input_storages = {x.untyped_storage().data_ptr() for x in list_tensors(inputs)}
         fresh = [x.untyped_storage().data_ptr() not in input_storages for x in outputs]
         self.kept.append((inputs, outputs))
         if function._schema.is_mutable:
             self.steps.append(lambda: function(*inputs[0], **inputs[1]))
         elif any(fresh) and "empty" not in name:
             assert all(fresh), f"{function} gives a view and something new"
-            self.steps.append(partial(into, outputs, function, inputs))
+            self.steps.append(partial(write_into, outputs, function, inputs))
         return output
 
     def play(self):
@@ -54,12 +54,12 @@ class Tape(TorchDispatchMode):
                 step()
 
 
-def tensors(tree):
+def list_tensors(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def into(outputs, function, inputs):
-    results = tensors(function(*inputs[0], **inputs[1]))
+def write_into(outputs, function, inputs):
+    results = list_tensors(function(*inputs[0], **inputs[1]))
     for old, new in zip(outputs, results, strict=True):
         old.copy_(new)
 
@@ -68,7 +68,7 @@ def record(compute, order):
     """Record on a tape, as `megaframe.training.cuda_graph.record_cuda` does on a GPU. order: is
     extended by the axes of each transfer, in order."""
     tape = Tape()
-    with nobody_waits(), written(tape), tape:
+    with nobody_waits(), watch_transfers(tape), tape:
         passed = compute()
     assert not tape.works, "a transfer is recorded that nobody waits for"
     order += tape.order
@@ -76,7 +76,7 @@ def record(compute, order):
 
 
 @contextmanager
-def written(tape):
+def watch_transfers(tape):
     """Return a context in which a tape also gets transfers and kernels, which torch's dispatcher
     does not see."""
     started, finish, launch = pending.start_pending, Pending._wait_for_all, device.launch

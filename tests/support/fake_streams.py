@@ -76,7 +76,7 @@ class LateOffload(GpuHostOffload):
 
 
 @contextmanager
-def late():
+def delay_streams():
     """Replace CUDA's streams by `Stream`, and copy within them."""
     at = [HERE]
 
@@ -99,14 +99,14 @@ def late():
 
 
 @contextmanager
-def kept_away():
+def offload_on_cpu():
     """Make `optim.offload=true` work on a CPU, with chunks so small that a bucket has many."""
 
     def make_state_offload(optim, device):
         return LateOffload(device) if optim.offload else NO_OFFLOAD
 
     with (
-        late(),
+        delay_streams(),
         patch.object(parameter_groups, "make_state_offload", make_state_offload),
         patch.object(optimizer_state, "_CHUNK", BLOCK),
     ):

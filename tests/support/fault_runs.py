@@ -51,7 +51,7 @@ def main(overrides, fault=None, rank=None, *arguments):
         Trainer._train_step = train_step
 
 
-def alone(limit, *arguments):
+def run_alone(limit, *arguments):
     """Run `main` in a process of its own, which any code inside may end.
 
     limit: the longest time of a step after the first two, in seconds.
@@ -227,12 +227,12 @@ def slow(trainer, seconds):
 # Files that a run leaves.
 
 
-def lines(folder):
+def read_lines(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(folder):
-    metrics = lines(folder)
+def read_losses(folder):
+    metrics = read_lines(folder)
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     return [line["loss"] for line in metrics]
 

@@ -10,13 +10,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def rand(*shape, dtype=torch.float32, seed=0, scale=1.0):
+def make_random(*shape, dtype=torch.float32, seed=0, scale=1.0):
     """Return normal random numbers of a dtype, the same on every call and every device."""
-    numbers = torch.randn(shape, generator=generator(seed), device="cpu")
+    numbers = torch.randn(shape, generator=make_generator(seed), device="cpu")
     return (numbers * scale).to(dtype).to(DEVICE)
 
 
-def generator(seed):
+def make_generator(seed):
     """Return a random generator on the CPU, because generators of devices differ."""
     return torch.Generator("cpu").manual_seed(seed)
 
@@ -32,16 +32,16 @@ def deterministic(mode=True):
         torch.use_deterministic_algorithms(before)
 
 
-def tensors(tree):
+def list_tensors(tree):
     """Return all tensors of nested tuples and lists, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, (tuple, list)):
-        return [t for item in tree for t in tensors(item)]
+        return [t for item in tree for t in list_tensors(item)]
     return []
 
 
-def wide(value):
+def widen(value):
     """Return a floating-point tensor as a new leaf in fp64, anything else as it is."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().double().requires_grad_(value.requires_grad)
@@ -92,9 +92,9 @@ def check(
     reason = implementation.refuses(*arguments, **options)
     if reason is not None:
         raise KernelError(reason)
-    truth_in = [wide(a) for a in arguments]
-    expected = tensors(kernel.reference(*truth_in, **options))
-    actual = tensors(implementation.run(*arguments, **options))
+    truth_in = [widen(a) for a in arguments]
+    expected = list_tensors(kernel.reference(*truth_in, **options))
+    actual = list_tensors(implementation.run(*arguments, **options))
     assert len(actual) == len(expected)
     for index, (result, exact) in enumerate(zip(actual, expected, strict=True)):
         if exact.is_floating_point():
@@ -111,7 +111,8 @@ def check(
     for outputs, inputs in ((actual, leaves), (expected, true_leaves)):
         differentiable = [o for o in outputs if o.requires_grad]
         upstream = [
-            rand(*o.shape, dtype=torch.float32, seed=91 + i) for i, o in enumerate(differentiable)
+            make_random(*o.shape, dtype=torch.float32, seed=91 + i)
+            for i, o in enumerate(differentiable)
         ]
         upstream = [
             g.to(got_o.dtype).to(o.dtype)

@@ -77,7 +77,7 @@ def run(
     train_step.optimizer.initialize(config.run.seed)
     losses, norms = [], []
     for step in range(STEPS):
-        batch = on(mesh.device, global_batch(config, step))
+        batch = on(mesh.device, make_global_batch(config, step))
         if packed:
             batch = on(mesh.device, with_documents(batch, step))
         shares = [
@@ -109,7 +109,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def global_batch(config, step):
+def make_global_batch(config, step):
     """Return a global batch of random tokens. Masks are uneven: some samples have few labels."""
     generator = torch.Generator().manual_seed(step)
     samples = config.train.global_batch
@@ -159,12 +159,9 @@ def assert_same(results, expected):
     """Assert that all ranks agree with the one-process result, and together hold all of it."""
     gathered = {}
     for rank in results:
-        for values, reference in (
-            (rank.losses, expected.losses),
-            (rank.norms, expected.norms),
-            (rank.evaluation, expected.evaluation),
-        ):
-            assert values == promised(reference)
+        for label in ("losses", "norms", "evaluation"):
+            values, reference = getattr(rank, label), getattr(expected, label)
+            assert values == promised(reference), f"{label}: {values}, on one rank {reference}"
         for name, pieces in rank.weights.items():
             full = gathered.setdefault(name, torch.full_like(expected.whole(name), torch.nan))
             for box, weights in pieces:
@@ -172,11 +169,11 @@ def assert_same(results, expected):
     assert gathered.keys() == expected.weights.keys()
     for name, weights in gathered.items():
         reference = expected.whole(name)
-        allowed = PROMISE * size_of(name.partition("/")[0], expected)
+        allowed = PROMISE * find_size(name.partition("/")[0], expected)
         assert_within(weights, reference, allowed, "what is promised of layouts", name)
 
 
-def size_of(kind, expected):
+def find_size(kind, expected):
     """Return the size to which the promise is relative. For weights and their average it is one:
     steps of AdamW are large also where a gradient is only rounding. For a moment it is the largest
     of its kind: gradients that cancel are as inexact as others."""

@@ -17,7 +17,7 @@ def schedule_of(text):
     )
 
 
-def inputs(schedule, action):
+def list_inputs(schedule, action):
     """Return the compute actions whose results a compute action needs."""
     last = len(schedule.rank_of) - 1
     kind, stage, number = action.kind, action.stage, action.microbatch
@@ -29,7 +29,7 @@ def inputs(schedule, action):
 
 
 @st.composite
-def schedules(draw, most_stages=5, most_microbatches=4):
+def draw_schedules(draw, most_stages=5, most_microbatches=4):
     """Draw a schedule with any placement of stages, any executable order, any split backwards."""
     stages = draw(st.integers(1, most_stages))
     ranks = draw(st.integers(1, stages))
@@ -43,7 +43,7 @@ def schedules(draw, most_stages=5, most_microbatches=4):
     shape = Schedule(tuple(tuple(a for a in left if rank_of[a.stage] == r) for r in range(ranks)))
     lists, done = [[] for _ in range(ranks)], set()
     while left:
-        able = [action for action in left if done.issuperset(inputs(shape, action))]
+        able = [action for action in left if done.issuperset(list_inputs(shape, action))]
         action = draw(st.sampled_from(able))
         lists[rank_of[action.stage]].append(action)
         done.add(action)
@@ -51,12 +51,12 @@ def schedules(draw, most_stages=5, most_microbatches=4):
     return Schedule(tuple(map(tuple, lists)))
 
 
-def executable(schedule):
+def is_executable(schedule):
     """Return whether the graph of order and inputs has no cycle. No action may be missing."""
     graph = TopologicalSorter()
     for actions in schedule.ranks:
         for before, action in zip((None, *actions), actions, strict=False):
-            graph.add(action, *inputs(schedule, action), *([before] if before else []))
+            graph.add(action, *list_inputs(schedule, action), *([before] if before else []))
     try:
         graph.prepare()
     except ValueError:
@@ -64,7 +64,7 @@ def executable(schedule):
     return True
 
 
-def ends(schedule, durations, comm):
+def compute_ends(schedule, durations, comm):
     """Return when each action ends, by the longest path to it. durations: seconds by action."""
     rank_of, known = schedule.rank_of, {}
     before, sent_before = {}, {}
@@ -72,14 +72,14 @@ def ends(schedule, durations, comm):
         before |= zip(actions, (None, *actions), strict=False)
         edges = {}
         for action in actions:
-            to = target(schedule, action)
+            to = find_target(schedule, action)
             if to is not None and rank_of[to] != rank:
                 sent_before[action] = edges.get(rank_of[to])
                 edges[rank_of[to]] = action
 
     def end(action):
         if action not in known:
-            waits = [arrival(predecessor, action) for predecessor in inputs(schedule, action)]
+            waits = [arrival(predecessor, action) for predecessor in list_inputs(schedule, action)]
             waits += [end(before[action])] if before[action] else []
             known[action] = durations[action] + max(waits, default=0)
         return known[action]
@@ -96,13 +96,13 @@ def ends(schedule, durations, comm):
     return {action: end(action) for actions in schedule.ranks for action in actions}
 
 
-def target(schedule, action):
+def find_target(schedule, action):
     """Return the stage that takes the result of an action, or None."""
     to = action.stage + {F: 1, B: -1, W: -1 - action.stage}[action.kind]
     return to if 0 <= to < len(schedule.rank_of) else None
 
 
-def durations_of(schedule, forward, backward, weight):
+def list_durations(schedule, forward, backward, weight):
     """Return the seconds of each action, from the seconds of each stage."""
     times = {F: forward, B: backward, W: weight}
     return {

@@ -10,7 +10,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def lines(steps, ranks=4, stages=2, ranks_every=10, start=0, seed=0):
+def make_lines(steps, ranks=4, stages=2, ranks_every=10, start=0, seed=0):
     """Yield metrics lines, one a step; every `every`-th one has rows with all ranks."""
     draw = random.Random(seed)
     for step in range(start + 1, start + steps + 1):

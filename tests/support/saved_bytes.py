@@ -3,7 +3,7 @@
 import torch
 
 
-def kept_by_block(stage, microbatch, buckets):
+def measure_block_bytes(stage, microbatch, buckets):
     """Return the bytes that the first block keeps, not counting its input, its weights, the rotary
     tables and scalars."""
     context = stage._make_context(microbatch, scale=torch.ones((), dtype=torch.float64))

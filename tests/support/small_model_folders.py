@@ -62,7 +62,7 @@ CONFIGS = {
 }
 
 
-def weights(config, dtype=torch.float32):
+def make_weights(config, dtype=torch.float32):
     """Return random weights of a model with this config, by their names in a folder."""
     run = RunConfig(model=read_model_config(config))
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def write_folder(path, config, tensors):
     return path
 
 
-def small_folder(path, family="llama", **keys):
+def write_small_folder(path, family="llama", **keys):
     """Write a valid folder of a family."""
     config = {**CONFIGS[family], **keys}
-    return write_folder(path, config, weights(config))
+    return write_folder(path, config, make_weights(config))

@@ -60,13 +60,13 @@ def end_thread(status):
     raise SystemExit(status)
 
 
-def connection(port, master=False):
+def connect(port, master=False):
     return dist.TCPStore(
         "127.0.0.1", port, is_master=master, timeout=timedelta(seconds=30), wait_for_workers=False
     )
 
 
-def in_threads(call, ranks):
+def run_in_threads(call, ranks):
     threads = [threading.Thread(target=call, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -76,11 +76,11 @@ def in_threads(call, ranks):
 
 def start(world):
     """Return the requests of each rank that starts."""
-    host = connection(0, master=True)
-    counted = {rank: RequestLog(connection(host.port)) for rank in range(world)}
+    host = connect(0, master=True)
+    counted = {rank: RequestLog(connect(host.port)) for rank in range(world)}
     prefixed, rendezvous.PrefixStore = rendezvous.PrefixStore, lambda prefix, store: prefix
     try:
-        in_threads(lambda rank: find_fresh_store(counted[rank], rank, world, 30.0), counted)
+        run_in_threads(lambda rank: find_fresh_store(counted[rank], rank, world, 30.0), counted)
     finally:
         rendezvous.PrefixStore = prefixed
     return [store.asked for store in counted.values()]
@@ -93,9 +93,9 @@ def lose(world, victim, fault, dead_judge=False):
     how: `lost` (those in a group with it lose contact) or `late` (every rank waits too long).
     dead_judge: a rank that is lost itself was the first to ask whether it is the judge.
     """
-    host = connection(0, master=True)
+    host = connect(0, master=True)
     layout = Layout(tensor=4, data=world // 4)
-    stores = {rank: RequestLog(connection(host.port)) for rank in range(world)}
+    stores = {rank: RequestLog(connect(host.port)) for rank in range(world)}
     leave, os._exit, errors = os._exit, end_thread, sys.stderr
     sys.stderr = io.StringIO()
     progress = {rank: RankProgress() for rank in range(world)}
@@ -120,7 +120,7 @@ def lose(world, victim, fault, dead_judge=False):
                 others = [other for other in group if other != rank]
                 watches[rank].leave(LostRanks(f"rank {rank} lost contact", others))
 
-            in_threads(lose_contact, [rank for rank in group if rank != victim])
+            run_in_threads(lose_contact, [rank for rank in group if rank != victim])
         for rank, watch in watches.items():
             if fault == "lost" and rank in group:
                 watch._stop.set()  # its working thread has ended the rank
@@ -184,7 +184,7 @@ class GlooRequestCounter(dist.Store):
         return self.store.wait(keys, timeout)
 
 
-def gloo_requests(lazily, port):
+def count_gloo_requests(lazily, port):
     """Return the requests to the store of one rank for a group of all ranks: when it is made, and
     for a sum over it."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -35,7 +35,7 @@ def write_token_file(
     return str(prefix)
 
 
-def counting_documents(lengths: Sequence[int], first: int = 0) -> list[list[list[int]]]:
+def make_counting_documents(lengths: Sequence[int], first: int = 0) -> list[list[list[int]]]:
     """Return one-sequence documents whose tokens count up from `first` across all documents."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]) + first
     return [[list(range(a, b))] for a, b in pairwise(bounds)]

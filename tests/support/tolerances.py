@@ -21,16 +21,17 @@ PROMISE = 1e-10
 """What docs/design.md promises of layouts in fp64, relative to a loss or norm, and to a weight of
 size one. A published limit and not a tolerance of rounding, which is a hundred times smaller."""
 CERTAINTY = 8.0
-"""The lambda of `growth`: a sum of n terms exceeds it with a probability of at most 2n e^-32."""
+"""The lambda of `estimate_growth`: a sum of n terms exceeds it with a probability of at most
+2n e^-32."""
 Numbers = float | Sequence[float] | Mapping[Any, float]
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
+def compute_roundoff(dtype: torch.dtype) -> float:
     """Return the largest relative error of rounding one number to `dtype`, to nearest."""
     return torch.finfo(dtype).eps / 2
 
 
-def growth(terms: int, dtype: torch.dtype) -> float:
+def estimate_growth(terms: int, dtype: torch.dtype) -> float:
     """Return the relative error that `terms` roundings to `dtype`, one after the other, add up to.
 
     It is the smaller of two bounds. That which always holds is gamma_n = n u / (1 - n u), for any
@@ -44,19 +45,19 @@ def growth(terms: int, dtype: torch.dtype) -> float:
             For products of products, lengths are added.
         dtype: The type in which sums are kept.
     """
-    unit = unit_roundoff(dtype)
+    unit = compute_roundoff(dtype)
     always = terms * unit / (1 - terms * unit) if terms * unit < 1 else math.inf
     walk = math.expm1(CERTAINTY * math.sqrt(terms) * unit + terms * unit**2 / (1 - unit))
     return min(always, walk)
 
 
-def allowance(
+def compute_allowance(
     terms: int, size: Any, dtype: torch.dtype, sums: torch.dtype | None = None, result: Any = None
 ) -> Any:
     """Return the absolute error that a computed sum may have.
 
     Args:
-        terms: As in `growth`.
+        terms: As in `estimate_growth`.
         size: Sum of the absolute values of the terms, as a number or a tensor.
         dtype: The type of the result.
         sums: The type in which sums are kept; by default fp32 or better, whatever the result is.
@@ -64,8 +65,8 @@ def allowance(
     """
     if sums is None:
         sums = torch.float64 if dtype == torch.float64 else torch.float32
-    last = 0.0 if sums == dtype else unit_roundoff(dtype) * (size if result is None else result)
-    return growth(terms, sums) * size + last + torch.finfo(dtype).tiny
+    last = 0.0 if sums == dtype else compute_roundoff(dtype) * (size if result is None else result)
+    return estimate_growth(terms, sums) * size + last + torch.finfo(dtype).tiny
 
 
 def assert_near(
@@ -83,12 +84,12 @@ def assert_near(
     Args:
         actual: Tensor, or a number (fp64).
         expected: The same result, computed in another way or in a wider type.
-        terms: Roundings on the way to one element, as in `growth`.
+        terms: Roundings on the way to one element, as in `estimate_growth`.
         size: Size of the numbers that are added up to an element: the sum of their absolute values,
             which broadcasts against the result. By default the largest element of `expected`:
             elements that cancel by chance are as inexact as the others of their tensor.
         dtype: Type of the numbers of `actual`, if it is lower than that in which it is given.
-        sums: The type in which sums of `actual` are kept, as in `allowance`.
+        sums: The type in which sums of `actual` are kept, as in `compute_allowance`.
         label: A name of the result for the message.
     """
     actual, expected = (
@@ -101,9 +102,9 @@ def assert_near(
     if size is None:
         size = finite.max() if finite.numel() else 0.0
     magnitude = torch.as_tensor(size, dtype=torch.float64)
-    allowed = allowance(terms, magnitude, actual_dtype, sums, wide.abs()) + allowance(
-        terms, magnitude, expected_dtype
-    )
+    allowed = compute_allowance(
+        terms, magnitude, actual_dtype, sums, wide.abs()
+    ) + compute_allowance(terms, magnitude, expected_dtype)
     largest = float(magnitude.max()) if magnitude.numel() else 0.0
     assert_within(
         actual,
@@ -153,10 +154,10 @@ def near(expected: Numbers, terms: int, dtype: torch.dtype = torch.float64) -> A
 
     Args:
         expected: A number, a list, or a dictionary of numbers, as for `pytest.approx`.
-        terms: Roundings on the way to one number, as in `growth`.
+        terms: Roundings on the way to one number, as in `estimate_growth`.
         dtype: The type in which both were computed.
     """
-    return pytest.approx(expected, rel=2 * growth(terms, dtype), abs=0.0)
+    return pytest.approx(expected, rel=2 * estimate_growth(terms, dtype), abs=0.0)
 
 
 def promised(expected: Numbers) -> Any:

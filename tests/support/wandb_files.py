@@ -16,7 +16,7 @@ def without_wandb_key(monkeypatch, home):
     monkeypatch.setenv("HOME", str(home))
 
 
-def wandb_records(path):
+def read_wandb_records(path):
     """Return the records of an offline run's file.
 
     They are protocol buffers, divided into pieces in blocks of 32 KiB as in LevelDB's log. wandb's
@@ -38,14 +38,14 @@ def wandb_records(path):
     return records
 
 
-def wandb_rows(path):
+def read_wandb_rows(path):
     """Return the history of a finished run. First waits for wandb's own process, which completes
     the run's file."""
     deadline = time.monotonic() + 30
-    while not any(record.HasField("exit") for record in wandb_records(path)):
+    while not any(record.HasField("exit") for record in read_wandb_records(path)):
         assert time.monotonic() < deadline, "the run was not finished in its file"
         time.sleep(0.05)
-    histories = (r.history.item for r in wandb_records(path) if r.HasField("history"))
+    histories = (r.history.item for r in read_wandb_records(path) if r.HasField("history"))
     return [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
         for items in histories

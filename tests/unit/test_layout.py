@@ -1,4 +1,5 @@
-"""Layout: every rank has one place in each view, and groups divide the world into equal parts."""
+"""Layout: every rank has one place in each view, groups divide the world into equal parts, and
+exchanges in steps connect every pair of ranks."""
 
 import math
 from itertools import chain, combinations
@@ -9,13 +10,20 @@ from hypothesis import strategies as st
 
 from megaframe.config import ParallelConfig
 from megaframe.errors import UserError, list_divisors
-from megaframe.layout import DENSE_VIEW, EXPERT_VIEW, Layout
+from megaframe.layout import (
+    DENSE_VIEW,
+    EXPERT_VIEW,
+    Layout,
+    count_ranks_per_node,
+    exchange_groups,
+    exchange_steps,
+)
 
 sizes = st.sampled_from([1, 1, 2, 3, 4])
 
 
 @st.composite
-def layouts(draw):
+def draw_layout(draw):
     tensor, context, data, pipeline = (draw(sizes) for _ in range(4))
     replicate = draw(st.sampled_from(list_divisors(data)))
     copy = tensor * context * data // replicate
@@ -34,12 +42,12 @@ def layouts(draw):
 SPLIT_DENSE_VIEW = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
 
-def subsets(axes):
+def list_subsets(axes):
     return chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))
 
 
 @settings(deadline=None, max_examples=50)
-@given(layouts())
+@given(draw_layout())
 def test_each_view_numbers_the_ranks_one_to_one(layout):
     ranks = range(layout.world)
     assert [layout.rank(**layout.get_coordinate(rank)) for rank in ranks] == list(ranks)
@@ -56,10 +64,10 @@ def test_each_view_numbers_the_ranks_one_to_one(layout):
 
 
 @settings(deadline=None, max_examples=30)
-@given(layouts())
+@given(draw_layout())
 def test_groups_partition_the_world_into_equal_sizes(layout):
     for view in (DENSE_VIEW, SPLIT_DENSE_VIEW, EXPERT_VIEW):
-        for axes in subsets(view):
+        for axes in list_subsets(view):
             groups = layout.list_groups(*axes)
             assert sorted(chain(*groups)) == list(range(layout.world))
             assert {len(group) for group in groups} == {math.prod(layout.sizes[a] for a in axes)}
@@ -67,14 +75,14 @@ def test_groups_partition_the_world_into_equal_sizes(layout):
 
 
 @settings(deadline=None, max_examples=30)
-@given(layouts(), st.data())
+@given(draw_layout(), st.data())
 def test_members_differ_on_the_given_axes_only(layout, data):
     rank = data.draw(st.integers(0, layout.world - 1))
     for view, place in (
         (DENSE_VIEW, layout.get_coordinate),
         (EXPERT_VIEW, layout.get_expert_coordinate),
     ):
-        for axes in subsets(view):
+        for axes in list_subsets(view):
             own_place, others = place(rank), [axis for axis in view if axis not in axes]
             expected = tuple(
                 other
@@ -86,7 +94,7 @@ def test_members_differ_on_the_given_axes_only(layout, data):
 
 
 @settings(deadline=None, max_examples=30)
-@given(layouts())
+@given(draw_layout())
 def test_both_views_cover_the_same_ranks_of_a_stage(layout):
     dense = layout.list_groups("tensor", "context", "data")
     assert dense == layout.list_groups("expert_tensor", "expert", "expert_data")
@@ -183,3 +191,62 @@ def test_a_layout_of_many_ranks_answers_at_once():
     assert layout.world == 32768
     assert len(layout.list_groups("data")) == 256
     assert len(layout.list_groups("pipeline", "tensor")[5]) == 128
+
+
+def count_messages(steps):
+    """Messages that a rank sends in an exchange in these steps."""
+    return sum(ranks - 1 for ranks in steps)
+
+
+@settings(deadline=None, max_examples=200)
+@given(ranks=st.integers(1, 5000), inside=st.integers(1, 72))
+def test_steps_divide_a_group_and_save_messages(ranks, inside):
+    steps = exchange_steps(ranks, inside)
+    assert math.prod(steps) == ranks
+    assert count_messages(steps) <= ranks - 1
+    node, near_ranks, far = steps
+    assert node in (1, inside)
+    assert far == 1 or 2 * (near_ranks + far - 2) <= near_ranks * far - 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inside", "steps", "sent"),
+    [
+        (4, 1, (1, 4, 1), 3),  # two steps would save one message of three
+        (8, 8, (1, 8, 1), 7),
+        (16, 1, (1, 4, 4), 6),
+        (16, 8, (8, 2, 1), 8),
+        (31, 1, (1, 31, 1), 30),  # a prime
+        (2048, 1, (1, 32, 64), 94),
+        (4096, 8, (8, 16, 32), 53),
+        (16384, 8, (8, 32, 64), 101),
+    ],
+)
+def test_messages_of_a_rank(ranks, inside, steps, sent):
+    assert exchange_steps(ranks, inside) == steps
+    assert count_messages(steps) == sent
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(24, (2, 3, 4)), (8, (2, 4)), (6, (6,))])
+def test_every_pair_of_ranks_is_connected_by_one_path(ranks, sizes):
+    """What rank r has for rank q goes to the rank that has q's places in the steps so far."""
+    numbers = [10 + rank for rank in range(ranks)]
+    steps = exchange_groups(numbers, sizes)
+    for groups in steps:
+        assert sorted(rank for group in groups for rank in group) == numbers
+    for source in numbers:
+        for target in numbers:
+            position, stride = source - 10, 1
+            for size, groups in zip(sizes, steps, strict=True):
+                (group,) = [group for group in groups if position + 10 in group]
+                place = (target - 10) // stride % size
+                position, stride = group[place] - 10, stride * size
+            assert position + 10 == target
+
+
+def test_neighbours_of_a_node_are_the_same_in_every_group():
+    assert count_ranks_per_node([(0, 1, 2, 3), (4, 5, 6, 7)], 2) == 2
+    assert count_ranks_per_node([(0, 2, 4, 6), (1, 3, 5, 7)], 4) == 2
+    assert count_ranks_per_node([(0, 8, 16)], 8) == 1
+    assert count_ranks_per_node([(0, 1, 2)], 2) == 1
+    assert count_ranks_per_node([(0, 1), (2, 3)], 8) == 2

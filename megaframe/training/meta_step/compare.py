@@ -9,7 +9,7 @@ from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
-from megaframe.planner.communication_volume import communication_bytes
+from megaframe.planner.communication_volume import compute_communication_bytes
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.schedule.check import check
@@ -62,7 +62,7 @@ def _compare_memory(
     yield ComparisonRow("optimizer", measured.optimizer, plan.optimizer)
     if plan.host:
         yield ComparisonRow("on the host", measured.host, plan.host)
-        yield ComparisonRow("rooms", measured.staging, plan.rooms)
+        yield ComparisonRow("buffers", measured.staging, plan.buffers)
     recomputes = any(p.recomputed for p in plan_stages(config))
     counted = measured.activations + measured.temporaries if recomputes else measured.activations
     planned = activations + plan.temporaries if recomputes else activations
@@ -70,7 +70,7 @@ def _compare_memory(
     yield ComparisonRow(name, counted, planned)
     if not recomputes:
         yield ComparisonRow("temporaries", measured.temporaries, plan.temporaries)
-    peak = buffers + plan.optimizer + plan.rooms + activations + plan.temporaries
+    peak = buffers + plan.optimizer + plan.buffers + activations + plan.temporaries
     yield ComparisonRow("most at a time", measured.peak, peak)
 
 
@@ -84,7 +84,9 @@ def _compare_traffic(
     pipeline_rank = layout.get_coordinate(rank)["pipeline"]
     plans = plan_stages(config)
     own_plans = [plans[stage] for stage in schedule.list_stages(pipeline_rank)]
-    planned = dict(communication_bytes(config, layout, own_plans, schedule.ranks[pipeline_rank]))
+    planned = dict(
+        compute_communication_bytes(config, layout, own_plans, schedule.ranks[pipeline_rank])
+    )
     for axes, size in sorted(measured.traffic.items()):
         planned_axes = {"context+data": "data"}.get(axes, axes)
         if size or axes in planned:

@@ -95,12 +95,12 @@ class AbortableCommunicator:
 
     def start_life(self, sockets):
         self._sockets, self._flights = sockets, []
-        self._told = threading.Event()
+        self._aborted = threading.Event()
         self._hung = self._failed = False
         communicators.append(self)
 
     def check_alive(self):
-        if self._told.is_set():
+        if self._aborted.is_set():
             raise RuntimeError(f"NCCL communicator was aborted on rank {self.rank()}.")
 
     def wrap_launch(self, parts, launch):
@@ -143,7 +143,7 @@ class AbortableCommunicator:
 
     def wait_for_abort(self):
         self._failed = self._failed or not self._hung
-        return self._told.wait()
+        return self._aborted.wait()
 
     def _get_backend(self, device):
         assert device.type == "cuda", f"No backend type associated with device type {device.type}"
@@ -152,17 +152,17 @@ class AbortableCommunicator:
     def get_error(self):
         return ErrorType.COMM_ERROR if self._failed else ErrorType.SUCCESS
 
-    def told(self):
-        return self._told.is_set()
+    def is_aborted(self):
+        return self._aborted.is_set()
 
     def waits(self):
         """Return whether a kernel of it waits and is not going to return."""
-        if self._told.is_set():
+        if self._aborted.is_set():
             return False
         return not all(transfer.is_completed() for transfer in self._flights)
 
     def abort(self):
-        self._told.set()
+        self._aborted.set()
         self._sockets.cut()
         deadline = time.monotonic() + _GIVEN_UP
         while any(communicator.waits() for communicator in communicators):
@@ -176,6 +176,6 @@ def destroy():
     """Called when all communicators are destroyed, which waits for what they have in flight."""
     if any(communicator.waits() for communicator in communicators):
         report("abort", "a communicator is destroyed while a transfer waits, and waits with it")
-    if any(communicator.told() for communicator in communicators):
+    if any(communicator.is_aborted() for communicator in communicators):
         take_calls()  # rules are for calls that come to an end
     communicators.clear()

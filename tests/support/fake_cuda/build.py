@@ -15,7 +15,7 @@ _ROOT = _HERE.parents[2]
 _TORCH = Path(torch.__file__).parent
 
 
-def obstacle():
+def explain_obstacle():
     """Return why the stand-in cannot run here, or None if it can."""
     pinned = (_ROOT / "constraints.txt").read_text()
     pinned_version = re.search(r"^torch==(\S+)", pinned, re.MULTILINE)[1]
@@ -30,7 +30,7 @@ def obstacle():
     return None
 
 
-def library():
+def build_library():
     """Return the path of the compiled library. It is compiled first if its sources have changed."""
     digest = hashlib.sha256(torch.__version__.encode())
     for source in sorted((*_HERE.glob("*.h"), *_HERE.glob("*.cpp"))):

@@ -35,12 +35,12 @@ from fake_cuda.nccl_rules import (
     CreateCommunicator,
     Message,
     MessageGroup,
-    collective,
-    connections,
+    describe_size,
     end_of,
-    line,
-    other_end,
-    size,
+    find_line,
+    find_other_end,
+    list_connections,
+    make_collective,
 )
 
 host = torch.ops.fake_cuda.host
@@ -76,7 +76,7 @@ def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=Non
     if pg_options is None:
         return _new_group(ranks, timeout=timeout, backend=backend or "gloo")
     assert device_id == torch.device("cuda", library.get_device())
-    created = CreateCommunicator(f"communicator {next(_numbers)}", tuple(ranks), line())
+    created = CreateCommunicator(f"communicator {next(_numbers)}", tuple(ranks), find_line())
     note(created)
     rank = dist.get_rank()
     own_call = f"rank {rank}: {created} [{created.where}]"
@@ -203,7 +203,7 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
 
     def _collective(self, kind, x, reads, writes, launch, uneven=False):
         """Start a collective. x: a tensor of the same shape on all ranks, if it is not uneven."""
-        call = collective(self._name, self._stream, kind, x, uneven)
+        call = make_collective(self._name, self._stream, kind, x, uneven)
         form = call.form
         if form not in self._connected:
             self._connected.add(form)
@@ -220,16 +220,16 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
     def _messages(self, parts):
         """Start messages as one operation. parts: (transfer, tensor, peer in the group)."""
         transfers = tuple(transfer for transfer, _, _ in parts)
-        call = MessageGroup(self._name, self._stream, transfers, line())
+        call = MessageGroup(self._name, self._stream, transfers, find_line())
         known = [
             transfer for transfer in transfers if end_of(self._me, transfer) in self._connected
         ]
-        for batch in connections(self._me, self._ranks, transfers, known):
+        for batch in list_connections(self._me, self._ranks, transfers, known):
             for one in batch:
                 self._connected.add(end_of(self._me, one))
                 _store.set(self._key(*end_of(self._me, one)), "")
             for one in batch:
-                self._meet([self._key(*other_end(self._me, one))], call, f"rank {one.peer}")
+                self._meet([self._key(*find_other_end(self._me, one))], call, f"rank {one.peer}")
         sends = [(x, peer) for transfer, x, peer in parts if transfer.kind == "send"]
         receives = [(x, peer) for transfer, x, peer in parts if transfer.kind == "receive"]
 
@@ -339,7 +339,7 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
         return self._message("receive", tensors[0], source)
 
     def _message(self, kind, x, peer):
-        part = Message(kind, self._ranks[peer], size(x)), x, peer
+        part = Message(kind, self._ranks[peer], describe_size(x)), x, peer
         if self._group is None:
             return self._messages([part])
         self._group.append(part)
@@ -357,7 +357,7 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
             return [dist.barrier(self.gloo, async_op=True)], lambda: host_waits(self._stream)
 
         self.check_alive()
-        note(CollectiveCall(self._name, self._stream, "barrier", where=line()))
+        note(CollectiveCall(self._name, self._stream, "barrier", where=find_line()))
         works, on_done = self.wrap_launch([("barrier", None)], launch)([], [])
         return FakeNcclWork(works, on_done, StreamEvent(self._stream), None)
 

@@ -17,7 +17,7 @@ from fake_cuda.machine import (
     report,
     take_calls,
 )
-from fake_cuda.nccl_rules import Synchronize, line
+from fake_cuda.nccl_rules import Synchronize, find_line
 
 _DEFAULT = -1
 """What the default stream, number 0, is called where 0 would mean a new one."""
@@ -90,7 +90,7 @@ class CudaEventBase:
     def synchronize(self):
         check_device()
         library.event_synchronize(self._event)
-        note(Synchronize(self._event, line()))
+        note(Synchronize(self._event, find_line()))
 
     def elapsed_time(self, end):
         for event in (self, end):

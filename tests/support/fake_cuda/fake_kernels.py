@@ -49,14 +49,14 @@ def _run(self, *arguments, grid, warmup, **options):
 
     before = [x.clone() for x in host_tensors]
     work()
-    changed = [not _same_bytes(old, x) for old, x in zip(before, host_tensors, strict=True)]
+    changed = [not _have_same_bytes(old, x) for old, x in zip(before, host_tensors, strict=True)]
     writes = [x for x, new in zip(host_tensors, changed, strict=True) if new]
     reads = [x for x, new in zip(host_tensors, changed, strict=True) if not new]
     count_as_work(self.fn.__name__, reads, writes)
     repeat_in_graph(work, host_tensors)
 
 
-def _same_bytes(x, y):
+def _have_same_bytes(x, y):
     x, y = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (x, y))
     return torch.equal(x, y)
 

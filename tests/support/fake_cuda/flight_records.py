@@ -17,7 +17,7 @@ def note(group, parts, reads, writes, works):
     """Note the transfers of a call of a group. parts: kind and peer of each; collectives have no
     peer. works: what knows whether they are done."""
     sends, receives = iter(reads), iter(writes)
-    done = partial(all_done, works)
+    done = partial(are_all_done, works)
     for kind, peer in parts:
         if peer is None:
             _note(group, kind, reads or writes, writes or reads, done)
@@ -27,7 +27,7 @@ def note(group, parts, reads, writes, works):
             _note(group, name.format(group.rank(), peer), [x], [x], done, message=True)
 
 
-def all_done(works):
+def are_all_done(works):
     return all(work.is_completed() for work in works)
 
 
@@ -54,9 +54,9 @@ def _note(group, name, reads, writes, done, message=False):
                 "profiling_name": f"nccl:{_NAMES.get(name, name)}",
                 "time_created_ns": time.time_ns(),
                 "input_sizes": [list(x.shape) for x in reads],
-                "input_dtypes": [_type(x) for x in reads],
+                "input_dtypes": [_name_type(x) for x in reads],
                 "output_sizes": [list(x.shape) for x in writes],
-                "output_dtypes": [_type(x) for x in writes],
+                "output_dtypes": [_name_type(x) for x in writes],
                 "time_discovered_started_ns": None,
                 "time_discovered_completed_ns": None,
                 "timeout_ms": 600_000,
@@ -87,7 +87,7 @@ def reset():
         records.clear()
 
 
-def _type(x):
+def _name_type(x):
     name = str(x.dtype).removeprefix("torch.")
     return {"float32": "Float", "float64": "Double", "int64": "Long"}.get(name, name)
 

@@ -15,7 +15,14 @@ from ctypes import CFUNCTYPE, c_char_p, c_double, c_int, c_int64, c_void_p
 from itertools import count
 from pathlib import Path
 
-from fake_cuda.nccl_rules import QUEUES, LaunchKernel, RecordEvent, Synchronize, WaitEvent, line
+from fake_cuda.nccl_rules import (
+    QUEUES,
+    LaunchKernel,
+    RecordEvent,
+    Synchronize,
+    WaitEvent,
+    find_line,
+)
 
 assert "torch" not in sys.modules, "the stand-in comes before torch"
 library = ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"], ctypes.RTLD_GLOBAL)
@@ -148,19 +155,19 @@ def _is_beside_the_host():
 def note_event(stream, event=None):
     """Note that an event is recorded behind the work of a stream. Returns its name."""
     event = next(_events) if event is None else event
-    note(LaunchKernel(stream, line()))
+    note(LaunchKernel(stream, find_line()))
     note(RecordEvent(stream, event))
     return event
 
 
 def note_wait(stream, event):
     """Note that a stream waits for an event."""
-    note(WaitEvent(stream, event, line()))
+    note(WaitEvent(stream, event, find_line()))
 
 
 def host_waits(stream):
     """Note that the host waits for a stream; None for all of them."""
-    note(Synchronize(None if stream is None else note_event(stream), line()))
+    note(Synchronize(None if stream is None else note_event(stream), find_line()))
 
 
 def take_calls():

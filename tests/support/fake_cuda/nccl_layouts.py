@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from fake_cuda.recorder import calls_of
+from fake_cuda.recorder import record_calls
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
@@ -21,24 +21,24 @@ CHUNKS = dict.fromkeys(
 )
 
 
-def scheduled(name, stages, **others):
+def schedule_model(name, stages, **others):
     return {"pipeline": stages, "schedule": name, "chunks": CHUNKS.get(name, 1), **others}
 
 
 RING, HEADS = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context_kind": "nested", "context_heads": 2}
 LAYOUTS = [
-    *((2, GPT2, scheduled(name, 2)) for name in SCHEDULE_NAMES),
-    *((4, LLAMA, scheduled(name, 4)) for name in SCHEDULE_NAMES),
-    (8, GPT2, scheduled("1f1b", 8)),
-    (8, GPT2, scheduled("interleaved", 4, zero=2)),
-    (16, LLAMA, scheduled("zb-v", 4, tensor=2, zero=1)),
+    *((2, GPT2, schedule_model(name, 2)) for name in SCHEDULE_NAMES),
+    *((4, LLAMA, schedule_model(name, 4)) for name in SCHEDULE_NAMES),
+    (8, GPT2, schedule_model("1f1b", 8)),
+    (8, GPT2, schedule_model("interleaved", 4, zero=2)),
+    (16, LLAMA, schedule_model("zb-v", 4, tensor=2, zero=1)),
     (2, LLAMA, {"context": 2, **RING}),
     (4, LLAMA, {"context": 4, **RING, "zero": 3}),
     (4, LLAMA, {"context": 4, **HEADS}),
     (4, LLAMA, {"context": 4, **NESTED}),
     (8, LLAMA, {"context": 8, **RING}),
-    (16, LLAMA, scheduled("zb-v", 2, context=4, tensor=2, **RING)),
+    (16, LLAMA, schedule_model("zb-v", 2, context=4, tensor=2, **RING)),
     *((2, GPT2, {"zero": zero}) for zero in (0, 1, 2, 3)),
     (4, GPT2, {"zero": 3, "data_replicate": 2}),
     (2, LLAMA, {"tensor": 2, "tensor_chunks": 2}),
@@ -49,17 +49,17 @@ LAYOUTS = [
     (4, EXPERTS, {"expert": 2, "expert_tensor": 2, "zero": 3}),
     (4, EXPERTS, {"expert": 4, "dispatch": "hierarchical", "node_size": 2}),
     (4, EXPERTS, {"expert": 4, "dispatch": "deduplicated", "node_size": 2}),
-    (4, EXPERTS, scheduled("dualpipe-v", 2, expert=2, expert_overlap=True)),
+    (4, EXPERTS, schedule_model("dualpipe-v", 2, expert=2, expert_overlap=True)),
     (8, EXPERTS, {"tensor": 2, "context": 2, "expert": 4, "zero": 2}),
-    (16, EXPERTS, scheduled("interleaved", 2, expert=4, tensor=2, context=2)),
+    (16, EXPERTS, schedule_model("interleaved", 2, expert=4, tensor=2, context=2)),
 ]
 
 
-def named(world, model, parallel):
+def name_layout(world, model, parallel):
     return f"{world}: " + " ".join(f"{key}={value}" for key, value in parallel.items())
 
 
-def trained(config):
+def make_training(config):
     """Return a function that trains on a mesh, two steps on two ranks and one on more, and then
     evaluates."""
 
@@ -78,7 +78,7 @@ def trained(config):
     return work
 
 
-def configured(world, model, parallel):
+def make_config(world, model, parallel):
     """Return a config with as few microbatches as the layout allows."""
     ranks, chunks = parallel.get("pipeline", 1), parallel.get("chunks", 1)
     model_ranks = ranks * parallel.get("tensor", 1) * parallel.get("context", 1)
@@ -97,10 +97,10 @@ def configured(world, model, parallel):
     )
 
 
-def recorded(config, world):
+def record_layout(config, world):
     """Return the calls of each rank that trains."""
-    return calls_of_each(Layout.from_parallel(config.parallel, world), trained(config))
+    return record_each(Layout.from_parallel(config.parallel, world), make_training(config))
 
 
-def calls_of_each(layout, work):
-    return [calls_of(layout, rank, work) for rank in range(layout.world)]
+def record_each(layout, work):
+    return [record_calls(layout, rank, work) for rank in range(layout.world)]

@@ -31,7 +31,7 @@ _PROJECT = [_HERE.parents[2] / name for name in ("megaframe", "tests")]
 _OWN = ("nccl_rules.py", "recorder.py", "machine.py", "collectives.py", "cuda.py")
 
 
-def line():
+def find_line():
     """Return where the project makes a call: its innermost line, such as `executor.py:320`, outside
     of what communicates (`distributed`) if there is one."""
     frame, caller = sys._getframe(1), ""
@@ -151,16 +151,16 @@ class MessageGroup:
         return f"{' and '.join(map(str, self.transfers))} over {self.communicator}"
 
 
-def size(tensor):
+def describe_size(tensor):
     """Return type and number of elements, such as `float32 8`."""
     return f"{tensor.dtype} {tensor.numel()}".removeprefix("torch.")
 
 
-def collective(communicator, stream, kind, tensor, uneven):
+def make_collective(communicator, stream, kind, tensor, uneven):
     """Return the call that starts a collective. tensor: has the same type on all ranks, and unless
     it is uneven the same size."""
-    form = size(tensor).split()[0] if uneven else size(tensor)
-    return CollectiveCall(communicator, stream, f"{kind} {form}", uneven, line())
+    form = describe_size(tensor).split()[0] if uneven else describe_size(tensor)
+    return CollectiveCall(communicator, stream, f"{kind} {form}", uneven, find_line())
 
 
 def end_of(rank, transfer):
@@ -169,12 +169,12 @@ def end_of(rank, transfer):
     return (rank, transfer.peer, True) if sends else (transfer.peer, rank, False)
 
 
-def other_end(rank, transfer):
+def find_other_end(rank, transfer):
     source, target, sends = end_of(rank, transfer)
     return source, target, not sends
 
 
-def connections(rank, ranks, transfers, known):
+def list_connections(rank, ranks, transfers, known):
     """Return the messages of a group that NCCL has to connect first, in the rounds in which it does
     so: it goes on to the next round when all of one are connected. In round i a rank sends to the
     i-th rank after it.
@@ -308,7 +308,7 @@ class _Simulation:
             self._created.append((rank, call))
         other, first = self._created[state.created]
         if (call.communicator, call.ranks) != (first.communicator, first.ranks):
-            raise _mismatch(rank, call, other, first)
+            raise _make_mismatch(rank, call, other, first)
         yield from self._meet(rank, ("create", state.created), self._world)
         state.created += 1
         self._members[call.communicator] = call.ranks
@@ -328,17 +328,17 @@ class _Simulation:
             self._join(
                 work,
                 (name, *end_of(rank, transfer)),
-                [(name, *other_end(rank, transfer))],
+                [(name, *find_other_end(rank, transfer))],
                 transfer.size,
             )
         known = [
             transfer for transfer in call.transfers if (name, *end_of(rank, transfer)) in self._met
         ]
-        for batch in connections(rank, ranks, call.transfers, known):
+        for batch in list_connections(rank, ranks, call.transfers, known):
             self._met.update({(name, *end_of(rank, transfer)): {rank} for transfer in batch})
             self._wake(transfer.peer for transfer in batch)
             for transfer in batch:
-                while (name, *other_end(rank, transfer)) not in self._met:
+                while (name, *find_other_end(rank, transfer)) not in self._met:
                     yield [transfer.peer]
         self._start(work)
 
@@ -351,7 +351,7 @@ class _Simulation:
             work.sides.append((side, place))
             for other_work, other_content in self._works[side][place : place + 1]:
                 if other_content != content:
-                    raise _mismatch(work.rank, work.call, other_work.rank, other_work.call)
+                    raise _make_mismatch(work.rank, work.call, other_work.rank, other_work.call)
         return place
 
     # ----------------------------------------------------------------------------------- the device
@@ -419,7 +419,7 @@ class _Simulation:
             path, last = path[path.index(node) :], "the last for the first"
         else:
             path, last = [*path, node], "the last never comes"
-        text = "\n".join(f"  {self._told(node)}" for node in path)
+        text = "\n".join(f"  {self._describe_call(node)}" for node in path)
         ranks = [node if isinstance(node, int) else node.rank for node in path]
         return Deadlock(f"each waits for the next, and {last}:\n{text}", ranks)
 
@@ -436,11 +436,11 @@ class _Simulation:
             return [*self._missing(node)]
         return [fifo[0] for fifo in node.fifos if fifo[0] is not node]
 
-    def _told(self, node):
+    def _describe_call(self, node):
         if isinstance(node, _DeviceTask):
-            return f"rank {node.rank}, device: {_shown(node.call)}"
+            return f"rank {node.rank}, device: {_show(node.call)}"
         state = self._ranks[node]
-        return f"rank {node}, host: " + ("has ended" if state.ended else _shown(state.call))
+        return f"rank {node}, host: " + ("has ended" if state.ended else _show(state.call))
 
 
 def _rank_of(side):
@@ -448,11 +448,11 @@ def _rank_of(side):
     return side[2] if len(side) == 4 and not side[3] else side[1]
 
 
-def _shown(call):
+def _show(call):
     return f"{call} [{call.where}]" if call.where else str(call)
 
 
-def _mismatch(rank, call, other, other_call):
-    both = sorted([(rank, _shown(call)), (other, _shown(other_call))])
+def _make_mismatch(rank, call, other, other_call):
+    both = sorted([(rank, _show(call)), (other, _show(other_call))])
     calls = ", ".join(f"rank {number}: {text}" for number, text in both)
     return CallMismatch(f"ranks do not call the same: {calls}", (rank, other))

@@ -14,7 +14,7 @@ import pretrain_gpt
 from fake_cuda import collectives
 from fake_cuda.collectives import FakeNcclWork
 from fake_cuda.cuda import DeviceProperties
-from fake_cuda.nccl_layouts import LAYOUTS, configured, trained
+from fake_cuda.nccl_layouts import LAYOUTS, make_config, make_training
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.checkpoint.slices import Slice
 from megaframe.distributed import process_groups
@@ -336,9 +336,9 @@ def transfer():
 
 def layout_of_a_test():
     """Do with real ranks what is recorded of ranks that run alone."""
-    config = configured(*LAYOUTS[int(sys.argv[2])])
+    config = make_config(*LAYOUTS[int(sys.argv[2])])
     mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cuda", timeout=60)
-    trained(config)(mesh)
+    make_training(config)(mesh)
     mesh.close()
 
 

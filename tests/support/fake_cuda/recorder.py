@@ -19,9 +19,9 @@ from fake_cuda.nccl_rules import (
     RecordEvent,
     Synchronize,
     WaitEvent,
-    collective,
-    line,
-    size,
+    describe_size,
+    find_line,
+    make_collective,
 )
 from megaframe.distributed import collectives
 from megaframe.distributed.fake_group import FakeGroup, FinishedWork
@@ -48,7 +48,7 @@ class RecordedCalls(list):
     def transfer(self, call, real):
         """Start a transfer that follows what the rank has computed. real: the host needs what it
         brings."""
-        where = line()
+        where = find_line()
         self.append(LaunchKernel(COMPUTE, where))
         self.append(WaitEvent(call.stream, self.event(COMPUTE), where))
         self.append(call)
@@ -61,9 +61,9 @@ class _RecordedWork(FinishedWork):
         self._calls, self._event, self._real = calls, event, real
 
     def wait(self, timeout=None):
-        self._calls.append(WaitEvent(COMPUTE, self._event, line()))
+        self._calls.append(WaitEvent(COMPUTE, self._event, find_line()))
         if self._real:
-            self._calls.append(Synchronize(self._event, line()))
+            self._calls.append(Synchronize(self._event, find_line()))
         return True
 
 
@@ -78,18 +78,18 @@ class RecordedGroup(FakeGroup):
         self._grouped = None
 
     def _collective(self, kind, tensor, uneven):
-        call = collective(self._name, self._stream, kind, tensor, uneven)
+        call = make_collective(self._name, self._stream, kind, tensor, uneven)
         return self._calls.transfer(call, not tensor.is_meta)
 
     def _message(self, kind, tensor, peer):
-        transfer = Message(kind, self._ranks[peer], size(tensor))
+        transfer = Message(kind, self._ranks[peer], describe_size(tensor))
         if self._grouped is None:
             return self._start([transfer], not tensor.is_meta)
         self._grouped.append(transfer)
         return None
 
     def _start(self, transfers, real=False):
-        call = MessageGroup(self._name, self._stream, tuple(transfers), line())
+        call = MessageGroup(self._name, self._stream, tuple(transfers), find_line())
         return self._calls.transfer(call, real)
 
     def _start_coalescing(self, device):
@@ -148,7 +148,7 @@ class RecordingMesh(Mesh):
             return super()._make_handle(ranks, backend, **options)
         self._made += 1
         name = f"communicator {self._made}"
-        self.calls.append(CreateCommunicator(name, ranks, line()))
+        self.calls.append(CreateCommunicator(name, ranks, find_line()))
         if self.rank not in ranks:
             return None
         return RecordedGroup(self.calls, name, ranks, ranks.index(self.rank))
@@ -167,7 +167,7 @@ class _RecordedMetaTensors(MetaTensorMode):
 
     def run(self, func, args, kwargs):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            self._calls.append(Synchronize(self._calls.event(COMPUTE), line()))
+            self._calls.append(Synchronize(self._calls.event(COMPUTE), find_line()))
             return 1
         return super().run(func, args, kwargs)
 
@@ -192,7 +192,7 @@ def _set(methods):
         setattr(collectives.Group, name, method)
 
 
-def calls_of(layout, rank, work):
+def record_calls(layout, rank, work):
     """Return the calls of a rank that does work(mesh) alone."""
     calls = RecordedCalls()
     with _RecordedMetaTensors(calls), _as_on_a_gpu():

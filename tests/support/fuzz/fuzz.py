@@ -29,7 +29,7 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", COLUMNS="
 import gc
 
 import mutators
-from targets import ROOT, targets
+from targets import ROOT, list_targets
 
 from megaframe.errors import report_errors
 
@@ -82,7 +82,7 @@ class Guard:
                     self.found.append(f"{event} outside: {real}")
 
 
-def child(target, draw, folder, report):
+def run_child(target, draw, folder, report):
     """Change the inputs in `folder` and take them; never returns. report: file for the outcome."""
     os.setpgid(0, 0)
     os.chdir(folder)
@@ -135,9 +135,9 @@ def change(target, draw):
     if way == "files":
         paths = sorted(path for pattern in target.files for path in Path().glob(pattern))
         for path in draw.sample(paths, min(len(paths), draw.choice([1, 1, 1, 2]))):
-            mutators.file(draw, path)
+            mutators.change_file(draw, path)
     elif way == "words":
-        words[target.fixed :] = mutators.arguments(draw, words[target.fixed :])
+        words[target.fixed :] = mutators.change_arguments(draw, words[target.fixed :])
     else:
         for name in draw.sample(target.variables, draw.choice([1, 2, 4])):
             text = draw.choice([*mutators.TEXTS, "0", "1", "2", "4096", "-3", "65536", "1e9"])
@@ -145,7 +145,7 @@ def change(target, draw):
     return words, variables
 
 
-def judged(target, status, report, folder, before):
+def judge(target, status, report, folder, before):
     """Return the kind of outcome of a child, and for a finding what it was."""
     texts = {name: (folder.parent / name).read_bytes() for name in ("out", "err")}
     if status is None:
@@ -163,14 +163,14 @@ def judged(target, status, report, folder, before):
         return "outside", outcome["guard"][0]
     if outcome["trace"] or b"Traceback (most" in texts["err"]:
         trace = outcome["trace"] or texts["err"].decode(errors="replace")
-        return "traceback", where(trace)
+        return "traceback", locate(trace)
     if outcome["status"] not in (*GOOD, *target.statuses):
         return "status", f"status {outcome['status']}: {texts['err'][-200:]!r}"
     if outcome["status"] == 2 and not any(
         prefix in texts["err"] for prefix in (b"error: ", b"usage: ")
     ):
         return "status", f"status 2 without an error: {texts['err'][-200:]!r}"
-    for name, text in {**texts, **written(folder, before)}.items():
+    for name, text in {**texts, **read_written(folder, before)}.items():
         if mutators.SECRET.encode() in text and not target.passes:
             if b"unrecognized arguments" in text or b"usage: " in text:
                 continue  # argparse repeats what it was given on the same terminal
@@ -181,7 +181,7 @@ def judged(target, status, report, folder, before):
     return ("answer", "") if outcome["status"] != 2 else ("refused", message)
 
 
-def written(folder, before):
+def read_written(folder, before):
     """Return the content of the files of a folder that were not there before the program ran."""
     contents = {}
     for path in folder.rglob("*"):
@@ -191,7 +191,7 @@ def written(folder, before):
     return contents
 
 
-def where(trace):
+def locate(trace):
     """Return the innermost line of the project in a traceback, and the error."""
     own_lines = [
         line.strip() for line in trace.splitlines() if "File " in line and str(ROOT) in line
@@ -218,7 +218,7 @@ def one(target, case, seed, template, folder):
         os.close(reading)
         try:
             draw = None if case is None else random.Random(f"{seed} {target.name} {case}")
-            child(target, draw, work, writing)
+            run_child(target, draw, work, writing)
         except BaseException:
             traceback.print_exc()  # of the fuzzer itself
         finally:
@@ -237,7 +237,7 @@ def one(target, case, seed, template, folder):
         os.waitpid(pid, 0)
     with os.fdopen(reading, "rb") as pipe:
         report = pipe.read() if status is not None else b""
-    return judged(target, status, report, work, before)
+    return judge(target, status, report, work, before)
 
 
 class Fuzzer:
@@ -245,7 +245,7 @@ class Fuzzer:
 
     def __init__(self, seed, home, names=()):
         self.seed, self.home = seed, Path(home)
-        self.targets = [target for target in targets() if not names or target.name in names]
+        self.targets = [target for target in list_targets() if not names or target.name in names]
         self.counts = {target.name: Counter() for target in self.targets}
         self.findings = {}
         self.kept = self.home / "findings"

@@ -56,7 +56,7 @@ ODD = ["nul\0", "half\ud800"]
 """What no argument can hold, but a file can."""
 
 
-def value(draw, depth=0):
+def draw_value(draw, depth=0):
     """Return any JSON value."""
     kind = draw.randrange(9 if depth < 3 else 7)
     if kind < 3:
@@ -65,19 +65,19 @@ def value(draw, depth=0):
         return draw.choice([*TEXTS, *ODD])
     if kind < 7:
         return draw.choice([None, True, False, "@deep", "@deeper"])
-    inside = [value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    inside = [draw_value(draw, depth + 1) for _ in range(draw.randrange(4))]
     return inside if kind == 7 else {draw.choice(TEXTS): part for part in inside}
 
 
-def tree(draw, root):
+def change_tree(draw, root):
     """Change, remove, add, repeat, rename or exchange entries of a JSON value; return it."""
     root = {"root": root}
     for _ in range(draw.choice([1, 1, 1, 2, 3, 8])):
-        places = [*_places(root)]
+        places = [*_list_places(root)]
         parent, key = draw.choice(places)
         choice = draw.randrange(7)
         if choice < 3:
-            parent[key] = value(draw)
+            parent[key] = draw_value(draw)
         elif choice == 3:
             del parent[key]
         elif choice == 4 and isinstance(parent, dict):
@@ -89,28 +89,28 @@ def tree(draw, root):
         elif isinstance(parent, list):
             parent[key:key] = [parent[key]] * draw.choice([1, 2, 50])
         else:
-            parent[draw.choice(TEXTS)] = value(draw)
+            parent[draw.choice(TEXTS)] = draw_value(draw)
         if "root" not in root:
-            root["root"] = value(draw)
+            root["root"] = draw_value(draw)
     return root["root"]
 
 
-def _places(value):
+def _list_places(value):
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
-            yield from _places(value[key])
+            yield from _list_places(value[key])
 
 
-def text_of(value):
+def format_json(value):
     """Return JSON with nesting that no library would write."""
-    text = _dumped(value)
+    text = _dump(value)
     for mark, depth in (("@deep", 200), ("@deeper", 50_000)):
         text = text.replace(f'"{mark}"', "[" * depth + "]" * depth)
     return text
 
 
-def _dumped(value):
+def _dump(value):
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:
@@ -119,7 +119,7 @@ def _dumped(value):
         sys.set_int_max_str_digits(limit)
 
 
-def bytes_of(draw, data):
+def change_bytes(draw, data):
     """Flip, cut, insert, repeat and overwrite a few bytes."""
     data = bytearray(data)
     for _ in range(draw.choice([1, 1, 2, 5])):
@@ -144,13 +144,13 @@ def bytes_of(draw, data):
     return bytes(data)
 
 
-def arguments(draw, words):
+def change_arguments(draw, words):
     """Change, remove, repeat or add some words of a command line."""
     words = list(words)
     for _ in range(draw.choice([1, 1, 2, 4])):
         at = draw.randrange(len(words)) if words else 0
         word = draw.choice(
-            [*TEXTS, *map(_shown, NUMBERS), os.fsdecode(b"\xff\xfe"), "-", "--", "--x"]
+            [*TEXTS, *map(_show, NUMBERS), os.fsdecode(b"\xff\xfe"), "-", "--", "--x"]
         )
         choice = draw.randrange(6)
         if choice < 3 and words:
@@ -165,11 +165,11 @@ def arguments(draw, words):
     return [word.replace("\0", "") for word in words]
 
 
-def _shown(number):
-    return _dumped(number)
+def _show(number):
+    return _dump(number)
 
 
-def file(draw, path):
+def change_file(draw, path):
     """Change a file, or what lies under its name."""
     if draw.random() < 0.1:
         _replace(draw, path)
@@ -179,29 +179,31 @@ def file(draw, path):
     if path.name == "manifest.json" and kind != "bytes":
         manifest = json.loads(data)
         del manifest["checksum"]
-        changed = tree(draw, manifest)
+        changed = change_tree(draw, manifest)
         if isinstance(changed, dict):  # a matching checksum, as an attacker could write it
-            body = text_of(changed)[1:].encode()
+            body = format_json(changed)[1:].encode()
             path.write_bytes(b'{"checksum":"%s",' % checksum(body).encode() + body)
             return
     if kind in (".json", ".yaml"):
-        path.write_text(text_of(tree(draw, json.loads(data))))
+        path.write_text(format_json(change_tree(draw, json.loads(data))))
     elif kind == ".jsonl":
         lines = data.decode().splitlines()
         for at in draw.sample(range(len(lines)), min(len(lines), draw.choice([1, 3]))):
-            lines[at] = text_of(tree(draw, json.loads(lines[at]))) if lines[at][:1] == "{" else ""
+            lines[at] = (
+                format_json(change_tree(draw, json.loads(lines[at])))
+                if lines[at][:1] == "{"
+                else ""
+            )
         path.write_text("\n".join(lines) + "\n")
     elif kind == ".safetensors":
         size = struct.unpack("<Q", data[:8])[0]
-        head = text_of(tree(draw, json.loads(data[8 : 8 + size]))).encode()
+        head = format_json(change_tree(draw, json.loads(data[8 : 8 + size]))).encode()
         path.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
     elif kind == ".tiktoken" and draw.random() < 0.5:
-        line = (
-            base64.b64encode(draw.randbytes(3)) + b" %s\n" % _shown(draw.choice(NUMBERS)).encode()
-        )
+        line = base64.b64encode(draw.randbytes(3)) + b" %s\n" % _show(draw.choice(NUMBERS)).encode()
         path.write_bytes(data + line)
     else:
-        path.write_bytes(bytes_of(draw, data))
+        path.write_bytes(change_bytes(draw, data))
 
 
 def _replace(draw, path):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "unit/data"), str(ROOT / "tools"), str(ROOT)]
 
-from run_folders import lines, write  # noqa: E402
+from run_folders import make_lines, write  # noqa: E402
 
 from megaframe.config import RunConfig  # noqa: E402
 
@@ -55,7 +55,7 @@ class Target:
     passes: bool = False
 
 
-def main_of(path):
+def load_main(path):
     """Return the function that runs a program of the project."""
     name = f"fuzzed_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
@@ -73,7 +73,7 @@ def nothing():
     """Make no file."""
 
 
-def tokens():
+def write_tokens():
     from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
     draw = np.random.default_rng(0)
@@ -89,21 +89,21 @@ def read_tokens():
     sum(int(file.sequence(number).sum()) for number in range(len(file)))
 
 
-def config():
-    tokens()
+def write_config():
+    write_tokens()
     Path("config.yaml").write_text(json.dumps(CONFIG))
 
 
-def checkpoint():
+def make_checkpoint():
     """Train a run of two steps, once: later calls copy it."""
-    config()
+    write_config()
     pid = os.fork()
     if pid == 0:
         sys.argv = ["pretrain_gpt.py", "--config", "config.yaml"]
         try:
             with open(os.devnull, "w") as silent:
                 os.dup2(silent.fileno(), 1)
-            main_of("pretrain_gpt.py")()
+            load_main("pretrain_gpt.py")()
         except SystemExit as ended:
             os._exit(ended.code or 0)
         os._exit(0)
@@ -111,11 +111,11 @@ def checkpoint():
     shutil.copytree("run/checkpoints/step-00000002", "saved/step-00000002")
 
 
-def exported(kind):
+def make_export(kind):
     """Return a maker of an export of the checkpoint."""
 
     def make():
-        checkpoint()
+        make_checkpoint()
         from megaframe.checkpoint import open_checkpoint
 
         if kind == "hf":
@@ -129,7 +129,7 @@ def exported(kind):
     return make
 
 
-def tokenizers():
+def make_tokenizers():
     import test_tokenizer as made
 
     Path("corpus.txt").write_text(made.CORPUS)
@@ -137,7 +137,7 @@ def tokenizers():
     from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 
     train_sentencepiece(["corpus.txt"], CorpusFormat(), "pieces", 296, "bpe", 1)
-    made.hugging_face(Path("hf.json"), "ByteLevel")
+    made.train_tokenizer(Path("hf.json"), "ByteLevel")
     Path("ranks.tiktoken").write_bytes(made.rank_lines(made.RANKS))
 
 
@@ -154,7 +154,7 @@ def read_tokenizer(name):
 
 
 def run_folder():
-    write(Path("run"), lines(60), {"meter": {"wandb": "x"}})
+    write(Path("run"), make_lines(60), {"meter": {"wandb": "x"}})
     prediction = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
     Path("prediction.json").write_text(json.dumps(prediction))
 
@@ -171,7 +171,7 @@ def continue_metrics():
     set_metrics_aside(Path("run/metrics.jsonl"))
 
 
-def corpus():
+def write_corpus():
     import pyarrow
     import pyarrow.parquet
     import zstandard
@@ -208,14 +208,14 @@ def trace():
     Path("two.json.gz").write_bytes(gzip.compress(text.encode()))
 
 
-def cluster():
+def write_cluster():
     import yaml
 
     cluster = yaml.safe_load((ROOT / "configs/clusters/h100-ib.yaml").read_text())
     Path("cluster.yaml").write_text(json.dumps(cluster, default=str))
 
 
-def costs():
+def write_costs():
     results = {"kill": {"restart": 15.0, "load": 10.0, "again": 5.0}, "whole": {"stall": 0.2}}
     Path("drill.json").write_text(json.dumps(results))
 
@@ -235,7 +235,7 @@ def cache():
     Path("cache.json").write_text(json.dumps(entry))
 
 
-PRETRAIN, TOOL = main_of("pretrain_gpt.py"), main_of("tools/checkpoint.py")
+PRETRAIN, TOOL = load_main("pretrain_gpt.py"), load_main("tools/checkpoint.py")
 SMALL = ("--config", "config.yaml")
 KEYS = tuple(
     f"{section}.{key}={inner}"
@@ -250,23 +250,23 @@ LAUNCHED = (
 )
 
 
-def targets():
+def list_targets():
     """Yield all targets."""
-    yield Target("config", config, PRETRAIN, (*SMALL, "--dry-run"), ("config.yaml",), fixed=3)
-    yield Target("overrides", config, PRETRAIN, ("--dry-run", *KEYS), fixed=1)
+    yield Target("config", write_config, PRETRAIN, (*SMALL, "--dry-run"), ("config.yaml",), fixed=3)
+    yield Target("overrides", write_config, PRETRAIN, ("--dry-run", *KEYS), fixed=1)
     yield Target("explain", nothing, PRETRAIN, ("--explain", "train.steps"), fixed=1)
     yield Target(
-        "environment", config, PRETRAIN, (*SMALL, "--dry-run"), variables=LAUNCHED, fixed=3
+        "environment", write_config, PRETRAIN, (*SMALL, "--dry-run"), variables=LAUNCHED, fixed=3
     )
-    yield Target("token files", tokens, read_tokens, files=("tokens.*",))
-    yield Target("corpus", corpus, read_corpus, files=("*.*",), passes=True)
+    yield Target("token files", write_tokens, read_tokens, files=("tokens.*",))
+    yield Target("corpus", write_corpus, read_corpus, files=("*.*",), passes=True)
     for name, kind in (
         ("pieces.model", "sentencepiece"),
         ("hf.json", "hf"),
         ("ranks.tiktoken",) * 2,
     ):
         kind = kind.removeprefix("ranks.")
-        yield Target(kind, tokenizers, read_tokenizer(f"{kind}:{name}"), files=(name,))
+        yield Target(kind, make_tokenizers, read_tokenizer(f"{kind}:{name}"), files=(name,))
     for command in (
         "inspect --tensors",
         "verify",
@@ -276,26 +276,31 @@ def targets():
         first, *options = command.split()
         words = (first, "saved/step-00000002", *options)
         fixed = 1 if first in ("inspect", "verify") else len(words)
-        yield Target(first, checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=fixed)
+        yield Target(first, make_checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=fixed)
     words = ("diff", "saved/step-00000002", "run/checkpoints/step-00000002")
-    yield Target("diff", checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=1)
+    yield Target("diff", make_checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=1)
     words = ("--checkpoint", "saved", "--prompt", "x", "--tokens", "2", "--tokenizer", "bytes")
-    yield Target("generate", checkpoint, main_of("tools/generate.py"), words, SAVED)
+    yield Target("generate", make_checkpoint, load_main("tools/generate.py"), words, SAVED)
     resume = ("checkpoint.resume=saved/step-00000002", "train.steps=3", "checkpoint.every=0")
-    yield Target("resume", checkpoint, PRETRAIN, (*SMALL, *resume), SAVED, fixed=5)
+    yield Target("resume", make_checkpoint, PRETRAIN, (*SMALL, *resume), SAVED, fixed=5)
     words = ("import-dcp", "exported", "--to", "new")
     yield Target(
-        "import-dcp", exported("dcp"), TOOL, words, ("exported/.metadata", "exported/__*"), fixed=4
+        "import-dcp",
+        make_export("dcp"),
+        TOOL,
+        words,
+        ("exported/.metadata", "exported/__*"),
+        fixed=4,
     )
     words = ("import-hf", "exported", "--to", "new")
-    yield Target("import-hf", exported("hf"), TOOL, words, ("exported/*",), fixed=4)
+    yield Target("import-hf", make_export("hf"), TOOL, words, ("exported/*",), fixed=4)
     runs = ("run/metrics.jsonl", "run/config.yaml", "run/environment.json", "prediction.json")
     words = ("run", "--prediction", "prediction.json")
-    yield Target("dashboard", run_folder, main_of("tools/dashboard.py"), words, runs)
-    yield Target("report", run_folder, main_of("tools/report.py"), words, runs)
+    yield Target("dashboard", run_folder, load_main("tools/dashboard.py"), words, runs)
+    yield Target("report", run_folder, load_main("tools/report.py"), words, runs)
     yield Target("metrics", run_folder, continue_metrics, files=runs[:1], passes=True)
     words = ("one.json", "two.json.gz", "--gaps", "2")
-    yield Target("trace", trace, main_of("tools/exposed.py"), words, ("*.json*",))
+    yield Target("trace", trace, load_main("tools/exposed.py"), words, ("*.json*",))
     words = (
         "--measured",
         "drill.json",
@@ -306,9 +311,9 @@ def targets():
         "--target",
         "0.9",
     )
-    yield Target("goodput", costs, main_of("tools/goodput.py"), words, ("drill.json",))
+    yield Target("goodput", write_costs, load_main("tools/goodput.py"), words, ("drill.json",))
     words = ("--schedule", "file:plan.txt", "--stages", "2", "--microbatches", "2", "--chunks", "1")
-    yield Target("schedule", schedule, main_of("tools/schedule.py"), words, ("plan.txt",))
+    yield Target("schedule", schedule, load_main("tools/schedule.py"), words, ("plan.txt",))
     words = (
         "--config",
         "gpt2-124m",
@@ -318,5 +323,5 @@ def targets():
         "8",
         "model.vocab=50257",
     )
-    yield Target("plan", cluster, main_of("tools/plan.py"), words, ("cluster.yaml",))
+    yield Target("plan", write_cluster, load_main("tools/plan.py"), words, ("cluster.yaml",))
     yield Target("cache", cache, read_cache, files=("cache.json",))

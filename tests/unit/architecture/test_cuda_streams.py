@@ -13,7 +13,7 @@ MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}
 EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}
 
 
-def made(config):
+def count_groups(config):
     """Return how many communicators this rank is in."""
     mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
     TrainStep(config, mesh, StepTimer().time)
@@ -22,7 +22,7 @@ def made(config):
     return num_communicators
 
 
-def configured(parallel, model):
+def make_config(parallel, model):
     train = {"seq": 16, "global_batch": 8, "microbatch": 1, "precision": "fp64"}
     return RunConfig(model={**MODEL, **model}, train=train, parallel=parallel)
 
@@ -46,17 +46,17 @@ def configured(parallel, model):
 def test_no_rank_is_in_more_communicators(parallel, model, spare, pool):
     """spare: how many are counted that there are not, because their ranks happen to be those of
     another one."""
-    config = configured(parallel, model)
+    config = make_config(parallel, model)
     counted = count_communicators(config, 4)
-    most = max(pool.run(4, made, config))
+    most = max(pool.run(4, count_groups, config))
     assert most + spare == counted
 
 
 def test_streams_are_those_of_communicators_products_and_copies():
-    config = configured({"context": 4}, {})
+    config = make_config({"context": 4}, {})
     assert count_streams(config, 4) == count_communicators(config, 4) + 3
     offloaded = config.model_copy(
         update={"optim": config.optim.model_copy(update={"offload": True})}
     )
     assert count_streams(offloaded, 4) == count_communicators(config, 4) + 5
-    assert count_streams(configured({"auto": True}, {}), 4) is None
+    assert count_streams(make_config({"auto": True}, {}), 4) is None

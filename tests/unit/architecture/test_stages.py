@@ -16,7 +16,7 @@ from megaframe.config import RunConfig
 from megaframe.metrics import count_flops
 from megaframe.model.forward_context import RunContext
 from megaframe.model.model_chunk import build_chunks, list_model_specs
-from megaframe.planner.activations import block_bytes, rotary_bytes
+from megaframe.planner.activations import compute_block_bytes, compute_rotary_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import generate
@@ -24,13 +24,13 @@ from megaframe.schedule import generate
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
 
 
-def config_of(layers=6, model=None, train=None, **parallel):
+def make_config(layers=6, model=None, train=None, **parallel):
     shape = {"layers": layers, "hidden": 64, "heads": 4, "vocab": 1000, **(model or {})}
     train = {"seq": 32, "global_batch": 8, "microbatch": 1, **(train or {})}
     return RunConfig(model=shape, train=train, parallel=parallel)
 
 
-def all_divisions(layers, stages):
+def list_divisions(layers, stages):
     for cuts in combinations_with_replacement(range(layers + 1), stages - 1):
         yield tuple(b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True))
 
@@ -52,20 +52,20 @@ def test_no_division_is_better_balanced(blocks, head, stages):
 
     counts = divide_blocks(blocks, head, stages)
     assert sum(counts) == len(blocks) and len(counts) == stages
-    assert works(counts) == min(map(works, all_divisions(len(blocks), stages)))
+    assert works(counts) == min(map(works, list_divisions(len(blocks), stages)))
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 3))
 def test_every_layer_is_on_one_stage(layers, ranks, chunks):
-    plans = plan_stages(config_of(layers, pipeline=ranks, chunks=chunks))
+    plans = plan_stages(make_config(layers, pipeline=ranks, chunks=chunks))
     assert [layer for plan in plans for layer in plan.blocks] == list(range(layers))
     assert [plan.number for plan in plans if plan.first] == [0]
     assert [plan.number for plan in plans if plan.last] == [ranks * chunks - 1]
 
 
 def test_a_heavy_head_is_a_stage_of_its_own():
-    config = config_of(model={"vocab": 50304, "hidden": 512, "heads": 8}, pipeline=2)
+    config = make_config(model={"vocab": 50304, "hidden": 512, "heads": 8}, pipeline=2)
     assert [len(plan.blocks) for plan in plan_stages(config)] == [6, 0]
 
 
@@ -75,7 +75,7 @@ def test_layers_count_with_what_their_windows_see():
     gradients."""
     seq, matrices = 3840, 12 * 64 * 64
     model = {"window": (1,) * 7 + (None,) * 3, "vocab": 1}
-    config = config_of(10, model=model, train={"seq": seq}, pipeline=2)
+    config = make_config(10, model=model, train={"seq": seq}, pipeline=2)
     plans = plan_stages(config)
     assert [len(plan.blocks) for plan in plans] == [8, 2]
     costs = compute_stage_costs(config, plans)
@@ -95,11 +95,11 @@ def test_layers_count_with_what_their_windows_see():
 
 
 def test_layers_are_as_given_and_blocks_run_again_as_said():
-    config = config_of(pipeline=2, layers_per_stage=(1, 5), train={"recompute_blocks": (2, 3)})
+    config = make_config(pipeline=2, layers_per_stage=(1, 5), train={"recompute_blocks": (2, 3)})
     plans = plan_stages(config)
     assert [list(plan.blocks) for plan in plans] == [[0], [1, 2, 3, 4, 5]]
     assert [plan.recomputed for plan in plans] == [1, 3]
-    full = plan_stages(config_of(pipeline=2, train={"recompute": "full"}))
+    full = plan_stages(make_config(pipeline=2, train={"recompute": "full"}))
     assert all(plan.recomputed == len(plan.blocks) > 0 for plan in full)
 
 
@@ -115,7 +115,7 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
     ],
 )
 def test_work_adds_up_to_the_counted_flops(model, recompute):
-    config = config_of(model=model, pipeline=3, train={"recompute": recompute})
+    config = make_config(model=model, pipeline=3, train={"recompute": recompute})
     costs = compute_stage_costs(config, plan_stages(config))
     flops = count_flops(list_model_specs(config), config)
     assert sum(map(sum, costs.list_by_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
@@ -128,7 +128,7 @@ def test_work_adds_up_to_the_counted_flops(model, recompute):
 @pytest.mark.parametrize(("tied", "depth"), [(True, 0), (False, 1), (True, 2)])
 def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
     model = {"tie_embeddings": tied, "position": "learned", "mtp_depth": depth}
-    config = config_of(pipeline=3, model=model)
+    config = make_config(pipeline=3, model=model)
     parameters = [
         p
         for plan in plan_stages(config)
@@ -144,19 +144,19 @@ NOTHING = RankParameters(0, (), ())
 
 def test_activations_are_those_in_flight():
     """1F1B keeps p - rank microbatches; recomputed blocks keep only their input."""
-    config = config_of(8, pipeline=4, layers_per_stage=(2, 2, 2, 2))
+    config = make_config(8, pipeline=4, layers_per_stage=(2, 2, 2, 2))
     stream = 32 * 64 * 2
     plans = plan_stages(config)
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
         plan = compute_memory(config, NOTHING, 1, [plans[rank]], actions)
-        each = 2 * (stream + block_bytes(config, 0)) + 2 * stream * (rank == 3)
-        each += rotary_bytes(config)
+        each = 2 * (stream + compute_block_bytes(config, 0)) + 2 * stream * (rank == 3)
+        each += compute_rotary_bytes(config)
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
-    recomputed = config_of(8, pipeline=4, train={"recompute": "full"})
+    recomputed = make_config(8, pipeline=4, train={"recompute": "full"})
     plan = compute_memory(
         recomputed, NOTHING, 1, plan_stages(recomputed)[:1], generate("1f1b", 4, 1, 8).ranks[0]
     )
-    assert plan.activations == 4 * (2 * stream + rotary_bytes(recomputed)) + block_bytes(
-        recomputed, 0
-    )
+    assert plan.activations == 4 * (
+        2 * stream + compute_rotary_bytes(recomputed)
+    ) + compute_block_bytes(recomputed, 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tolerances import growth
+from tolerances import estimate_growth
 from torch.nn import functional
 
 from megaframe.config import load
@@ -36,13 +36,13 @@ from context_workload import draw_own_parts  # noqa: E402
 from experts_workload import SHAPES, ExpertsShape  # noqa: E402
 
 
-def tolerance(length):
+def compute_tolerance(length):
     """Return the relative tolerance of a mean square of the results of four successive products,
     each with sums of `length` terms."""
-    return 2 * growth(4 * length, torch.float32)
+    return 2 * estimate_growth(4 * length, torch.float32)
 
 
-def printed(main, arguments, monkeypatch, capsys):
+def run_contender(main, arguments, monkeypatch, capsys):
     """Return what a contender prints last, read as JSON."""
     monkeypatch.setattr(sys, "argv", [main.__module__, *arguments])
     main()
@@ -55,10 +55,10 @@ def test_experts_give_the_answer_of_a_loop(monkeypatch, capsys):
     )
     arguments = ["--shape", "tiny", "--precision", "fp32", "--steps", "1"]
     own_result, plain = (
-        printed(module.main, arguments, monkeypatch, capsys)["loss"]
+        run_contender(module.main, arguments, monkeypatch, capsys)["loss"]
         for module in (experts_ours, experts_loop)
     )
-    assert own_result == pytest.approx(plain, rel=tolerance(96))
+    assert own_result == pytest.approx(plain, rel=compute_tolerance(96))
 
 
 def answer_of_a_ring(ranks, seq):
@@ -76,13 +76,13 @@ def test_a_ring_gives_the_answer_of_whole_attention(pool):
     results = (out.detach(), *torch.autograd.grad(out, leaves, d_out))
     reference = math.fsum(float(output.square().mean()) for output in results)
     for actual in pool.run(ranks, answer_of_a_ring, ranks, seq):
-        assert actual == pytest.approx(reference, rel=tolerance(seq))
+        assert actual == pytest.approx(reference, rel=compute_tolerance(seq))
 
 
 @pytest.mark.parametrize("options", loader.VARIANTS.values(), ids=loader.VARIANTS)
 def test_the_loader_reads(options, corpus, monkeypatch, capsys):
     arguments = ["--prefix", corpus, "--seq", "16", "--seconds", "0.01", *options]
-    result = printed(loader_ours.main, arguments, monkeypatch, capsys)
+    result = run_contender(loader_ours.main, arguments, monkeypatch, capsys)
     assert result["samples_per_second"] > 0
 
 
@@ -94,7 +94,7 @@ def start(command, *, env=None, **_):
     raise Started(list(command), int((env or {}).get("WORLD_SIZE", 1)))
 
 
-def whole_runs(tmp_path):
+def list_whole_runs(tmp_path):
     """Yield the contenders of every comparison of whole runs."""
     text = tmp_path / "text.txt"
     text.write_text("a few words " * 100)
@@ -109,7 +109,7 @@ def whole_runs(tmp_path):
 
 
 def test_each_command_has_a_config_that_a_run_takes(tmp_path, monkeypatch):
-    own_commands = [command for command in whole_runs(tmp_path) if command.ours]
+    own_commands = [command for command in list_whole_runs(tmp_path) if command.ours]
     assert len(own_commands) == 2 + 2 + 6 + 4 + 1 + 1
     for one in own_commands:
         _, script, *arguments = one.command

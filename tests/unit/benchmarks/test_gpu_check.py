@@ -27,7 +27,7 @@ from megaframe_kernels.registry import KERNELS  # noqa: E402
 from time_limit import parse_object, run_limited, write_json  # noqa: E402
 
 
-def command(*arguments):
+def run_check(*arguments):
     command_line = [
         sys.executable,
         str(ROOT / "benchmarks" / "gpu" / "gpu_check.py"),
@@ -40,7 +40,7 @@ def command(*arguments):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("check") / "result.json"
-    done = command("--skip-tests", "--skip-training", "--write", str(path))
+    done = run_check("--skip-tests", "--skip-training", "--write", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     return path
 
@@ -76,7 +76,7 @@ def test_a_second_call_keeps_what_the_first_found(path, result):
 
 
 def test_a_kernel_that_is_none_is_an_error_that_lists_them():
-    done = command("--only", "norms")
+    done = run_check("--only", "norms")
     assert done.returncode == 2 and "attention_backward" in done.stderr
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_checked_is_timed_and_says_so(monkeypatch):
     assert "Traceback" in measurement.details
 
 
-def measured(case, name, seconds, error=0.0, trouble=None, **options):
+def make_measurement(case, name, seconds, error=0.0, trouble=None, **options):
     pass_result = (
         PassResult(seconds, seconds, seconds, 1.0, 1.0, 0.5, **options) if seconds else None
     )
@@ -215,7 +215,7 @@ def measured(case, name, seconds, error=0.0, trouble=None, **options):
 
 
 def test_the_order_is_of_speed_and_leaves_out_what_is_wrong():
-    entry = measured
+    entry = make_measurement
     measurements = [
         *(entry("a", "triton", 1.0), entry("a", "torch", 3.0), entry("a", "liger", 0.5, error=0.5)),
         *(entry("b", "triton", 2.0), entry("b", "torch", 1.0), entry("b", "reference", 0.1)),
@@ -227,10 +227,10 @@ def test_the_order_is_of_speed_and_leaves_out_what_is_wrong():
 
 def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     measurements = [
-        measured("a", "triton", 1.0, copy_share=0.99),
-        measured("a", "torch", 0.5, copy_share=1.0),
-        measured("b", "triton", None, trouble="refused"),
-        measured("b", "torch", 1.0, copy_share=0.98),
+        make_measurement("a", "triton", 1.0, copy_share=0.99),
+        make_measurement("a", "torch", 0.5, copy_share=1.0),
+        make_measurement("b", "triton", None, trouble="refused"),
+        make_measurement("b", "torch", 1.0, copy_share=0.98),
     ]
     for m in measurements[:2]:
         m["backward"] = {**m["forward"], "copy_share": 0.5}
@@ -273,7 +273,7 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     (first, *_) = (choice for choice in result.known["chosen_over_best"] if choice["case"] == "a")
     assert (first["chosen"], first["best"], first["ratio"]) == ("triton", "torch", 0.5)
     assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result.known))
-    broken = measured("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
+    broken = make_measurement("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
     result.add(measurements=[broken, measurements[1]])
     assert not result.known["chosen_over_best"]
 
@@ -294,12 +294,12 @@ for number in range(begin, 3):
 """
 
 
-def empty():
+def make_empty_results():
     return gpu_check.Results({**gpu_check._OF_KERNELS, "tests": {}, "training": []})
 
 
 def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
-    results = empty()
+    results = make_empty_results()
     script = [sys.executable, "-c", BROKEN]
     gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
     by_implementation = {m["implementation"]: m for m in results.known["measurements"]}
@@ -312,7 +312,7 @@ def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
 
 
 def test_what_never_begins_is_told_once_and_what_has_no_time_is_listed():
-    results = empty()
+    results = make_empty_results()
     script = [sys.executable, "-c", "raise SystemExit('no such library')"]
     gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
     (measurement,) = results.known["measurements"]
@@ -323,7 +323,7 @@ def test_what_never_begins_is_told_once_and_what_has_no_time_is_listed():
 
 def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
     row = {"row": "gpt-1.3b", "ours": {"mfu_causal": 0.5}}
-    results = empty()
+    results = make_empty_results()
     results.add(training=[row])
     rows = [{"row": name, "trouble": "left out for time"} for name in ("moe-slice", "gpt-1.3b")]
     monkeypatch.setattr(training_gpu, "measure", lambda *_: iter(rows))
@@ -356,7 +356,7 @@ def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
-    results, soon = empty(), time.monotonic() + 100
+    results, soon = make_empty_results(), time.monotonic() + 100
     gpu_check.check_tests(results, "steps", 500.0, soon, dry=True)
     gpu_check.check_tests(results, "kernels", 20.0, soon, dry=False)
     steps, kernels = results.known["tests"]["steps"], results.known["tests"]["kernels"]

@@ -62,7 +62,7 @@ def test_ratios_are_of_rows_of_one_model():
     assert all("times_bf16" not in row for row in (first, *others))
 
 
-def script(tmp_path, monkeypatch, text):
+def run_script(tmp_path, monkeypatch, text):
     """Run `text` as the script of a contender."""
     (tmp_path / "one.py").write_text(f"import json, os, sys\n{text}\n")
     monkeypatch.setattr(training_gpu, "PEERS", tmp_path)
@@ -71,7 +71,9 @@ def script(tmp_path, monkeypatch, text):
 
 def test_a_contender_finds_what_its_caller_finds(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/the/caller")
-    result = script(tmp_path, monkeypatch, "print(json.dumps({'path': os.environ['PYTHONPATH']}))")
+    result = run_script(
+        tmp_path, monkeypatch, "print(json.dumps({'path': os.environ['PYTHONPATH']}))"
+    )
     assert result["path"].split(":") == [str(ROOT), str(ROOT / "kernels"), "/of/the/caller"]
 
 
@@ -89,7 +91,7 @@ def test_a_contender_finds_what_its_caller_finds(tmp_path, monkeypatch):
 def test_a_contender_that_breaks_says_why_and_keeps_what_it_had(
     tmp_path, monkeypatch, text, expected
 ):
-    result = script(tmp_path, monkeypatch, text)
+    result = run_script(tmp_path, monkeypatch, text)
     result.pop("details")
     assert result == expected
 
@@ -101,13 +103,13 @@ def test_rows_without_time_are_left_out():
 
 
 def test_a_profile_says_how_long_the_gpu_does_nothing(tmp_path, monkeypatch):
-    def event(name, start, lasted):
+    def make_event(name, start, lasted):
         fields = {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": lasted}
         return {**fields, "args": {"device": 0}}
 
     class Profiled(contextlib.nullcontext):
         def export_chrome_trace(self, path):
-            events = [event("gemm", 0, 60), event("norm", 80, 20)]
+            events = [make_event("gemm", 0, 60), make_event("norm", 80, 20)]
             Path(path).write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
 
         def __enter__(self):
@@ -129,10 +131,15 @@ def test_a_profile_says_how_long_the_gpu_does_nothing(tmp_path, monkeypatch):
 
 
 def test_the_longest_kernels_of_a_trace(tmp_path):
-    def event(name, lasted, category="kernel"):
+    def make_event(name, lasted, category="kernel"):
         return {"ph": "X", "cat": category, "name": name, "ts": 0, "dur": lasted}
 
-    events = [event("a", 10), event("b", 25), event("a", 20), event("host", 99, "cpu_op")]
+    events = [
+        make_event("a", 10),
+        make_event("b", 25),
+        make_event("a", 20),
+        make_event("host", 99, "cpu_op"),
+    ]
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     first, second = gpu_workload.find_longest_kernels(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import load_all, save, seal, whole
+from checkpoint_helpers import load_all, make_slice, save, write_sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,10 @@ FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     halves = [
-        [Slice("a", (4, 3), (2 * rank, 0), torch.randn(2, 3)), whole(f"b{rank}", torch.randn(2))]
+        [
+            Slice("a", (4, 3), (2 * rank, 0), torch.randn(2, 3)),
+            make_slice(f"b{rank}", torch.randn(2)),
+        ]
         for rank in range(2)
     ]
     return save(tmp_path_factory.mktemp("run"), halves, step=10, state={"loss": 2.5})
@@ -62,7 +65,7 @@ def test_a_damaged_tensor_is_named(copy):
     with pytest.raises(UserError, match=r"rank-00000.safetensors is damaged: tensor b0 at \(0,\)"):
         load_all(copy)
     with open_checkpoint(copy) as checkpoint:
-        checkpoint.load([whole("b1", torch.zeros(2))])  # only what is read is checked
+        checkpoint.load([make_slice("b1", torch.zeros(2))])  # only what is read is checked
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -133,10 +136,10 @@ def test_hostile_manifests_are_refused(copy, name):
     edit, message = HOSTILE[name]
     manifest = json.loads((copy / "manifest.json").read_bytes())
     del manifest["checksum"]
-    seal(copy / "manifest.json", manifest)
+    write_sealed(copy / "manifest.json", manifest)
     load_all(copy)
     edit(manifest)
-    seal(copy / "manifest.json", manifest)
+    write_sealed(copy / "manifest.json", manifest)
     with pytest.raises(UserError, match=message):
         load_all(copy)
 
@@ -158,7 +161,7 @@ def test_absurd_tensors_are_refused_before_anything_is_allocated(copy):
             ],
         }
     }
-    seal(copy / "manifest.json", manifest)
+    write_sealed(copy / "manifest.json", manifest)
     with pytest.raises(UserError, match=f"a slice of {4 << 40} bytes, larger than any"):
         open_checkpoint(copy)
 
@@ -198,7 +201,7 @@ def reheaded(path, edit):
         "bytes": path.stat().st_size,
         "header": checksum(head),
     }
-    seal(path.parent / "manifest.json", manifest)
+    write_sealed(path.parent / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +227,8 @@ def test_hostile_headers_are_refused(copy, edit):
 
 
 def test_another_model_is_refused_with_both_shapes(good):
-    slices = [whole("a", torch.zeros(4, 2)), whole("head", torch.zeros(9))]
-    slices += [whole(f"x{index}", torch.zeros(1)) for index in range(8)]
+    slices = [make_slice("a", torch.zeros(4, 2)), make_slice("head", torch.zeros(9))]
+    slices += [make_slice(f"x{index}", torch.zeros(1)) for index in range(8)]
     with open_checkpoint(good) as checkpoint, pytest.raises(UserError) as error:
         checkpoint.load(slices)
     text = str(error.value)
@@ -248,7 +251,7 @@ class TestFind:
     )
     def test_a_damaged_pointer_falls_back_to_the_newest(self, tmp_path, pointer):
         for step in (1, 2):
-            save(tmp_path, [[whole("a", torch.ones(2))]], step=step)
+            save(tmp_path, [[make_slice("a", torch.ones(2))]], step=step)
         (tmp_path / "latest").unlink()
         if pointer is not None:
             (tmp_path / "latest").write_bytes(pointer)
@@ -258,13 +261,13 @@ class TestFind:
 
     def test_the_pointer_wins_over_a_higher_step(self, tmp_path):
         for step in (1, 2):
-            save(tmp_path, [[whole("a", torch.ones(2))]], step=step)
+            save(tmp_path, [[make_slice("a", torch.ones(2))]], step=step)
         (tmp_path / "latest").write_text("step-00000001\n")
         assert find_checkpoint(tmp_path, "latest") == tmp_path / "step-00000001"
 
     def test_a_damaged_newest_falls_back_with_a_note_until_none_is_left(self, tmp_path):
         for step in (1, 2):
-            save(tmp_path, [[whole("a", torch.ones(2))]], step=step)
+            save(tmp_path, [[make_slice("a", torch.ones(2))]], step=step)
         os.truncate(tmp_path / "step-00000002" / FILES[1], 20)
         notes = []
         assert find_checkpoint(tmp_path, "latest", notes.append) == tmp_path / "step-00000001"
@@ -293,7 +296,7 @@ class TestFind:
 def resealed(path, **changes):
     manifest = json.loads((path / "manifest.json").read_bytes())
     del manifest["checksum"]
-    seal(path / "manifest.json", {**manifest, **changes})
+    write_sealed(path / "manifest.json", {**manifest, **changes})
 
 
 def test_a_step_other_than_that_of_the_name_is_refused(copy):

@@ -43,7 +43,7 @@ def home(request, tmp_path):
     )
 
 
-def content(home):
+def read_content(home):
     return store_of(home).read_small_file(home / LOCK, LOCK_BYTES)
 
 
@@ -51,7 +51,7 @@ def leave(home, **changes):
     """Leave the lock of another process, by default on another host and renewed just now."""
     changes = {"host": "elsewhere", "process": 4242, "started": 7, **changes}
     text = LockHolder.current().model_copy(update=changes).model_dump_json().encode()
-    assert store_of(home).compare_and_swap(home / LOCK, content(home), text)
+    assert store_of(home).compare_and_swap(home / LOCK, read_content(home), text)
     return text
 
 
@@ -161,7 +161,7 @@ def test_a_lock_that_is_renewed_is_not_waited_for(take_lock, home, monkeypatch):
         take_lock(home)
     renewing.join()
     freeing = threading.Timer(
-        0.2, lambda: store_of(home).compare_and_swap(home / LOCK, content(home), None)
+        0.2, lambda: store_of(home).compare_and_swap(home / LOCK, read_content(home), None)
     )
     freeing.start()
     assert take_lock(home)[1] == []
@@ -179,13 +179,13 @@ def test_it_is_renewed_and_returns_with_a_folder_that_was_deleted(take_lock, tmp
     home = tmp_path / "run"
     home.mkdir()
     lock, _ = take_lock(home)
-    first = content(home)
-    wait_until(lambda: content(home) not in (None, first))
+    first = read_content(home)
+    wait_until(lambda: read_content(home) not in (None, first))
     shutil.rmtree(home)
     time.sleep(0.3)
     assert not home.exists()
     home.mkdir()
-    wait_until(lambda: content(home) is not None)
+    wait_until(lambda: read_content(home) is not None)
     lock.release()
     assert list(home.iterdir()) == []
 
@@ -206,14 +206,14 @@ def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(take_lock,
 
     def lost():
         # A store without exchanges in one request may have lost this to a renewal.
-        store_of(home).compare_and_swap(home / LOCK, content(home), other)
+        store_of(home).compare_and_swap(home / LOCK, read_content(home), other)
         return lock._lost_message
 
     wait_until(lost)
     with pytest.raises(UserError, match="taken over by process 4242 on host elsewhere"):
         lock.check()
     lock.release()
-    assert content(home) == other
+    assert read_content(home) == other
 
 
 def test_what_was_locked_is_unlocked_if_the_rest_is_not_free(tmp_path):
@@ -252,7 +252,7 @@ def test_no_exchange_in_a_folder_is_lost(tmp_path):
 
     def add():
         for _ in range(50):
-            before = content(tmp_path)
+            before = read_content(tmp_path)
             if store.compare_and_swap(file, before, b"%d" % (int(before or b"0") + 1)):
                 succeeded.append(1)
 
@@ -261,7 +261,7 @@ def test_no_exchange_in_a_folder_is_lost(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert int(content(tmp_path)) == len(succeeded) > 0
+    assert int(read_content(tmp_path)) == len(succeeded) > 0
 
 
 NUMBERS = st.integers() | st.floats() | st.text(max_size=9) | st.none()
@@ -277,16 +277,16 @@ def test_a_file_that_is_no_lock_is_refused_and_stays(damage):
             (folder / LOCK).write_bytes(damage)
         else:
             leave(folder, renewed=0.0)
-            known = LockHolder.model_validate_json(content(folder)).model_dump() | damage
+            known = LockHolder.model_validate_json(read_content(folder)).model_dump() | damage
             (folder / LOCK).write_text(json.dumps(known))
-        before = content(folder)
+        before = read_content(folder)
         lock = RunLock({"run.dir": folder})
         try:
             lock.take()
         except UserError as error:
             assert str(folder / LOCK) in str(error) or "is in use" in str(error)
             assert str(error).isprintable()
-            assert content(folder) == before
+            assert read_content(folder) == before
         finally:
             lock.release()
 

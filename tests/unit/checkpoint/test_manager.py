@@ -54,7 +54,7 @@ def train(keys, seconds=0.0, after=None):
         mesh.close()
 
 
-def tensors(path):
+def load_tensors(path):
     with open_checkpoint(path) as checkpoint:
         tensors = {
             n: torch.empty(t.shape, dtype=torch.float64) for n, t in checkpoint.tensors.items()
@@ -74,7 +74,8 @@ def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrid
     for first, other in (("serial", "slow"), ("sent later, serial", "sent later")):
         for step in range(1, 5):
             expected, actual = (
-                tensors(tmp_path / name / f"checkpoints/step-{step:08d}") for name in (first, other)
+                load_tensors(tmp_path / name / f"checkpoints/step-{step:08d}")
+                for name in (first, other)
             )
             assert expected.keys() == actual.keys()
             for tensor in expected:
@@ -82,7 +83,7 @@ def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrid
     assert "unsent" in " ".join(actual)
 
 
-def no_room(trainer):
+def fill_disk(trainer):
     """Limit the size of files so that the save of step 2 fails, and lift the limit after it."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if trainer.step == 2:
@@ -94,7 +95,7 @@ def no_room(trainer):
 
 
 def test_a_save_that_fails_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
-    pool.run(1, train, overrides(**KEYS), 0.0, no_room)
+    pool.run(1, train, overrides(**KEYS), 0.0, fill_disk)
     log = (tmp_path / "run/run.log").read_text()
     assert log.count("warning: ") == 1 and "checkpoint of step 2" in log and "run continues" in log
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
@@ -137,10 +138,10 @@ def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overri
     pool.run(2, train, overrides(**keys), 0.0, delete_again_and_again)
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert saved == ["latest", "step-00000020"]
-    assert len(tensors(tmp_path / "run/checkpoints/step-00000020")) > 9
+    assert len(load_tensors(tmp_path / "run/checkpoints/step-00000020")) > 9
 
 
-def dawdle(trainer):
+def delay_save(trainer):
     """Delay the first save, so that the second one has to wait for it."""
     if trainer.step == 1:
         lead = CheckpointWriter._lead_save
@@ -152,6 +153,6 @@ def dawdle(trainer):
 
 def test_waiting_for_the_save_before_is_said_and_metered(pool, overrides, tmp_path):
     keys = overrides(**{**KEYS, "train__steps": 2})
-    pool.run(1, train, keys, 0.0, dawdle)
+    pool.run(1, train, keys, 0.0, delay_save)
     log = (tmp_path / "run/run.log").read_text()
     assert "step 2 waited 1." in log and "checkpoint.every=1 saves more often" in log

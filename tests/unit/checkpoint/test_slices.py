@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 import torch
-from checkpoint_helpers import partitions, shapes
+from checkpoint_helpers import draw_partition, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,14 +19,14 @@ from megaframe.checkpoint.slices import (
 
 
 @st.composite
-def boxes_of(draw, shape):
+def draw_box(draw, shape):
     offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
     return offset, tuple(
         draw(st.integers(1, size - start)) for start, size in zip(offset, shape, strict=True)
     )
 
 
-def painted(shape, boxes):
+def paint(shape, boxes):
     counts = torch.zeros(shape)
     for box in boxes:
         counts[index_within(((0,) * len(shape), shape), box)] += 1
@@ -36,30 +36,30 @@ def painted(shape, boxes):
 @settings(deadline=None, max_examples=100)
 @given(st.data(), shapes)
 def test_the_corner_test_agrees_with_painting(data, shape):
-    boxes = data.draw(partitions(shape))
+    boxes = data.draw(draw_partition(shape))
     change = data.draw(st.sampled_from(["none", "drop", "repeat", "swap"]))
     if change != "none":
         index = data.draw(st.integers(0, len(boxes) - 1))
         box = boxes[index] if change == "repeat" else boxes.pop(index)
         if change != "drop":
-            boxes.append(box if change == "repeat" else data.draw(boxes_of(shape)))
-    covered_once = bool((painted(shape, boxes) == 1).all())
+            boxes.append(box if change == "repeat" else data.draw(draw_box(shape)))
+    covered_once = bool((paint(shape, boxes) == 1).all())
     assert (find_tiling_problem(shape, boxes) is None) == covered_once
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), shapes)
 def test_intersection_is_where_both_are(data, shape):
-    first, second = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
-    both = painted(shape, [first, second]) == 2
+    first, second = data.draw(draw_box(shape)), data.draw(draw_box(shape))
+    both = paint(shape, [first, second]) == 2
     shared = intersect(first, second)
-    assert torch.equal(painted(shape, [shared] if shared else []) == 1, both)
+    assert torch.equal(paint(shape, [shared] if shared else []) == 1, both)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), shapes, st.integers(1, 60))
 def test_pieces_are_consecutive_runs(data, shape, limit):
-    box = data.draw(boxes_of(shape))
+    box = data.draw(draw_box(shape))
     values = torch.arange(prod(box[1])).view(box[1])
     cut = list(split_into_runs(box, limit))
     runs = [values[index_within(box, piece)].flatten() for piece in cut]
@@ -70,9 +70,9 @@ def test_pieces_are_consecutive_runs(data, shape, limit):
 @settings(deadline=None, max_examples=100)
 @given(st.data(), shapes, st.integers(1, 60))
 def test_tiles_cover_a_box_once(data, shape, limit):
-    box = data.draw(boxes_of(shape))
+    box = data.draw(draw_box(shape))
     cut = list(split_into_tiles(box, limit))
-    assert (painted(shape, cut) == painted(shape, [box])).all()
+    assert (paint(shape, cut) == paint(shape, [box])).all()
     assert all(prod(size) <= limit for _, size in cut)
 
 

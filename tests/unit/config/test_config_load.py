@@ -21,7 +21,7 @@ def write(tmp_path):
     return write
 
 
-def mistakes(path, overrides=()):
+def list_mistakes(path, overrides=()):
     """Return the lines of the error message, without its headline."""
     with pytest.raises(UserError) as refusal:
         load(path, overrides)
@@ -96,7 +96,7 @@ def test_a_list_is_replaced_whole_and_null_ends_a_section(write):
 def test_a_circle_of_extends_is_named(write):
     write("b.yaml", "train: {steps: 1}\nextends: a.yaml\n")
     path = write("a.yaml", "extends: b.yaml\n")
-    (line,) = mistakes(path)
+    (line,) = list_mistakes(path)
     assert line.endswith("b.yaml:2: extends: a.yaml goes in a circle: a.yaml -> b.yaml -> a.yaml")
 
 
@@ -105,7 +105,9 @@ def test_extends_that_fan_out_are_bounded(write):
         names = f"[x{level + 1}.yaml, y{level + 1}.yaml]" if level < 19 else "[]"
         write(f"x{level}.yaml", f"extends: {names}\n")
         write(f"y{level}.yaml", f"extends: {names}\n")
-    assert "more than 64 files" in mistakes(write("run.yaml", "extends: [x0.yaml, y0.yaml]\n"))[0]
+    assert (
+        "more than 64 files" in list_mistakes(write("run.yaml", "extends: [x0.yaml, y0.yaml]\n"))[0]
+    )
 
 
 def test_every_mistake_comes_at_once_with_its_place(write):
@@ -130,7 +132,7 @@ def test_every_mistake_comes_at_once_with_its_place(write):
         "      weight: -1\n"
         "    - pth: b\n",
     )
-    lines = mistakes(path, ["train.steps=yes", "foo", "run.dir=@x", "data.sources.path=x"])
+    lines = list_mistakes(path, ["train.steps=yes", "foo", "run.dir=@x", "data.sources.path=x"])
     ends = [
         "base.yaml:2: optim.lr=fast: takes a number > 0",
         "run.yaml:1: extends: there is no file",
@@ -198,7 +200,7 @@ def test_one_override(override, message):
     if message is None:
         load(None, [override])
     else:
-        lines = mistakes(None, [override])
+        lines = list_mistakes(None, [override])
         assert any(line.startswith("command line: ") and message in line for line in lines)
 
 
@@ -222,12 +224,12 @@ def test_an_override_may_be_several_words(words, same):
     [["optim.lr", "3e-4"], ["=", "5"], ["optim.lr", "="], ["optim.lr=3", "4"], ["lr", "=", "4"]],
 )
 def test_words_that_are_no_override_are_refused(words):
-    assert all(line.startswith("command line: ") for line in mistakes(None, words))
+    assert all(line.startswith("command line: ") for line in list_mistakes(None, words))
 
 
 def test_keys_beneath_a_section_may_be_dotted_in_a_file(write):
     assert load(write("c.yaml", "train.steps: 3\ntrain: {seq: 4}\n")).train.steps == 3
-    (line,) = mistakes(write("d.yaml", "train.steps: 3\ntrain: {steps: 4}\n"))
+    (line,) = list_mistakes(write("d.yaml", "train.steps: 3\ntrain: {steps: 4}\n"))
     assert line.endswith("d.yaml:2: train.steps: given twice, first on line 1")
 
 
@@ -248,31 +250,31 @@ def test_keys_beneath_a_section_may_be_dotted_in_a_file(write):
     ],
 )
 def test_files_that_are_no_config(write, text, message):
-    assert any(message in line for line in mistakes(write("c.yaml", text)))
+    assert any(message in line for line in list_mistakes(write("c.yaml", text)))
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    assert mistakes(str(tmp_path / "none.yaml")) == [
+    assert list_mistakes(str(tmp_path / "none.yaml")) == [
         f"{tmp_path}/none.yaml: cannot be read: No such file or directory"
     ]
-    assert mistakes(str(tmp_path)) == [f"{tmp_path}: cannot be read: Is a directory"]
+    assert list_mistakes(str(tmp_path)) == [f"{tmp_path}: cannot be read: Is a directory"]
     (tmp_path / "binary.yaml").write_bytes(b"train: \xff\xfe")
-    assert "binary.yaml: not valid YAML text" in mistakes(str(tmp_path / "binary.yaml"))[0]
+    assert "binary.yaml: not valid YAML text" in list_mistakes(str(tmp_path / "binary.yaml"))[0]
 
 
 def test_aliases_cannot_grow_without_bound(write):
     laughs = "a0: &a0 [x, x]\n" + "".join(
         f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)
     )
-    assert "alias *a0 refused" in mistakes(write("c.yaml", laughs))[0]
+    assert "alias *a0 refused" in list_mistakes(write("c.yaml", laughs))[0]
 
 
 def test_a_file_of_mistakes_is_not_read_to_its_end(write):
     keys = "".join(f"{'long' * 30}{n}: 1\n" for n in range(2000))
     items = ", ".join(f"{{path: a, weight: x{n}}}" for n in range(2000))
     path = write("c.yaml", f"{keys}\ndata: {{sources: [{items}]}}\n")
-    assert len(mistakes(path)) == MAX_MISTAKES
-    assert len(mistakes(None, [f"data.sources=[{items}]"])) == MAX_MISTAKES
+    assert len(list_mistakes(path)) == MAX_MISTAKES
+    assert len(list_mistakes(None, [f"data.sources=[{items}]"])) == MAX_MISTAKES
 
 
 def test_a_dump_names_every_key_and_reads_back(write):
@@ -303,28 +305,28 @@ URLS = [
     ],
 )
 def test_a_secret_anywhere_is_refused_and_not_repeated(write, text, url):
-    messages = mistakes(write("c.yaml", text.format(f"'{url}'")))
+    messages = list_mistakes(write("c.yaml", text.format(f"'{url}'")))
     assert messages and not any(SECRET in line for line in messages)
     for word in (url, f"run.dir='{url}'", f"{url}=1", f"data.tokenizer='{url}'"):
-        messages = mistakes(None, [word])
+        messages = list_mistakes(None, [word])
         assert messages and not any(SECRET in line for line in messages)
 
 
 @pytest.mark.parametrize("text", [r'"x\0"', r'"\ud800"'])
 def test_what_no_name_can_hold_is_refused(write, text):
     for where in ("run: {{dir: {}}}", "data: {{sources: [{{path: {}}}]}}"):
-        (line,) = mistakes(write("c.yaml", where.format(text)))
+        (line,) = list_mistakes(write("c.yaml", where.format(text)))
         assert "NUL, or half of a surrogate pair" in line
-    (line,) = mistakes(None, [f"run.dir={text}"])
+    (line,) = list_mistakes(None, [f"run.dir={text}"])
     assert "NUL, or half" in line
 
 
 def test_an_argument_that_is_no_text_is_refused():
-    (line,) = mistakes(None, [os.fsdecode(b"run.dir=\xff")])
+    (line,) = list_mistakes(None, [os.fsdecode(b"run.dir=\xff")])
     assert "bytes that are not UTF-8" in line and line.isprintable()
 
 
 def test_a_pipe_or_a_device_is_no_config(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for path in (tmp_path / "pipe.yaml", "/dev/zero"):
-        assert mistakes(str(path)) == [f"{path}: cannot be read: Not a regular file"]
+        assert list_mistakes(str(path)) == [f"{path}: cannot be read: Not a regular file"]

@@ -32,23 +32,25 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size
 def section(annotation, **kept):
     """Return a strategy for sections of which any keys are given, and always those of `kept`."""
     fields = annotation.model_fields
-    optional = {n: values(f.annotation, f.metadata) for n, f in fields.items() if n not in kept}
+    optional = {
+        n: make_strategy(f.annotation, f.metadata) for n, f in fields.items() if n not in kept
+    }
     return st.fixed_dictionaries({n: st.just(v) for n, v in kept.items()}, optional=optional)
 
 
-def values(annotation, bounds=()):
+def make_strategy(annotation, bounds=()):
     """Return a strategy for all values that a type annotation of the schema allows."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return values(args[0], [b for field in args[1:] for b in field.metadata])
+        return make_strategy(args[0], [b for field in args[1:] for b in field.metadata])
     if origin in (Union, UnionType):
-        return st.one_of(st.none() if a is type(None) else values(a, bounds) for a in args)
+        return st.one_of(st.none() if a is type(None) else make_strategy(a, bounds) for a in args)
     if origin is Literal:
         return st.sampled_from(args)
     if origin is tuple and args[-1] is Ellipsis:
-        return st.lists(values(args[0]), max_size=3)
+        return st.lists(make_strategy(args[0]), max_size=3)
     if origin is tuple:
-        return st.tuples(*map(values, args)).map(list)
+        return st.tuples(*map(make_strategy, args)).map(list)
     if annotation is BlockConfig:
         return BLOCKS
     if annotation is DataSourceConfig:
@@ -87,7 +89,7 @@ BLOCKS = st.fixed_dictionaries(
 WHOLE = ("train.batch_ramp.", "model.latent.", "model.moe.")
 """Sections that are given whole or not at all."""
 EVERY_LEAF = {
-    name: values(key.field.annotation, key.field.metadata)
+    name: make_strategy(key.field.annotation, key.field.metadata)
     for name, key in get_config_keys().items()
     if key.section is None
 }
@@ -110,9 +112,9 @@ SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | SECTIONS).filter(
 )
 
 
-def nested(settings_):
+def nest(assignments):
     tree = {}
-    for name, value in settings_.items():
+    for name, value in assignments.items():
         *sections, last = name.split(".")
         inner = tree
         for section in sections:
@@ -131,7 +133,7 @@ def file(tmp_path_factory):
 @example({"run.dir": "\x85"})
 @example({"model.heads": 769})
 def test_what_is_dumped_loads_back_equal(file, keys_by_section):
-    config = RunConfig.model_validate(nested(keys_by_section))
+    config = RunConfig.model_validate(nest(keys_by_section))
     file.write_text(dump(config), encoding="utf-8")
     assert load(str(file)) == config
 
@@ -139,12 +141,12 @@ def test_what_is_dumped_loads_back_equal(file, keys_by_section):
 @settings(deadline=None, max_examples=60)
 @given(SETTINGS)
 def test_an_override_is_worth_a_line_of_the_file(file, keys_by_section):
-    file.write_text(yaml.safe_dump(nested(keys_by_section)), encoding="utf-8")
+    file.write_text(yaml.safe_dump(nest(keys_by_section)), encoding="utf-8")
     overrides = [
         f"{name}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}"
         for name, value in keys_by_section.items()
     ]
-    expected = RunConfig.model_validate(nested(keys_by_section))
+    expected = RunConfig.model_validate(nest(keys_by_section))
     assert load(str(file)) == expected == load(None, overrides)
 
 
@@ -153,7 +155,7 @@ LEAF = st.sampled_from(sorted(LEAVES))
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(LEAF, TEXT.filter(bool), st.integers(0, 3)), max_size=4))
-def test_spaces_around_an_equals_sign_change_nothing(settings_):
+def test_spaces_around_an_equals_sign_change_nothing(assignments):
     """The whole, and its parts in two or three words, are the same or refused alike."""
     ways = (
         lambda key, value: [f"{key}={value}"],
@@ -168,8 +170,8 @@ def test_spaces_around_an_equals_sign_change_nothing(settings_):
         except UserError as error:
             return str(error)
 
-    joined = [f"{key}={value}" for key, value, _ in settings_]
-    assert outcome(joined) == outcome([w for k, v, way in settings_ for w in ways[way](k, v)])
+    joined = [f"{key}={value}" for key, value, _ in assignments]
+    assert outcome(joined) == outcome([w for k, v, way in assignments for w in ways[way](k, v)])
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])

@@ -23,7 +23,7 @@ BESIDE = {
 }
 
 
-def named_keys(text):
+def list_keys(text):
     """Return the keys in what a name is here, each with its value if it has one."""
     return re.findall(r"[a-z]+\.[a-z_0-9]+[a-z0-9](?:\.[a-z_0-9]+)?(?:=[a-z0-9]+)?", text)
 
@@ -45,8 +45,8 @@ def test_there_are_enough_of_every_program():
 def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
     replacement = SETTINGS_ELSEWHERE[program][name]
     assert name not in get_config_keys()
-    assert named_keys(replacement) or replacement == "always on"
-    for text in named_keys(replacement):
+    assert list_keys(replacement) or replacement == "always on"
+    for text in list_keys(replacement):
         key, _, value = text.partition("=")
         assert key in get_config_keys(), replacement
         if value:
@@ -55,7 +55,7 @@ def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
     assert f"{program}'s" in message and f"{name} is {replacement}" in message
 
 
-def rows(program):
+def read_rows(program):
     """Yield the cells of the guide's table for a program, with names as the program has them."""
     section = GUIDE.read_text(encoding="utf-8").split(f"\n## {program}\n")[1].split("\n## ")[0]
     for line in section.splitlines():
@@ -69,9 +69,11 @@ def test_the_guide_says_the_same(program, name):
     """In one row there are the name, or its last part, and all keys that it is."""
     word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
     expected_keys = [
-        text.partition("=")[0] for text in named_keys(SETTINGS_ELSEWHERE[program][name])
+        text.partition("=")[0] for text in list_keys(SETTINGS_ELSEWHERE[program][name])
     ] or ["always"]
-    guide_rows = [own_text for foreign_name, own_text in rows(program) if word.search(foreign_name)]
+    guide_rows = [
+        own_text for foreign_name, own_text in read_rows(program) if word.search(foreign_name)
+    ]
     assert any(all(key in own_text for key in expected_keys) for own_text in guide_rows), guide_rows
 
 

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from run_folders import lines, write
+from run_folders import make_lines, write
 
 from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
 from megaframe.dashboard.panels import PANELS, POINTS, build_page_data
@@ -66,7 +66,7 @@ def visit(browser):
     assert errors == []
 
 
-def made(folder, runs, prediction=None):
+def write_page(folder, runs, prediction=None):
     path = folder / PAGE_FILE
     text = render_page(build_page_data(runs, prediction))
     assert "this, (() => {" in text, "the library is compiled at once"
@@ -74,7 +74,7 @@ def made(folder, runs, prediction=None):
     return path.as_uri()
 
 
-def until(tab, expression):
+def wait_until(tab, expression):
     """Wait until a JavaScript expression is true.
 
     It is polled from outside, because the page's security policy forbids evaluation inside it. Once
@@ -90,12 +90,12 @@ def until(tab, expression):
         time.sleep(0.05)
 
 
-def states(tab):
+def read_states(tab):
     """Scroll each panel into view, and return the state of all panels by id."""
     ids = tab.evaluate("[...document.querySelectorAll('section:not([hidden])')].map(s => s.id)")
     for name in ids:
         tab.evaluate(f"document.getElementById('{name}').scrollIntoView()")
-        until(tab, f"document.getElementById('{name}').dataset.state === 'drawn'")
+        wait_until(tab, f"document.getElementById('{name}').dataset.state === 'drawn'")
     script = "[...document.querySelectorAll('section')].map(s => [s.id, s.dataset.state])"
     return dict(tab.evaluate(script))
 
@@ -107,9 +107,9 @@ def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_pa
         "mfu": 0.5,
         "breakdown": {"optimizer": 0.2},
     }
-    address = made(tmp_path, [RunFolder(write(tmp_path / "run", lines(60)))], prediction)
+    address = write_page(tmp_path, [RunFolder(write(tmp_path / "run", make_lines(60)))], prediction)
     tab = visit(address, viewport={"width": 1400, "height": 900}, color_scheme="light")
-    panel_states = states(tab)
+    panel_states = read_states(tab)
     assert panel_states.keys() >= {panel.id for panel in PANELS}
     assert set(panel_states.values()) == {"drawn"}
     falls = tab.evaluate("document.querySelector('#waterfall .plot').data.map(t => [t.name, t.x])")
@@ -126,7 +126,7 @@ def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_pa
 
 
 def test_it_is_useful_without_a_mouse(visit, tmp_path):
-    tab = visit(made(tmp_path, [RunFolder(write(tmp_path / "run", lines(60)))]))
+    tab = visit(write_page(tmp_path, [RunFolder(write(tmp_path / "run", make_lines(60)))]))
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.className") == "skip"
     range_script = "document.querySelector('#loss .plot')._fullLayout.xaxis.range"
@@ -142,23 +142,25 @@ def test_it_is_useful_without_a_mouse(visit, tmp_path):
     tab.focus("input[value=step]")
     tab.keyboard.press("ArrowRight")  # radio buttons: the next one is tokens
     title = "document.querySelector('#loss .plot').layout.xaxis.title.text"
-    until(tab, f"{title} === 'tokens'")
+    wait_until(tab, f"{title} === 'tokens'")
     tab.evaluate("document.getElementById('stragglers').scrollIntoView()")
-    until(tab, "document.getElementById('stragglers').dataset.state === 'drawn'")
+    wait_until(tab, "document.getElementById('stragglers').dataset.state === 'drawn'")
     columns = tab.evaluate("document.querySelector('#stragglers .plot').data[0].x")
     assert columns == [1024 * step for step in range(10, 61, 10)]
     tab.focus("#loss summary")
     tab.keyboard.press("Enter")
-    until(tab, "document.querySelector('#loss table') !== null")
+    wait_until(tab, "document.querySelector('#loss table') !== null")
     assert tab.locator("#loss table").inner_text().startswith("loss at tokens")
 
 
 def test_names_and_values_with_html_in_them_stay_text(visit, tmp_path):
     name = "<img src=x onerror=alert(1)><b>bold<b>"
     evil = "</script><script>alert(2)</script><!--"
-    first_run = RunFolder(write(tmp_path / name, lines(20), {"run": {"note": evil, "<i>key": 1}}))
-    two = RunFolder(write(tmp_path / "plain", lines(20)))
-    tab = visit(made(tmp_path, [first_run, two]))
+    first_run = RunFolder(
+        write(tmp_path / name, make_lines(20), {"run": {"note": evil, "<i>key": 1}})
+    )
+    two = RunFolder(write(tmp_path / "plain", make_lines(20)))
+    tab = visit(write_page(tmp_path, [first_run, two]))
     assert name in tab.locator("h1").inner_text()
     assert tab.locator("img, main b, main i, svg b").count() == 0
     assert name in tab.locator("#loss .legend").text_content()
@@ -168,11 +170,11 @@ def test_names_and_values_with_html_in_them_stay_text(visit, tmp_path):
 
 
 def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
-    first_run = RunFolder(write(tmp_path / "one", lines(40), {"optim": {"lr": 1}}))
-    folder = write(tmp_path / "two", lines(20, ranks=2, stages=1), {"optim": {"lr": 2}})
+    first_run = RunFolder(write(tmp_path / "one", make_lines(40), {"optim": {"lr": 1}}))
+    folder = write(tmp_path / "two", make_lines(20, ranks=2, stages=1), {"optim": {"lr": 2}})
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('no metrics\n{"step": 21, "lo')
-    tab = visit(made(tmp_path, [first_run, RunFolder(folder)]))
+    tab = visit(write_page(tmp_path, [first_run, RunFolder(folder)]))
     assert tab.locator(".notes li").all_inner_texts() == [
         "two: 1 lines are not metrics and are ignored (line 21)",
         "two: the last line is incomplete: it is being written, or was cut off",
@@ -182,12 +184,12 @@ def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
     assert {"one", "two"} <= set(tab.evaluate(names))
     assert tab.locator("#differences td").all_inner_texts() == ["1", "2"]
     tab.uncheck("#runs label:nth-of-type(1) input")
-    until(tab, f"!({names}).includes('one')")
+    wait_until(tab, f"!({names}).includes('one')")
     assert "two" in tab.evaluate(names)
 
 
 def test_what_is_written_arrives(visit, tmp_path):
-    all_lines = list(lines(60))
+    all_lines = list(make_lines(60))
     run = write(tmp_path / "run", all_lines[:20])
     server = DashboardServer([RunFolder(run)])
     server.start()
@@ -197,8 +199,8 @@ def test_what_is_written_arrives(visit, tmp_path):
         assert "1 to 20" in tab.locator("#summary").inner_text()
         with open(run / "metrics.jsonl", "a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in all_lines[20:]))
-        until(tab, "document.querySelector('#summary').innerText.includes('1 to 60')")
-        until(tab, "document.querySelector('#loss .plot').data[0].x.length === 60")
+        wait_until(tab, "document.querySelector('#summary').innerText.includes('1 to 60')")
+        wait_until(tab, "document.querySelector('#loss .plot').data[0].x.length === 60")
         assert "checkpoint of step 50" in tab.locator("#events").text_content()
         base = server.address.split("?")[0]
         for wrong, status in (("", 403), ("?token=no", 403), ("data", 403)):
@@ -220,7 +222,7 @@ def test_what_is_written_arrives(visit, tmp_path):
 
 
 def test_a_hundred_thousand_steps_and_a_thousand_ranks_are_a_page_of_few_numbers(visit, tmp_path):
-    folder = write(tmp_path / "run", lines(50, ranks=1000), environment={"ranks": 1000})
+    folder = write(tmp_path / "run", make_lines(50, ranks=1000), environment={"ranks": 1000})
     with open(folder / "metrics.jsonl", "a") as file:
         for step in range(51, 100_001):
             file.write(f'{{"step": {step}, "loss": {2 + 1 / step}, "tokens": 9, "seconds": 0.5}}\n')
@@ -229,6 +231,6 @@ def test_a_hundred_thousand_steps_and_a_thousand_ranks_are_a_page_of_few_numbers
     assert len(data["runs"][0]["x"]["step"]) == POINTS
     assert len(data["runs"][0]["heat"]["stragglers"]["z"]) <= 160
     assert len(json.dumps(data)) < 1_000_000
-    tab = visit(made(tmp_path, [run]))
-    assert states(tab)["loss"] == states(tab)["stragglers"] == "drawn"
+    tab = visit(write_page(tmp_path, [run]))
+    assert read_states(tab)["loss"] == read_states(tab)["stragglers"] == "drawn"
     assert tab.evaluate("document.querySelector('#loss .plot').data[0].x.at(-1)") == 100_000

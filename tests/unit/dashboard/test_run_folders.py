@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_folders import lines, write
+from run_folders import make_lines, write
 
 from megaframe.dashboard.advice import suggest_remedies
 from megaframe.dashboard.downsample import (
@@ -35,7 +35,7 @@ from megaframe.metrics.sinks import flatten
 
 
 def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
-    run = RunFolder(write(tmp_path / "run", lines(60)))
+    run = RunFolder(write(tmp_path / "run", make_lines(60)))
     assert run.notes == []
     data = build_page_data([run])
     (run_data,) = data["runs"]
@@ -65,7 +65,7 @@ def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
 
 def test_bars_of_sources_leave_out_those_that_nothing_is_trained_on(tmp_path):
     def places(**data):
-        run = RunFolder(write(tmp_path / "run", lines(10), config={"data": data}))
+        run = RunFolder(write(tmp_path / "run", make_lines(10), config={"data": data}))
         return build_page_data([run])["runs"][0]["bars"]["sources"]["places"]
 
     held_out = {"path": "held-out", "split": [0.0, 1.0, 0.0]}
@@ -76,7 +76,7 @@ def test_bars_of_sources_leave_out_those_that_nothing_is_trained_on(tmp_path):
 
 
 def test_losses_and_mfu_are_the_whole_peak(tmp_path):
-    run = RunFolder(write(tmp_path / "run", lines(60)))
+    run = RunFolder(write(tmp_path / "run", make_lines(60)))
     assert sum(compute_mean_losses(run).values()) == pytest.approx(1)
     prediction = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
     assert compute_predicted_losses(prediction) == pytest.approx(
@@ -85,7 +85,7 @@ def test_losses_and_mfu_are_the_whole_peak(tmp_path):
 
 
 def test_a_run_still_being_written_is_read_on_and_one_replaced_anew(tmp_path):
-    all_lines = [json.dumps(line) + "\n" for line in lines(30)]
+    all_lines = [json.dumps(line) + "\n" for line in make_lines(30)]
     folder = write(tmp_path / "run", [])
     path = folder / "metrics.jsonl"
     run = RunFolder(folder)
@@ -108,7 +108,7 @@ def test_a_run_still_being_written_is_read_on_and_one_replaced_anew(tmp_path):
     ["hello", "[1, 2]", '{"loss": 1}', '{"step": true}', "[" * 5000, '{"step": -1}', "\x00\x00"],
 )
 def test_lines_of_something_else_are_left_out_and_counted(tmp_path, odd):
-    folder = write(tmp_path / "run", lines(5))
+    folder = write(tmp_path / "run", make_lines(5))
     path = folder / "metrics.jsonl"
     text = path.read_text().splitlines()
     path.write_text("\n".join([*text[:3], odd, *text[3:]]) + "\n")
@@ -118,7 +118,7 @@ def test_lines_of_something_else_are_left_out_and_counted(tmp_path, odd):
 
 
 def test_nothing_is_read_after_an_endless_line_or_thousands_of_odd_ones(tmp_path):
-    folder = write(tmp_path / "run", lines(5))
+    folder = write(tmp_path / "run", make_lines(5))
     path = folder / "metrics.jsonl"
     content = path.read_bytes()
     with open(path, "ab") as file:
@@ -133,8 +133,8 @@ def test_nothing_is_read_after_an_endless_line_or_thousands_of_odd_ones(tmp_path
 
 
 def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
-    first = list(lines(30))
-    second = [{**line, "loss": 100.0} for line in lines(10, start=10)]
+    first = list(make_lines(30))
+    second = [{**line, "loss": 100.0} for line in make_lines(10, start=10)]
     run = RunFolder(write(tmp_path / "run", [*first, *second]))
     assert run.metrics.column("step").tolist() == [*range(1, 21)]
     assert run.metrics.column("loss")[9:12].tolist() == [first[9]["loss"], 100.0, 100.0]
@@ -150,12 +150,12 @@ def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
         ),
         max_leaves=8,
     ),
-    key=st.sampled_from([*next(lines(1)), "ranks", "config", "time"]),
+    key=st.sampled_from([*next(make_lines(1)), "ranks", "config", "time"]),
 )
 def test_any_value_of_any_key_is_shown_or_left_out(tmp_path_factory, value, key):
-    text = json.dumps({**next(lines(1)), key: value, "step": 2})
+    text = json.dumps({**next(make_lines(1)), key: value, "step": 2})
     folder = tmp_path_factory.mktemp("odd")
-    write(folder, lines(1))
+    write(folder, make_lines(1))
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(text + "\n")
     run = RunFolder(folder)
@@ -165,10 +165,10 @@ def test_any_value_of_any_key_is_shown_or_left_out(tmp_path_factory, value, key)
 
 def test_other_layouts_missing_ranks_and_missing_files_are_notes(tmp_path):
     run_folder = RunFolder(
-        write(tmp_path / "one", lines(20), {"parallel": {"tensor": 2}}, {"ranks": 8})
+        write(tmp_path / "one", make_lines(20), {"parallel": {"tensor": 2}}, {"ranks": 8})
     )
     assert run_folder.notes == ["rows have 4 ranks and the run 8: some are missing"]
-    changed = [*lines(20), *lines(20, ranks=2, stages=1, start=20)]
+    changed = [*make_lines(20), *make_lines(20, ranks=2, stages=1, start=20)]
     two = RunFolder(write(tmp_path / "two", changed, {"parallel": {"tensor": 1}}))
     (tmp_path / "two" / "environment.json").write_text("{")
     two = RunFolder(tmp_path / "two")
@@ -190,7 +190,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
     changed_lines = []
-    for line in lines(5):
+    for line in make_lines(5):
         lost = {cause: share for cause, share in line["lost"].items() if cause != "kernels"}
         lost = {"compute": 1 - sum(lost.values()), **lost}
         changed_lines.append({**line, "mfu": None, "hfu": None, "lost": lost})
@@ -229,7 +229,7 @@ def test_one_slow_rank_of_many_is_still_there_when_thinned():
 
 def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
     name = "<b>x<b>|*y*"
-    folder = write(tmp_path / name, lines(30))
+    folder = write(tmp_path / name, make_lines(30))
     prediction = {"step_seconds": 1.0, "mfu": 0.5, "breakdown": {"compute": 0.9, "data": 0.1}}
     text = render_report(RunFolder(folder), prediction)
     assert "| kernels below peak |" in text and "| predicted |" in text
@@ -242,7 +242,10 @@ def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
 
 def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
     pytest.importorskip("wandb_workspaces")
-    names = set(dict(flatten(next(lines(1, ranks_every=1))))) | {"eval_bits_per_byte", "mtp_loss"}
+    names = set(dict(flatten(next(make_lines(1, ranks_every=1))))) | {
+        "eval_bits_per_byte",
+        "mtp_loss",
+    }
     spec = build_workspace("entity", "project")._to_model().spec.model_dump(by_alias=True)
     sections = spec["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == ["Training", "Pages", "Configs"]
@@ -263,7 +266,7 @@ def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
     )
 
 
-def shown(folder):
+def show_run(folder):
     """Return a run with the texts of its page and its report, which must be printable."""
     run = RunFolder(folder)
     data = build_page_data([run])
@@ -276,10 +279,10 @@ def shown(folder):
 
 def test_rows_that_lack_places_or_are_missing_are_left_out_with_a_note(tmp_path):
     def changed(change):
-        run_lines = list(lines(20))
+        run_lines = list(make_lines(20))
         for line in run_lines:
             change(line)
-        return shown(write(tmp_path / "run", run_lines))[:2]
+        return show_run(write(tmp_path / "run", run_lines))[:2]
 
     run, data = changed(lambda line: line["stages"].update(bubble=[0.01] * 5))
     assert "rows of stages have 2 to 5 places: shorter ones are left out" in run.notes
@@ -296,30 +299,30 @@ def test_rows_that_lack_places_or_are_missing_are_left_out_with_a_note(tmp_path)
 
 def test_steps_that_go_back_before_all_rows_leave_none(tmp_path):
     later = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
-    run, data, _ = shown(write(tmp_path / "run", [*lines(20), *later]))
+    run, data, _ = show_run(write(tmp_path / "run", [*make_lines(20), *later]))
     assert run.metrics.rows == {} and data["heat"] == {} and len(run.metrics) == 2
     assert "after step 20 comes step 1" in run.notes[0]
 
 
 @pytest.mark.parametrize("name", ["²", "١٢", "9" * 5000, "1_0", ""])
 def test_odd_digits_in_names_and_values_are_names_and_no_values(tmp_path, name):
-    line = {**next(lines(1)), "step": 2, "loss": name}
+    line = {**next(make_lines(1)), "step": 2, "loss": name}
     line["experts"] = {"tokens": {name: [1.0, 2.0], "0": [1.0, 1.0]}}
-    run, data, _ = shown(write(tmp_path / "run", [next(lines(1)), line]))
+    run, data, _ = show_run(write(tmp_path / "run", [next(make_lines(1)), line]))
     assert np.isnan(run.metrics.column("loss")[1]) and len(data["heat"]["experts"]["z"]) == 2
 
 
 @pytest.mark.parametrize("step", ["NaN", "1e400", "9" * 5000, '"٣"', "1_000", "-1", "2.0"])
 def test_a_step_that_is_no_step_is_noted(tmp_path, step):
-    folder = write(tmp_path / "run", lines(3))
+    folder = write(tmp_path / "run", make_lines(3))
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(f'{{"step": {step}, "loss": 1}}\n')
-    assert "1 lines are not metrics and are ignored (line 4)" in shown(folder)[0].notes
+    assert "1 lines are not metrics and are ignored (line 4)" in show_run(folder)[0].notes
 
 
 def test_a_name_given_twice_in_a_line_is_one_value(tmp_path):
     line = {"step": 1, "time/data": 1.0, "time": {"data": 2.0}, "loss": 3.0}
-    run, _, _ = shown(write(tmp_path / "run", [line, {**line, "step": 2}]))
+    run, _, _ = show_run(write(tmp_path / "run", [line, {**line, "step": 2}]))
     assert run.metrics.column("time/data").tolist() == [2.0, 2.0]
 
 
@@ -335,19 +338,19 @@ def test_a_name_given_twice_in_a_line_is_one_value(tmp_path):
     ],
 )
 def test_a_config_of_a_stranger_is_shown_or_noted(tmp_path, text):
-    folder = write(tmp_path / "run", lines(3))
+    folder = write(tmp_path / "run", make_lines(3))
     (folder / "config.yaml").write_text(text)
-    shown(folder)
+    show_run(folder)
     (folder / "environment.json").write_text('{"a": ' + "[" * 5000 + "]" * 5000 + "}")
-    assert "environment.json cannot be read and is ignored" in shown(folder)[0].notes
+    assert "environment.json cannot be read and is ignored" in show_run(folder)[0].notes
 
 
 def test_names_of_strangers_are_escaped_and_their_secrets_masked(tmp_path):
     config = {"meter": {"wandb": "\x1b[31mred\x07"}, "run": {"dir": "s3://key:Zq8@host/x"}}
     config["data"] = {"sources": [{"path": "\x1b]0;title\x07"}, {"path": "\u202ecode"}]}
     odd = {"layout": "\ud800\x9b", "\x1b[2J": 1}
-    folder = write(tmp_path / "r\x1b[31mun", lines(3), config, odd)
-    _, data, text = shown(folder)
+    folder = write(tmp_path / "r\x1b[31mun", make_lines(3), config, odd)
+    _, data, text = show_run(folder)
     assert data["name"] == r"r\x1b[31mun" and "\\x1b" in data["folder"]
     assert data["bars"]["sources"]["places"] == [r"\x1b]0;title\x07", r"\u202ecode"]
     assert "Zq8" not in json.dumps(data) and r"# r\\x1b\[31mun" in text
@@ -355,11 +358,11 @@ def test_names_of_strangers_are_escaped_and_their_secrets_masked(tmp_path):
 
 
 def test_pipes_and_devices_in_a_run_folder_are_notes(tmp_path):
-    folder = write(tmp_path / "run", lines(3))
+    folder = write(tmp_path / "run", make_lines(3))
     for name in ("metrics.jsonl", "config.yaml", "environment.json"):
         (folder / name).unlink()
         os.mkfifo(folder / name)
-    run, _, _ = shown(folder)
+    run, _, _ = show_run(folder)
     assert "config.yaml cannot be read and is ignored" in run.notes and len(run.metrics) == 0
     with pytest.raises(UserError, match="is not a JSON object with step_seconds"):
         read_prediction(folder / "config.yaml")
@@ -386,4 +389,4 @@ def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("a..b", 0), ("x" * 300, 0)])
 def test_an_address_that_cannot_be_is_refused(tmp_path, host, port):
     with pytest.raises(UserError, match="cannot listen on"):
-        DashboardServer([RunFolder(write(tmp_path / "run", lines(3)))], host=host, port=port)
+        DashboardServer([RunFolder(write(tmp_path / "run", make_lines(3)))], host=host, port=port)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import counting_documents, write_token_file
+from token_files import make_counting_documents, write_token_file
 
 from megaframe.data.gpt_dataset import (
     SPLITS,
@@ -73,7 +73,7 @@ def test_windows_equal_a_slow_walk_over_the_documents(texts, dtype, shares, spli
 
 
 def test_every_token_but_the_first_is_predicted_once(tmp_path):
-    path = write_token_file(tmp_path / "f", counting_documents([5, 1, 17, 30, 8]))
+    path = write_token_file(tmp_path / "f", make_counting_documents([5, 1, 17, 30, 8]))
     source = GPTDataset(path, "train", ALL, 6, VOCAB)
     labels = source.read(np.arange(source.windows))[:, 1:]
     assert labels.reshape(-1).tolist() == list(range(1, 61))
@@ -95,7 +95,7 @@ def test_splits_share_out_everything(count, train, validation):
 
 
 def test_a_split_without_documents_is_refused_with_numbers(tmp_path):
-    path = write_token_file(tmp_path / "f", counting_documents([40] * 10))
+    path = write_token_file(tmp_path / "f", make_counting_documents([40] * 10))
     message = r"validation split of .*: 0\.02 of 10 documents; .* 1/10, .*--split-blank-lines"
     with pytest.raises(UserError, match=message):
         GPTDataset(path, "validation", (0.98, 0.02, 0.0), 8, VOCAB)
@@ -126,7 +126,7 @@ def test_a_single_document_is_split_by_tokens(tokens, sequences, held_out, seq):
 
 
 def test_a_source_shorter_than_a_window_is_refused_with_both_numbers(tmp_path):
-    path = write_token_file(tmp_path / "f", counting_documents([5, 3]))
+    path = write_token_file(tmp_path / "f", make_counting_documents([5, 3]))
     assert GPTDataset(path, "train", ALL, 7, VOCAB).windows == 1
     with pytest.raises(UserError, match=r"train\.seq=8 needs 9 tokens.* has 8; .*at most 7"):
         GPTDataset(path, "train", ALL, 8, VOCAB)
@@ -151,7 +151,7 @@ def test_the_largest_token_of_a_type_is_read_when_the_vocabulary_has_it(tmp_path
 
 
 def test_scattered_sequences_are_refused(tmp_path):
-    documents = counting_documents([4, 4, 4])
+    documents = make_counting_documents([4, 4, 4])
     path = write_token_file(tmp_path / "f", documents, pointers=[0, 16, 8])
     with pytest.raises(UserError, match=r"f\.idx: sequences 0 and after do not follow"):
         GPTDataset(path, "train", ALL, 4, VOCAB)
@@ -173,7 +173,7 @@ def test_tokens_that_are_no_whole_numbers_are_refused(tmp_path):
     ],
 )
 def test_a_source_that_cannot_be_read_names_its_key_and_the_tool(name, expected, tmp_path):
-    write_token_file(tmp_path / "f", counting_documents([40]))
+    write_token_file(tmp_path / "f", make_counting_documents([40]))
     (tmp_path / "text.txt").write_text("words")
     (tmp_path / "cut.idx").write_bytes((tmp_path / "f.idx").read_bytes()[:40])
     (tmp_path / "cut.bin").write_bytes((tmp_path / "f.bin").read_bytes())

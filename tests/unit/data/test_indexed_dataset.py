@@ -20,7 +20,7 @@ from megaframe.errors import UserError
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
 
 
-def idx_bytes(code, lengths, pointers, documents, version=1, magic=b"MMIDIDX\x00\x00"):
+def make_idx_bytes(code, lengths, pointers, documents, version=1, magic=b"MMIDIDX\x00\x00"):
     """Return the bytes of an .idx, field by field, independently of the code under test."""
     head = magic + struct.pack("<Q", version) + struct.pack("<B", code)
     counts = struct.pack("<QQ", len(lengths), len(documents))
@@ -32,7 +32,7 @@ def make(folder, name="f", code=8, tokens=(1, 2, 3, 4, 5), dtype="<u2", **index)
     """Write a token file, by default of two documents, [1 2 3] and [4 5]; return its prefix."""
     prefix = str(folder / name)
     fields = {"lengths": [3, 2], "pointers": [0, 6], "documents": [0, 1, 2]} | index
-    (folder / f"{name}.idx").write_bytes(idx_bytes(code, **fields))
+    (folder / f"{name}.idx").write_bytes(make_idx_bytes(code, **fields))
     (folder / f"{name}.bin").write_bytes(np.array(tokens, dtype).tobytes())
     return prefix
 
@@ -44,13 +44,13 @@ def write(prefix, documents, dtype="u2"):
     return str(prefix)
 
 
-def content(prefix):
+def read_content(prefix):
     return tuple(Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx"))
 
 
 def test_writer_makes_the_bytes_of_the_format(tmp_path):
     write(tmp_path / "w", [[1, 2, 3], [4, 5]])
-    assert content(tmp_path / "w") == content(make(tmp_path))
+    assert read_content(tmp_path / "w") == read_content(make(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["f.bin", "f.idx", "w.bin", "w.idx"]
 
 
@@ -62,7 +62,7 @@ def test_every_dtype_is_read_and_written(tmp_path, name, code):
     file = IndexedDataset(by_hand)
     assert file.dtype == file.tokens.dtype == dtype
     assert file.tokens.tolist() == [1, 2, 3, 4, 5]
-    assert content(write(tmp_path / "w", [[1, 2, 3], [4, 5]], dtype)) == content(by_hand)
+    assert read_content(write(tmp_path / "w", [[1, 2, 3], [4, 5]], dtype)) == read_content(by_hand)
 
 
 def test_two_byte_tokens_end_where_megatrons_do():
@@ -84,7 +84,7 @@ def test_reader_gives_documents_of_several_sequences_in_any_place(tmp_path):
 
 def test_unaligned_sequences_are_read(tmp_path):
     prefix = str(tmp_path / "f")
-    (tmp_path / "f.idx").write_bytes(idx_bytes(8, [1, 1], [1, 4], [0, 1, 2]))
+    (tmp_path / "f.idx").write_bytes(make_idx_bytes(8, [1, 1], [1, 4], [0, 1, 2]))
     (tmp_path / "f.bin").write_bytes(b"\x00\x05\x00\x00\x07\x00")
     assert [IndexedDataset(prefix).sequence(n).tolist() for n in (0, 1)] == [[5], [7]]
 
@@ -186,7 +186,7 @@ def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, docume
     ) as second:
         for document in documents[num_complete:]:
             second.append(document)
-    assert content(folder / "f") == content(write(folder / "whole", documents))
+    assert read_content(folder / "f") == read_content(write(folder / "whole", documents))
     assert len(os.listdir(folder)) == 4
 
 
@@ -197,7 +197,7 @@ def test_a_batch_is_its_documents_one_by_one(tmp_path_factory, documents):
     with IndexedDatasetWriter(str(folder / "batch"), np.dtype("u2")) as writer:
         lengths = np.array([len(document) for document in documents], np.int64)
         writer.append_batch(np.array(list(chain(*documents)), np.int32), lengths)
-    assert content(folder / "batch") == content(write(folder / "single", documents))
+    assert read_content(folder / "batch") == read_content(write(folder / "single", documents))
 
 
 def test_a_token_that_does_not_fit_is_refused_not_wrapped(tmp_path):
@@ -209,11 +209,11 @@ def test_a_token_that_does_not_fit_is_refused_not_wrapped(tmp_path):
 
 def test_an_interrupted_writer_leaves_the_old_file(tmp_path):
     prefix = write(tmp_path / "w", [[1, 2]])
-    before = content(prefix)
+    before = read_content(prefix)
     with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(prefix, np.dtype("u2")) as writer:
         writer.append([3])
         raise KeyboardInterrupt
-    assert content(prefix) == before
+    assert read_content(prefix) == before
     assert sorted(os.listdir(tmp_path)) == ["w.bin", "w.idx"]
 
 

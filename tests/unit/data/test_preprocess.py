@@ -29,7 +29,7 @@ TOOLS = Path(__file__).parents[3] / "tools"
 DOCUMENTS = ["first\nline two", "naïve ☃", "x" * 50, "a\r\nb", "last"]
 
 
-def jsonl(documents, key="text"):
+def make_jsonl(documents, key="text"):
     return "".join(f"{json.dumps({'id': 1, key: text})}\n" for text in documents).encode()
 
 
@@ -40,7 +40,7 @@ def write_as(path, documents):
         table = pyarrow.table({"n": range(len(documents)), "text": documents})
         pyarrow.parquet.write_table(table, path, row_group_size=2)
         return path
-    content = jsonl(documents) if ".jsonl" in name else "\n\n".join(documents).encode()
+    content = make_jsonl(documents) if ".jsonl" in name else "\n\n".join(documents).encode()
     if name.endswith(".gz"):
         content = gzip.compress(content)
     if name.endswith(".zst"):
@@ -56,11 +56,11 @@ def run(inputs, output, workers=1, overwrite=False, tokenizer="bytes", append_eo
     return preprocess.preprocess(job, workers, overwrite)
 
 
-def content(prefix):
+def read_content(prefix):
     return tuple(Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx"))
 
 
-def decoded(prefix):
+def decode_documents(prefix):
     file = IndexedDataset(str(prefix))
     return [bytes(file.sequence(n)[:-1].tolist()).decode() for n in range(len(file))]
 
@@ -80,7 +80,7 @@ def read(path, size, **options):
 def test_every_format_gives_the_same_documents(tmp_path, name):
     path = write_as(tmp_path / name, DOCUMENTS)
     result = run([path], tmp_path / "out", split_blank_lines=True)
-    assert decoded(tmp_path / "out") == DOCUMENTS
+    assert decode_documents(tmp_path / "out") == DOCUMENTS
     file = IndexedDataset(str(tmp_path / "out"))
     assert file.tokens[file.lengths[0] - 1] == 256  # the end-of-document token
     assert (result.total.documents, result.total.tokens) == (len(DOCUMENTS), file.tokens.size)
@@ -93,11 +93,11 @@ def test_files_keep_their_order_and_may_be_mixed(tmp_path):
     inputs = [write_as(tmp_path / name, [f"{name} 1", f"{name} 2"]) for name in names]
     run(inputs, tmp_path / "out")
     expected = ["b.txt 1\n\nb.txt 2"] + [f"{name} {n}" for name in names[1:] for n in (1, 2)]
-    assert decoded(tmp_path / "out") == expected
+    assert decode_documents(tmp_path / "out") == expected
 
 
 def test_without_eod_and_with_another_key(tmp_path):
-    (tmp_path / "c.jsonl").write_bytes(jsonl(["ab", "c"], key="body"))
+    (tmp_path / "c.jsonl").write_bytes(make_jsonl(["ab", "c"], key="body"))
     run([tmp_path / "c.jsonl"], tmp_path / "out", append_eod=False, key="body")
     file = IndexedDataset(str(tmp_path / "out"))
     assert (file.tokens.tolist(), file.lengths.tolist()) == ([97, 98, 99], [2, 1])
@@ -112,7 +112,7 @@ def test_the_cut_into_pieces_changes_no_jsonl_document(
     tmp_path_factory, documents, size, suffix, end
 ):
     path = tmp_path_factory.mktemp("cut") / f"c.jsonl{suffix}"
-    data = jsonl(documents) if end else jsonl(documents)[:-1]
+    data = make_jsonl(documents) if end else make_jsonl(documents)[:-1]
     path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](data))
     assert read(path, size) == documents
 
@@ -144,7 +144,7 @@ def test_marks_and_lone_surrogates_do_not_stop_a_run(tmp_path):
         b"\xef\xbb\xbf" + rb'{"text": "a\ud83d\ude00"}' + b"\n\n" + rb'{"text": "b\ud800"}'
     )
     run([tmp_path / "c.jsonl"], tmp_path / "out")
-    assert decoded(tmp_path / "out") == ["a😀", "b\ufffd"]
+    assert decode_documents(tmp_path / "out") == ["a😀", "b\ufffd"]
 
 
 @pytest.fixture
@@ -158,13 +158,13 @@ def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
     path = write_as(tmp_path / name, documents)
     single_worker = run([path, path], tmp_path / "one")
     two = run([path, path], tmp_path / "two", workers=2)
-    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert read_content(tmp_path / "one") == read_content(tmp_path / "two")
     assert single_worker == two
     assert single_worker.total.empty == 2 * sum(not text for text in documents)
-    assert decoded(tmp_path / "one") == [text for text in documents if text] * 2
+    assert decode_documents(tmp_path / "one") == [text for text in documents if text] * 2
 
 
-def interrupted(path, output, bytes_done):
+def interrupt_run(path, output, bytes_done):
     """Start a run on `path` and interrupt it once `bytes_done` bytes are read; return its job."""
 
     def stop(done, disk_bytes):
@@ -181,7 +181,7 @@ def interrupted(path, output, bytes_done):
 def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_parts, damaged):
     path = write_as(tmp_path / "c.jsonl", [f"document {n} " * (n % 7) for n in range(300)])
     uninterrupted = run([path], tmp_path / "whole")
-    job = interrupted(path, tmp_path / "out", 4 * 1500)
+    job = interrupt_run(path, tmp_path / "out", 4 * 1500)
     parts = tmp_path / "out.parts"
     lines = (parts / "journal.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines[1:]]
@@ -204,7 +204,7 @@ def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_pa
     assert progress[0] == result.resumed
     assert result.resumed.disk_bytes == 1500 * (4 if damaged == "nothing" else 2)
     assert result.total == uninterrupted.total
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_content(tmp_path / "out") == read_content(tmp_path / "whole")
     assert not parts.exists()
 
 
@@ -234,11 +234,11 @@ def test_a_kill_between_the_last_renames_loses_nothing(tmp_path, small_parts, mo
     monkeypatch.setattr(preprocess, "_SMALLEST_PART", 1500)
     result = run([path], tmp_path / "out")
     assert result.resumed == result.total
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_content(tmp_path / "out") == read_content(tmp_path / "whole")
     assert not (tmp_path / "out.parts").exists()
 
 
-def runs(process):
+def is_running(process):
     """Return whether a process is still running; a zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -259,15 +259,15 @@ def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):
     os.kill(first.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
     deadline = time.monotonic() + 20
-    while any(map(runs, children)) and time.monotonic() < deadline:
+    while any(map(is_running, children)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert len(children) >= 2 and not any(map(runs, children))  # no orphans
+    assert len(children) >= 2 and not any(map(is_running, children))  # no orphans
     assert not list(tmp_path.glob("out.bin")) and not list(tmp_path.glob("out.idx"))
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "8,000 documents" in finished.stdout and "done by an earlier run" in finished.stdout
     run([path], tmp_path / "whole")
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_content(tmp_path / "out") == read_content(tmp_path / "whole")
     assert sorted(os.listdir(tmp_path)) == [
         "c.jsonl", "out.bin", "out.idx", "whole.bin", "whole.idx"
     ]  # fmt: skip
@@ -276,14 +276,14 @@ def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):
 def test_an_existing_file_is_kept_unless_told_otherwise(tmp_path):
     path = write_as(tmp_path / "c.jsonl", ["a"])
     run([path], tmp_path / "out")
-    before = content(tmp_path / "out")
+    before = read_content(tmp_path / "out")
     write_as(path, ["b"])
     with pytest.raises(UserError, match=r"out\.idx already exists; .*--overwrite"):
         run([path], tmp_path / "out")
-    assert content(tmp_path / "out") == before
+    assert read_content(tmp_path / "out") == before
     assert sorted(os.listdir(tmp_path)) == ["c.jsonl", "out.bin", "out.idx"]
     run([path], tmp_path / "out", overwrite=True)
-    assert decoded(tmp_path / "out") == ["b"]
+    assert decode_documents(tmp_path / "out") == ["b"]
 
 
 GOOD = b'{"text": "fine"}\n'
@@ -362,13 +362,13 @@ def test_ids_beyond_the_vocabulary_are_refused():
         encode_documents(OutOfVocabularyTokenizer(), ["a"], append_eod=False)
 
 
-def die(number):
+def kill_this_process(number):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_dead_worker_is_a_message_not_a_wait():
     with pytest.raises(UserError, match="one of 2 worker processes died"):
-        list(map_ordered(die, [(n,) for n in range(3)], 2))
+        list(map_ordered(kill_this_process, [(n,) for n in range(3)], 2))
 
 
 def test_few_tasks_are_taken_before_their_results(tmp_path):
@@ -399,10 +399,10 @@ def test_two_runs_of_one_output_exclude_each_other(tmp_path):
         errors.append(error)
 
     preprocess.preprocess(job, report=meanwhile)
-    assert errors and decoded(tmp_path / "out") == ["a"]
+    assert errors and decode_documents(tmp_path / "out") == ["a"]
 
 
-def tool(name, *options):
+def run_tool(name, *options):
     command = [sys.executable, str(TOOLS / name), *map(str, options)]
     return subprocess.run(command, capture_output=True, text=True)
 
@@ -410,21 +410,25 @@ def tool(name, *options):
 @pytest.mark.slow
 def test_the_tools_make_the_demo_data(tmp_path):
     corpus, prefix = tmp_path / "demo.jsonl", tmp_path / "demo"
-    assert tool("demo_corpus.py", "--output", corpus, "--megabytes", 0.5).returncode == 0
+    assert run_tool("demo_corpus.py", "--output", corpus, "--megabytes", 0.5).returncode == 0
     first = corpus.read_bytes()
     assert 0.3e6 < sum(len(json.loads(line)["text"]) for line in first.splitlines()) <= 0.5e6
-    tool("demo_corpus.py", "--output", corpus, "--megabytes", 0.5)
+    run_tool("demo_corpus.py", "--output", corpus, "--megabytes", 0.5)
     assert corpus.read_bytes() == first
-    trained = tool(
+    trained = run_tool(
         "train_tokenizer.py", "--input", corpus, "--vocab", 1000, "--output", prefix
     )  # fmt: skip
     assert trained.returncode == 0, trained.stderr
     name = f"sentencepiece:{prefix}.model"
-    done = tool("preprocess_data.py", "--input", corpus, "--tokenizer", name, "--output", prefix)
+    done = run_tool(
+        "preprocess_data.py", "--input", corpus, "--tokenizer", name, "--output", prefix
+    )
     assert done.returncode == 0, done.stderr
     file = IndexedDataset(str(prefix))
     assert f"{len(file)} documents, {file.tokens.size:,} tokens" in done.stdout
-    refused = tool("preprocess_data.py", "--input", corpus, "--tokenizer", name, "--output", prefix)
+    refused = run_tool(
+        "preprocess_data.py", "--input", corpus, "--tokenizer", name, "--output", prefix
+    )
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in refused.stderr

@@ -10,7 +10,7 @@ from megaframe.data.sampler import Blend, round_weights
 weight_lists = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12)
 
 
-def slow_sources(weights, size):
+def choose_sources_slowly(weights, size):
     """Choose sources by earliest deadline first, comparing all of them for every sample."""
     shares = [Fraction(weight, sum(weights)) for weight in weights]
     counts, sources = [0] * len(weights), []
@@ -38,7 +38,7 @@ def test_counts_are_the_share_rounded_down_or_up_at_every_sample(weights, size):
 @given(weight_lists, st.integers(1, 80))
 def test_equals_a_slow_search(weights, size):
     blend = Blend.start(weights)
-    assert blend.take(size)[0].tolist() == slow_sources(blend.weights, size)
+    assert blend.take(size)[0].tolist() == choose_sources_slowly(blend.weights, size)
 
 
 @settings(deadline=None, max_examples=40)

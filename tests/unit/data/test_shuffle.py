@@ -17,7 +17,7 @@ def mix(word):
     return word ^ (word >> 31)
 
 
-def slow_index(number, size, key):
+def compute_index_slowly(number, size, key):
     """Compute one index of the same permutation in Python integers, which cannot overflow."""
     epoch, value = divmod(number, size)
     key = mix((key + (epoch + 1) * STEP) & MASK)
@@ -48,7 +48,7 @@ def test_each_epoch_visits_every_sample_once(size, key, epoch):
 @given(st.integers(1, 2**40), keys, st.integers(0, 2**40))
 def test_equals_the_same_arithmetic_in_unlimited_integers(size, key, number):
     numbers = np.array([number, number + 1, number + size], np.int64)
-    expected = [slow_index(n, size, key) for n in numbers.tolist()]
+    expected = [compute_index_slowly(n, size, key) for n in numbers.tolist()]
     assert sample_indices(numbers, size, key).tolist() == expected
 
 

@@ -37,13 +37,13 @@ def folder(tmp_path_factory):
         train_sentencepiece(
             [str(folder / "corpus.txt")], CorpusFormat(), str(folder / kind), 296, kind, 1
         )
-    hugging_face(folder / "bytes.json", "ByteLevel")
-    hugging_face(folder / "metaspace.json", "Metaspace")
+    train_tokenizer(folder / "bytes.json", "ByteLevel")
+    train_tokenizer(folder / "metaspace.json", "Metaspace")
     (folder / "r.tiktoken").write_bytes(rank_lines(RANKS))
     return folder
 
 
-def hugging_face(path, style):
+def train_tokenizer(path, style):
     """Train a tokenizer.json that encodes blanks as bytes, or as `▁` with byte fallback."""
     if style == "ByteLevel":
         model = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rank_pool import Pool
-from tolerances import assert_near, assert_within, growth, unit_roundoff
+from tolerances import assert_near, assert_within, compute_roundoff, estimate_growth
 
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.compression import Bf16Codec, Int8Codec
@@ -27,16 +27,16 @@ FACTORS = 1000
 and a product with that."""
 
 
-def gradients(length, rank, step, dtype=torch.float64):
+def make_gradients(length, rank, step, dtype=torch.float64):
     generator = torch.Generator().manual_seed(100 * rank + step)
     return torch.randn(length, generator=generator, dtype=dtype)
 
 
-def low_rank(length, rank, step):
+def make_low_rank_gradients(length, rank, step):
     """Return gradients whose larger matrices have rank 2 when summed over ranks."""
     common = [torch.Generator().manual_seed(7 + step) for _ in (0, 1)]
-    found = gradients(length, rank, step)
-    for box in views(found):
+    found = make_gradients(length, rank, step)
+    for box in make_views(found):
         if box.numel() > 20:
             flat = as_matrix(box)
             left = torch.randn(flat.shape[0], 2, generator=common[0], dtype=box.dtype)
@@ -45,7 +45,7 @@ def low_rank(length, rank, step):
     return found
 
 
-def views(flat):
+def make_views(flat):
     boxes, start = [], 0
     for shape in SHAPES:
         size = math.prod(shape)
@@ -67,7 +67,7 @@ class Harness:
             made = [mesh._make_group(("data",), members) for members in groups]
             self.group = replace(self.group, steps=tuple(made))
         config = ReducerConfig(compress=compress, **keys)
-        slow = None if compress == "none" else views
+        slow = None if compress == "none" else make_views
         self.reducer = config.build(self.group, length, dtype, BufferPool(mesh.device), slow)
         self.group.traffic.take()
 
@@ -80,12 +80,12 @@ class Harness:
         return flat if method == "sum" else flat[self.group.index * part :][:part]
 
 
-def coded(mesh, kind, dtype, length):
+def compare_coded_sum(mesh, kind, dtype, length):
     """Compare a sum and a part of one with their definition -> (equal, equal, bytes of the sum)."""
     codec, keys = CODED[kind]
     harness, here = Harness(mesh, length, dtype, **keys), mesh.rank
     ranks, size = range(read_world_size()), math.ceil(length / read_world_size())
-    all_gradients = [gradients(length, rank, 0, dtype) for rank in ranks]
+    all_gradients = [make_gradients(length, rank, 0, dtype) for rank in ranks]
     wide = [
         torch.nn.functional.pad(gradient, (0, size * len(ranks) - length))
         for gradient in all_gradients
@@ -112,7 +112,7 @@ def coded(mesh, kind, dtype, length):
     return same, torch.equal(part, parts[here]), moved
 
 
-def in_steps(all_gradients, sizes, round_trip):
+def sum_in_steps(all_gradients, sizes, round_trip):
     """Return each rank's part of a sum that is exchanged in steps: the definition of the bits.
     every: the parts [ranks, part] of each rank."""
     rows_of_ranks, stride = [dict(enumerate(rows)) for rows in all_gradients], 1
@@ -134,12 +134,12 @@ def in_steps(all_gradients, sizes, round_trip):
     return [parts[rank] for rank, parts in enumerate(rows_of_ranks)]
 
 
-def stepped(mesh, sizes, dtype, length):
+def compare_stepped_sum(mesh, sizes, dtype, length):
     """Compare a sum in steps with its definition, and with the sum in fp64 -> (equal, equal, bytes,
     calls of a part)."""
     codec, ranks, here = Bf16Codec(), read_world_size(), mesh.rank
     size = math.ceil(length / ranks)
-    all_gradients = [gradients(length, rank, 0, dtype) for rank in range(ranks)]
+    all_gradients = [make_gradients(length, rank, 0, dtype) for rank in range(ranks)]
     wide = [
         torch.nn.functional.pad(gradient, (0, size * ranks - length)) for gradient in all_gradients
     ]
@@ -147,7 +147,7 @@ def stepped(mesh, sizes, dtype, length):
     def again(x):
         return codec.decode(codec.encode(x), len(x), dtype)
 
-    parts = in_steps([gradient.view(ranks, size) for gradient in wide], sizes, again)
+    parts = sum_in_steps([gradient.view(ranks, size) for gradient in wide], sizes, again)
     expected = torch.cat([again(total) for total in parts])[:length]
     harness = Harness(mesh, length, dtype, precision="bf16", steps=sizes)
     actual = harness.add(all_gradients[here])
@@ -158,15 +158,15 @@ def stepped(mesh, sizes, dtype, length):
         sum(one.double().abs() for one in all_gradients),
     )
     # At most one rounding per step, and one of the sum on its way back.
-    unit = unit_roundoff(torch.bfloat16)
-    allowed = ((1 + unit) ** (len(sizes) + 1) - 1 + growth(ranks, dtype)) * terms
+    unit = compute_roundoff(torch.bfloat16)
+    allowed = ((1 + unit) ** (len(sizes) + 1) - 1 + estimate_growth(ranks, dtype)) * terms
     assert_within(actual, exact, allowed, f"{len(sizes) + 1} roundings to bf16")
     if length % ranks:
         return torch.equal(actual, expected), True, moved, None
     harness.group.traffic.take()
     own_part = harness.add(all_gradients[here], "sum_part")
     calls = [group.traffic.take()[1] for group in harness.group.steps]
-    allowed = ((1 + unit) ** len(sizes) - 1 + growth(ranks, dtype)) * terms
+    allowed = ((1 + unit) ** len(sizes) - 1 + estimate_growth(ranks, dtype)) * terms
     rows = slice(here * size, (here + 1) * size)
     assert_within(own_part, exact[rows], allowed[rows], f"{len(sizes)} roundings to bf16")
     return torch.equal(actual, expected), torch.equal(own_part, parts[here]), moved, calls
@@ -182,7 +182,7 @@ def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
         for length in (4096, 3001)
     ]
     workers = pool if ranks == 4 else Pool(ranks)
-    for results in workers.run(ranks, each, stepped, cases):
+    for results in workers.run(ranks, run_each, compare_stepped_sum, cases):
         for (_, _, length), (same, part_same, moved, calls) in zip(cases, results, strict=True):
             assert same and part_same
             assert moved == 2 * (ranks - 1) * 2 * math.ceil(length / ranks)
@@ -191,20 +191,20 @@ def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
         workers.close()
 
 
-def steps_of(mesh, node_size):
+def list_steps(mesh, node_size):
     mesh.divide_exchanges([("data",)], node_size)
     group = mesh.group("data")
     step_ranks = [step.ranks for step in group.steps]
     once = Harness(mesh, 4096, torch.float32, precision="bf16")
     in_steps_again = Harness(mesh, 4096, torch.float32, precision="bf16")
-    in_one = once.add(gradients(4096, mesh.rank, 0, torch.float32))
-    other = in_steps_again.add(gradients(4096, mesh.rank, 0, torch.float32))
+    in_one = once.add(make_gradients(4096, mesh.rank, 0, torch.float32))
+    other = in_steps_again.add(make_gradients(4096, mesh.rank, 0, torch.float32))
     return step_ranks, torch.equal(in_one, other)
 
 
 def test_a_group_is_divided_at_its_nodes(pool):
     cases = [(4,), (2,)]  # nodes of all ranks, and of half of them
-    for rank, (unstepped, two) in enumerate(pool.run(4, each, steps_of, cases)):
+    for rank, (unstepped, two) in enumerate(pool.run(4, run_each, list_steps, cases)):
         near_rank, far = rank // 2 * 2, rank % 2
         assert two == ([(near_rank, near_rank + 1), (far, far + 2)], True)
         assert unstepped == ([], True)
@@ -222,7 +222,7 @@ def test_coded_sums_are_the_quantised_ones_bit_by_bit(ranks, pool):
         for dtype in (torch.float32, torch.float64)
         for length in (4096, 3001)
     ]
-    for results in pool.run(ranks, each, coded, cases):
+    for results in pool.run(ranks, run_each, compare_coded_sum, cases):
         for (kind, _, length), (same, part_same, moved) in zip(cases, results, strict=True):
             assert same and part_same
             size = math.ceil(length / ranks)
@@ -230,7 +230,7 @@ def test_coded_sums_are_the_quantised_ones_bit_by_bit(ranks, pool):
             assert moved == 2 * (ranks - 1) * message
 
 
-def each(function, cases):
+def run_each(function, cases):
     """Return function(mesh, *case) for all cases, in one world."""
     mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
     results = [function(mesh, *case) for case in cases]
@@ -239,7 +239,7 @@ def each(function, cases):
     return results
 
 
-def sums(mesh, make, keys):
+def compute_sums(mesh, make, keys):
     """Return three sums of the reducer, the true sums, and the bytes sent."""
     harness, ranks = Harness(mesh, **keys), range(read_world_size())
     actual = [harness.add(make(LENGTH, mesh.rank, step)) for step in range(3)]
@@ -250,11 +250,11 @@ def sums(mesh, make, keys):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_leaves_nothing_out_is_exact(ranks, pool):
     cases = [
-        (gradients, {"compress": "topk", "share": 1.0}),
-        (gradients, {"compress": "powersgd", "rank": 64}),
-        (low_rank, {"compress": "powersgd", "rank": 4}),
+        (make_gradients, {"compress": "topk", "share": 1.0}),
+        (make_gradients, {"compress": "powersgd", "rank": 64}),
+        (make_low_rank_gradients, {"compress": "powersgd", "rank": 4}),
     ]
-    for rank in pool.run(ranks, each, sums, cases):
+    for rank in pool.run(ranks, run_each, compute_sums, cases):
         for (actual, expected, _), terms in zip(rank, (ranks, FACTORS, FACTORS), strict=True):
             for first, other in zip(actual, expected, strict=True):
                 assert_near(first, other, terms)
@@ -267,15 +267,15 @@ def test_thin_factors_are_what_powersgd_sends(pool):
     right = rank * (30 + 36 + 20)
     expected_bytes = 3 * sum(2 * itemsize * n * (ranks - 1) // ranks for n in (left, right))
     keys = {"compress": "powersgd", "rank": rank}
-    results = pool.run(ranks, each, sums, [(gradients, keys)])
+    results = pool.run(ranks, run_each, compute_sums, [(make_gradients, keys)])
     assert {moved for ((*_, moved),) in results} == {expected_bytes}
 
 
-def many_steps(mesh, method, keys, bad):
+def run_steps(mesh, method, keys, bad):
     """Return the result of each step, and what this rank has not sent."""
     harness, sums_of_steps = Harness(mesh, **keys), []
     for step in range(STEPS):
-        gradient = gradients(LENGTH, mesh.rank, step)
+        gradient = make_gradients(LENGTH, mesh.rank, step)
         if step == bad and mesh.rank == 1:
             gradient[:1200:5] = torch.nan
         sums_of_steps.append(harness.add(gradient, method))
@@ -295,9 +295,9 @@ def test_error_feedback_loses_nothing(ranks, method, pool):
     """What was applied plus what is still unsent is the sum of all gradients."""
     cases = [(method, keys, None) for keys in KINDS]
     gradients_of_ranks = [
-        gradients(LENGTH, rank, step) for rank in range(ranks) for step in range(STEPS)
+        make_gradients(LENGTH, rank, step) for rank in range(ranks) for step in range(STEPS)
     ]
-    for results in zip(*pool.run(ranks, each, many_steps, cases), strict=True):
+    for results in zip(*pool.run(ranks, run_each, run_steps, cases), strict=True):
         first, *others = (sums_of_steps for sums_of_steps, _ in results)
         applied = sum(first)
         if method == "sum":
@@ -315,7 +315,7 @@ def test_error_feedback_loses_nothing(ranks, method, pool):
 
 
 def test_a_bad_step_is_seen_and_leaves_nothing_behind(pool):
-    for results in pool.run(2, each, many_steps, [("sum", keys, 2) for keys in KINDS]):
+    for results in pool.run(2, run_each, run_steps, [("sum", keys, 2) for keys in KINDS]):
         for sums_of_steps, residual in results:
             finite = [bool(torch.isfinite(total).all()) for total in sums_of_steps]
             assert finite == [step != 2 for step in range(STEPS)]

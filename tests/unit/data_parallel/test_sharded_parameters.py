@@ -17,7 +17,7 @@ LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "ffn": 200}
 MOE = {**LLAMA, "moe": {"experts": 6, "ffn": 48, "first": 2, "shared": 1}}
 
 
-def groups_of(config, layout, rank):
+def list_groups(config, layout, rank):
     """Return the blocks that have buckets of a rank in common, without the predictors'."""
     with MetaTensorMode():
         mesh = Mesh(layout, alone=rank)
@@ -57,7 +57,7 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
             blocks = [layer for plan in own_plans for layer in plan.blocks]
             planned = count_parameters(config, layout, own_plans).group_blocks(config, own_plans)
             expected_groups = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
-            actual_groups = groups_of(config, layout, rank)
+            actual_groups = list_groups(config, layout, rank)
             # Experts have buckets of their own, of those of the blocks that have any.
             within = [
                 [part for part in actual_groups if {*part} <= {*group}] for group in expected_groups

@@ -32,7 +32,7 @@ class Named(FakeGroup):
     group_name = "pair"
 
 
-def groups(size):
+def make_groups(size):
     """Return a group on each of its ranks, which compare what they start."""
     store, ranks = dist.HashStore(), tuple(range(size))
     recorded_groups = []
@@ -46,7 +46,7 @@ def groups(size):
     return recorded_groups
 
 
-def of(*shape, dtype=torch.float64):
+def make_tensor(*shape, dtype=torch.float64):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -61,14 +61,14 @@ CALLS = st.one_of(
 def start(group, calls):
     for kind, length, *ends in calls:
         if kind == COLLECTIVE:
-            all_reduce(of(length), group)
+            all_reduce(make_tensor(length), group)
         elif ends[0][0] == group.index:
-            send(of(length), group)
+            send(make_tensor(length), group)
         else:
-            receive(of(length), group)
+            receive(make_tensor(length), group)
 
 
-def sequences(calls):
+def list_sequences(calls):
     """Return what must be the same on both ranks: the collectives, and in each direction the
     messages with their places between the collectives."""
     lengths_by_key, collectives = defaultdict(list), 0
@@ -90,18 +90,18 @@ def agree(first, other):
 @settings(deadline=None)
 @given(st.lists(CALLS, max_size=6).flatmap(lambda c: st.tuples(st.just(c), st.permutations(c))))
 def test_ranks_differ_where_the_order_of_a_group_or_of_a_direction_differs(calls):
-    first, second = groups(2)
+    first, second = make_groups(2)
     start(first, calls[0])
-    if agree(*map(sequences, calls)):
+    if agree(*map(list_sequences, calls)):
         start(second, calls[1])
     else:
         with pytest.raises(CollectiveMismatch):
             start(second, calls[1])
 
 
-def difference(first, second):
+def describe_difference(first, second):
     """Return what is said if two ranks start these calls, without the numbers of lines."""
-    one, other = groups(2)
+    one, other = make_groups(2)
     one.progress.begin_part("", "0F1")
     first(one)
     with pytest.raises(CollectiveMismatch) as raised:
@@ -117,52 +117,52 @@ def difference(first, second):
 
 
 def test_both_calls_are_said_with_ranks_and_lines():
-    message = difference(
-        lambda group: send(of(3, 4), group),
-        lambda group: receive(of(4, 3), group),
+    message = describe_difference(
+        lambda group: send(make_tensor(3, 4), group),
+        lambda group: receive(make_tensor(4, 3), group),
     )
     assert message == (
         "the ranks over pipeline do not start the same thing: rank 1 starts receive of "
         "torch.float64 [4, 3] from rank 0, rank 0 started send of torch.float64 [3, 4] to rank 1 "
         "in action 0F1"
     )
-    message = difference(
-        lambda group: all_reduce(of(2, dtype=torch.int64), group),
-        lambda group: all_reduce(of(2), group),
+    message = describe_difference(
+        lambda group: all_reduce(make_tensor(2, dtype=torch.int64), group),
+        lambda group: all_reduce(make_tensor(2), group),
     )
     assert "rank 1 starts all_reduce of torch.float64 [2], rank 0 started" in message
     assert "rank 0 started all_reduce of torch.int64 [2] in action 0F1" in message
-    message = difference(
-        lambda group: [all_reduce(of(2), group), send(of(2), group)],
-        lambda group: [receive(of(2), group), all_reduce(of(2), group)],
+    message = describe_difference(
+        lambda group: [all_reduce(make_tensor(2), group), send(make_tensor(2), group)],
+        lambda group: [receive(make_tensor(2), group), all_reduce(make_tensor(2), group)],
     )
     assert "receive of torch.float64 [2] from rank 0, rank 0 started" in message
     assert "send of torch.float64 [2] to rank 1 after collective 1 of the group" in message
 
 
 def test_parts_of_another_size_than_their_receiver_expects_are_seen():
-    first, second = groups(2)
-    all_to_all_uneven(of(3, 4), [1, 2], [1, 5], first)
-    all_to_all_uneven(of(9, 4), [5, 4], [2, 4], second)
-    all_to_all_uneven(of(3, 4), [1, 2], [1, 5], first)
+    first, second = make_groups(2)
+    all_to_all_uneven(make_tensor(3, 4), [1, 2], [1, 5], first)
+    all_to_all_uneven(make_tensor(9, 4), [5, 4], [2, 4], second)
+    all_to_all_uneven(make_tensor(3, 4), [1, 2], [1, 5], first)
     with pytest.raises(
         CollectiveMismatch, match=r"receive of .* \[3, 4\] from rank 0 .* send of .* \[2, 4\]"
     ):
-        all_to_all_uneven(of(9, 4), [5, 4], [3, 4], second)
+        all_to_all_uneven(make_tensor(9, 4), [5, 4], [3, 4], second)
 
 
 def test_a_ring_that_turns_the_other_way_and_another_length_are_seen():
     def around(group, length, *, reverse=False):
         ring = Ring(group.index, group.size, group)
-        shift_ring(of(length), of(length), ring, reverse=reverse)
+        shift_ring(make_tensor(length), make_tensor(length), ring, reverse=reverse)
 
-    first, second, _ = groups(3)
+    first, second, _ = make_groups(3)
     around(first, 2)
     with pytest.raises(
         CollectiveMismatch, match=r"starts shift_ring back of any shape .* started shift_ring of"
     ):
         around(second, 2, reverse=True)
-    first, second, third = groups(3)
+    first, second, third = make_groups(3)
     around(first, 2)
     around(third, 2)
     with pytest.raises(CollectiveMismatch, match=r"send of torch.float64 \[5\] to rank 2"):

@@ -22,7 +22,7 @@ from megaframe.layout import Layout
 
 @pytest.mark.skipif(sys.platform != "linux", reason="schedulers of Linux")
 def test_no_thread_of_a_rank_takes_the_processor_of_another(pool):
-    for policies in pool.run(2, of_threads):
+    for policies in pool.run(2, read_thread_policies):
         assert len(policies) > 3
         assert set(policies) == {os.SCHED_BATCH}
 
@@ -50,7 +50,7 @@ print(torch.empty(1 << 20).data_ptr() % mmap.PAGESIZE, os.environ["THP_MEM_ALLOC
     assert expected == "0" or offset == "0"
 
 
-def of_threads():
+def read_thread_policies():
     """Return the scheduling policies of the threads that a mesh starts to carry messages."""
     before = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
@@ -88,7 +88,7 @@ def machine(tmp_path, monkeypatch):
     return make
 
 
-def of_nvidia(driver, form=CLOSED):
+def make_nvidia_files(driver, form=CLOSED):
     return {
         "dev/nvidia0": "",
         "dev/nvidiactl": "",
@@ -100,18 +100,23 @@ def of_nvidia(driver, form=CLOSED):
     ("files", "cuda", "hip", "expected"),
     [
         (
-            of_nvidia("535.183.01"),
+            make_nvidia_files("535.183.01"),
             "13.0",
             None,
             ["driver 535.183.01 is too old for CUDA 13.0 of torch 2.13.0", "driver 580 or later"],
         ),
-        (of_nvidia("470.82.01", OPEN), "12.8", None, ["470.82.01", "525 or later"]),
-        (of_nvidia("535.183.01"), None, None, ["built for CPUs only", "torch's CUDA build"]),
-        (of_nvidia("535.183.01"), None, "6.4", ["built for ROCm", "a GPU of NVIDIA"]),
+        (make_nvidia_files("470.82.01", OPEN), "12.8", None, ["470.82.01", "525 or later"]),
+        (
+            make_nvidia_files("535.183.01"),
+            None,
+            None,
+            ["built for CPUs only", "torch's CUDA build"],
+        ),
+        (make_nvidia_files("535.183.01"), None, "6.4", ["built for ROCm", "a GPU of NVIDIA"]),
         ({"dev/nvidia3": ""}, None, None, ["built for CPUs only"]),
         ({"dev/kfd": ""}, "12.8", None, ["built for CUDA", "a GPU of AMD", "ROCm build"]),
         ({"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}, None, None, ["GPU of NVIDIA"]),
-        (of_nvidia("580.65.06"), "13.0", None, ["cannot start it: it says so"]),
+        (make_nvidia_files("580.65.06"), "13.0", None, ["cannot start it: it says so"]),
         ({"dev/kfd": ""}, None, "6.4", ["cannot start it: it says so"]),
     ],
 )
@@ -139,8 +144,8 @@ def test_a_gpu_that_torch_cannot_use_has_a_reason(machine, monkeypatch, files, c
         ({}, None, None),
         ({"dev/nvidiactl": "", "dev/nvidia-uvm": ""}, None, None),
         ({"dev/dxg": ""}, None, None),
-        (of_nvidia("470.82.01"), "", "CUDA_VISIBLE_DEVICES= hides the GPUs"),
-        (of_nvidia("470.82.01"), "-1", "CUDA_VISIBLE_DEVICES=-1 hides the GPUs"),
+        (make_nvidia_files("470.82.01"), "", "CUDA_VISIBLE_DEVICES= hides the GPUs"),
+        (make_nvidia_files("470.82.01"), "-1", "CUDA_VISIBLE_DEVICES=-1 hides the GPUs"),
         ({}, "-1", None),
         (
             {"proc/driver/nvidia/version": CLOSED.format("470.82.01")},

@@ -40,7 +40,7 @@ def system(tmp_path):
     return tmp_path
 
 
-def numbers(text):
+def parse_numbers(text):
     """Return the numbers in `0-3,8`."""
     parts = (part.split("-") for part in text.split(","))
     return {n for ends in parts for n in range(int(ends[0]), int(ends[-1]) + 1)}
@@ -73,7 +73,7 @@ def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
     ],
 )
 def test_ranks_of_a_node_divide_its_allowed_cores(nodes, allowed, expected, system):
-    binding = divide_cores(nodes, read_node_cores(system), numbers(allowed), system)
+    binding = divide_cores(nodes, read_node_cores(system), parse_numbers(allowed), system)
     assert [format_ranges(cores) for cores in binding.cores] == expected
 
 

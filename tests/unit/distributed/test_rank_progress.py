@@ -20,14 +20,14 @@ def test_a_status_survives_its_text(status):
     assert RankStatus.decode(status.encode()) == status and "\n" not in status.encode()
 
 
-def status_of(rank, waiting, parts_begun=0):
+def make_status(rank, waiting, parts_begun=0):
     return RankStatus(rank, "step 1", "waiting in x" if waiting else "", parts_begun)
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 5), st.tuples(st.booleans(), st.integers(0, 3)), max_size=6))
 def test_the_silent_are_to_blame_then_who_waits_for_nobody_then_the_last(described):
-    statuses = {rank: status_of(rank, *description) for rank, description in described.items()}
+    statuses = {rank: make_status(rank, *description) for rank, description in described.items()}
     blamed = blame_for_hang(statuses, 6)
     assert blamed == tuple(sorted(blamed)) and blamed
     if len(statuses) < 6:
@@ -58,7 +58,7 @@ def test_time_without_waiting_is_counted_by_kind():
 
 
 def test_ranks_that_do_the_same_are_named_together():
-    statuses = [status_of(0, True), status_of(1, False), status_of(2, True)]
+    statuses = [make_status(0, True), make_status(1, False), make_status(2, True)]
     text = "ranks 0, 2: step 1, waiting in x; rank 1: step 1, waiting for no rank"
     assert describe_statuses(statuses) == text
 
@@ -87,7 +87,7 @@ class NamedTransfer:
         self.describe_wait = lambda: words
 
 
-def progress_on_device():
+def make_progress():
     """Return the progress of a rank whose host is far ahead of its device, and its events."""
     progress, events = RankProgress(), []
 
@@ -106,7 +106,7 @@ def progress_on_device():
 
 
 def test_a_rank_is_where_its_device_is_and_waits_for_what_that_waits_for():
-    progress, events = progress_on_device()
+    progress, events = make_progress()
     observed = []
     for event in events:
         observed.append((str(progress.read_status(1)), progress.is_waiting))
@@ -120,7 +120,7 @@ def test_a_rank_is_where_its_device_is_and_waits_for_what_that_waits_for():
 
 
 def test_a_device_is_stalled_that_stays_where_it_waits():
-    progress, events = progress_on_device()
+    progress, events = make_progress()
     assert not progress.has_device_stalled(0.0)  # the first look only records
     assert progress.has_device_stalled(0.0) and not progress.has_device_stalled(100.0)
     events[0].passed = True

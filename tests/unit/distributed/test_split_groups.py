@@ -27,7 +27,7 @@ class Counting(Mesh):
         return made
 
 
-def made(config):
+def make_groups(config):
     mesh = Counting(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
     TrainStep(config, mesh, StepTimer().time)
     mesh.close()
@@ -48,7 +48,7 @@ def made(config):
 def test_all_ranks_of_a_split_have_equally_many_groups(parallel, model, pool):
     train = {"seq": 16, "global_batch": 8, "microbatch": 1, "precision": "fp64"}
     config = RunConfig(model={**MODEL, **model}, train=train, parallel=parallel)
-    splits = pool.run(4, made, config)
+    splits = pool.run(4, make_groups, config)
     for calls in zip(*splits, strict=True):
         groups, known, count, _ = zip(*calls, strict=True)
         assert len({*known}) == 1 and len({*count}) == 1, calls

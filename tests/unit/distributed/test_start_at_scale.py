@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LOOKING = {("check", "alarm"), ("check", "verdict"), ("check", "all left")}
 
 
-def without_looks(requests):
+def leave_out_looks(requests):
     return {request: number for request, number in requests.items() if request not in LOOKING}
 
 
@@ -50,7 +50,7 @@ def test_one_rank_reads_what_all_have_written_and_each_other_asks_for_the_verdic
                 once |= {key: requests[key] for key in [("set", "alarm"), ("add", "judge/0")]}
             elif rank in reporting:
                 once |= {("append", "lost"): 1, ("set", "alarm"): 1, ("add", "judge/0"): 1}
-            result = Counter(without_looks(requests)) - Counter(once)
+            result = Counter(leave_out_looks(requests)) - Counter(once)
             if rank == 0:  # it has the store, and waits until all others have left
                 result.pop(("add", "left"), None)
             if any(key in ("answered", "lost") for _, key in result):
@@ -124,7 +124,7 @@ def test_the_requests_of_a_gloo_group_are_those_of_its_closed_form(lazily, pool)
     """For a group of g ranks, each asks 1 + 3g times, or once and 3 times for each rank it talks
     to."""
     for world in (3, 4):
-        for counts in pool.run(world, scale_runs.gloo_requests, lazily, free_port()):
+        for counts in pool.run(world, scale_runs.count_gloo_requests, lazily, free_port()):
             assert counts == ([1, 3 * 2] if lazily else [1 + 3 * world, 0])
 
 
@@ -162,11 +162,11 @@ class TestOpenFiles:
         assert f"--ulimit nofile={enough}:{enough} for a container" in text
 
     def test_a_run_is_refused_before_anything_is_connected(self, pool):
-        for message in pool.run(2, refused):
+        for message in pool.run(2, read_refusal):
             assert ("need up to" in message and "rank 0" in message) or message == "lost"
 
 
-def refused():
+def read_refusal():
     """Make a mesh of two ranks whose first has room for no more files."""
     from megaframe.distributed.mesh import Mesh
     from megaframe.errors import LostRanks

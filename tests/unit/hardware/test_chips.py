@@ -11,7 +11,7 @@ from megaframe.hardware.cluster import (
     list_cluster_names,
     load_cluster,
 )
-from megaframe.planner.constants import CONSTANTS, cluster_constants
+from megaframe.planner.constants import CONSTANTS, get_cluster_constants
 
 GIB = 2.0**30
 DEVICES = {
@@ -87,7 +87,9 @@ def test_a_device_is_its_chip_with_its_own_memory(device, figures):
     assert device_chip.peaks.get("bf16") == (bf16 and pytest.approx(bf16 * 1e12))
     assert device_chip.bandwidth == pytest.approx(bandwidth * 1e12)
     matching = [
-        chip_.name for chip_ in CHIPS.values() if chip_.names and re.fullmatch(chip_.names, name)
+        candidate.name
+        for candidate in CHIPS.values()
+        if candidate.names and re.fullmatch(candidate.names, name)
     ]
     assert matching == [chip]
 
@@ -150,4 +152,4 @@ def test_a_cluster_of_a_chip_with_links_has_no_faster_ones(name):
 def test_only_what_was_fitted_goes_without_a_word():
     silent = {family for family, constants in CONSTANTS.items() if not constants.unfitted}
     assert silent == {"a100", "h100"}
-    assert cluster_constants(find_cluster_for_device("NVIDIA GeForce RTX 4090")).unfitted
+    assert get_cluster_constants(find_cluster_for_device("NVIDIA GeForce RTX 4090")).unfitted

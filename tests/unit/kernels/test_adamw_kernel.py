@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_exactness import assert_close, rand
+from kernel_exactness import assert_close, make_random
 from megaframe_kernels.update import adamw, square_sum
 from tolerances import assert_near
 
@@ -16,18 +16,18 @@ OPTIONS = {
 }
 
 
-def state(length, grad_dtype=torch.float32, moment_dtype=torch.float32, copy=torch.bfloat16):
-    weights = rand(length)
+def make_state(length, grad_dtype=torch.float32, moment_dtype=torch.float32, copy=torch.bfloat16):
+    weights = make_random(length)
     return [
         weights,
-        rand(length, dtype=grad_dtype, seed=1),
-        rand(length, dtype=moment_dtype, seed=2, scale=0.1),
-        rand(length, seed=3, scale=0.1).square().to(moment_dtype),
+        make_random(length, dtype=grad_dtype, seed=1),
+        make_random(length, dtype=moment_dtype, seed=2, scale=0.1),
+        make_random(length, seed=3, scale=0.1).square().to(moment_dtype),
         None if copy is None else weights.to(copy),
     ]
 
 
-def both(name, tensors, **options):
+def run_both(name, tensors, **options):
     """Return the results of an implementation and of the fp64 reference, each on its own copy."""
     options = {**OPTIONS, **options}
     truth = adamw.run_reference(*[None if t is None else t.double() for t in tensors], **options)
@@ -39,36 +39,38 @@ def both(name, tensors, **options):
 @pytest.mark.parametrize("divisor", [None, 4.5])
 def test_adamw(length, divisor):
     divisor = None if divisor is None else torch.tensor(divisor)
-    actual, expected = both("triton", state(length), divisor=divisor)
+    actual, expected = run_both("triton", make_state(length), divisor=divisor)
     assert len(actual) == 4
     for output, exact in zip(actual, expected, strict=True):
         assert_close(adamw.KERNEL, output, exact, 1, "state")
 
 
 def test_a_beta_close_to_1_loses_no_digits():
-    tensors = state(300)
+    tensors = make_state(300)
     for moment in tensors[2:4]:
         moment.zero_()
-    actual, expected = both("triton", tensors, beta1=0.99, beta2=0.9999, step=1)
+    actual, expected = run_both("triton", tensors, beta1=0.99, beta2=0.9999, step=1)
     for output, exact in zip(actual, expected, strict=True):
         assert_close(adamw.KERNEL, output, exact, 1, "state")
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_adamw_with_low_precision_gradients_and_moments(low):
-    actual, expected = both("triton", state(300, low, low, copy=None))
+    actual, expected = run_both("triton", make_state(300, low, low, copy=None))
     for output, exact in zip(actual, expected, strict=True):
         assert_close(adamw.KERNEL, output, exact, 1, "state")
 
 
 def test_torch_does_the_same():
-    actual, expected = both("torch", state(300), divisor=torch.tensor(2.0), skip=torch.tensor(0.0))
+    actual, expected = run_both(
+        "torch", make_state(300), divisor=torch.tensor(2.0), skip=torch.tensor(0.0)
+    )
     for output, exact in zip(actual, expected, strict=True):
         assert_close(adamw.KERNEL, output, exact, 1, "state")
 
 
 def test_a_skipped_step_changes_nothing_whatever_the_gradients():
-    tensors = state(50)
+    tensors = make_state(50)
     tensors[1][7] = float("nan")
     before = [t.clone() for t in tensors]
     adamw.run_triton(*tensors, **OPTIONS, divisor=torch.tensor(1.0), skip=torch.tensor(1.0))
@@ -89,7 +91,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
 
 
 def test_random_bits_belong_to_elements_not_to_shards():
-    tensors = [t.bfloat16() for t in state(700, copy=None)[:4]]
+    tensors = [t.bfloat16() for t in make_state(700, copy=None)[:4]]
     unsharded, parts = [t.clone() for t in tensors], [t.clone() for t in tensors]
     adamw.run_triton(*unsharded, **OPTIONS, seed=5, first=2**33)
     for start, stop in ((0, 100), (100, 700)):
@@ -103,7 +105,7 @@ def test_random_bits_belong_to_elements_not_to_shards():
 
 
 def test_infinite_weights_stay_infinite_when_rounded():
-    tensors = [t.bfloat16() for t in state(4, copy=None)[:4]]
+    tensors = [t.bfloat16() for t in make_state(4, copy=None)[:4]]
     tensors[0][:2] = torch.tensor([float("inf"), -float("inf")])
     adamw.run_triton(*tensors, **OPTIONS, seed=5)
     assert tensors[0][0] == float("inf") and tensors[0][1] == -float("inf")
@@ -111,16 +113,16 @@ def test_infinite_weights_stay_infinite_when_rounded():
 
 @pytest.mark.parametrize("length", [0, 1, 2049, 60001])
 def test_square_sum(length):
-    x = rand(length, scale=1e25)
+    x = make_random(length, scale=1e25)
     actual, expected = square_sum.launch_sum(x), square_sum.run_reference(x)
     assert_near(actual, expected, length)
-    low = rand(length, dtype=torch.bfloat16)[::2]
+    low = make_random(length, dtype=torch.bfloat16)[::2]
     actual, expected = square_sum.launch_sum(low), square_sum.run_reference(low)
     assert_near(actual, expected, length)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_square_sum_shows_what_is_not_finite(bad):
-    x = rand(3000)
+    x = make_random(3000)
     x[2999] = bad
     assert not torch.isfinite(square_sum.launch_sum(x))

@@ -16,7 +16,7 @@ from megaframe_kernels.registry import KERNELS
 PACKAGE = Path(__file__).resolve().parents[3] / "kernels"
 
 
-def compiled(folder, *arguments):
+def compile_kernels(folder, *arguments):
     """Compile into a folder. Return the rows of the report."""
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
@@ -36,18 +36,18 @@ def compiled(folder, *arguments):
     ],
 )
 def test_nothing_spills(arguments, tmp_path):
-    rows = compiled(tmp_path, *arguments)
+    rows = compile_kernels(tmp_path, *arguments)
     if "grouped_scaled_product" in arguments:
-        keeps_nan(tmp_path)
+        assert_keeps_nan(tmp_path)
         units = {row.split()[-1] for row in rows if row.startswith("_multiply")}
         assert units == {"wgmma", "tcgen05.mma"}
     if "attention" in arguments:
         units = {row.split()[-1] for row in rows if not row.startswith("prepare_backward")}
         assert len(rows) == 6 and units == {"wgmma"}
-        adds_in_bulk(tmp_path)
+        assert_adds_in_bulk(tmp_path)
 
 
-def adds_in_bulk(folder):
+def assert_adds_in_bulk(folder):
     """Assert that the loop has one addition by the copy engine, which is waited for only just
     before the next one, and that all five products use Hopper's matrix units."""
     (fused,) = (p for p in folder.rglob("backward_keys.ptx") if "cp.reduce" in p.read_text())
@@ -65,18 +65,20 @@ def adds_in_bulk(folder):
 @pytest.mark.slow
 def test_no_maximum_or_minimum_of_numbers_loses_nan(tmp_path):
     """The interpreter cannot show this: its maximum of two numbers always keeps NaN."""
-    compiled(tmp_path, "--kernels", "activation", "quantise", "--chips", "90")
-    keeps_nan(tmp_path)
+    compile_kernels(tmp_path, "--kernels", "activation", "quantise", "--chips", "90")
+    assert_keeps_nan(tmp_path)
 
 
-def keeps_nan(folder):
+def assert_keeps_nan(folder):
     text = "".join(path.read_text() for path in folder.rglob("*.ptx"))
     instructions = set(re.findall(r"\b(?:max|min)\.[\w.]*f32", text))
     assert instructions and all(".NaN." in name for name in instructions)
 
 
 def test_no_number_that_changes_with_the_step_makes_a_kernel_of_its_own(tmp_path):
-    compiled(tmp_path, "--kernels", "adamw", "--examples", "bf16, stochastic", "--chips", "90")
+    compile_kernels(
+        tmp_path, "--kernels", "adamw", "--examples", "bf16, stochastic", "--chips", "90"
+    )
     (text,) = (path.read_text() for path in tmp_path.rglob("*.ttir"))
     assert "%seed: i32 loc" in text and "%first: i32 loc" in text
 

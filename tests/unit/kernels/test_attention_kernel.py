@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_exactness import DEVICE, DTYPES, assert_close, check, deterministic, rand, wide
+from kernel_exactness import DEVICE, DTYPES, assert_close, check, deterministic, make_random, widen
 from megaframe_kernels.attention import attention, launches
 from megaframe_kernels.attention.attention import FUSED, KERNEL
 from megaframe_kernels.attention.launches import launch_backward, launch_forward
@@ -31,43 +31,43 @@ def name(request, monkeypatch):
     return name
 
 
-def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, scale=1.0):
+def make_heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, scale=1.0):
     keys = queries if keys is None else keys
     return (
-        rand(batch, queries, n, width, dtype=dtype, scale=scale).requires_grad_(),
-        rand(batch, keys, g, width, dtype=dtype, seed=1, scale=scale).requires_grad_(),
-        rand(batch, keys, g, width, dtype=dtype, seed=2).requires_grad_(),
+        make_random(batch, queries, n, width, dtype=dtype, scale=scale).requires_grad_(),
+        make_random(batch, keys, g, width, dtype=dtype, seed=1, scale=scale).requires_grad_(),
+        make_random(batch, keys, g, width, dtype=dtype, seed=2).requires_grad_(),
     )
 
 
-def hold(name, heads_, spans, **options):
+def hold(name, operands, spans, **options):
     """Compare with the reference in fp64. The longest sum is over all keys or queries and all
     heads."""
-    length = max(spans.first.shape[1], spans.starts.shape[1]) * heads_[0].shape[2]
-    check(KERNEL, name, (*heads_, spans), options, length, length, scale=0.5)
+    length = max(spans.first.shape[1], spans.starts.shape[1]) * operands[0].shape[2]
+    check(KERNEL, name, (*operands, spans), options, length, length, scale=0.5)
 
 
 @pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_causal_with_grouped_heads(dtype, name):
-    tensors = heads(70, batch=2, n=4, g=2, dtype=dtype)
+    tensors = make_heads(70, batch=2, n=4, g=2, dtype=dtype)
     hold(name, tensors, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
 def test_blocks_without_a_mask_and_windows(name):
     # 130 tokens in blocks of 32: some blocks are seen as a whole, some in part, some not at all.
-    hold(name, heads(130, n=1), find_spans(1, 130, 130, DEVICE))
-    hold(name, heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
-    hold(name, heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
+    hold(name, make_heads(130, n=1), find_spans(1, 130, 130, DEVICE))
+    hold(name, make_heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
+    hold(name, make_heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_documents(causal, name):
-    documents = (rand(2, 75, seed=4) > 1.2).cumsum(1)
+    documents = (make_random(2, 75, seed=4) > 1.2).cumsum(1)
     spans = find_spans(
         2, 75, 75, DEVICE, causal=causal, query_documents=documents, key_documents=documents
     )
-    hold(name, heads(75, batch=2), spans)
+    hold(name, make_heads(75, batch=2), spans)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_packed_documents(causal, name):
     [*((implementation, 24) for implementation in OWN), ("triton", 8), (FUSED, 96)],
 )
 def test_widths_that_are_no_power_of_two(name, width):
-    hold(name, heads(20, width=width), find_spans(1, 20, 20, DEVICE))
+    hold(name, make_heads(20, width=width), find_spans(1, 20, 20, DEVICE))
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(2.0, 0.7), (None, 0.7), (None, -0.7), (None, 0.0)])
 def test_softcap_sinks_and_scale(softcap, scale, name):
-    tensors = heads(45, n=4, g=2)
-    sinks = rand(4, seed=9).requires_grad_()
+    tensors = make_heads(45, n=4, g=2)
+    sinks = make_random(4, seed=9).requires_grad_()
     spans = find_spans(1, 45, 45, DEVICE, window=9)
     options = {"softcap": softcap, "scale": scale, "need_lse": True}
     length = 45 * 4
@@ -119,9 +119,9 @@ def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, 
     """In 2 samples there are 12 pairs of a head and a sample, and 6 of a group of 2 heads and a
     sample."""
     monkeypatch.setattr(launches, "_CACHED", tensors * 70 * 16 * 4)
-    assert launches._count_together(12, heads(70)[1], 2) == by_head
-    assert launches._count_together(6, heads(70)[0], 1 / 2) == by_group
-    given = heads(70, batch=2, n=6, g=3)
+    assert launches._count_together(12, make_heads(70)[1], 2) == by_head
+    assert launches._count_together(6, make_heads(70)[0], 1 / 2) == by_group
+    given = make_heads(70, batch=2, n=6, g=3)
     hold(name, given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
@@ -130,7 +130,7 @@ def test_queries_that_see_nothing_give_zero_and_get_no_gradient(name):
     spans = find_spans(
         1, 5, 5, DEVICE, query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
     )
-    tensors = heads(5)
+    tensors = make_heads(5)
     hold(name, tensors, spans)
     out, lse = KERNEL.implementations[name].run(*tensors, spans, need_lse=True)
     assert (out[0, 4] == 0).all() and (lse[0, :, 4] == -torch.inf).all()
@@ -141,7 +141,7 @@ def test_queries_that_see_nothing_give_zero_and_get_no_gradient(name):
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 4), (3, 0), (33, 5)])
 def test_odd_and_empty_sizes(queries, keys, name):
     spans = find_spans(1, queries, keys, DEVICE, causal=False)
-    tensors = heads(queries, keys)
+    tensors = make_heads(queries, keys)
     if keys:
         hold(name, tensors, spans)
     else:
@@ -153,7 +153,7 @@ def test_odd_and_empty_sizes(queries, keys, name):
 
 
 def test_large_scores_and_strided_heads(name):
-    fused = rand(1, 40, 2, 4, 16, scale=20.0)
+    fused = make_random(1, 40, 2, 4, 16, scale=20.0)
     tensors = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
     spans = find_spans(1, 40, 40, DEVICE)
     # The rounding error of a score of 10^4 is carried into the exponential.
@@ -164,8 +164,14 @@ def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
     """All scores are about -300. A place of a block beyond the last key has a score of 0, which
     would give it a share of e^300 if it were not masked."""
     ones = torch.ones(1, 40, 2, 16)
-    query, key = (sign * 8.7 * ones + rand(1, 40, 2, 16, seed=8, scale=0.1) for sign in (1, -1))
-    tensors = query.requires_grad_(), key.requires_grad_(), rand(1, 40, 2, 16).requires_grad_()
+    query, key = (
+        sign * 8.7 * ones + make_random(1, 40, 2, 16, seed=8, scale=0.1) for sign in (1, -1)
+    )
+    tensors = (
+        query.requires_grad_(),
+        key.requires_grad_(),
+        make_random(1, 40, 2, 16).requires_grad_(),
+    )
     spans = find_spans(1, 40, 40, DEVICE, causal=False)
     check(KERNEL, name, (*tensors, spans), {}, 40 * 300**2, scale=50.0)
 
@@ -174,10 +180,10 @@ def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
 def test_a_ring_of_tiles_is_the_whole(fused):
     """Keys come in two parts and queries in zigzag order. Outputs are merged by their log-sum-exp,
     and gradients are computed from the merged ones."""
-    query, key, value = (x.detach() for x in heads(48, n=2, g=2))
-    d_out = rand(1, 48, 2, 16, seed=8)
+    query, key, value = (x.detach() for x in make_heads(48, n=2, g=2))
+    d_out = make_random(1, 48, 2, 16, seed=8)
     full_spans = find_spans(1, 48, 48, DEVICE, window=30)
-    exact = [wide(x).requires_grad_() for x in (query, key, value)]
+    exact = [widen(x).requires_grad_() for x in (query, key, value)]
     expected, expected_lse = attention.run_reference(*exact, full_spans, need_lse=True)
     (truth,) = torch.autograd.grad(expected, exact[0], d_out.double())
     own_places = torch.cat((torch.arange(12), torch.arange(36, 48)))
@@ -209,16 +215,16 @@ def test_a_ring_of_tiles_is_the_whole(fused):
 def test_backward_of_a_tile(name, dtype):
     """The tile has the first of the keys that the outputs are over. Some queries see none of
     them."""
-    query, key, value = (x.detach() for x in heads(40, batch=2, n=4, g=2, dtype=dtype))
+    query, key, value = (x.detach() for x in make_heads(40, batch=2, n=4, g=2, dtype=dtype))
     out, lse = launch_forward(query, key, value, *find_spans(2, 40, 40, DEVICE).tensors[:2], *NONE)
-    d_out = rand(*out.shape, dtype=dtype, seed=5)
+    d_out = make_random(*out.shape, dtype=dtype, seed=5)
     spans = find_spans(2, 40, 23, DEVICE, window=11)
     arguments = (d_out, query, key[:, :23], value[:, :23], out, lse, spans)
     check(attention.BACKWARD, name, arguments, {"scale": 0.25}, 40 * 4, scale=1.0)
 
 
 def test_gradients_are_bitwise_repeatable():
-    tensors, spans = heads(40, n=4, dtype=torch.bfloat16), find_spans(1, 40, 40, DEVICE)
+    tensors, spans = make_heads(40, n=4, dtype=torch.bfloat16), find_spans(1, 40, 40, DEVICE)
 
     def gradients():
         out, _ = attention.run_triton(*tensors, spans)
@@ -255,7 +261,7 @@ def test_the_passes_of_backward(name, passes, chip):
 
 @pytest.mark.parametrize("kernel", [KERNEL, attention.BACKWARD])
 def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(kernel):
-    query, key, value = heads(8)
+    query, key, value = make_heads(8)
     arguments = query, key, value, find_spans(1, 8, 8, DEVICE)
     if kernel is attention.BACKWARD:
         out, lse = (
@@ -282,7 +288,7 @@ def test_blocks_of_queries_divide_what_is_kept_of_them():
 
 
 def test_torch_does_the_same():
-    tensors, spans = heads(24, n=4, g=2), find_spans(1, 24, 24, DEVICE)
+    tensors, spans = make_heads(24, n=4, g=2), find_spans(1, 24, 24, DEVICE)
     check(KERNEL, "torch", (*tensors, spans), {}, 24 * 4, scale=0.5)
     reason = KERNEL.implementations["torch"].explain_refusal(
         *tensors, find_spans(1, 24, 24, DEVICE, window=3)
@@ -305,7 +311,9 @@ def test_a_backend_of_torch_takes_what_torch_says(name, backend, mode, monkeypat
         return not torch.are_deterministic_algorithms_enabled()
 
     monkeypatch.setattr(torch._C, f"_can_use_{backend}_attention", answer)
-    tensors = [x.as_subclass(OnGpu) for x in heads(24, batch=3, n=4, g=2, dtype=torch.bfloat16)]
+    tensors = [
+        x.as_subclass(OnGpu) for x in make_heads(24, batch=3, n=4, g=2, dtype=torch.bfloat16)
+    ]
     with deterministic(mode):
         reason = KERNEL.implementations[name].refuses(*tensors, find_spans(3, 24, 24, DEVICE))
     assert (reason is not None) == mode

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_exactness import DEVICE, deterministic, generator
+from kernel_exactness import DEVICE, deterministic, make_generator
 from megaframe_kernels import cuda_library
 from megaframe_kernels.cuda_build import (
     CHIPS,
@@ -66,7 +66,7 @@ def test_compiles_without_spills(chip, tmp_path):
     ("tokens", "k", "experts"), [(0, 2, 4), (1, 1, 1), (1100, 2, 5), (700, 8, 300), (9, 4, 1024)]
 )
 def test_expert_order(library, tokens, k, experts):
-    chosen = torch.randint(0, experts, (tokens, k), generator=generator(3), device="cpu")
+    chosen = torch.randint(0, experts, (tokens, k), generator=make_generator(3), device="cpu")
     chosen = chosen.to(torch.int32).to(DEVICE)
     expected = permute.run_reference_order(chosen, experts)
     for actual, exact in zip(permute.launch_order_cuda(chosen, experts), expected, strict=True):
@@ -75,7 +75,9 @@ def test_expert_order(library, tokens, k, experts):
 
 @pytest.mark.parametrize("stranger", [-1, 5, 4096])
 def test_an_order_leads_to_choices_whatever_was_chosen(library, stranger):
-    chosen = torch.randint(0, 5, (40, 2), generator=generator(3), device="cpu").int().to(DEVICE)
+    chosen = (
+        torch.randint(0, 5, (40, 2), generator=make_generator(3), device="cpu").int().to(DEVICE)
+    )
     chosen[3, 1] = chosen[30, 0] = stranger
     with deterministic():
         order, places, ends = permute.launch_order_cuda(chosen, 5)
@@ -83,7 +85,7 @@ def test_an_order_leads_to_choices_whatever_was_chosen(library, stranger):
     assert ends[-1] == 78
 
 
-def compiler(folder, *lines):
+def make_compiler(folder, *lines):
     """Create an nvcc that prints these lines and fails; return its CUDA folder."""
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
@@ -95,7 +97,7 @@ def compiler(folder, *lines):
 def test_a_build_is_of_its_compiler_and_of_its_processor(tmp_path, monkeypatch):
     paths = set()
     for version in ("12.8", "13.0"):
-        monkeypatch.setenv("CUDA_HOME", compiler(tmp_path / version, version))
+        monkeypatch.setenv("CUDA_HOME", make_compiler(tmp_path / version, version))
         for processor in ("x86_64", "aarch64"):
             monkeypatch.setattr("platform.machine", lambda name=processor: name)
             paths.add(find_cached_library(90))
@@ -104,7 +106,7 @@ def test_a_build_is_of_its_compiler_and_of_its_processor(tmp_path, monkeypatch):
 
 def test_a_fatal_complaint_is_told(tmp_path, monkeypatch):
     complaint = "nvcc fatal   : Unsupported gpu architecture"
-    monkeypatch.setenv("CUDA_HOME", compiler(tmp_path, "nvcc warning : old", complaint))
+    monkeypatch.setenv("CUDA_HOME", make_compiler(tmp_path, "nvcc warning : old", complaint))
     with pytest.raises(BuildError, match=complaint):
         build(tmp_path / "library.so", (1,))
 

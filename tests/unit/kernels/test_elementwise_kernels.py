@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_exactness import DTYPES, check, rand
+from kernel_exactness import DTYPES, check, make_random
 from megaframe_kernels.elementwise import activation, rotary
 
 
@@ -10,18 +10,18 @@ from megaframe_kernels.elementwise import activation, rotary
 @pytest.mark.parametrize("kind", activation.KINDS)
 def test_activation(kind, dtype):
     scale = 6.0 if kind == "swiglu_clamped" else 2.0  # some are clamped
-    x = rand(3, 5, 66, dtype=dtype, scale=scale).requires_grad_()
+    x = make_random(3, 5, 66, dtype=dtype, scale=scale).requires_grad_()
     check(activation.KERNEL, "triton", (x, kind))
 
 
 @pytest.mark.parametrize("kind", activation.KINDS)
 @pytest.mark.parametrize("shape", [(1, 2), (0, 8), (4, 0), (3, 2050)])
 def test_activation_of_odd_and_empty_sizes(kind, shape):
-    check(activation.KERNEL, "triton", (rand(*shape).requires_grad_(), kind))
+    check(activation.KERNEL, "triton", (make_random(*shape).requires_grad_(), kind))
 
 
 def test_activation_of_strided_rows():
-    x = rand(6, 4, 40)[::2, :, 3:37].requires_grad_()
+    x = make_random(6, 4, 40)[::2, :, 3:37].requires_grad_()
     for kind in activation.GATED:
         check(activation.KERNEL, "triton", (x, kind))
     check(activation.KERNEL, "triton", (x.detach().transpose(1, 2).requires_grad_(), "gelu"))
@@ -29,13 +29,13 @@ def test_activation_of_strided_rows():
 
 @pytest.mark.parametrize("kind", activation.KINDS)
 def test_activation_of_large_values(kind):
-    x = rand(4, 32, dtype=torch.bfloat16, scale=1e15).requires_grad_()
+    x = make_random(4, 32, dtype=torch.bfloat16, scale=1e15).requires_grad_()
     check(activation.KERNEL, "triton", (x, kind))
 
 
 @pytest.mark.parametrize("kind", activation.KINDS)
 def test_activation_of_nan(kind):
-    x = rand(2, 32)
+    x = make_random(2, 32)
     x[0, 3] = float("nan")
     x.requires_grad_()
     y = activation.KERNEL.implementations["triton"].run(x, kind)
@@ -44,8 +44,8 @@ def test_activation_of_nan(kind):
     assert torch.isfinite(y[1]).all() and torch.isfinite(d_x[1]).all()
 
 
-def table(shape, dtype=torch.float32):
-    angle = rand(*shape, seed=5, scale=3.0)
+def make_table(shape, dtype=torch.float32):
+    angle = make_random(*shape, seed=5, scale=3.0)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -55,11 +55,11 @@ def table(shape, dtype=torch.float32):
     [((2, 7, 3, 16), 8), ((1, 3, 5, 20), 6), ((3, 1, 1, 2), 1), ((0, 4, 2, 8), 4)],
 )
 def test_rotary(shape, half, dtype):
-    x = rand(*shape, dtype=dtype).requires_grad_()
-    check(rotary.KERNEL, "triton", (x, *table((shape[1], half))), length=2)
-    check(rotary.KERNEL, "triton", (x, *table((*shape[:2], half), dtype)), length=2)
+    x = make_random(*shape, dtype=dtype).requires_grad_()
+    check(rotary.KERNEL, "triton", (x, *make_table((shape[1], half))), length=2)
+    check(rotary.KERNEL, "triton", (x, *make_table((*shape[:2], half), dtype)), length=2)
 
 
 def test_rotary_of_a_slice_of_fused_heads():
-    x = rand(2, 5, 4, 3, 16)[:, ::2, :, 1].requires_grad_()
-    check(rotary.KERNEL, "triton", (x, *table((3, 8))), length=2)
+    x = make_random(2, 5, 4, 3, 16)[:, ::2, :, 1].requires_grad_()
+    check(rotary.KERNEL, "triton", (x, *make_table((3, 8))), length=2)

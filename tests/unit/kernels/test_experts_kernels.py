@@ -10,9 +10,9 @@ from kernel_exactness import (
     assert_close,
     check,
     deterministic,
-    generator,
-    rand,
-    wide,
+    make_generator,
+    make_random,
+    widen,
 )
 from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
 
@@ -21,8 +21,8 @@ from megaframe_kernels.experts import grouped_gradient, grouped_product, permute
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(13, 8, 2), (3, 17, 5), (0, 4, 1), (2, 1, 1)])
 def test_router(score, normalise, tokens, experts, k):
-    logits = rand(tokens, experts, scale=2.0).requires_grad_()
-    bias = rand(experts, seed=1, scale=0.3)
+    logits = make_random(tokens, experts, scale=2.0).requires_grad_()
+    bias = make_random(experts, seed=1, scale=0.3)
     options = {"score": score, "normalise": normalise}
     check(router.KERNEL, "triton", (logits, k, bias), options, experts, scale=0.05)
     check(router.KERNEL, "triton", (logits, k), options, experts, scale=0.05)
@@ -30,13 +30,13 @@ def test_router(score, normalise, tokens, experts, k):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_router_of_strided_low_precision_logits_with_ties(dtype):
-    logits = (rand(9, 24, scale=2.0).round() / 2).to(dtype)[:, ::2].requires_grad_()
+    logits = (make_random(9, 24, scale=2.0).round() / 2).to(dtype)[:, ::2].requires_grad_()
     check(router.KERNEL, "triton", (logits, 4), {}, 12)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
-    logits = rand(9, 11)
+    logits = make_random(9, 11)
     logits[2] = torch.nan
     logits[5, 7] = torch.nan
     expected, chosen = router.run_reference(logits, 4, score=score)
@@ -50,7 +50,7 @@ def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
 def order_of(tokens, k, experts, seed=0, skipped=()):
     """Return random choices of experts, of which those in `skipped` get none, and their order."""
     allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
-    draws = torch.rand(tokens, len(allowed), generator=generator(seed), device="cpu")
+    draws = torch.rand(tokens, len(allowed), generator=make_generator(seed), device="cpu")
     chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)
     return chosen, permute.ExpertOrder(*permute.run_reference_order(chosen, experts))
 
@@ -83,10 +83,10 @@ def test_an_order_leads_to_choices_whatever_was_chosen(stranger):
 @pytest.mark.parametrize(("tokens", "width"), [(11, 33), (0, 16), (1, 1100)])
 def test_permute_and_unpermute(dtype, tokens, width):
     _, order = order_of(tokens, 2, 5)
-    x = rand(tokens, width, dtype=dtype).requires_grad_()
+    x = make_random(tokens, width, dtype=dtype).requires_grad_()
     check(permute.PERMUTE, "triton", (x, order.order_P, order.places_TK), length=2)
-    y = rand(2 * tokens, width, dtype=dtype).requires_grad_()
-    weights = rand(tokens, 2, seed=3).requires_grad_()
+    y = make_random(2 * tokens, width, dtype=dtype).requires_grad_()
+    weights = make_random(tokens, 2, seed=3).requires_grad_()
     indices = (order.order_P, order.places_TK)
     check(permute.UNPERMUTE, "triton", (y, weights, *indices), {}, 2, width)
     check(permute.UNPERMUTE, "triton", (y, None, *indices), {}, 2)
@@ -97,8 +97,8 @@ def test_permute_and_unpermute(dtype, tokens, width):
 @pytest.mark.parametrize("scatter", [False, True])
 def test_grouped_product(dtype, gather, scatter):
     _, order = order_of(37, 2, 6, skipped=(0, 3))
-    x = rand(37 if gather else 74, 40, dtype=dtype).requires_grad_()
-    weights = rand(6, 21, 40, dtype=dtype, seed=1).requires_grad_()
+    x = make_random(37 if gather else 74, 40, dtype=dtype).requires_grad_()
+    weights = make_random(6, 21, 40, dtype=dtype, seed=1).requires_grad_()
     arguments = (x, weights, order.ends_E, order.order_P, order.places_TK)
     options = {"gather": gather, "scatter": scatter}
     check(grouped_product.KERNEL, "triton", arguments, options, 40, 74, scale=4.0)
@@ -107,8 +107,8 @@ def test_grouped_product(dtype, gather, scatter):
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(0, 8, 8), (1, 1, 1), (140, 150, 70)])
 def test_grouped_product_of_odd_sizes(tokens, outputs, inputs):
     _, order = order_of(tokens, 1, 3)
-    x = rand(tokens, inputs).requires_grad_()
-    weights = rand(3, inputs, outputs, seed=1).transpose(1, 2).detach().requires_grad_()
+    x = make_random(tokens, inputs).requires_grad_()
+    weights = make_random(3, inputs, outputs, seed=1).transpose(1, 2).detach().requires_grad_()
     check(
         grouped_product.KERNEL, "triton", (x, weights, order.ends_E), {}, inputs, tokens, scale=4.0
     )
@@ -118,22 +118,22 @@ def test_grouped_product_of_odd_sizes(tokens, outputs, inputs):
 @pytest.mark.parametrize("add", [False, True])
 def test_gradients_of_experts_in_higher_precision(dtype, add):
     _, order = order_of(37, 2, 6, skipped=(0, 3))
-    d_y, x = rand(74, 21, dtype=dtype), rand(74, 40, dtype=dtype, seed=1)
-    arguments = (rand(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
+    d_y, x = make_random(74, 21, dtype=dtype), make_random(74, 40, dtype=dtype, seed=1)
+    arguments = (make_random(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
     check(grouped_gradient.KERNEL, "triton", arguments, {}, 74, scale=4.0)
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
 @pytest.mark.parametrize("ends", [[3, 7], [33, 33], [0, 0], [0, 130]])
 def test_places_beyond_the_last_expert_are_zero(name, ends):
-    x = rand(130, 16, dtype=torch.bfloat16).requires_grad_()
-    weights = rand(2, 8, 16, dtype=torch.bfloat16, seed=1).requires_grad_()
+    x = make_random(130, 16, dtype=torch.bfloat16).requires_grad_()
+    weights = make_random(2, 8, 16, dtype=torch.bfloat16, seed=1).requires_grad_()
     arguments = (x, weights, torch.tensor(ends, dtype=torch.int32))
     with deterministic():
         y = grouped_product.KERNEL.implementations[name].run(*arguments)
         d_x, d_weights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
     assert (y[ends[-1] :] == 0).all() and (d_x[ends[-1] :] == 0).all()
-    expected = grouped_product.run_reference(*(wide(t) for t in arguments))
+    expected = grouped_product.run_reference(*(widen(t) for t in arguments))
     assert_close(grouped_product.KERNEL, y.detach(), expected.detach(), 16, "product", scale=4.0)
     assert torch.isfinite(d_weights).all()
 
@@ -153,13 +153,18 @@ def test_places_beyond_the_last_expert_are_zero(name, ends):
     ],
 )
 def test_torch_is_given_strides_of_whole_16_bytes(shape, change, taken):
-    reason = grouped_gradient.refuse_strides_for_torch(change(rand(*shape, dtype=torch.bfloat16)))
+    reason = grouped_gradient.refuse_strides_for_torch(
+        change(make_random(*shape, dtype=torch.bfloat16))
+    )
     assert (reason is None) == taken
 
 
 def test_gradients_are_bitwise_repeatable():
     _, order = order_of(50, 4, 8)
-    x, weights = rand(50, 16).requires_grad_(), rand(8, 24, 16, seed=1).requires_grad_()
+    x, weights = (
+        make_random(50, 16).requires_grad_(),
+        make_random(8, 24, 16, seed=1).requires_grad_(),
+    )
     moved = (order.ends_E, order.order_P, order.places_TK)
 
     def gradients():

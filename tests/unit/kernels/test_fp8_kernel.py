@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_exactness import DEVICE, DTYPES, assert_close, rand
+from kernel_exactness import DEVICE, DTYPES, assert_close, make_random
 from megaframe_kernels.fp8 import quantize, scaled_product
 from tolerances import assert_near
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,7 +14,7 @@ BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_quantise(dtype, block, power_of_two):
-    x = rand(9, 200, scale=30.0)
+    x = make_random(9, 200, scale=30.0)
     actual, scales = quantize.run_triton(x, dtype, block, power_of_two)
     expected, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
     assert torch.equal(scales, true_scales)
@@ -30,7 +30,7 @@ def test_quantise(dtype, block, power_of_two):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_strided_low_precision_and_zeros(dtype, block):
-    x = rand(12, 300, dtype=dtype)[::2, 20:150]
+    x = make_random(12, 300, dtype=dtype)[::2, 20:150]
     x[3:] = 0.0
     actual, scales = quantize.run_triton(x, block=block)
     expected, true_scales = quantize.run_reference(x, block=block)
@@ -46,7 +46,7 @@ def test_empty(block):
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_rows_that_registers_do_not_hold(power_of_two):
-    x = rand(3, 20000, dtype=torch.bfloat16)
+    x = make_random(3, 20000, dtype=torch.bfloat16)
     implementation = quantize.QUANTISE.implementations["triton"]
     assert "3 x 20000" in implementation.refuses(x, block=(3, 0))
     assert implementation.refuses(x, block=(1, 0)) is None
@@ -61,7 +61,7 @@ def test_rows_that_registers_do_not_hold(power_of_two):
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_what_is_not_finite_shows(dtype, block, power_of_two):
     for width in (200, 20000) if block == (1, 0) else (200,):
-        x = rand(9, width)
+        x = make_random(9, width)
         x[1, 3], x[7, 150] = float("nan"), float("inf")
         actual, scales = quantize.run_triton(x, dtype, block, power_of_two)
         expected, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
@@ -115,8 +115,8 @@ def test_what_the_scaled_product_refuses(a_scales, b_scales, major, cuda, why, m
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scales_of_a_single_row_are_not_those_of_a_tensor(rows):
-    a, a_scales = quantize.run_reference(rand(rows, 32), block=(1, 0))
-    b, b_scales = quantize.run_reference(rand(16, 32, seed=1), block=(1, 0))
+    a, a_scales = quantize.run_reference(make_random(rows, 32), block=(1, 0))
+    b, b_scales = quantize.run_reference(make_random(16, 32, seed=1), block=(1, 0))
     operands = a, b, a_scales, b_scales
     reason = scaled_product.KERNEL.implementations["torch"].refuses(*operands)
     if DEVICE == "cuda" and reason:  # a CPU has the product for tests alone

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_exactness import DEVICE, DTYPES, assert_close, check, generator, rand
+from kernel_exactness import DEVICE, DTYPES, assert_close, check, make_generator, make_random
 from megaframe_kernels import loss
 from megaframe_kernels.loss_reference import IGNORE
 from torch.nn import functional
@@ -15,15 +15,17 @@ OPTIONS = [
 ]
 
 
-def labels(tokens, vocab):
-    chosen = torch.randint(0, vocab, (tokens,), generator=generator(7), device="cpu").to(DEVICE)
+def make_labels(tokens, vocab):
+    chosen = torch.randint(0, vocab, (tokens,), generator=make_generator(7), device="cpu").to(
+        DEVICE
+    )
     chosen[1::3] = IGNORE
     return chosen
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_reference_is_the_cross_entropy_of_torch(smoothing):
-    logits, chosen = rand(7, 45, scale=3.0).double(), labels(7, 45)
+    logits, chosen = make_random(7, 45, scale=3.0).double(), make_labels(7, 45)
     leaf = logits.clone().requires_grad_()
     options = {"ignore_index": IGNORE, "reduction": "none", "label_smoothing": smoothing}
     expected = functional.cross_entropy(leaf, chosen, **options)
@@ -35,14 +37,16 @@ def test_the_reference_is_the_cross_entropy_of_torch(smoothing):
 
 @pytest.mark.parametrize("shape", [(1, 1), (0, 5), (3, 9000)])
 def test_odd_sizes(shape):
-    arguments = (rand(*shape), labels(*shape))
+    arguments = (make_random(*shape), make_labels(*shape))
     check(loss.KERNEL, "triton", arguments, {"z_loss": 0.1}, shape[1], scale=0.1)
 
 
 def test_strided_and_large_logits():
-    logits = rand(6, 40, scale=1e4)[:, 3:36]
-    check(loss.KERNEL, "triton", (logits, labels(6, 33)), {}, 33)
-    reason = loss.KERNEL.implementations["triton"].explain_refusal(rand(40, 6).t(), labels(6, 40))
+    logits = make_random(6, 40, scale=1e4)[:, 3:36]
+    check(loss.KERNEL, "triton", (logits, make_labels(6, 33)), {}, 33)
+    reason = loss.KERNEL.implementations["triton"].explain_refusal(
+        make_random(40, 6).t(), make_labels(6, 40)
+    )
     assert "not contiguous" in reason
 
 
@@ -75,7 +79,7 @@ def on_ranks(compute, vocab, bounds):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(options):
-    logits, chosen = rand(6, 29, scale=2.0), labels(6, 29)
+    logits, chosen = make_random(6, 29, scale=2.0), make_labels(6, 29)
     expected, truth = loss.run_reference(logits.double(), chosen, **options)
 
     def compute(part, join):
@@ -91,7 +95,7 @@ def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(option
 
 def test_words_that_cannot_be():
     """Some logits of a row are -inf, and all logits of one rank."""
-    logits, chosen = rand(6, 29, scale=2.0), torch.arange(6)
+    logits, chosen = make_random(6, 29, scale=2.0), torch.arange(6)
     logits[:, 9:25] = -float("inf")
     expected, truth = loss.run_reference(logits.double(), chosen)
     actual, gradient = loss.run_triton(logits.clone(), chosen)
@@ -112,7 +116,7 @@ def test_words_that_cannot_be():
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_become_their_gradient(options, dtype):
-    logits, chosen = rand(7, 45, dtype=dtype, scale=3.0), labels(7, 45)
+    logits, chosen = make_random(7, 45, dtype=dtype, scale=3.0), make_labels(7, 45)
     chosen[chosen < 0] = -1  # every negative label is ignored
     untouched, before = logits.clone(), logits.clone()
     scaled = {**options, "scale": torch.tensor(2.7, dtype=torch.float64)}

@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-from kernel_exactness import DTYPES, check, rand
+from kernel_exactness import DTYPES, check, make_random
 from megaframe_kernels.elementwise import norm
 
 pytestmark = pytest.mark.numeric
 
 
-def arguments(shape, dtype, kind, added, scale=1.0):
+def make_arguments(shape, dtype, kind, added, scale=1.0):
     """Return arguments of a norm. With a residual, the sum is exact, as in the fp64 reference."""
     width = shape[-1]
-    x, residual = rand(*shape, seed=0) * scale, None
+    x, residual = make_random(*shape, seed=0) * scale, None
     if added:
         x = (4 * x).round() / 4
-        residual = ((4 * rand(*shape, seed=3)).round() / 4).to(dtype).requires_grad_()
-    gain = (1.0 + rand(width, seed=1)).to(dtype).requires_grad_()
-    bias = rand(width, dtype=dtype, seed=2).requires_grad_() if kind == "layernorm" else None
+        residual = ((4 * make_random(*shape, seed=3)).round() / 4).to(dtype).requires_grad_()
+    gain = (1.0 + make_random(width, seed=1)).to(dtype).requires_grad_()
+    bias = make_random(width, dtype=dtype, seed=2).requires_grad_() if kind == "layernorm" else None
     return x.to(dtype).requires_grad_(), gain, bias, residual
 
 
@@ -25,20 +25,20 @@ def arguments(shape, dtype, kind, added, scale=1.0):
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm(name, kind, added, dtype):
-    tensors = arguments((3, 5, 37), dtype, kind, added)
+    tensors = make_arguments((3, 5, 37), dtype, kind, added)
     check(norm.KERNEL, name, tensors, {"kind": kind}, 37, 3 * 5 * 37)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("shape", [(1, 1), (0, 8), (7, 16), (70, 130), (2, 3, 1025), (4, 9001)])
 def test_odd_sizes(kind, shape):
-    tensors = arguments(shape, torch.float32, kind, added=True)
+    tensors = make_arguments(shape, torch.float32, kind, added=True)
     check(norm.KERNEL, "triton", tensors, {"kind": kind}, shape[-1], 70 * shape[-1], scale=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_rows_that_are_not_adjacent(kind):
-    x, gain, bias, residual = arguments((6, 4, 40), torch.float32, kind, added=True)
+    x, gain, bias, residual = make_arguments((6, 4, 40), torch.float32, kind, added=True)
     strided = x.detach()[::2, :, 3:36].requires_grad_()
     residual = residual.detach().flip(0)[:3, :, 3:36].transpose(0, 1).clone().transpose(0, 1)
     gain = gain.detach()[:33].requires_grad_()
@@ -49,12 +49,12 @@ def test_rows_that_are_not_adjacent(kind):
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1e15), (torch.float16, 1e4)])
 def test_large_values(dtype, scale):
-    tensors = arguments((4, 64), dtype, "layernorm", False, scale)
+    tensors = make_arguments((4, 64), dtype, "layernorm", False, scale)
     check(norm.KERNEL, "triton", tensors, {"kind": "layernorm"}, 64, 4 * 64)
 
 
 def test_gradients_are_bitwise_repeatable():
-    x, gain, _, _ = arguments((50, 24), torch.bfloat16, "rmsnorm", added=False)
+    x, gain, _, _ = make_arguments((50, 24), torch.bfloat16, "rmsnorm", added=False)
 
     def gradients():
         y, _ = norm.run_triton(x, gain)

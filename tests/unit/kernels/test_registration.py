@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_exactness import DEVICE, rand
+from kernel_exactness import DEVICE, make_random
 from megaframe_kernels.attention.spans import find_spans
 from megaframe_kernels.experts import permute
 from megaframe_kernels.registry import KERNELS
@@ -16,62 +16,117 @@ CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]], dtype=torch.int32, device=DEVICE
 ORDER = permute.ExpertOrder(*permute.run_reference_order(CHOSEN, 3))
 
 
-def leaf(*shape, seed=0, dtype=torch.float32):
-    return rand(*shape, seed=seed, dtype=dtype).requires_grad_()
+def make_leaf(*shape, seed=0, dtype=torch.float32):
+    return make_random(*shape, seed=seed, dtype=dtype).requires_grad_()
 
 
-def eight(*shape):
-    return rand(*shape).to(torch.float8_e4m3fn)
+def make_fp8(*shape):
+    return make_random(*shape).to(torch.float8_e4m3fn)
 
 
-def attention_arguments(fused):
+def make_attention_arguments(fused):
     spans = find_spans(1, 6, 6, DEVICE)
-    heads = leaf(1, 6, 2, 16), leaf(1, 6, 1, 16, seed=1), leaf(1, 6, 1, 16, seed=2)
-    return (*heads, *spans.tensors, leaf(2, seed=3), 0.5, 3.0, fused)
+    heads = make_leaf(1, 6, 2, 16), make_leaf(1, 6, 1, 16, seed=1), make_leaf(1, 6, 1, 16, seed=2)
+    return (*heads, *spans.tensors, make_leaf(2, seed=3), 0.5, 3.0, fused)
 
 
-def attention_backward_arguments():
-    *heads, starts, stops, first, last, sinks, scale, softcap, fused = attention_arguments(True)
-    d_out, out, lse = rand(1, 6, 2, 16, seed=4), rand(1, 6, 2, 16, seed=5), rand(1, 2, 6)
+def make_attention_backward_arguments():
+    *heads, starts, stops, first, last, sinks, scale, softcap, fused = make_attention_arguments(
+        True
+    )
+    d_out, out, lse = (
+        make_random(1, 6, 2, 16, seed=4),
+        make_random(1, 6, 2, 16, seed=5),
+        make_random(1, 2, 6),
+    )
     tensors = d_out, None, *(x.detach() for x in heads), out, lse, starts, stops, first, last
     return (*tensors, sinks.detach(), scale, softcap, fused)
 
 
 LABELS = torch.tensor([1, -100, 4], device=DEVICE)
 CASES = {
-    "norm": lambda: (leaf(2, 3, 8), leaf(2, 3, 8, seed=1), leaf(8), leaf(8, seed=2), True, 1e-5),
-    "activation": lambda: (leaf(3, 8), "swiglu"),
-    "rotary": lambda: (leaf(1, 3, 2, 8), rand(3, 4), rand(3, 4, seed=1), False),
-    "attention": lambda: attention_arguments(False),
-    "attention_backward": attention_backward_arguments,
-    "cross_entropy_parts": lambda: (rand(3, 7), LABELS, 0, 7, 0.1, 5.0),
-    "adamw_": lambda: (
-        *(rand(9, seed=i).abs() for i in range(4)),
-        *(rand(9).bfloat16(), None, None, 0.1, 0.9, 0.9, 1e-8, 0.1, 1, 7, 0),
+    "norm": lambda: (
+        make_leaf(2, 3, 8),
+        make_leaf(2, 3, 8, seed=1),
+        make_leaf(8),
+        make_leaf(8, seed=2),
+        True,
+        1e-5,
     ),
-    "square_sum": lambda: (rand(50),),
-    "router": lambda: (leaf(3, 8), 2, rand(8), True, True),
+    "activation": lambda: (make_leaf(3, 8), "swiglu"),
+    "rotary": lambda: (make_leaf(1, 3, 2, 8), make_random(3, 4), make_random(3, 4, seed=1), False),
+    "attention": lambda: make_attention_arguments(False),
+    "attention_backward": make_attention_backward_arguments,
+    "cross_entropy_parts": lambda: (make_random(3, 7), LABELS, 0, 7, 0.1, 5.0),
+    "adamw_": lambda: (
+        *(make_random(9, seed=i).abs() for i in range(4)),
+        *(make_random(9).bfloat16(), None, None, 0.1, 0.9, 0.9, 1e-8, 0.1, 1, 7, 0),
+    ),
+    "square_sum": lambda: (make_random(50),),
+    "router": lambda: (make_leaf(3, 8), 2, make_random(8), True, True),
     "expert_order": lambda: (torch.tensor([[0, 2], [1, 0]], dtype=torch.int32), 3),
-    "expert_gather": lambda: (rand(3, 8), ORDER.order_P, None, 2),
-    "expert_combine": lambda: (rand(6, 8), rand(3, 2), ORDER.places_TK),
-    "expert_inner": lambda: (rand(3, 8), rand(6, 8), ORDER.places_TK, rand(3, 2)),
-    "grouped_product": lambda: (rand(6, 8), rand(3, 4, 8), ORDER.ends_E, None, ORDER.order_P, 2),
-    "grouped_weight_gradient": lambda: (rand(6, 4), rand(6, 8), rand(3, 4, 8), ORDER.ends_E),
-    "grouped_clear_": lambda: (rand(8, 4), ORDER.ends_E),
+    "expert_gather": lambda: (make_random(3, 8), ORDER.order_P, None, 2),
+    "expert_combine": lambda: (make_random(6, 8), make_random(3, 2), ORDER.places_TK),
+    "expert_inner": lambda: (
+        make_random(3, 8),
+        make_random(6, 8),
+        ORDER.places_TK,
+        make_random(3, 2),
+    ),
+    "grouped_product": lambda: (
+        make_random(6, 8),
+        make_random(3, 4, 8),
+        ORDER.ends_E,
+        None,
+        ORDER.order_P,
+        2,
+    ),
+    "grouped_weight_gradient": lambda: (
+        make_random(6, 4),
+        make_random(6, 8),
+        make_random(3, 4, 8),
+        ORDER.ends_E,
+    ),
+    "grouped_clear_": lambda: (make_random(8, 4), ORDER.ends_E),
     "grouped_gradient_": lambda: (
-        *(rand(3, 4, 8), rand(6, 4), rand(6, 8, seed=1), ORDER.ends_E, True),
+        *(make_random(3, 4, 8), make_random(6, 4), make_random(6, 8, seed=1), ORDER.ends_E, True),
     ),
     "cross_entropy_gradient_": lambda: (
-        *(rand(3), rand(3, seed=1), rand(3, 7, seed=2), LABELS, rand(3), 0, 7, 0.1, 5.0),
+        *(
+            make_random(3),
+            make_random(3, seed=1),
+            make_random(3, 7, seed=2),
+            LABELS,
+            make_random(3),
+            0,
+            7,
+            0.1,
+            5.0,
+        ),
     ),
-    "quantise": lambda: (rand(4, 32), torch.float8_e4m3fn, 1, 16, False),
-    "quantise_experts": lambda: (rand(6, 32), ORDER.ends_E, torch.float8_e5m2),
-    "quantise_columns": lambda: (rand(6, 32), ORDER.ends_E, torch.float8_e4m3fn, "block"),
+    "quantise": lambda: (make_random(4, 32), torch.float8_e4m3fn, 1, 16, False),
+    "quantise_experts": lambda: (make_random(6, 32), ORDER.ends_E, torch.float8_e5m2),
+    "quantise_columns": lambda: (make_random(6, 32), ORDER.ends_E, torch.float8_e4m3fn, "block"),
     "grouped_scaled_product": lambda: (
-        *(eight(6, 16), eight(3, 4, 16), rand(6, 1), rand(3, 4, 1), ORDER.ends_E, torch.float32),
+        *(
+            make_fp8(6, 16),
+            make_fp8(3, 4, 16),
+            make_random(6, 1),
+            make_random(3, 4, 1),
+            ORDER.ends_E,
+            torch.float32,
+        ),
     ),
     "grouped_scaled_gradient_": lambda: (
-        *(rand(3, 4, 8), eight(4, 512), eight(8, 512), rand(3, 4), rand(3, 8), ORDER.ends_E, True),
+        *(
+            make_random(3, 4, 8),
+            make_fp8(4, 512),
+            make_fp8(8, 512),
+            make_random(3, 4),
+            make_random(3, 8),
+            ORDER.ends_E,
+            True,
+        ),
     ),
 }
 
@@ -119,7 +174,7 @@ def test_a_step_compiles_whole():
         return CHOICES["square_sum"](grads), quantised.float() * scales, losses, d_logits
 
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
-    tensors = [rand(21, seed=i).abs() for i in range(4)]
+    tensors = [make_random(21, seed=i).abs() for i in range(4)]
     copies = [t.clone() for t in tensors]
     expected = step(*tensors)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -129,9 +184,9 @@ def test_a_step_compiles_whole():
 
 def test_a_block_compiles_whole():
     arguments = (
-        *(leaf(1, 5, 32), leaf(32), leaf(32, 64), leaf(32, 32)),
-        *(leaf(40, 32), torch.tensor([1, 2, -100, 0, 3])),
-        *(find_spans(1, 5, 5, DEVICE), rand(5, 8), rand(5, 8, seed=1)),
+        *(make_leaf(1, 5, 32), make_leaf(32), make_leaf(32, 64), make_leaf(32, 32)),
+        *(make_leaf(40, 32), torch.tensor([1, 2, -100, 0, 3])),
+        *(find_spans(1, 5, 5, DEVICE), make_random(5, 8), make_random(5, 8, seed=1)),
     )
     leaves = [g for g in arguments if isinstance(g, torch.Tensor) and g.requires_grad]
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import triton
-from kernel_exactness import assert_close, rand
+from kernel_exactness import assert_close, make_random
 from megaframe_kernels import installed, selection
 from megaframe_kernels.kernel import REFERENCE, KernelError
 from megaframe_kernels.registry import KERNELS
@@ -32,7 +32,7 @@ def test_every_kernel_has_a_choice_and_says_what_is_absent():
 
 def test_what_is_refused_goes_to_the_next_and_at_last_to_the_reference():
     choice = select(KERNELS)["norm"]
-    x, gain = rand(2, 8), rand(8)
+    x, gain = make_random(2, 8), make_random(8)
     assert choice.find(x, gain) == KERNELS["norm"].implementations["triton"].run
     assert choice.find(x.double(), gain) == KERNELS["norm"].implementations["torch"].run
     router = select(KERNELS)["router"]
@@ -41,7 +41,7 @@ def test_what_is_refused_goes_to_the_next_and_at_last_to_the_reference():
 
 
 def test_an_override_runs_or_is_an_error():
-    x, gain = rand(2, 8), rand(8)
+    x, gain = make_random(2, 8), make_random(8)
     choice = select(KERNELS, {"norm": "torch"})["norm"]
     assert choice.find(x, gain) == KERNELS["norm"].implementations["torch"].run
     assert select(KERNELS, {"norm": REFERENCE})["norm"].find(x, gain) == KERNELS["norm"].reference

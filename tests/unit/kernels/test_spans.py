@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_exactness import DEVICE
-from kernel_exactness import generator as generator_of
+from kernel_exactness import make_generator as generator_of
 from megaframe_kernels.attention.spans import find_spans
 
 

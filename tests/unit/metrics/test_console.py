@@ -12,7 +12,7 @@ from megaframe.config import RunConfig
 from megaframe.metrics.console import ConsoleSink, align, choose_column_widths, format_duration
 
 
-def line(step, **fields):
+def make_line(step, **fields):
     return {
         "step": step,
         "loss": 10.0 / step,
@@ -42,8 +42,8 @@ def print_lines(tmp_path, capsys, monkeypatch):
         folder.mkdir()
         sink = ConsoleSink(RunConfig.model_validate({"run": {"dir": str(folder)}, **keys}), start)
         sink.note("a [note]")
-        for line_ in lines:
-            sink.write(line_)
+        for record in lines:
+            sink.write(record)
         sink.close()
         printed = capsys.readouterr().out
         assert (folder / "run.log").read_text() == printed
@@ -54,9 +54,9 @@ def print_lines(tmp_path, capsys, monkeypatch):
 
 
 def test_lines_header_and_summary(print_lines):
-    lines = [line(step) for step in range(1, 11)]
-    lines[3] = line(4, eval_loss=2.25, eval_perplexity=9.4877, eval_bits_per_byte=1.5)
-    lines[6] = line(7, eval_loss=2.5)
+    lines = [make_line(step) for step in range(1, 11)]
+    lines[3] = make_line(4, eval_loss=2.25, eval_perplexity=9.4877, eval_bits_per_byte=1.5)
+    lines[6] = make_line(7, eval_loss=2.5)
     printed = print_lines(lines, train={"steps": 10}, meter={"every": 4}).splitlines()
     assert printed[0] == "a [note]"
     assert re.split(r"\s\s+", printed[1].strip()) == [
@@ -87,7 +87,7 @@ def test_lines_header_and_summary(print_lines):
 
 
 def test_figures_of_speed_are_means_since_the_line_before(print_lines):
-    lines = [line(1), line(2, seconds=1.0, mfu=0.9), line(3, seconds=3.0, mfu=0.1)]
+    lines = [make_line(1), make_line(2, seconds=1.0, mfu=0.9), make_line(3, seconds=3.0, mfu=0.1)]
     lines[0]["mfu"] = 0.5
     printed = print_lines(lines, train={"steps": 3}, meter={"every": 3})
     row = next(text for text in printed.splitlines() if text.lstrip().startswith("3/3")).split()
@@ -95,7 +95,7 @@ def test_figures_of_speed_are_means_since_the_line_before(print_lines):
 
 
 def test_unknown_and_infinite_values_are_shown(print_lines):
-    odd_line = line(6, loss=float("nan"), grad_norm=float("inf"), lr=None)
+    odd_line = make_line(6, loss=float("nan"), grad_norm=float("inf"), lr=None)
     printed = print_lines([odd_line], start=5, train={"steps": 9})
     assert printed.splitlines()[2].split()[:4] == ["6/9", "nan", "inf", "n/a"]
     assert "6 to 6" in printed

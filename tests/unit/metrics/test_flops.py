@@ -13,12 +13,12 @@ from megaframe.metrics.flops import count_flops
 from megaframe.model.model_chunk import list_model_specs
 
 
-def config(model, **train):
+def make_config(model, **train):
     return RunConfig.model_validate({"model": model, "train": train})
 
 
 def test_the_model_of_the_benchmarks():
-    run_config = config({"layers": 6, "hidden": 512, "heads": 8, "vocab": 50304}, seq=256)
+    run_config = make_config({"layers": 6, "hidden": 512, "heads": 8, "vocab": 50304}, seq=256)
     flops = count_flops(list_model_specs(run_config), run_config)
     # A layer has 4 matrices 512 x 512 (attention) and 2 of 512 x 2048 (MLP); the head 50304 x 512.
     matrices = 6 * (4 * 512 * 512 + 2 * 512 * 2048) + 50304 * 512
@@ -29,7 +29,7 @@ def test_the_model_of_the_benchmarks():
 
 
 def test_gpt2_124m():
-    run_config = config(
+    run_config = make_config(
         {
             "layers": 12,
             "hidden": 768,
@@ -53,14 +53,14 @@ def test_tying_the_head_changes_nothing():
     shape = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97}
     counts = []
     for tied in (False, True):
-        run_config = config({**shape, "tie_embeddings": tied}, seq=16)
+        run_config = make_config({**shape, "tie_embeddings": tied}, seq=16)
         counts.append(count_flops(list_model_specs(run_config), run_config))
     assert counts[0] == counts[1]
 
 
 def test_recompute_adds_the_forward_of_the_blocks_but_not_of_the_head():
     shape = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97, "window": 5}
-    plain, recomputed = (config(shape, seq=16, recompute=kind) for kind in ("none", "full"))
+    plain, recomputed = (make_config(shape, seq=16, recompute=kind) for kind in ("none", "full"))
     flops, recomputed_flops = (
         count_flops(list_model_specs(run_config), run_config) for run_config in (plain, recomputed)
     )
@@ -77,7 +77,7 @@ def test_recompute_adds_the_forward_of_the_blocks_but_not_of_the_head():
 def test_only_what_is_multiplied_counts():
     roles = ("matrix", "head", "embedding", "gain", "bias")
     specs = [ParamSpec(role, (10**k,), Normal(1), role) for k, role in enumerate(roles)]
-    run_config = config({"layers": 1, "hidden": 8, "heads": 1, "vocab": 3}, seq=1)
+    run_config = make_config({"layers": 1, "hidden": 8, "heads": 1, "vocab": 3}, seq=1)
     assert count_flops(specs, run_config).full_attention == 6 * (1 + 10) + 12 * 8
 
 
@@ -97,15 +97,15 @@ def test_every_layer_counts_the_keys_of_its_own_window():
     mixed, none = (
         count_flops(list_model_specs(run_config), run_config)
         for run_config in (
-            config({**shape, "window": (64, None, 128)}, seq=1024),
-            config(shape, seq=1024),
+            make_config({**shape, "window": (64, None, 128)}, seq=1024),
+            make_config(shape, seq=1024),
         )
     )
     assert mixed.full_attention == none.full_attention
     saved = 12 * 32 * (7 * 512 - 3 * keys[0] - 2 * keys[1] - 2 * keys[2])
     assert none.model - mixed.model == saved
-    uniform = config({**shape, "window": (64,)}, seq=1024)
-    number = config({**shape, "window": 64}, seq=1024)
+    uniform = make_config({**shape, "window": (64,)}, seq=1024)
+    number = make_config({**shape, "window": 64}, seq=1024)
     assert count_flops(list_model_specs(uniform), uniform) == count_flops(
         list_model_specs(number), number
     )

@@ -16,19 +16,19 @@ from megaframe.metrics.records import StepRecords
 from megaframe.model.model_chunk import list_model_specs
 
 
-def work(folder):
+def log_metrics(folder):
     """Return what this rank prints, and its results."""
     with redirect_stdout(StringIO()) as printed:
-        results = found(folder)
+        results = run_ranks(folder)
     return printed.getvalue(), results
 
 
-def found(folder):
+def run_ranks(folder):
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     rank, world, cpu = mesh.rank, mesh.world, mesh.device
     results = []
 
-    def reduced(entries):
+    def reduce_entries(entries):
         records = StepRecords()
         for entry in entries:
             records.add(*entry)
@@ -42,15 +42,17 @@ def found(folder):
         *(("max", float(rank), "max"), ("min", torch.tensor(float(rank)), "min")),
         *(("mean", 1.0, "mean"), *[("mean", 4.0, "mean")] * (2 * rank)),
     ]
-    values, calls = reduced(entries)
+    values, calls = reduce_entries(entries)
     results.append({"values": values, "calls": calls})
     nan = math.nan if rank == 1 else 1.0
     results.append(
-        reduced([(reduction, nan, reduction) for reduction in ("sum", "mean", "max", "min")])[0]
+        reduce_entries(
+            [(reduction, nan, reduction) for reduction in ("sum", "mean", "max", "min")]
+        )[0]
     )
     for name, count in ((f"a{rank}", 1), ("b", 1 + rank)):
         try:
-            reduced([(f"{name}{i}", 1.0, "sum") for i in range(count)])
+            reduce_entries([(f"{name}{i}", 1.0, "sum") for i in range(count)])
             results.append("")
         except RuntimeError as error:
             results.append(str(error))
@@ -78,7 +80,7 @@ def found(folder):
 def ranks(pool, tmp_path_factory):
     """Return (run folder, standard output of each rank, results of each rank)."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, *zip(*pool.run(2, work, folder), strict=True)
+    return folder, *zip(*pool.run(2, log_metrics, folder), strict=True)
 
 
 def test_reductions_in_two_collectives(ranks):

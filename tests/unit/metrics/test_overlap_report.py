@@ -23,13 +23,13 @@ NAMES = {
 }
 
 
-def event(kind, start, lasted, device=0):
+def make_event(kind, start, lasted, device=0):
     category, name = NAMES[kind]
     fields = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": lasted}
     return {**fields, "args": {"device": device, "stream": 7}}
 
 
-def written(path, events):
+def write_trace(path, events):
     host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 500}
     path.write_text(json.dumps({"traceEvents": [host, *events]}))
     return path
@@ -46,7 +46,7 @@ SPANS = st.lists(
 @given(spans=SPANS)
 def test_parts_are_what_counting_finds(spans, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "one.json"
-    (report,) = measure_overlap(written(path, [event(*span) for span in spans]))
+    (report,) = measure_overlap(write_trace(path, [make_event(*span) for span in spans]))
     at = [{kind for kind, start, lasted in spans if start <= t < start + lasted} for t in range(80)]
     used = [t for t, kinds in enumerate(at) if kinds]
     inside = at[used[0] : used[-1] + 1]
@@ -67,13 +67,13 @@ def test_parts_are_what_counting_finds(spans, tmp_path_factory):
 
 def test_devices_are_apart_and_gaps_say_what_stands_around_them(tmp_path):
     events = [
-        event("compute", 0, 10),
-        event("copies", 30, 10),
-        event("compute", 2, 3),
-        event("compute", 45, 5),
-        event("communication", 0, 7, device=1),
+        make_event("compute", 0, 10),
+        make_event("copies", 30, 10),
+        make_event("compute", 2, 3),
+        make_event("compute", 45, 5),
+        make_event("communication", 0, 7, device=1),
     ]
-    first, second = measure_overlap(written(tmp_path / "two.json", events), gaps=1)
+    first, second = measure_overlap(write_trace(tmp_path / "two.json", events), gaps=1)
     assert (first.device, second.device) == (0, 1)
     assert first.gaps == (IdleGap(20e-6, NAMES["compute"][1], NAMES["copies"][1]),)
     assert second.exposed_communication == second.span == pytest.approx(7e-6)
@@ -106,23 +106,27 @@ def test_what_is_no_trace_is_refused(text, expected, tmp_path):
         measure_overlap(path)
 
 
-def tool(*arguments):
+def run_tool(*arguments):
     command = [sys.executable, str(ROOT / "tools" / "exposed.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.mark.slow
 def test_the_tool_reads_a_folder_and_says_the_worst_first(tmp_path):
-    written(tmp_path / "good.json", [event("compute", 0, 1000)])
-    slow = [event("compute", 0, 250), event("communication", 200, 300), event("copies", 900, 100)]
-    written(tmp_path / "slow.json", slow)
-    done = tool(tmp_path)
+    write_trace(tmp_path / "good.json", [make_event("compute", 0, 1000)])
+    slow = [
+        make_event("compute", 0, 250),
+        make_event("communication", 200, 300),
+        make_event("copies", 900, 100),
+    ]
+    write_trace(tmp_path / "slow.json", slow)
+    done = run_tool(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0].startswith("slow, GPU 0, computes least: 25.0% of its time")
     assert "idle 400 us: ncclDevKernel_ReduceScatter_Sum_bf16 | Memcpy DtoH" in done.stdout
-    _, slowest = json.loads(tool(tmp_path, "--json").stdout)
+    _, slowest = json.loads(run_tool(tmp_path, "--json").stdout)
     assert slowest["exposed_communication"] == pytest.approx(250e-6)
     empty = tmp_path / "empty"
     empty.mkdir()
-    done = tool(empty)
+    done = run_tool(empty)
     assert done.returncode == 2 and "meter.profile" in done.stderr

@@ -15,7 +15,7 @@ ALONE = Group(("data",), (0,), 0, None)
 CPU = torch.device("cpu")
 
 
-def reduced(*entries):
+def reduce_records(*entries):
     records = StepRecords()
     for entry in entries:
         records.add(*entry)
@@ -31,7 +31,7 @@ def reduced(*entries):
 )
 def test_values_of_one_name_are_combined_within_the_step(reduction, expected, kinds):
     values = [kind(value) for kind, value in zip(kinds, (5.0, -3.0, 2.0), strict=True)]
-    assert reduced(*(("x", value, reduction) for value in values)) == {"x": expected}
+    assert reduce_records(*(("x", value, reduction) for value in values)) == {"x": expected}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_values_of_one_name_are_combined_within_the_step(reduction, expected, ki
 )
 def test_rows_are_combined_element_by_element(reduction, expected):
     rows = (torch.tensor([1.0, 4.0]), torch.tensor([3.0, -5.0]))
-    reduced_values = reduced(
+    reduced_values = reduce_records(
         ("a", 7.0, reduction), *(("x", row, reduction) for row in rows), ("y", 8.0, reduction)
     )
     assert reduced_values == {"a": 7.0, "x": expected, "y": 8.0}
@@ -55,7 +55,7 @@ def test_rows_are_combined_element_by_element(reduction, expected):
 def test_more_metrics_than_one_padded_vector():
     hows = ("last", "sum", "mean", "max", "min")
     entries = [(f"{reduction}{i}", float(i), reduction) for reduction in hows for i in range(100)]
-    assert reduced(*entries) == {name: value for name, value, _ in entries}
+    assert reduce_records(*entries) == {name: value for name, value, _ in entries}
 
 
 @pytest.mark.parametrize("reduction", ["last", "sum", "mean", "max", "min"])
@@ -64,12 +64,12 @@ def test_a_nan_is_never_lost(reduction, kind):
     values = [kind(value) for value in (math.nan, 1.0)]
     if reduction == "last":
         values.reverse()
-    assert not math.isfinite(reduced(*(("x", value, reduction) for value in values))["x"])
+    assert not math.isfinite(reduce_records(*(("x", value, reduction) for value in values))["x"])
 
 
 def test_fp64_keeps_every_bit_of_a_loss():
     loss = torch.tensor(10.824532508850098, dtype=torch.float32)
-    assert reduced(("loss", loss, "sum"))["loss"] == loss.item()
+    assert reduce_records(("loss", loss, "sum"))["loss"] == loss.item()
 
 
 def test_a_tensor_is_taken_as_it_is_now():
@@ -114,4 +114,4 @@ def test_a_step_starts_empty():
 
 def test_one_name_has_one_kind():
     with pytest.raises(ValueError, match="'x' was recorded as sum, now as max"):
-        reduced(("x", 1.0, "sum"), ("x", 1.0, "max"))
+        reduce_records(("x", 1.0, "sum"), ("x", 1.0, "max"))

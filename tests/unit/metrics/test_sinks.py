@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wandb_files import wandb_rows, without_wandb_key
+from wandb_files import read_wandb_rows, without_wandb_key
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
@@ -26,11 +26,11 @@ from megaframe.metrics.sinks import (
 )
 
 
-def line(step, **fields):
+def make_line(step, **fields):
     return {"step": step, "loss": 10.0 / step, "mfu": None, "time": {"data": 0.5}, **fields}
 
 
-def steps_of(path):
+def list_steps(path):
     return [json.loads(text)["step"] for text in path.read_text().splitlines()]
 
 
@@ -44,9 +44,9 @@ def test_flat_names():
 def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
     path = tmp_path / METRICS_FILE
     sink = JsonlSink(path, 0)
-    sink.write(line(1, grad_norm=math.inf, fields={"x": math.nan, "y": 2}))
+    sink.write(make_line(1, grad_norm=math.inf, fields={"x": math.nan, "y": 2}))
     parsed = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert parsed == {**line(1), "grad_norm": None, "more": {"x": None, "y": 2}}
+    assert parsed == {**make_line(1), "grad_norm": None, "more": {"x": None, "y": 2}}
 
 
 @settings(
@@ -55,18 +55,18 @@ def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
 @given(written=st.integers(0, 8), start=st.integers(0, 8), torn=st.integers(0, 200))
 def test_a_resumed_run_continues_on_one_curve(tmp_path, written, start, torn):
     path = tmp_path / METRICS_FILE
-    path.write_text("".join(json.dumps(line(step)) + "\n" for step in range(1, written + 1)))
+    path.write_text("".join(json.dumps(make_line(step)) + "\n" for step in range(1, written + 1)))
     content = path.read_bytes()
-    path.write_bytes(content + json.dumps(line(written + 1)).encode()[:torn])
+    path.write_bytes(content + json.dumps(make_line(written + 1)).encode()[:torn])
     sink = JsonlSink(path, start)
     for step in (start + 1, start + 2):
-        sink.write(line(step))
+        sink.write(make_line(step))
     sink.close()
-    before = [step for step in steps_of(path) if step <= start]
+    before = [step for step in list_steps(path) if step <= start]
     # A last line that lost only its newline is complete, and kept.
-    complete = written + (torn >= len(json.dumps(line(written + 1))))
+    complete = written + (torn >= len(json.dumps(make_line(written + 1))))
     assert before == list(range(1, min(complete, start) + 1))
-    assert steps_of(path) == [*before, start + 1, start + 2]
+    assert list_steps(path) == [*before, start + 1, start + 2]
     assert [item.name for item in tmp_path.iterdir()] == [METRICS_FILE]
 
 
@@ -87,17 +87,17 @@ def test_a_file_that_is_no_metrics_file_is_refused_and_kept(tmp_path, foreign):
 def test_a_full_disk_is_one_clear_message_and_mends_on_resume(tmp_path):
     path = tmp_path / METRICS_FILE
     sink = JsonlSink(path, 0)
-    sink.write(line(1))
+    sink.write(make_line(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
     try:
         with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: .*run\.dir"):
-            sink.write(line(2))
+            sink.write(make_line(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     sink = JsonlSink(path, 2)
-    sink.write(line(2))
-    assert steps_of(path) == [1, 2]
+    sink.write(make_line(2))
+    assert list_steps(path) == [1, 2]
 
 
 def test_a_run_folder_that_cannot_be_one(tmp_path):
@@ -122,7 +122,7 @@ def test_tensorboard_shows_one_curve_after_a_resume(tmp_path):
     for start, end, shift in ((0, 4, 100.0), (2, 5, 0.0)):  # the first was killed after step 4
         sink = TensorBoardSink(tmp_path, start)
         for step in range(start + 1, end + 1):
-            sink.write(line(step, shifted=step + shift))
+            sink.write(make_line(step, shifted=step + shift))
         sink.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["loss", "shifted", "time/data"]
@@ -149,13 +149,13 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
         time.sleep(1.0 if start else 0.0)  # wandb's folder names have whole seconds
         sink = WandbSink(tmp_path, "project", RunConfig(), start)
         for step in (start + 1, start + 2):
-            sink.write(line(step, loss_scale=65536.0))
+            sink.write(make_line(step, loss_scale=65536.0))
         sink.close()
     run_id = (tmp_path / "wandb.id").read_text().strip()
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 2
     for path in files:
-        rows += wandb_rows(path)
+        rows += read_wandb_rows(path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["_step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3]["loss"] == 2.5 and rows[3]["time/data"] == 0.5

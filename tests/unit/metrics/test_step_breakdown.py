@@ -123,7 +123,9 @@ def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
 
 
 def test_rows_have_every_rank_and_sum_to_the_step(pool, overrides, tmp_path):
-    pool.run(4, run, overrides(train__steps=8, parallel__tensor=2, meter__ranks_every=2), late)
+    pool.run(
+        4, run, overrides(train__steps=8, parallel__tensor=2, meter__ranks_every=2), delay_rank
+    )
     lines = read(tmp_path)
     assert ["ranks" in line for line in lines] == [False, True] * 4
     for line in lines[1::2]:
@@ -135,10 +137,10 @@ def test_rows_have_every_rank_and_sum_to_the_step(pool, overrides, tmp_path):
                 (line["time_min"][part], line["time_max"][part]), abs=1e-6
             )
         assert line["bytes"]["tensor"] > 0 and line["bandwidth"]["tensor"] > 0
-    assert any(map(one_rank_of_four_is_late, lines[1::2])), lines
+    assert any(map(is_late_rank_charged, lines[1::2])), lines
 
 
-def one_rank_of_four_is_late(line):
+def is_late_rank_charged(line):
     """Return whether the waits of the others are charged to the late rank, not to the network."""
     late_by = pytest.approx(0.75 * DELAY, rel=0.3)
     waits = [lost for cause, lost in line["lost"].items() if cause.startswith("communication/")]
@@ -149,12 +151,12 @@ def one_rank_of_four_is_late(line):
     )
 
 
-def late(patch):
+def delay_rank(patch):
     if read_global_rank() == 2:
-        slower(patch, TrainStep, "train", DELAY)
+        slow_down(patch, TrainStep, "train", DELAY)
 
 
-def slower(patch, owner, name, seconds):
+def slow_down(patch, owner, name, seconds):
     plain = getattr(owner, name)
 
     def call(*args, **kwargs):
@@ -182,35 +184,35 @@ class SlowWork:
         return False
 
 
-def slow_link(patch):
+def delay_link(patch):
     receive = dist.irecv
     patch.setattr(dist, "irecv", lambda *args, **kwargs: SlowWork(receive(*args, **kwargs)))
 
 
-def slow_stage(patch):
+def delay_stage(patch):
     if read_global_rank() == 0:
-        slower(patch, Stage, "forward", SlowWork.latency)
+        slow_down(patch, Stage, "forward", SlowWork.latency)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prepare", [slow_link, slow_stage])
+@pytest.mark.parametrize("prepare", [delay_link, delay_stage])
 def test_a_wait_for_a_neighbour_is_bubble_and_for_a_slow_link_communication(
     prepare, pool, overrides, tmp_path
 ):
     pool.run(2, run, overrides(train__steps=6, parallel__pipeline=2, meter__ranks_every=1), prepare)
     lines = read(tmp_path)[2:]
-    assert any(told_apart(line, prepare) for line in lines), lines
+    assert any(is_told_apart(line, prepare) for line in lines), lines
     for line in lines:
         bubble = line["ranks"]["bubble"][1]
         assert line["stages"]["bubble"][1] == pytest.approx(bubble, abs=1e-6)
 
 
-def told_apart(line, prepare):
+def is_told_apart(line, prepare):
     """Return whether the second stage's wait for four microbatches is charged to its cause: to
     communication for a slow link, to the bubble for a slow first stage."""
     delay = 4 * SlowWork.latency
     bubble, moving = (line["ranks"][part][1] for part in ("bubble", "communication/pipeline"))
-    if prepare is slow_link:
+    if prepare is delay_link:
         return moving > 0.9 * delay and bubble < 0.5 * delay
     first, second = line["ranks"]["compute"]
     return bubble > 0.9 * delay and moving < 0.5 * delay and first > 0.9 * delay > 2 * second

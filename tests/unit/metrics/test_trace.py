@@ -18,17 +18,17 @@ from megaframe.schedule import lower
 AHEAD = 3.0
 
 
-def another_clock(patch):
+def shift_clock(patch):
     """Set the second rank's clock ahead, as another machine's may be."""
     if read_global_rank() == 1:
         plain = time.perf_counter_ns
         patch.setattr(time, "perf_counter_ns", lambda: plain() + int(AHEAD * 1e9))
 
 
-def offset_of(seconds):
+def measure_offset(seconds):
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     with pytest.MonkeyPatch.context() as patch:
-        another_clock(patch)
+        shift_clock(patch)
         offsets = (
             measure_clock_offset(mesh.world, mesh.device),
             gather_bytes(bytes([mesh.rank]) * (1000 * mesh.rank), mesh.world, mesh.device),
@@ -38,7 +38,7 @@ def offset_of(seconds):
 
 
 def test_clocks_and_bytes_come_to_the_first_rank(pool):
-    (first, collected), (second, nothing) = pool.run(2, offset_of, AHEAD)
+    (first, collected), (second, nothing) = pool.run(2, measure_offset, AHEAD)
     assert first == 0 and second / 1e9 == pytest.approx(-AHEAD, abs=0.2)
     assert collected == [b"", b"\1" * 1000] and nothing == []
 
@@ -47,7 +47,7 @@ def test_a_trace_has_the_actions_of_the_schedule_and_what_was_sent_arrives_later
     pool, overrides, tmp_path
 ):
     keys = overrides(train__steps=4, parallel__pipeline=2, meter__trace="[2,3]")
-    pool.run(2, run, keys, another_clock)
+    pool.run(2, run, keys, shift_clock)
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     threads = {
         (event["pid"], event["tid"]): event["args"]["name"]

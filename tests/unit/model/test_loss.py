@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tolerances import assert_near, assert_within, growth, unit_roundoff
+from tolerances import assert_near, assert_within, compute_roundoff, estimate_growth
 
 from megaframe.architecture.spec import Box, Constant, ParamSpec, locate_shard
 from megaframe.data.microbatch import IGNORE
@@ -21,7 +21,7 @@ SCALE = 0.3
 """Not a power of two, multiplication by which is exact."""
 
 
-def head(dtype, master):
+def make_head(dtype, master):
     generator = torch.Generator().manual_seed(0)
     weight = Parameter(ParamSpec("head.weight", (VOCAB, HIDDEN), Constant(0), role="head"))
     value = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
@@ -33,12 +33,12 @@ def head(dtype, master):
     return hidden, labels, weight
 
 
-def loss_of(hidden, labels, weight, options=None, tensor=ALONE):
+def compute_loss(hidden, labels, weight, options=None, tensor=ALONE):
     scale = torch.tensor(SCALE, dtype=torch.float64)
     return compute_head_loss(hidden, labels, weight, options or LossOptions(), scale, tensor)
 
 
-def expected(hidden, labels, weight):
+def compute_expected(hidden, labels, weight):
     """Return loss and gradients by plain autograd in fp64, from the same rounded inputs."""
     hidden = hidden.double().requires_grad_()
     matrix = weight.value.double().requires_grad_()
@@ -50,9 +50,9 @@ def expected(hidden, labels, weight):
 @pytest.mark.parametrize("rows", [1, 7, 29, 1000])
 def test_chunks_change_nothing(rows, monkeypatch):
     monkeypatch.setattr(loss_module, "get_max_logits_per_chunk", lambda host: rows * VOCAB)
-    hidden, labels, weight = head(torch.float64, torch.float64)
-    result = loss_of(hidden, labels, weight)
-    loss, d_hidden, d_weight = expected(hidden, labels, weight)
+    hidden, labels, weight = make_head(torch.float64, torch.float64)
+    result = compute_loss(hidden, labels, weight)
+    loss, d_hidden, d_weight = compute_expected(hidden, labels, weight)
     # A logit's rounding is carried into its probability, which is a factor of the gradients.
     exponent = 1.0 + float((hidden @ weight.value.T).detach().abs().max())
     assert_near(result.loss, loss, HIDDEN + VOCAB + TOKENS)
@@ -65,10 +65,10 @@ def test_chunks_change_nothing(rows, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_good_as_its_type(dtype):
-    hidden, labels, weight = head(dtype, torch.float32)
-    result = loss_of(hidden, labels, weight)
-    loss, d_hidden, d_weight = expected(hidden, labels, weight)
-    eps = 2 * unit_roundoff(dtype)
+    hidden, labels, weight = make_head(dtype, torch.float32)
+    result = compute_loss(hidden, labels, weight)
+    loss, d_hidden, d_weight = compute_expected(hidden, labels, weight)
+    eps = 2 * compute_roundoff(dtype)
     # Each logit is rounded once (relative to its own size), and so is each probability.
     largest = float((hidden.double() @ weight.value.double().T).abs().max())
     per_token = eps * (largest + 2)
@@ -83,7 +83,7 @@ SURE = torch.tensor([0.0, 4.0, 6.0, 8.6875, 10.625, 12.0])
 """Logits of the target, if all others are 0: 8.6875 is a probability of 0.991, 10.625 of 0.9987."""
 
 
-def surely(dtype, options):
+def predict_surely(dtype, options):
     """Return the loss of increasingly sure predictions, and the gradient of this rank's logits
     [T, V]. The hidden states are the identity matrix, so the logits are the weight (transposed) and
     have the weight's gradient."""
@@ -99,7 +99,7 @@ def surely(dtype, options):
     weight.grad = torch.zeros(count, tokens)
     hidden = torch.eye(tokens, dtype=dtype)[first : first + rows]
     labels = torch.full((tokens,), VOCAB - 1)
-    result = loss_of(hidden, labels, weight, LossOptions(**options), tensor)
+    result = compute_loss(hidden, labels, weight, LossOptions(**options), tensor)
     mesh.close()
     return result.loss, weight.grad.t().clone()
 
@@ -113,7 +113,7 @@ OPTIONS = [{}, {"z_loss": 0.01}, {"label_smoothing": 0.1}, {"softcap": 15.0}]
 def test_sure_predictions_are_rounded_once_and_no_sooner(dtype, ranks, options, pool):
     """Losses are as exact as in fp32. The target's gradient is small, and is rounded only once it
     is known. Others may be rounded before that, as probabilities, and once for each factor."""
-    results = pool.run(ranks, surely, dtype, options)
+    results = pool.run(ranks, predict_surely, dtype, options)
     settings = {"z_loss": 0.0, "label_smoothing": 0.0, "softcap": None, **options}
     leaf = torch.zeros(len(SURE), VOCAB, dtype=torch.float64)
     leaf[:, -1] = SURE
@@ -127,27 +127,27 @@ def test_sure_predictions_are_rounded_once_and_no_sooner(dtype, ranks, options, 
     loss = loss + settings["z_loss"] * partition.square().sum()
     (SCALE * loss).backward()
     loss, partition = loss.detach(), partition.detach()
-    single = 2 * unit_roundoff(torch.float32)
-    assert abs(float(results[0][0] - loss)) < growth(8, torch.float32) * float(
+    single = 2 * compute_roundoff(torch.float32)
+    assert abs(float(results[0][0] - loss)) < estimate_growth(8, torch.float32) * float(
         partition.abs().sum()
     )
     gradient = torch.cat([part for _, part in results], 1).double()
-    eps, probability = 2 * unit_roundoff(dtype), SCALE * logits.softmax(-1).detach()
+    eps, probability = 2 * compute_roundoff(dtype), SCALE * logits.softmax(-1).detach()
     probability[:, -1] = 0.0
     allowed = eps * (leaf.grad.abs() + probability) + 8 * single
     assert_within(gradient, leaf.grad, allowed, "a rounding for each factor")
 
 
 def test_huge_logits_stay_finite():
-    hidden, labels, weight = head(torch.float32, torch.float32)
-    result = loss_of(hidden * 1e4, labels, weight)
-    loss, _, _ = expected(hidden * 1e4, labels, weight)
+    hidden, labels, weight = make_head(torch.float32, torch.float32)
+    result = compute_loss(hidden * 1e4, labels, weight)
+    loss, _, _ = compute_expected(hidden * 1e4, labels, weight)
     assert torch.isfinite(result.d_hidden).all()
     assert_near(result.loss, loss, HIDDEN + VOCAB, dtype=torch.float32)
 
 
 def test_nothing_valid_is_no_loss():
-    hidden, labels, weight = head(torch.float64, torch.float64)
-    result = loss_of(hidden, torch.full_like(labels, IGNORE), weight)
+    hidden, labels, weight = make_head(torch.float64, torch.float64)
+    result = compute_loss(hidden, torch.full_like(labels, IGNORE), weight)
     assert result.loss == 0
     assert not result.d_hidden.any() and not weight.grad.any()

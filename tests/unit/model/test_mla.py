@@ -36,7 +36,7 @@ def test_parameters_of_the_released_layers(name):
     assert description.matrix_elements == sum(s.size for s in specs if s.role == "matrix")
 
 
-def yarn(**changes):
+def make_yarn_config(**changes):
     scaling = {"kind": "yarn", "factor": 40, "original_length": 4096, "high_frequency": 32}
     latent = {**DEEPSEEK, "query_rank": 1536}
     return ModelConfig(hidden=5120, heads=128, latent=latent, rotary_scaling={**scaling, **changes})
@@ -46,17 +46,17 @@ def yarn(**changes):
 def test_equal_strengths_scale_scores_and_not_the_rotated_part(mscale):
     """In the released configs both are equal: 0.707 in V2, 1.0 in V3."""
     rate, factor = compute_frequencies(
-        describe_block(yarn(mscale=mscale, mscale_all_dim=mscale), 0).mixer.rotary
+        describe_block(make_yarn_config(mscale=mscale, mscale_all_dim=mscale), 0).mixer.rotary
     )
     assert factor == 1.0 and len(rate) == 32
-    found = compute_scores_factor(yarn(mscale=mscale, mscale_all_dim=mscale))
+    found = compute_scores_factor(make_yarn_config(mscale=mscale, mscale_all_dim=mscale))
     assert found == near((1 + 0.1 * mscale * math.log(40)) ** 2, 8)
 
 
 def test_other_strengths_are_divided():
     _, factor = compute_frequencies(
-        describe_block(yarn(mscale=0.5, mscale_all_dim=0.8), 0).mixer.rotary
+        describe_block(make_yarn_config(mscale=0.5, mscale_all_dim=0.8), 0).mixer.rotary
     )
     assert factor == near((0.05 * math.log(40) + 1) / (0.08 * math.log(40) + 1), 8)
-    assert compute_scores_factor(yarn()) == 1.0
-    assert frequencies_of(yarn())[1] == near(0.1 * math.log(40) + 1, 4)
+    assert compute_scores_factor(make_yarn_config()) == 1.0
+    assert frequencies_of(make_yarn_config())[1] == near(0.1 * math.log(40) + 1, 4)

@@ -116,6 +116,24 @@ MODELS |= {
             {"mixer": {"rotary": False, "heads": 2, "kv_heads": 2, "head_dim": 6, "bias": True}},
         ],
     },
+    "gemma_2_scores": {
+        "layers": 2,
+        "norm": "rmsnorm",
+        "init_std": 0.5,  # scores reach the bound
+        "blocks": [
+            {"mixer": {"softcap": 1.5, "window": 4, "kv_heads": 2}, "norms": "both"},
+            {"mixer": {"softcap": 2.0}, "norms": "both"},
+        ],
+    },
+    "sinks": {
+        "layers": 3,
+        "init_std": 0.5,
+        "blocks": [
+            {"mixer": {"sinks": True, "window": 4, "kv_heads": 2}},
+            {"mixer": {"sinks": True}},
+            {"mixer": {"sinks": True, "softcap": 3.0, "kv_heads": 1}},
+        ],
+    },
     "mixed": {
         "layers": 4,
         "norm": "rmsnorm",
@@ -135,11 +153,11 @@ TERMS = 6 * (6 * 16 + 12) + 37 + 36
 channels or 12 tokens are added up, then 37 words, and 36 tokens of a weight's gradient."""
 
 
-def matrices(module):
+def list_matrices(module):
     return [p for p in module.parameters() if p.spec.role == "matrix"]
 
 
-def gradients(build, microbatch, train):
+def compute_gradients(build, microbatch, train):
     built = build
     valid = int((microbatch.labels_BS != IGNORE).sum())
     built.sharded_parameters.start_step()
@@ -153,8 +171,8 @@ def gradients(build, microbatch, train):
     def tell(part, *, last):
         owner = next((unit for unit in built.stage.units if unit.second_half is part), None)
         if owner is not None:  # it can be sent while the rest of the unit computes
-            assert not any(p.fresh for p in matrices(part))
-            assert all(p.fresh for p in matrices(owner) if p not in {*part.parameters()})
+            assert not any(p.fresh for p in list_matrices(part))
+            assert all(p.fresh for p in list_matrices(owner) if p not in {*part.parameters()})
         done.append(part)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +194,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
     for parameter in built.stage.parameters():
         if parameter.spec.role == "balance":
             parameter.value.uniform_(0.5, 1.5, generator=generator)
-    loss = gradients(built, microbatch, TRAIN)
+    loss = compute_gradients(built, microbatch, TRAIN)
     valid = int((microbatch.labels_BS != IGNORE).sum())
     if (aside := built.stage.take_statistics().loss) is not None:
         loss = loss + aside / valid
@@ -243,6 +261,6 @@ def test_without_padding_no_gradient_is_copied_into_zeros(name, build, make_micr
     built = build(MODELS[name], train=TRAIN)
     microbatch = look_ahead(make_microbatch(built.config), built.config.model.mtp_depth)
     with Operators() as operators:
-        gradients(built, microbatch, TRAIN)
+        compute_gradients(built, microbatch, TRAIN)
     assert torch.ops.aten.mm in operators.called
     assert torch.ops.aten.slice_backward not in operators.called

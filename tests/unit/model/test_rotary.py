@@ -20,7 +20,7 @@ def frequencies_of(model):
     return compute_frequencies(describe_block(model, 0).mixer.rotary)
 
 
-def model(**changes):
+def make_model(**changes):
     return ModelConfig(**{"hidden": 256, "heads": 2, **changes})
 
 
@@ -30,7 +30,7 @@ def test_scores_depend_on_the_distance_only():
 
     def score(at, other):
         turn = [
-            Rotary(describe_block(model(), 0).mixer.rotary, torch.tensor([p]), torch.float64)
+            Rotary(describe_block(make_model(), 0).mixer.rotary, torch.tensor([p]), torch.float64)
             for p in (at, other)
         ]
         return float((turn[0](query) * turn[1](key)).sum())
@@ -42,16 +42,16 @@ def test_scores_depend_on_the_distance_only():
 
 
 def test_plain_frequencies():
-    rate, factor = frequencies_of(model(rotary_base=500000.0))
+    rate, factor = frequencies_of(make_model(rotary_base=500000.0))
     assert factor == 1.0 and rate[0] == 1.0
     assert float(rate[32]) == near(500000.0**-0.5, POWER)
 
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
     scaling = {"kind": "llama3", "factor": 8, "original_length": 8192}
-    plain, _ = frequencies_of(model(rotary_base=500000.0))
+    plain, _ = frequencies_of(make_model(rotary_base=500000.0))
     rate, factor = compute_frequencies(
-        describe_block(model(rotary_base=500000.0, rotary_scaling=scaling), 0).mixer.rotary
+        describe_block(make_model(rotary_base=500000.0, rotary_scaling=scaling), 0).mixer.rotary
     )
     assert factor == 1.0
     wavelength = 2 * math.pi / plain
@@ -74,9 +74,9 @@ def test_yarn_ramps_between_its_two_rotation_counts():
         "low_frequency": 1,
         "high_frequency": 32,
     }
-    plain, _ = frequencies_of(model(rotary_base=1e6))
+    plain, _ = frequencies_of(make_model(rotary_base=1e6))
     rate, factor = compute_frequencies(
-        describe_block(model(rotary_base=1e6, rotary_scaling=scaling), 0).mixer.rotary
+        describe_block(make_model(rotary_base=1e6, rotary_scaling=scaling), 0).mixer.rotary
     )
     assert factor == near(0.1 * math.log(4) + 1, 4)
     # The pair that turns n times in the original length is 64 ln(32768 / (2 pi n)) / ln 1e6.

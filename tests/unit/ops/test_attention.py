@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_near, unit_roundoff
+from tolerances import assert_near, compute_roundoff
 
 from megaframe.config import ModelConfig
 from megaframe.context_parallel.context import ContextParallel
@@ -29,31 +29,31 @@ BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6
 SCALE = 0.7
 
 
-def plain_attend(query, key, value, mask, *, causal, scale):
+def attend_plain(query, key, value, mask, *, causal, scale):
     bias = attention_tiles._to_bias(
         attention_tiles._make_causal(mask, query.transpose(1, 2), causal), None
     )
     out, lse = attention_tiles._attend_plain(
-        *attention_tiles._move_heads_first(query, key, value), bias, scale
+        *attention_tiles._move_heads_first(query, key, value), bias, (scale, None)
     )
     return out.transpose(1, 2), lse
 
 
-def plain_backward(d_out, query, key, value, out, lse, mask, *, causal, scale):
+def backward_plain(d_out, query, key, value, out, lse, mask, *, causal, scale):
     bias = attention_tiles._to_bias(
         attention_tiles._make_causal(mask, query.transpose(1, 2), causal), None
     )
     heads_first = attention_tiles._move_heads_first(query, key, value)
     gradients = attention_tiles._attend_plain_backward(
-        d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, scale
+        d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, (scale, None)
     )
     return [gradient.transpose(1, 2) for gradient in gradients]
 
 
-WAYS = {"fused": (attend, attend_backward), "plain": (plain_attend, plain_backward)}
+WAYS = {"fused": (attend, attend_backward), "plain": (attend_plain, backward_plain)}
 
 
-def samples(length, documents, generator, value_width=WIDTH):
+def make_samples(length, documents, generator, value_width=WIDTH):
     query, key, value = (
         torch.randn(BATCH, length, heads, width, dtype=torch.float64, generator=generator)
         for heads, width in ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, value_width))
@@ -67,15 +67,15 @@ def samples(length, documents, generator, value_width=WIDTH):
 def assert_same_attention(actual, expected, query, key, value, d_out):
     """Compare the output and the gradients. A score's rounding is carried into its exponential,
     and gradients are differences of products of `d_out` and values, which may cancel entirely."""
-    scores = SCALE * largest_norm(query) * largest_norm(key)
-    size = (1.0 + scores) * largest_norm(d_out) * largest_norm(value)
+    scores = SCALE * compute_largest_norm(query) * compute_largest_norm(key)
+    size = (1.0 + scores) * compute_largest_norm(d_out) * compute_largest_norm(value)
     for name, output, reference in zip(
         ("output", "query", "key", "value"), actual, expected, strict=True
     ):
         assert_near(output, reference, len(key[0]) + 2 * WIDTH, size=size, label=name)
 
 
-def largest_norm(heads):
+def compute_largest_norm(heads):
     return float(heads.norm(dim=-1).max())
 
 
@@ -93,11 +93,11 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     forward, backward = WAYS[way]
     generator = torch.Generator().manual_seed(seed)
     length = 2 * piece * ranks
-    query, key, value, numbers = samples(length, documents, generator, value_width)
+    query, key, value, numbers = make_samples(length, documents, generator, value_width)
     shape = (*query.shape[:3], value_width)
     d_out = torch.randn(shape, dtype=torch.float64, generator=generator)
     mask, places = AttentionMask(window, numbers), torch.arange(length)
-    expected = whole(query, key, value, mask.make_dense(places, places), d_out)
+    expected = attend_whole(query, key, value, mask.make_dense(places, places), d_out)
     actual = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
     parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
     for rank, own_places in enumerate(parts):
@@ -149,10 +149,10 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
     """Tiles have four queries. With a window, a tile's keys reach back no further than that of its
     first query."""
     generator = torch.Generator().manual_seed(seed)
-    query, key, value, numbers = samples(length, documents, generator, value_width)
+    query, key, value, numbers = make_samples(length, documents, generator, value_width)
     d_out = torch.randn(*query.shape[:3], value_width, dtype=torch.float64, generator=generator)
     mask, places = AttentionMask(window, numbers), torch.arange(length)
-    expected = whole(query, key, value, mask.make_dense(places, places), d_out)
+    expected = attend_whole(query, key, value, mask.make_dense(places, places), d_out)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_mask, "_QUERIES_PER_TILE", 4)
@@ -187,8 +187,8 @@ def test_products_of_blocks_are_plain_attention(
             (keys, GROUPS, value_width),
         )
     )
-    out, lse = plain_attend(query, key, value, None, **options)
-    expected = (out, lse, *plain_backward(d_out, query, key, value, out, lse, None, **options))
+    out, lse = attend_plain(query, key, value, None, **options)
+    expected = (out, lse, *backward_plain(d_out, query, key, value, out, lse, None, **options))
     d_out, query, key, value, out = (
         x.to(dtype).transpose(1, 2) for x in (d_out, query, key, value, out)
     )
@@ -200,7 +200,7 @@ def test_products_of_blocks_are_plain_attention(
             assert output.dtype is dtype
             output = output.transpose(1, 2)
         if dtype is torch.bfloat16:
-            assert (output.double() - plain).norm() < unit_roundoff(dtype) * plain.norm()
+            assert (output.double() - plain).norm() < compute_roundoff(dtype) * plain.norm()
         else:
             assert_near(output, plain, keys + 2 * WIDTH)
 
@@ -235,7 +235,7 @@ def test_tiles_are_computed_by_the_chosen_method(length, dtype, method, monkeypa
     assert torch.equal(attended.transpose(1, 2), products if pays else fused)
 
 
-def whole(query, key, value, mask, d_out):
+def attend_whole(query, key, value, mask, d_out):
     """Return the output and the gradients of plain attention."""
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     heads_first = (x.transpose(1, 2) for x in leaves)
@@ -289,7 +289,7 @@ def test_a_microbatch_has_a_ring_mask_for_each_window_and_asks_for_documents_onc
 @pytest.mark.parametrize("way", WAYS)
 def test_a_query_that_sees_nothing_of_a_tile_changes_nothing(way):
     generator = torch.Generator().manual_seed(0)
-    query, key, value, _ = samples(3, False, generator)
+    query, key, value, _ = make_samples(3, False, generator)
     mask = torch.tensor([[True, True, False], [False] * 3, [True] * 3])
     out, lse = WAYS[way][0](query, key, value, mask, causal=False, scale=SCALE)
     assert (lse == -math.inf).tolist() == [[[False, True, False]] * HEADS] * BATCH
@@ -313,6 +313,6 @@ def test_zigzag_deals_every_token_once_and_equally(length, parts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_merged_in_fp32(dtype):
     generator = torch.Generator().manual_seed(0)
-    *heads, _ = samples(8, False, generator)
+    *heads, _ = make_samples(8, False, generator)
     out, lse = attend(*(head.to(dtype) for head in heads), None, causal=True, scale=SCALE)
     assert out.dtype == dtype and lse.dtype == torch.float32

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tolerances import allowance, assert_near, assert_within, unit_roundoff
+from tolerances import assert_near, assert_within, compute_allowance, compute_roundoff
 
 from megaframe.ops import matmul as module
 from megaframe.ops.matmul import (
@@ -44,13 +44,13 @@ def take(choice):
     return dtype
 
 
-def operands(rows, inner, columns, dtype, *, transposed):
+def make_operands(rows, inner, columns, dtype, *, transposed):
     shapes = ((inner, rows), (columns, inner)) if transposed else ((rows, inner), (inner, columns))
     left, right = (torch.randn(*shape).to(dtype) for shape in shapes)
     return (left.t(), right.t()) if transposed else (left, right)
 
 
-def exactly(left, right):
+def multiply_exactly(left, right):
     """Return the product in fp64, and the sum of the absolute values of its terms."""
     left, right = left.double(), right.double()
     return left @ right, left.abs() @ right.abs()
@@ -61,9 +61,9 @@ def exactly(left, right):
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
 def test_product_and_bias(rows, inner, columns, choice, transposed):
     dtype = take(choice)
-    left, right = operands(rows, inner, columns, dtype, transposed=transposed)
+    left, right = make_operands(rows, inner, columns, dtype, transposed=transposed)
     bias = torch.randn(columns).to(dtype)
-    wanted, numbers = exactly(left, right)
+    wanted, numbers = multiply_exactly(left, right)
     for actual, expected in (
         (multiply(left, right), wanted),
         (multiply(left, right, bias), wanted + bias),
@@ -80,9 +80,9 @@ def test_products_of_several(heads, size, choice, transposed):
     """Small products are computed at once, large ones in fp32 one by one. Wide products round only
     their sums, and restore torch's setting of precision."""
     dtype = take(choice)
-    pairs = [operands(*size, dtype, transposed=transposed) for _ in range(heads)]
+    pairs = [make_operands(*size, dtype, transposed=transposed) for _ in range(heads)]
     left, right = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
-    expected, numbers = exactly(left, right)
+    expected, numbers = multiply_exactly(left, right)
     allowed = torch.backends.mkldnn.matmul.fp32_precision
     for make, kind in (
         (multiply_batched, dtype),
@@ -101,17 +101,17 @@ def test_products_of_several(heads, size, choice, transposed):
 def test_written_or_added_in_pieces(rows, inner, columns, choice, add, piece, monkeypatch):
     dtype = take(choice)
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
-    left, right = operands(rows, inner, columns, dtype, transposed=True)
+    left, right = make_operands(rows, inner, columns, dtype, transposed=True)
     old = torch.randn(rows, columns) if add else torch.full((rows, columns), torch.nan)
-    product, numbers = exactly(left, right)
+    product, numbers = multiply_exactly(left, right)
     for kind in {dtype, torch.promote_types(dtype, torch.float32)}:
         out = old.to(kind)
         expected = product + (out.double() if add else 0.0)
         multiply_into(out, left, right, add=add)
         # A product may be rounded to the type of its operands before it is added.
-        first = unit_roundoff(dtype) * product.abs()
+        first = compute_roundoff(dtype) * product.abs()
         total = numbers + (old.double().abs() if add else 0.0)
-        allowed = allowance(inner + 2, total, kind, result=expected.abs()) + first
+        allowed = compute_allowance(inner + 2, total, kind, result=expected.abs()) + first
         assert_within(out, expected, allowed, f"{inner} products of {dtype}, a sum of {kind}")
 
 
@@ -119,8 +119,8 @@ def test_fp32_on_a_cpu_keeps_fp32_precision():
     """No lower precision is used: tf32 would give errors of about 0.03."""
     for library in list_libraries(torch.float32):
         take((torch.float32, library))
-        left, right = operands(64, 4096, 64, torch.float32, transposed=False)
-        expected, _ = exactly(left, right)
+        left, right = make_operands(64, 4096, 64, torch.float32, transposed=False)
+        expected, _ = multiply_exactly(left, right)
         assert_near(multiply(left, right), expected, 4096)  # about 0.008
 
 
@@ -131,7 +131,7 @@ def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):
         take((torch.float32, "onednn"))
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
         for rows, columns in ((16, 200), (200, 16)):
-            left, right = operands(rows, 64, columns, torch.float32, transposed=False)
+            left, right = make_operands(rows, 64, columns, torch.float32, transposed=False)
             for stored in (left, left.t().contiguous().t()):
                 multiply_into(torch.zeros(rows, columns), stored, right, add=True)
     lines = [line for line in capfd.readouterr().out.splitlines() if ",exec," in line]

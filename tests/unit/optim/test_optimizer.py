@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tolerances import assert_near, growth, near
+from tolerances import assert_near, estimate_growth, near
 
 from megaframe.config import RunConfig
 from megaframe.optim.loss_scale import LossScale
@@ -20,7 +20,7 @@ def take_step(built, microbatch, step, scale=1.0):
     return loss, built.optimizer.update()
 
 
-def weights_of(built):
+def copy_weights(built):
     return {
         parameter.spec.name: piece
         for bucket in built.sharded_parameters.buckets
@@ -33,7 +33,7 @@ def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbat
         {"bias": True, "position": "learned"},
         optim={"lr": 0.02, "schedule": "constant", "clip": 0.7, "weight_decay": 0.3},
     )
-    own_weights = weights_of(built)
+    own_weights = copy_weights(built)
     torch_weights = {name: w.clone().requires_grad_() for name, w in own_weights.items()}
     decayed = [w for name, w in torch_weights.items() if name.endswith("weight")]
     undecayed = [w for name, w in torch_weights.items() if not name.endswith("weight")]
@@ -66,7 +66,7 @@ def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbat
 
 def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
     built = build()
-    before = {name: w.clone() for name, w in weights_of(built).items()}
+    before = {name: w.clone() for name, w in copy_weights(built).items()}
     built.sharded_parameters.start_step()
     built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
     built.stage.backward(0, last=True)
@@ -75,7 +75,7 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
     assert not update.is_finite()
     assert built.optimizer.find_nonfinite_parameters(update) == ("blocks.1.mlp.down.weight",)
     assert built.optimizer.read_state().updates == 0
-    assert all(torch.equal(before[name], w) for name, w in weights_of(built).items())
+    assert all(torch.equal(before[name], w) for name, w in copy_weights(built).items())
 
 
 def test_a_norm_that_overflows_has_no_name(build, make_microbatch):
@@ -95,21 +95,21 @@ def test_low_precision_trains_masters_and_the_loss_scale_cancels(build, make_mic
         built = build(train={"precision": precision}, optim={"loss_scale": 1024.0, "lr": 0.01})
         _, update = take_step(built, make_microbatch(built.config), 0, 1 / 30)
         norms[precision] = float(update.grad_norm)
-        results[precision] = weights_of(built)["blocks.0.mlp.up.weight"]
+        results[precision] = copy_weights(built)["blocks.0.mlp.up.weight"]
         assert results[precision].dtype == torch.float32
         value = built.stage.blocks[0].mlp.up.weight.value
         assert torch.equal(value, results[precision].to(value.dtype))
     # Eight products follow each other, and errors of elements average in their norm.
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        assert norms[precision] == pytest.approx(norms["fp32"], rel=growth(8, dtype))
+        assert norms[precision] == pytest.approx(norms["fp32"], rel=estimate_growth(8, dtype))
 
 
 def test_fp16_overflow_halves_the_scale_and_keeps_weights(build, make_microbatch):
     built = build(train={"precision": "fp16"}, optim={"loss_scale": 2.0**40})
-    before = {name: w.clone() for name, w in weights_of(built).items()}
+    before = {name: w.clone() for name, w in copy_weights(built).items()}
     _, update = take_step(built, make_microbatch(built.config), 0)
     assert not update.is_finite() and built.optimizer.loss_scale == 2.0**39
-    assert all(torch.equal(before[name], w) for name, w in weights_of(built).items())
+    assert all(torch.equal(before[name], w) for name, w in copy_weights(built).items())
 
 
 def test_loss_scale_grows_after_a_window_and_only_in_fp16():
@@ -145,5 +145,5 @@ def test_state_of_the_optimizer_is_whole(build, make_microbatch):
     other.optimizer.load_state(built.optimizer.read_state())
     for built_model in (built, other):
         take_step(built_model, make_microbatch(built.config, 1), 1)
-    for name, weight in weights_of(built).items():
-        assert torch.equal(weight, weights_of(other)[name])
+    for name, weight in copy_weights(built).items():
+        assert torch.equal(weight, copy_weights(other)[name])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_streams import LateOffload, late
+from fake_streams import LateOffload, delay_streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_optimizer import take_step
@@ -30,7 +30,7 @@ LOSSY = [Bfloat16Codec(), BlockwiseCodec(square=False), BlockwiseCodec(square=Tr
 OPTIONS = AdamWOptions(0.9, 0.95, 1e-8, GroupRates(1.0, 0.1))
 
 
-def adamw(weights, keeping):
+def make_adamw(weights, keeping):
     return ElementwiseRule(weights, [AdamW(OPTIONS, keeping)], keeping)
 
 
@@ -38,7 +38,7 @@ def make_step(number, skip=0.0):
     return UpdateStep(number, 0.01, torch.tensor(1.0), torch.tensor(skip))
 
 
-def values_of(seed, count, square):
+def make_values(seed, count, square):
     """Return random numbers with magnitudes from 1e-6 to 1, or their squares."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10 ** (-6 * torch.rand(count, generator=generator))
@@ -67,7 +67,7 @@ def test_weights_are_rounded_as_they_are_updated(name, averaged):
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**31), st.integers(1, 3 * BLOCK))
 def test_what_is_kept_is_near_and_keeps_itself(code, seed, count):
-    values = values_of(seed, count, is_square(code))
+    values = make_values(seed, count, is_square(code))
     encoded = code.encode(values, compute_rounding_draws(torch.arange(count), seed))
     decoded = code.decode(encoded, count, torch.float32)
     inside = values.abs() > 1.1e-6 * values.abs().max()
@@ -115,14 +115,14 @@ def test_a_slow_average_reaches_what_it_averages(code):
 @pytest.mark.parametrize(("state", "most"), [("master", 8.0), ("bf16", 4.0), ("int8", 2.04)])
 def test_bytes_of_an_element(state, most):
     weights = torch.zeros(64 * BLOCK)
-    rule = adamw(weights, MomentStorage(*make_state_codecs(state)))
+    rule = make_adamw(weights, MomentStorage(*make_state_codecs(state)))
     assert sum(tensor.nbytes for tensor in rule.state.values()) <= most * len(weights)
 
 
 @pytest.mark.parametrize("count", [(BLOCK << 10) + 100, 1000])
 @pytest.mark.parametrize("state", ["master", "bf16", "int8"])
 def test_state_in_host_memory_gives_the_same_bits(state, count):
-    """There are more chunks than rooms, and the last one fills no block; or there is one chunk,
+    """There are more chunks than buffers, and the last one fills no block; or there is one chunk,
     which is fetched right after it was put back. Weights are on the device or with the state."""
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(count, generator=generator)
@@ -135,9 +135,9 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
         (LateOffload, True),
     ):
         weights, rounded = first.clone(), torch.empty(count, dtype=torch.bfloat16)
-        with late():
+        with delay_streams():
             offload = NO_OFFLOAD if kind is None else kind(first.device)
-            rule = adamw(weights, MomentStorage(*make_state_codecs(state), offload))
+            rule = make_adamw(weights, MomentStorage(*make_state_codecs(state), offload))
             for number, gradient in enumerate(grads, 1):
                 step = make_step(number)
                 rule.update(weights, gradient.clone(), step, rounded if mixed else None)
@@ -151,7 +151,7 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("state", ["master", "int8"])
 def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
-    """There are more chunks than rooms, and the host runs far ahead of the device."""
+    """There are more chunks than buffers, and the host runs far ahead of the device."""
     monkeypatch.setattr(optimizer_state, "OFFLOAD_CHUNK", BLOCK << 10)
     monkeypatch.setattr(optimizer_state, "_GPU_CHUNK", BLOCK << 10)
     count = (BLOCK << 14) + 100
@@ -162,7 +162,7 @@ def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
     for offload in (NO_OFFLOAD, offload_to_host(device)):
         (weights,) = offload.store((first.to("cpu" if offload.device else device, copy=True),))
         rounded = torch.empty(count, dtype=torch.bfloat16, device=device)
-        rule = adamw(weights, MomentStorage(*make_state_codecs(state), offload))
+        rule = make_adamw(weights, MomentStorage(*make_state_codecs(state), offload))
         for number, gradient in enumerate(grads, 1):
             step = make_step(number)
             step = replace(step, divisor=step.divisor.cuda(), skip=step.skip.cuda())
@@ -175,7 +175,7 @@ def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
 LEARN = {"layers": 1, "hidden": 32, "heads": 2, "vocab": 61}
 
 
-def loss_after(build, make_microbatch, name, state):
+def train_losses(build, make_microbatch, name, state):
     optim = {"name": name, "state": state, "schedule": "constant", "weight_decay": 0.0}
     optim["lr"] = {"adamw": 0.01, "muon": 0.01, "lion": 0.002, "sgd": 0.3}[name]
     train = {"precision": "fp32", "microbatch": 8, "global_batch": 8, "seq": 16}
@@ -194,11 +194,11 @@ def loss_after(build, make_microbatch, name, state):
 def test_training_in_fewer_bits_learns_as_much(name, build, make_microbatch):
     """The model memorises random tokens: the loss falls from 4.1 to less than 2. With fewer bits it
     falls by more than 95% of that."""
-    full_losses = loss_after(build, make_microbatch, name, "master")
+    full_losses = train_losses(build, make_microbatch, name, "master")
     way = full_losses[0] - sum(full_losses[-4:]) / 4
     assert way > 1.5
     for state in ("bf16", "int8"):
-        losses = loss_after(build, make_microbatch, name, state)
+        losses = train_losses(build, make_microbatch, name, state)
         assert losses != full_losses
         assert losses[0] - sum(losses[-4:]) / 4 > 0.95 * way
 

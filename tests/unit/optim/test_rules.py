@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from test_optimizer import take_step, weights_of
-from tolerances import allowance, assert_near
+from test_optimizer import copy_weights, take_step
+from tolerances import assert_near, compute_allowance
 
 from megaframe.errors import UserError
 from megaframe.optim.elementwise import (
@@ -34,21 +34,21 @@ def make_step(number, lr=0.1, divisor=1.0, skip=0.0):
     return UpdateStep(number, lr, divisor, torch.tensor(skip))
 
 
-def random(count, seed):
+def make_random(count, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
-    weights = random(70_000, 0)
+    weights = make_random(70_000, 0)
     torch_weights = weights.clone().requires_grad_()
     rates = GroupRates(0.5, 0.2)
     speed = Momentum(MomentumOptions(momentum, nesterov, rates), KEEPING)
     sgd = ElementwiseRule(weights, [speed, GradientDescent(rates)], KEEPING)
     torchs = torch.optim.SGD([torch_weights], lr=0.05, momentum=momentum, nesterov=nesterov)
     for number in range(1, 5):
-        grads = random(70_000, number)
+        grads = make_random(70_000, number)
         torch_weights.grad = grads / 3.0
         with torch.no_grad():
             torch_weights.mul_(1 - 0.05 * 0.2)
@@ -58,12 +58,12 @@ def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
 
 
 def test_lion_is_its_definition():
-    weights, mean = random(70_000, 0), torch.zeros(70_000, dtype=torch.float64)
+    weights, mean = make_random(70_000, 0), torch.zeros(70_000, dtype=torch.float64)
     updated = weights.clone()
     lion = Lion(LionOptions(0.9, 0.99, GroupRates(1.0, 0.2)), KEEPING)
     lion = ElementwiseRule(updated, [lion], KEEPING)
     for number in range(1, 5):
-        grads = random(70_000, number)
+        grads = make_random(70_000, number)
         direction = (0.9 * mean + 0.1 * grads).sign()
         weights = weights - 0.1 * (direction + 0.2 * weights)
         mean = 0.99 * mean + 0.01 * grads
@@ -76,7 +76,7 @@ AMPLIFIED = 3.4445**ITERATIONS
 """Factor of the smallest singular values, and of rounding errors in their directions."""
 
 
-def by_definition(gradient, momentum):
+def update_by_definition(gradient, momentum):
     """Return Muon's update of a matrix [outputs, inputs]: Nesterov momentum 0.95, five
     Newton-Schulz iterations, and AdamW's size."""
     momentum.mul_(0.95).add_(gradient)
@@ -88,7 +88,7 @@ def by_definition(gradient, momentum):
     return 0.2 * math.sqrt(max(x.shape)) * x
 
 
-def matrices_of(name, tensor):
+def list_matrices(name, tensor):
     """Return the matrices [outputs, inputs] of one weight, as views where possible."""
     if name.endswith("qkv.weight"):
         return [
@@ -113,15 +113,15 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
     model = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
     shared = {"lr": 0.02, "schedule": "constant", "clip": 0.0, "weight_decay": 0.3}
     muon, adamw = build(model, optim={**shared, "name": "muon"}), build(model, optim=shared)
-    for name, weights in weights_of(adamw).items():
-        assert torch.equal(weights, weights_of(muon)[name])
-    expected = {name: w.clone() for name, w in weights_of(muon).items()}
+    for name, weights in copy_weights(adamw).items():
+        assert torch.equal(weights, copy_weights(muon)[name])
+    expected = {name: w.clone() for name, w in copy_weights(muon).items()}
     momenta = {
-        name: [torch.zeros_like(m) for m in matrices_of(name, w)] for name, w in expected.items()
+        name: [torch.zeros_like(m) for m in list_matrices(name, w)] for name, w in expected.items()
     }
     for step in range(3):
-        before = {name: w.clone() for name, w in weights_of(muon).items()}
-        for name, weights in weights_of(adamw).items():
+        before = {name: w.clone() for name, w in copy_weights(muon).items()}
+        for name, weights in copy_weights(adamw).items():
             weights.copy_(before[name])
         take_step(adamw, make_microbatch(muon.config, step), step)
         grads = {  # AdamW does not change its gradients
@@ -130,13 +130,13 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
             for parameter, _, grad in bucket.iterate_pieces(bucket.grad_sums, bucket.master_span)
         }
         take_step(muon, make_microbatch(muon.config, step), step)
-        for name, weights in weights_of(muon).items():
+        for name, weights in copy_weights(muon).items():
             role, gradient = grads[name]
             if role != "matrix":
-                assert_near(weights, weights_of(adamw)[name], 16, label=name)
+                assert_near(weights, copy_weights(adamw)[name], 16, label=name)
                 continue
-            pairs = zip(matrices_of(name, gradient), momenta[name], strict=True)
-            direction = put_together(name, gradient, [by_definition(g, m) for g, m in pairs])
+            pairs = zip(list_matrices(name, gradient), momenta[name], strict=True)
+            direction = put_together(name, gradient, [update_by_definition(g, m) for g, m in pairs])
             expected[name].mul_(1 - 0.02 * 0.3).sub_(0.02 * direction)
             # The iterations amplify errors of a direction, which is then multiplied by 0.02.
             size = weights.abs().max() + 0.02 * AMPLIFIED * direction.abs().max()
@@ -145,7 +145,7 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
 
 @pytest.mark.parametrize("shape", [(40, 60), (16, 90), (90, 16)])
 def test_singular_values_become_near_1_whatever_the_size_of_the_gradient(shape):
-    matrix = random(shape[0] * shape[1], 3).view(shape) * 1e-30
+    matrix = make_random(shape[0] * shape[1], 3).view(shape) * 1e-30
     values = torch.linalg.svdvals(orthogonalize(matrix))
     assert values.min() > 0.6 and values.max() < 1.3
     terms = 3 * ITERATIONS * sum(shape)
@@ -192,13 +192,13 @@ def test_groups_learn_at_their_own_rates(build, make_microbatch):
         },
     }
     built = build({"bias": True}, optim=optim)
-    before = {name: w.clone() for name, w in weights_of(built).items()}
+    before = {name: w.clone() for name, w in copy_weights(built).items()}
     take_step(built, make_microbatch(built.config), 0)
-    after = weights_of(built)
+    after = copy_weights(built)
 
     def moved(name, decay=0.0):
         steps = (after[name] - before[name] * (1.0 - decay)).abs()
-        rounding = allowance(4, float(before[name].abs().max()), torch.float64)
+        rounding = compute_allowance(4, float(before[name].abs().max()), torch.float64)
         return steps[steps > rounding], rounding
 
     for name, decay, rate in (
@@ -213,9 +213,9 @@ def test_groups_learn_at_their_own_rates(build, make_microbatch):
 def test_frozen_parameters_stay_and_cost_nothing(build, make_microbatch):
     frozen = ("blocks.0.*", "embedding.tokens.weight", "*.bias")
     built = build({"bias": True}, optim={"frozen": frozen, "clip": 0.0})
-    before = {name: w.clone() for name, w in weights_of(built).items()}
+    before = {name: w.clone() for name, w in copy_weights(built).items()}
     take_step(built, make_microbatch(built.config), 0)
-    for name, weights in weights_of(built).items():
+    for name, weights in copy_weights(built).items():
         stays = name.startswith("blocks.0.") or name.endswith(".bias") or "tokens" in name
         assert torch.equal(weights, before[name]) == stays, name
     for shard in built.optimizer.shards:
@@ -246,10 +246,10 @@ def test_a_pattern_that_fits_nothing_is_refused(patterns, message, build):
 
 def test_the_average_is_its_definition(build, make_microbatch):
     built = build(optim={"ema": 0.8, "name": "muon"})
-    expected = {name: w.clone() for name, w in weights_of(built).items()}
+    expected = {name: w.clone() for name, w in copy_weights(built).items()}
     for step in range(4):
         take_step(built, make_microbatch(built.config, step), step)
-        for name, weights in weights_of(built).items():
+        for name, weights in copy_weights(built).items():
             expected[name] = 0.8 * expected[name] + 0.2 * weights
     averages = {
         key.removeprefix("optimizer.ema/"): tensor

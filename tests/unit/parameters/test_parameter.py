@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tolerances import allowance, assert_near, assert_within
+from tolerances import assert_near, assert_within, compute_allowance
 
 from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.ops import matmul as product_module
@@ -31,7 +31,7 @@ def test_products_add_up(dtype, piece, monkeypatch):
     parameter.add_product(left, right)
     expected = 2.0 * (left.double().T @ right.double()).view(2, 3, 5)
     size = 2.0 * (left.double().T.abs() @ right.double().abs()).view(2, 3, 5)
-    allowed = allowance(8, size, dtype, result=expected.abs())
+    allowed = compute_allowance(8, size, dtype, result=expected.abs())
     assert_within(parameter.grad, expected, allowed, f"products of 4 terms, rounded to {dtype}")
 
 

@@ -8,13 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.hardware.cluster import Cluster, Tier, load_cluster
+from megaframe.layout import exchange_steps
 from megaframe.planner.collective_times import (
     ALGORITHMS,
     GroupLevel,
-    bus_bandwidth,
-    collective_seconds,
-    group_levels,
-    group_size,
+    compute_bus_bandwidth,
+    count_group_ranks,
+    estimate_collective_seconds,
+    list_group_levels,
+    pairwise_all_to_all,
+    stepped_exchange,
 )
 
 ALPHA, BANDWIDTH = 5e-6, 2e10
@@ -22,7 +25,7 @@ sizes = st.floats(1, 1e12)
 ranks = st.integers(1, 4096)
 
 
-def one_tier(count, reduces=False):
+def make_tier(count, reduces=False):
     return [GroupLevel(float(count), ALPHA, BANDWIDTH, reduces=reduces)]
 
 
@@ -52,36 +55,36 @@ def one_tier(count, reduces=False):
 @pytest.mark.parametrize("count", [2, 8, 64])
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e9])
 def test_closed_forms_on_one_tier(operation, algorithm, form, count, size):
-    seconds = ALGORITHMS[operation][algorithm](size, one_tier(count))
+    seconds = ALGORITHMS[operation][algorithm](size, make_tier(count))
     assert float(seconds) == pytest.approx(form(count, size), rel=1e-12)
 
 
 def test_switches_that_add_send_each_number_once():
-    seconds = ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64, reduces=True))
+    seconds = ALGORITHMS["all_reduce"]["in_network"](1e9, make_tier(64, reduces=True))
     assert float(seconds) == pytest.approx(2 * ALPHA + 1e9 / BANDWIDTH)
-    assert np.isinf(ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64)))
+    assert np.isinf(ALGORITHMS["all_reduce"]["in_network"](1e9, make_tier(64)))
 
 
 def test_a_number_of_ranks_that_is_no_power_of_two_pays_for_the_rest():
-    five, four = (ALGORITHMS["all_reduce"]["halving_doubling"](1e9, one_tier(n)) for n in (5, 4))
+    five, four = (ALGORITHMS["all_reduce"]["halving_doubling"](1e9, make_tier(n)) for n in (5, 4))
     assert float(five - four) == pytest.approx(2 * (ALPHA + 1e9 / BANDWIDTH))
 
 
 @settings(deadline=None, max_examples=60)
 @given(count=ranks, size=sizes, other=sizes, operation=st.sampled_from(sorted(ALGORITHMS)))
 def test_the_choice_is_the_best_of_all_and_grows_with_the_size(count, size, other, operation):
-    group = one_tier(count)
-    best = float(collective_seconds(operation, size, group))
+    group = make_tier(count)
+    best = float(estimate_collective_seconds(operation, size, group))
     each = {name: float(f(size, group)) for name, f in ALGORITHMS[operation].items()}
     assert (
         best
         == min(each.values())
-        == float(collective_seconds(operation, size, group, [min(each, key=each.get)]))
+        == float(estimate_collective_seconds(operation, size, group, [min(each, key=each.get)]))
     )
     if count == 1:
         assert best == 0
     if other >= size:
-        assert float(collective_seconds(operation, other, group)) >= best
+        assert float(estimate_collective_seconds(operation, other, group)) >= best
 
 
 @settings(deadline=None, max_examples=60)
@@ -120,10 +123,12 @@ def test_each_hop_has_the_latency_of_its_tier(counts):
 
 def test_shares_of_links_are_of_each_tier():
     cluster = load_cluster("gb200-nvl72")
-    full_levels, part = (group_levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75)))
+    full_levels, part = (
+        list_group_levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75))
+    )
     shares_found = [
-        float(shared.bandwidth / all_.bandwidth)
-        for all_, shared in zip(full_levels, part, strict=True)
+        float(shared.bandwidth / full.bandwidth)
+        for full, shared in zip(full_levels, part, strict=True)
     ]
     assert shares_found == [0.5] + [0.75] * (len(cluster.tiers) - 1)
 
@@ -132,19 +137,19 @@ def test_shares_of_links_are_of_each_tier():
 @given(stride=st.sampled_from([1, 2, 4, 8, 16, 64]), size=st.integers(1, 2000))
 def test_levels_hold_the_whole_group(stride, size):
     cluster = load_cluster("h100-ib")
-    group = group_levels(cluster, stride, size)
+    group = list_group_levels(cluster, stride, size)
     inner = max(1, min(size, 8 // stride))
     assert float(group[0].members) == inner
-    assert float(group_size(group)) >= size
-    assert float(group_size(group)) < size + inner
+    assert float(count_group_ranks(group)) >= size
+    assert float(count_group_ranks(group)) < size + inner
 
 
 def test_levels_of_many_groups_are_those_of_each():
     cluster = load_cluster("gb200-nvl72")
     strides, counts = np.array([1, 8, 72, 576]), np.array([144, 9, 4, 16])
-    many = group_levels(cluster, strides, counts)
+    many = list_group_levels(cluster, strides, counts)
     for place, (stride, count) in enumerate(zip(strides, counts, strict=True)):
-        single_group = group_levels(cluster, int(stride), int(count))
+        single_group = list_group_levels(cluster, int(stride), int(count))
         assert [float(level.members[place]) for level in many] == [
             float(level.members) for level in single_group
         ]
@@ -157,7 +162,7 @@ def test_where_a_ring_begins_to_beat_a_tree():
 
 
 def choose_of_two(size):
-    times = {n: float(ALGORITHMS["all_reduce"][n](size, one_tier(64))) for n in ("ring", "tree")}
+    times = {n: float(ALGORITHMS["all_reduce"][n](size, make_tier(64))) for n in ("ring", "tree")}
     return min(times, key=times.get)
 
 
@@ -175,7 +180,7 @@ def test_one_dimension_of_a_torus_has_its_own_links_only():
     cluster = Cluster(
         "torus", load_cluster("tpu-v5p").chip, (Tier("t", 512, 1e-6, 3e11, "torus", 3),), 1e4, 1.0
     )
-    line, cube = (float(group_levels(cluster, 1, n)[0].bandwidth) for n in (8, 512))
+    line, cube = (float(list_group_levels(cluster, 1, n)[0].bandwidth) for n in (8, 512))
     assert (line, cube) == (pytest.approx(1e11), pytest.approx(3e11))
 
 
@@ -184,4 +189,27 @@ def test_bus_bandwidth_is_that_of_the_link():
         algorithm = "pairwise" if operation == "all_to_all" else "ring"
         group = [GroupLevel(8.0, 0.0, BANDWIDTH)]
         seconds = float(ALGORITHMS[operation][algorithm](1e9, group))
-        assert bus_bandwidth(operation, 1e9, 8, seconds) == pytest.approx(BANDWIDTH)
+        assert compute_bus_bandwidth(operation, 1e9, 8, seconds) == pytest.approx(BANDWIDTH)
+
+
+def count_messages(ranks, inside):
+    """Return the messages that a rank sends in an exchange in steps."""
+    return sum(size - 1 for size in exchange_steps(ranks, inside))
+
+
+def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():
+    alpha, bandwidth, size = 2e-5, 4e10, 1e9
+    for ranks in (64, 2048):
+        group = [GroupLevel(1.0, 3e-6, 4e11), GroupLevel(float(ranks), alpha, bandwidth)]
+        transfer = size * (ranks - 1) / ranks / bandwidth
+        assert float(stepped_exchange(size, group)) == pytest.approx(
+            count_messages(ranks, 1) * alpha + transfer
+        )
+        assert float(pairwise_all_to_all(size, group)) == pytest.approx(
+            (ranks - 1) * alpha + transfer
+        )
+    # Within a node first: the slow links carry an eighth.
+    group = [GroupLevel(8.0, 3e-6, 4e11), GroupLevel(np.float64(16.0), alpha, bandwidth)]
+    outer = size / 8 * 15 / 16 / bandwidth + count_messages(16, 1) * alpha
+    inner = size * 7 / 8 / 4e11 + 7 * 3e-6
+    assert float(stepped_exchange(size, group)) == pytest.approx(inner + outer)

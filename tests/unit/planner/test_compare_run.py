@@ -5,20 +5,20 @@ import pytest
 from megaframe.config import dump, load
 from megaframe.errors import UserError
 from megaframe.planner.compare_run import compare_run, compare_run_or_reason
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.layout_search import search
 
 SMALL = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab=512", "train.seq=128"]
 
 
-def folder(tmp_path, *overrides):
+def write_folder(tmp_path, *overrides):
     (tmp_path / "config.yaml").write_text(dump(load(None, [*SMALL, *overrides])))
     return tmp_path
 
 
 def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     keys = ("train.global_batch=16", "train.microbatch=4", "parallel.tensor=2")
-    path = folder(tmp_path, *keys) / "config.yaml"
+    path = write_folder(tmp_path, *keys) / "config.yaml"
     comparison = compare_run(path, {"ranks": 4, "device": "CPU"})
     record = comparison.record()
     assert record["cluster"] == "cpu" and comparison.choice.layout.tensor == 2
@@ -26,13 +26,15 @@ def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     sentence, *reasons = comparison.suggest_layouts()
     assert "instead of" in sentence and "tensor" not in sentence and reasons
     cluster = comparison.cluster
-    better = search(comparison.choice.config, 4, cluster, constants_of(cluster.chip.family)).best
+    better = search(
+        comparison.choice.config, 4, cluster, get_family_constants(cluster.chip.family)
+    ).best
     path.write_text(dump(better.config))
     assert "none of " in next(compare_run(path, {"ranks": 4, "device": "CPU"}).suggest_layouts())
 
 
 def test_what_is_not_known_has_no_prediction(tmp_path):
-    path = folder(tmp_path) / "config.yaml"
+    path = write_folder(tmp_path) / "config.yaml"
     with pytest.raises(UserError, match="no cluster of Abacus is known; name one with --cluster"):
         compare_run(path, {"ranks": 1, "device": "Abacus"})
     assert compare_run(path, {"ranks": 1, "device": "Abacus"}, "cpu").cluster.name == "cpu"
@@ -44,7 +46,7 @@ def test_what_is_not_known_has_no_prediction(tmp_path):
 
 
 def test_the_cluster_is_that_of_the_device_with_its_memory(tmp_path):
-    path = folder(tmp_path) / "config.yaml"
+    path = write_folder(tmp_path) / "config.yaml"
     environment = {
         "ranks": 1,
         "device": "NVIDIA A100-SXM4-40GB",

@@ -13,7 +13,7 @@ from megaframe.config import load
 from megaframe.config.load import resolve_config_path
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import find_fastest
 from megaframe.planner.peak_memory import resolve_recompute_blocks
@@ -26,12 +26,12 @@ CLUSTERS = {"H100": "h100-ib", "H200": "h200-ib", "CPU": "cpu"}
 CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.yaml") if "clusters" not in path.parts)
 
 
-def misfits(config, world, cluster):
+def explain_misfit(config, world, cluster):
     """Return why a config cannot run on `world` chips of a cluster; empty if it can, with room."""
     if config.faults.elastic:
         config, world = fit_layout(config, world)
     if config.parallel.auto:
-        constants = constants_of(cluster.chip.family)
+        constants = get_family_constants(cluster.chip.family)
         return [] if find_fastest(config, world, cluster, constants) else ["no layout fits"]
     wrong = find_mistakes(config, world, data=False)
     if wrong:
@@ -41,7 +41,7 @@ def misfits(config, world, cluster):
     return [str(fit)] if fit.is_tight else []
 
 
-def machine_of(path):
+def read_machine(path):
     """Return the number of chips and the cluster in the head of a shipped config, and the command
     that it gives for them."""
     ((count, chip, command),) = re.findall(
@@ -52,15 +52,15 @@ def machine_of(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_config_fits_on_the_machine_that_it_names(path):
-    count, cluster, command = machine_of(path)
-    command_ = Command(command)
-    assert command_.config == str(path.relative_to(ROOT)) and command_.world == count
-    assert misfits(load(str(path)), count, load_cluster(cluster)) == []
+    count, cluster, command = read_machine(path)
+    parsed = Command(command)
+    assert parsed.config == str(path.relative_to(ROOT)) and parsed.world == count
+    assert explain_misfit(load(str(path)), count, load_cluster(cluster)) == []
 
 
 def test_this_is_what_used_not_to_fit():
     old = ["parallel.zero=0", "train.recompute=none"]
-    (misfit,) = misfits(load("llama3-8b", old), 8, load_cluster("h100-ib"))
+    (misfit,) = explain_misfit(load("llama3-8b", old), 8, load_cluster("h100-ib"))
     assert re.match(r"rank 0 needs 174.5 GiB by the plan, and its device \(h100\) has 80.0", misfit)
 
 
@@ -88,7 +88,7 @@ class Command:
             self.cluster = after.get("--cluster", DEFAULT)
 
 
-def documented():
+def list_documented_commands():
     """Yield every command of the documents that names a shipped config. After a `!` is one that is
     to fail."""
     for document in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))):
@@ -99,25 +99,25 @@ def documented():
                     yield pytest.param(line.lstrip("$# "), id=f"{document.stem}: {line[:80]}")
 
 
-@pytest.mark.parametrize("line", documented())
+@pytest.mark.parametrize("line", list_documented_commands())
 def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     command = Command(line)
     config = load(command.config, command.overrides)
-    name = command.cluster or machine_of(Path(resolve_config_path(command.config)))[1]
+    name = command.cluster or read_machine(Path(resolve_config_path(command.config)))[1]
     cluster = load_cluster(name)
     if command.searches:
-        constants = constants_of(cluster.chip.family)
+        constants = get_family_constants(cluster.chip.family)
         fixed = {key.split(".")[1]: 2 for key in command.overrides if key == "parallel.tensor=2"}
         assert find_fastest(config, command.world, cluster, constants, fixed)
     else:
-        assert (misfits(config, command.world, cluster) == []) == (line[0] != "!")
+        assert (explain_misfit(config, command.world, cluster) == []) == (line[0] != "!")
 
 
 def test_all_kinds_of_commands_are_found():
-    text = "\n".join(param.values[0] for param in documented())
+    text = "\n".join(param.values[0] for param in list_documented_commands())
     for words in ("--dry-run", "torchrun", "node.py", "slurm.sh", "ray_train", "plan.py", "netlab"):
         assert words in text
-    assert len(list(documented())) > 30
+    assert len(list(list_documented_commands())) > 30
 
 
 # ---------------------------------------------------------------------------------- what is offered
@@ -146,18 +146,18 @@ def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first
     config = load(name, keys)
     assert find_mistakes(config, gpus, data=False) == []
     assert not compute_fit(config, Layout.from_parallel(config.parallel, gpus), machine.chip).fits
-    offers = list(suggest_changes(config, gpus, machine, constants_of(machine.chip.family)))
+    offers = list(suggest_changes(config, gpus, machine, get_family_constants(machine.chip.family)))
     assert offers and offers[0].startswith(first)
     for offer in offers:
         pasted = shlex.split(offer.rpartition(": ")[0])
         assert all(word.startswith(("parallel.", "train.", "optim.")) for word in pasted), offer
-        assert misfits(load(name, [*keys, *pasted]), gpus, machine) == [], offer
+        assert explain_misfit(load(name, [*keys, *pasted]), gpus, machine) == [], offer
 
 
 def test_smaller_changes_come_first_and_none_includes_another():
     machine = load_cluster("h100-ib")
     config = load("llama3-8b", ["parallel.zero=1", "train.recompute=none"])
-    offers = list(suggest_changes(config, 8, machine, constants_of("h100")))
+    offers = list(suggest_changes(config, 8, machine, get_family_constants("h100")))
     assert [offer.partition(":")[0] for offer in offers[:2]] == [
         "parallel.zero=2",
         "train.recompute_blocks=auto",
@@ -168,5 +168,5 @@ def test_smaller_changes_come_first_and_none_includes_another():
 def test_where_nothing_fits_larger_machines_are_offered():
     machine = load_cluster("h100-ib")
     config = load("llama3-70b", ["parallel.pipeline=1", "parallel.tensor=8", "parallel.chunks=1"])
-    offers = list(suggest_changes(config, 8, machine, constants_of("h100")))
+    offers = list(suggest_changes(config, 8, machine, get_family_constants("h100")))
     assert offers[0].startswith("16 GPUs of h100-ib: ") and "an hour" in offers[0]

@@ -19,14 +19,14 @@ from megaframe.planner.goodput import (
     FailureCause,
     FailureCosts,
     FailureMix,
-    best_interval,
-    daly_interval,
-    effective_share,
-    gains_of_halving,
-    max_restart_seconds,
+    compute_daly_interval,
+    compute_effective_share,
+    compute_gains_of_halving,
+    find_best_interval,
+    find_max_restart_seconds,
+    format_table_lines,
     predict_goodput,
     simulate_failures,
-    table_lines,
 )
 
 CLUSTER = load_cluster("h100-ib")
@@ -37,7 +37,7 @@ FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=
 def test_llama3_table_adds_up():
     counts = {cause.name: cause.count for cause in LLAMA3.causes}
     assert sum(counts.values()) == 466 and counts["planned"] == 47
-    assert 1 / LLAMA3.failure_rate(16384) / 3600 == pytest.approx(
+    assert 1 / LLAMA3.compute_failure_rate(16384) / 3600 == pytest.approx(
         2.78, abs=0.01
     )  # about every three hours
 
@@ -51,7 +51,7 @@ def test_llama3_table_adds_up():
 )
 def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
     costs = FailureCosts(stall=stall)
-    expected = effective_share(mix, ranks, costs, interval)
+    expected = compute_effective_share(mix, ranks, costs, interval)
     simulated = simulate_failures(mix, ranks, costs, interval, failures=20000)
     # The loss per failure varies by about its mean; also, the formula is only of first order.
     error = 0.001 + 4 * (1 - expected) / 20000**0.5
@@ -64,33 +64,39 @@ def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
 def test_the_best_interval_is_dalys(stall, hours):
     mix = FailureMix("one", 1, hours / 24, (FailureCause("any", 1),))
     costs = FailureCosts(stall=stall)
-    interval = best_interval(mix, 1, costs)
-    assert interval == pytest.approx(daly_interval(stall, 1 / mix.failure_rate(1)), rel=0.02)
-    first_order = math.sqrt(2 * stall / mix.failure_rate(1))  # Young 1974
+    interval = find_best_interval(mix, 1, costs)
+    assert interval == pytest.approx(
+        compute_daly_interval(stall, 1 / mix.compute_failure_rate(1)), rel=0.02
+    )
+    first_order = math.sqrt(2 * stall / mix.compute_failure_rate(1))  # Young 1974
     assert interval == pytest.approx(first_order, rel=0.25)
 
 
 def test_without_costs_nothing_is_lost_but_what_was_not_saved():
-    assert effective_share(LLAMA3, 16384, FREE, 1e-3) == pytest.approx(1, abs=1e-6)
-    assert all(gain >= -1e-9 for _, gain in gains_of_halving(LLAMA3, 16384, FailureCosts()))
+    assert compute_effective_share(LLAMA3, 16384, FREE, 1e-3) == pytest.approx(1, abs=1e-6)
+    assert all(gain >= -1e-9 for _, gain in compute_gains_of_halving(LLAMA3, 16384, FailureCosts()))
 
 
 def test_runs_as_they_were_are_about_as_effective_as_published():
     """The published shares are a little above 90%."""
     for mix in (LLAMA3, MEGASCALE):
-        share = effective_share(mix, mix.ranks, PUBLISHED, best_interval(mix, mix.ranks, PUBLISHED))
+        share = compute_effective_share(
+            mix, mix.ranks, PUBLISHED, find_best_interval(mix, mix.ranks, PUBLISHED)
+        )
         assert 0.88 < share < 0.95
 
 
 def test_more_ranks_fail_more_often_and_save_more_often():
-    lines = list(table_lines(LLAMA3, FailureCosts(), (1024, 16384)))
+    lines = list(format_table_lines(LLAMA3, FailureCosts(), (1024, 16384)))
     assert len(lines) == 3 and "16,384" in lines[2]
     shares = [
-        effective_share(LLAMA3, n, FailureCosts(), best_interval(LLAMA3, n, FailureCosts()))
+        compute_effective_share(
+            LLAMA3, n, FailureCosts(), find_best_interval(LLAMA3, n, FailureCosts())
+        )
         for n in (1, 10**5)
     ]
     assert shares[0] > shares[1]
-    assert best_interval(LLAMA3, 1024, FailureCosts()) > best_interval(
+    assert find_best_interval(LLAMA3, 1024, FailureCosts()) > find_best_interval(
         LLAMA3, 16384, FailureCosts()
     )
 
@@ -98,11 +104,15 @@ def test_more_ranks_fail_more_often_and_save_more_often():
 @pytest.mark.parametrize(("ranks", "share"), [(16384, 0.98), (100_000, 0.93)])
 def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
     costs = FailureCosts(
-        swap=0, restart=max_restart_seconds(LLAMA3, ranks, FailureCosts(swap=0), share)
+        swap=0, restart=find_max_restart_seconds(LLAMA3, ranks, FailureCosts(swap=0), share)
     )
-    reached = effective_share(LLAMA3, ranks, costs, best_interval(LLAMA3, ranks, costs))
+    reached = compute_effective_share(
+        LLAMA3, ranks, costs, find_best_interval(LLAMA3, ranks, costs)
+    )
     assert costs.restart > 5 and reached == pytest.approx(share, abs=1e-4)
-    assert max_restart_seconds(LLAMA3, ranks, FailureCosts(), 0.9999) == pytest.approx(0, abs=1e-6)
+    assert find_max_restart_seconds(LLAMA3, ranks, FailureCosts(), 0.9999) == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,7 @@ def test_no_interval_loses_less_than_dalys(stall, between):
         # Daly 2006: time per useful second, with exponential failures and immediate restarts.
         return between * math.expm1((interval + stall) / between) / interval
 
-    best = daly_interval(stall, between)
+    best = compute_daly_interval(stall, between)
     assert lost(best) <= 1.001 * min(lost(best / 2), lost(best * 2), lost(0.9 * best))
 
 

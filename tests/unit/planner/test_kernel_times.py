@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.hardware.cluster import load_cluster
-from megaframe.planner.constants import constants_of
-from megaframe.planner.kernel_times import fit_line, kernel_rates, product_seconds
+from megaframe.planner.constants import get_family_constants
+from megaframe.planner.kernel_times import compute_kernel_rates, estimate_matmul_seconds, fit_line
 
 CLUSTER = load_cluster("h100-ib")
 
@@ -26,8 +26,8 @@ def test_a_line_is_found_again(alpha, beta, noise):
 
 
 def test_products_approach_their_peak_and_are_bound_by_memory_when_thin():
-    rate = kernel_rates(CLUSTER.chip, constants_of("h100"), "bf16")
-    wide = 2 * 65536.0**3 / float(product_seconds(rate, 65536.0, 65536.0, 65536.0))
+    rate = compute_kernel_rates(CLUSTER.chip, get_family_constants("h100"), "bf16")
+    wide = 2 * 65536.0**3 / float(estimate_matmul_seconds(rate, 65536.0, 65536.0, 65536.0))
     assert 0.97 * rate.flops < wide < rate.flops
-    thin = float(product_seconds(rate, 1.0, 65536.0, 65536.0))
+    thin = float(estimate_matmul_seconds(rate, 1.0, 65536.0, 65536.0))
     assert thin >= 2 * 65536**2 / rate.read

@@ -12,7 +12,7 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision
 from megaframe.planner.candidates import apply_candidate, enumerate_candidates
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import search
 from megaframe.planner.peak_memory import fits_with_margin
@@ -34,25 +34,25 @@ MOE = {**DENSE, "layers": 24, "hidden": 2048, "moe": {"experts": 64, "ffn": 1408
 TIED = {**DENSE, "layers": 13, "kv_heads": 32, "tie_embeddings": True, "position": "learned"}
 WORLDS = [(DENSE, 64, 256), (DENSE, 96, 192), (MOE, 64, 512), (TIED, 32, 64)]
 CLUSTER = load_cluster("h100-ib")
-CONSTANTS = constants_of("h100")
+CONSTANTS = get_family_constants("h100")
 
 
-def made(model, batch, seq=4096, **sections):
+def make_config(model, batch, seq=4096, **sections):
     train = {"seq": seq, "global_batch": batch, "steps": 1000}
     return RunConfig(model=model, train=train, **sections)
 
 
-def drawn(many, some):
+def draw_places(many, some):
     return random.Random(0).sample(range(many), min(some, many))
 
 
 @pytest.mark.quick(when=lambda model: model is DENSE)
 @pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS)
 def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
-    config = made(model, batch)
+    config = make_config(model, batch)
     candidates = enumerate_candidates(config, gpus, CLUSTER)
     assert len(candidates) > 1000
-    for place in drawn(len(candidates), 60):
+    for place in draw_places(len(candidates), 60):
         chosen = apply_candidate(config, candidates, place)
         validate_config(chosen, gpus, data=False)
         assert Layout.from_parallel(chosen.parallel, gpus).world == gpus
@@ -72,9 +72,9 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     ],
 )
 def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
-    config = made(model, batch, **sections)
+    config = make_config(model, batch, **sections)
     candidates = enumerate_candidates(config, gpus, CLUSTER)
-    candidates = candidates.select(np.array(drawn(len(candidates), 50)))
+    candidates = candidates.select(np.array(draw_places(len(candidates), 50)))
     estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
     seconds, sizes = [], []
     for place in range(len(candidates)):
@@ -94,7 +94,7 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     candidates = enumerate_candidates(config, 64, CLUSTER, fixed)
     candidates = candidates.select(candidates.expert > 1)
     estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
-    for place in drawn(len(candidates), 10):
+    for place in draw_places(len(candidates), 10):
         chosen = apply_candidate(config, candidates, place)
         exact = predict(chosen, Layout.from_parallel(chosen.parallel, 64), CLUSTER, CONSTANTS)
         needed = sum(exact.memory_bytes.values())
@@ -105,14 +105,14 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
 @pytest.mark.quick(when=lambda gpus: gpus == 96)
 @pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS[:3])
 def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
-    config = made(model, batch)
+    config = make_config(model, batch)
     result = search(config, gpus, CLUSTER, CONSTANTS)
     steps = [choice.prediction.step_seconds for choice in result.choices]
     assert max(steps[0] / step for step in steps) < 1.015
     fitting = np.flatnonzero(fits_with_margin(result.estimates.memory_bytes, CLUSTER.chip))
     # Draws from the better half only, because the worse half cannot win.
     fitting = fitting[np.argsort(result.estimates.step_seconds[fitting])][: len(fitting) // 2]
-    for place in fitting[drawn(len(fitting), 20)]:
+    for place in fitting[draw_places(len(fitting), 20)]:
         chosen = apply_candidate(config, result.candidates, int(place))
         other = predict(chosen, Layout.from_parallel(chosen.parallel, gpus), CLUSTER, CONSTANTS)
         assert steps[0] <= 1.015 * other.step_seconds or not other.fits
@@ -121,7 +121,7 @@ def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
 
 
 def test_what_is_given_stays_and_the_config_can_be_loaded(tmp_path):
-    config = made(DENSE, 256)
+    config = make_config(DENSE, 256)
     fixed = {"tensor": 4, "recompute": "full", "zero": 1}
     result = search(config, 64, CLUSTER, CONSTANTS, fixed)
     for choice in result.choices:
@@ -145,7 +145,7 @@ def test_a_ramp_of_batches_is_respected():
 
 def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
     model = {**DENSE, "layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672}
-    config = made(model, 64)
+    config = make_config(model, 64)
     with pytest.raises(UserError) as error:
         search(config, 8, CLUSTER, CONSTANTS)
     text = str(error.value)
@@ -163,4 +163,4 @@ def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
 )
 def test_impossible_worlds_are_refused_with_the_nearest(gpus, batch, words):
     with pytest.raises(UserError, match=words):
-        search(made(DENSE, batch), gpus, CLUSTER, CONSTANTS)
+        search(make_config(DENSE, batch), gpus, CLUSTER, CONSTANTS)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from saved_bytes import kept_by_block
+from saved_bytes import measure_block_bytes
 
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
@@ -13,7 +13,7 @@ from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.planner.activations import block_bytes
+from megaframe.planner.activations import compute_block_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, ActionKind
@@ -32,6 +32,8 @@ MODELS = [
     {"latent": {**LATENT, "query_rank": 24, "value_dim": 14}},
     {"activation": "swiglu", "norm": "rmsnorm", "moe": {"experts": 8, "ffn": 24, "shared": 2}},
     {"moe": {"experts": 5, "ffn": 24, "top_k": 3, "balance": "none", "score": "softmax"}},
+    {"kv_heads": 2, "blocks": [{"mixer": {"softcap": 5.0, "sinks": True}}]},
+    {"position": "none", "blocks": [{"mixer": {"sinks": True, "window": 5}}]},
     {
         "activation": "gelu",
         "norm": "rmsnorm",
@@ -47,8 +49,8 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     train = {"precision": precision, "seq": 32, "recompute": recompute}
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
     microbatch = make_microbatch(built.config)
-    saved = kept_by_block(built.stage, microbatch, built.sharded_parameters.buckets)
-    assert saved == block_bytes(built.config, 0)
+    saved = measure_block_bytes(built.stage, microbatch, built.sharded_parameters.buckets)
+    assert saved == compute_block_bytes(built.config, 0)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -88,7 +90,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
     assert saved_bytes[2] - saved_bytes[0] == saved_bytes[3] - saved_bytes[1]
 
 
-def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
+def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
     """Train two steps -> the planned memory, the bytes of optimizer state, and the buffers."""
     config = RunConfig(
         model={"layers": 3, "hidden": 128, "heads": 4, "vocab": 500, "bias": True, **model},
@@ -117,7 +119,7 @@ def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
     barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
     buffers = train_step.sharded_parameters.buffers
-    sizes = SimpleNamespace(bytes=buffers.bytes, rooms=buffers.receive_bytes)
+    sizes = SimpleNamespace(bytes=buffers.bytes, receive=buffers.receive_bytes)
     return plan, sum(tensor.nbytes for tensor in state), sizes
 
 
@@ -128,33 +130,33 @@ def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, zero, pool):
     model = {"tie_embeddings": tie, "position": "learned"}
-    for plan, state, buffers in pool.run(ranks, allocated, precision, zero, model):
+    for plan, state, buffers in pool.run(ranks, measure_memory, precision, zero, model):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
-        assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)
+        assert buffers.receive == pytest.approx(plan.buffers, rel=0.01)
 
 
 @pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
     """Two of three blocks share buckets, for which as much room is needed."""
-    for plan, _, buffers in pool.run(4, allocated, "bf16", zero, {}, None, 1, 300_000):
+    for plan, _, buffers in pool.run(4, measure_memory, "bf16", zero, {}, None, 1, 300_000):
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
-        assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)
+        assert buffers.receive == pytest.approx(plan.buffers, rel=0.01)
 
 
 @pytest.mark.quick(when=lambda zero: zero == 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_state_of_experts_is_planned_within_one_percent(zero, pool):
     model = {"moe": {"experts": 4, "ffn": 160, "first": 1}}
-    for plan, state, buffers in pool.run(4, allocated, "bf16", zero, model, None, 2):
+    for plan, state, buffers in pool.run(4, measure_memory, "bf16", zero, model, None, 2):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
-        # Some rooms reuse free buffers.
-        assert 0.75 * plan.rooms <= buffers.rooms <= 1.01 * plan.rooms
+        # Some receive buffers reuse free buffers.
+        assert 0.75 * plan.buffers <= buffers.receive <= 1.01 * plan.buffers
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_state_of_experts_is_planned_within_one_percent(zero, pool):
     ],
 )
 def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
-    for plan, state, _ in pool.run(2, allocated, "bf16", 1, {}, optim):
+    for plan, state, _ in pool.run(2, measure_memory, "bf16", 1, {}, optim):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
 
 

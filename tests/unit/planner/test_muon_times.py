@@ -16,15 +16,15 @@ from megaframe.layout import Layout
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.matrix_gather import assign_owners
 from megaframe.optim.muon import orthogonalize
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.data_parallel_times import (
-    layer_muon_seconds,
-    muon_bytes,
-    muon_seconds,
-    newton_schulz_seconds,
+    compute_muon_bytes,
+    estimate_layer_muon_seconds,
+    estimate_muon_seconds,
+    estimate_newton_schulz_seconds,
 )
 from megaframe.planner.kernel_times import KernelRates
-from megaframe.planner.layout_sizes import sizes_of
+from megaframe.planner.layout_sizes import make_layout_sizes
 from megaframe.planner.machine import Machine
 from megaframe.planner.prediction import predict
 from megaframe.training.meta_step import run_meta_step
@@ -53,10 +53,10 @@ def test_every_layer_has_the_matrices_that_it_declares(path):
 def test_an_owner_computes_what_is_counted(sides):
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.empty(sides, device="meta"))
-    assert newton_schulz_seconds(ENDLESS, *sides) == counter.get_total_flops()
+    assert estimate_newton_schulz_seconds(ENDLESS, *sides) == counter.get_total_flops()
 
 
-def muon(layers=4, moe=None, **parallel):
+def make_muon_config(layers=4, moe=None, **parallel):
     sections = {"moe": moe} if moe else {}
     return RunConfig(
         model={"layers": layers, "hidden": 256, "heads": 4, "vocab": 512, **sections},
@@ -72,10 +72,10 @@ def count_elements(layer, config):
 
 
 CASES = {
-    "tensor": (8, muon(tensor=2, zero=1)),
-    "whole gradients": (4, muon(tensor=2, zero=0)),
-    "divided": (4, muon(zero=3)),
-    "experts": (8, muon(tensor=2, zero=1, expert=4, moe={"experts": 8, "ffn": 128})),
+    "tensor": (8, make_muon_config(tensor=2, zero=1)),
+    "whole gradients": (4, make_muon_config(tensor=2, zero=0)),
+    "divided": (4, make_muon_config(zero=3)),
+    "experts": (8, make_muon_config(tensor=2, zero=1, expert=4, moe={"experts": 8, "ffn": 128})),
 }
 
 
@@ -92,27 +92,31 @@ def test_pieces_travel_as_often_as_planned(name):
     sent = sum(
         first.get(axes, 0) - two.get(axes, 0) for first, two in zip(traffic, other, strict=True)
     )
-    machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
+    machine = Machine(
+        config, CLUSTER, get_family_constants("h100"), make_layout_sizes(config, layout)
+    )
     elements = sum(map(count_elements, range(config.model.layers), repeat(config))) / layout.tensor
-    planned = world * float(sum(muon_bytes(machine, elements)))
+    planned = world * float(sum(compute_muon_bytes(machine, elements)))
     assert 0.6 * planned < sent <= planned
 
 
 def test_who_works_most_is_bound_by_all_and_by_the_largest():
     """Compares with the real distribution, over as many buckets at a time as there are owners."""
     for data in (2, 4, 8, 16, 64):
-        config = muon(layers=8, zero=1)
+        config = make_muon_config(layers=8, zero=1)
         layout = Layout(data=data)
-        machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
-        total_seconds, longest = layer_muon_seconds(machine, 0)
-        nothing = muon_seconds(machine, 0.0, 0.0, 0.0)  # two transfers of no bytes
-        seconds = muon_seconds(machine, 0.0, 8 * total_seconds, longest) - nothing
+        machine = Machine(
+            config, CLUSTER, get_family_constants("h100"), make_layout_sizes(config, layout)
+        )
+        total_seconds, longest = estimate_layer_muon_seconds(machine, 0)
+        nothing = estimate_muon_seconds(machine, 0.0, 0.0, 0.0)  # two transfers of no bytes
+        seconds = estimate_muon_seconds(machine, 0.0, 8 * total_seconds, longest) - nothing
         matrices = list(describe_block(config.model, 0).matrices.elements())
         attention, late = matrices[:-2], matrices[-2:]
         parts, busiest = 8 * [attention, late], 0.0
         for start in range(0, len(parts), data):
             work = [
-                newton_schulz_seconds(machine.rate, *m)
+                estimate_newton_schulz_seconds(machine.rate, *m)
                 for part in parts[start : start + data]
                 for m in part
             ]
@@ -124,15 +128,15 @@ def test_who_works_most_is_bound_by_all_and_by_the_largest():
 
 
 def test_a_step_with_muon_is_longer_by_what_muon_takes():
-    config = muon(tensor=2, zero=1)
+    config = make_muon_config(tensor=2, zero=1)
     layout = Layout.from_parallel(config.parallel, 16)
     adamw = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "adamw"})})
-    constants = constants_of("h100")
+    constants = get_family_constants("h100")
     with_muon, plain = (predict(c, layout, CLUSTER, constants) for c in (config, adamw))
-    machine = Machine(config, CLUSTER, constants, sizes_of(config, layout))
-    total_seconds, longest = layer_muon_seconds(machine, 0)
+    machine = Machine(config, CLUSTER, constants, make_layout_sizes(config, layout))
+    total_seconds, longest = estimate_layer_muon_seconds(machine, 0)
     elements = 4 * count_elements(0, config) / 2
-    extra_seconds = float(muon_seconds(machine, elements, 4 * total_seconds, longest))
+    extra_seconds = float(estimate_muon_seconds(machine, elements, 4 * total_seconds, longest))
     assert extra_seconds > 0
     assert with_muon.breakdown["optimizer"] - plain.breakdown["optimizer"] == pytest.approx(
         extra_seconds

@@ -12,23 +12,23 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_prediction
 from megaframe.planner.candidates import Candidates
-from megaframe.planner.constants import CONSTANTS, constants_of
+from megaframe.planner.constants import CONSTANTS, get_family_constants
 from megaframe.planner.layout_search import LayoutChoice
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes
 from megaframe.planner.machine import PassTimes
-from megaframe.planner.prediction import model_flops, predict
-from megaframe.planner.vectorized import bubble_seconds, estimate
+from megaframe.planner.prediction import count_model_flops, predict
+from megaframe.planner.vectorized import estimate, estimate_bubble_seconds
 from megaframe.schedule import generate
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import simulate
 
 CLUSTER = load_cluster("h100-ib")
-CONSTANTS_H100 = constants_of("h100")
+CONSTANTS_H100 = get_family_constants("h100")
 GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}
 MOE = {**GPT, "moe": {"experts": 8, "ffn": 4096, "first": 2}}
 
 
-def config_of(model=None, train=None, **parallel):
+def make_config(model=None, train=None, **parallel):
     return RunConfig.model_validate(
         {
             "model": model or GPT,
@@ -38,7 +38,7 @@ def config_of(model=None, train=None, **parallel):
     )
 
 
-def predicted(config, world, cluster=CLUSTER, constants=CONSTANTS_H100):
+def predict_step(config, world, cluster=CLUSTER, constants=CONSTANTS_H100):
     return predict(config, Layout.from_parallel(config.parallel, world), cluster, constants)
 
 
@@ -54,7 +54,7 @@ def predicted(config, world, cluster=CLUSTER, constants=CONSTANTS_H100):
     ],
 )
 def test_parts_add_up_to_the_step(model, parallel, world):
-    prediction = predicted(config_of(model, **parallel), world)
+    prediction = predict_step(make_config(model, **parallel), world)
     assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_seconds)
     assert min(prediction.breakdown.values()) >= 0
     tokens = 256 * 2048
@@ -64,7 +64,7 @@ def test_parts_add_up_to_the_step(model, parallel, world):
     )
     assert 0 < prediction.mfu <= prediction.hfu < 1
     axes = {"tensor": "tensor", "context": "context", "expert": "expert", "data": "data"}
-    layout = Layout.from_parallel(config_of(model, **parallel).parallel, world)
+    layout = Layout.from_parallel(make_config(model, **parallel).parallel, world)
     for part, axis in axes.items():
         if layout.sizes[axis] == 1:
             assert prediction.breakdown[part] == 0, part
@@ -74,10 +74,11 @@ def test_parts_add_up_to_the_step(model, parallel, world):
 
 
 def test_a_plan_says_what_it_does_not_know_of_what_is_frozen():
-    config = config_of(GPT, zero=1)
+    config = make_config(GPT, zero=1)
     frozen = config.optim.model_copy(update={"frozen": ("blocks.0.*",)})
     plain, some = (
-        predicted(changed, 8) for changed in (config, config.model_copy(update={"optim": frozen}))
+        predict_step(changed, 8)
+        for changed in (config, config.model_copy(update={"optim": frozen}))
     )
     assert some.memory_bytes == plain.memory_bytes
     assert "optim.frozen" in some.reasons[1] and some.reasons[2:] == plain.reasons[1:]
@@ -86,7 +87,7 @@ def test_a_plan_says_what_it_does_not_know_of_what_is_frozen():
 def test_emulated_blocks_take_what_the_simulator_says():
     times = {"forward": 0.1, "backward": 0.2, "weight": 0.1}
     model = {"layers": 8, "hidden": 8, "heads": 1, "vocab": 16, "emulate": times}
-    config = config_of(
+    config = make_config(
         model,
         {"seq": 4, "global_batch": 16},
         pipeline=4,
@@ -96,7 +97,7 @@ def test_emulated_blocks_take_what_the_simulator_says():
     )
     quiet = replace(CLUSTER, jitter=0.0)
     software = replace(CONSTANTS_H100.software, step_kernels=0.0)
-    prediction = predicted(config, 4, quiet, replace(CONSTANTS_H100, software=software))
+    prediction = predict_step(config, 4, quiet, replace(CONSTANTS_H100, software=software))
     timeline = simulate(generate("interleaved", 4, 2, 16), ActionCosts(0.1, 0.2, 0.1))
     latency = 1e-3  # of all transfers together
     assert prediction.step_seconds == pytest.approx(float(timeline.time), abs=latency)
@@ -109,7 +110,7 @@ def test_layers_take_as_long_as_their_windows_let_them():
     train = {"seq": 32768, "global_batch": 8}
 
     def step(window, **parallel):
-        return predicted(config_of({**GPT, "window": window}, train, **parallel), 8)
+        return predict_step(make_config({**GPT, "window": window}, train, **parallel), 8)
 
     narrow, far, mixed = (step(w).breakdown["compute"] for w in (1024, None, [1024, None, 1024]))
     assert narrow < 0.75 * far
@@ -124,22 +125,24 @@ def test_layers_take_as_long_as_their_windows_let_them():
 
 
 def test_what_must_make_a_step_longer_does():
-    base = predicted(config_of(tensor=8, pipeline=4), 64).step_seconds
+    base = predict_step(make_config(tensor=8, pipeline=4), 64).step_seconds
     slow_links = replace(
         CLUSTER, tiers=tuple(replace(t, bandwidth=t.bandwidth / 4) for t in CLUSTER.tiers)
     )
-    assert predicted(config_of(tensor=8, pipeline=4), 64, slow_links).step_seconds > base
-    full = config_of(train={"recompute": "full"}, tensor=8, pipeline=4)
-    recomputed = predicted(full, 64)
+    assert predict_step(make_config(tensor=8, pipeline=4), 64, slow_links).step_seconds > base
+    full = make_config(train={"recompute": "full"}, tensor=8, pipeline=4)
+    recomputed = predict_step(full, 64)
     assert 1.15 * base < recomputed.step_seconds < 1.4 * base
-    assert recomputed.hfu / recomputed.mfu == pytest.approx(np.divide(*model_flops(full)[::-1]))
+    assert recomputed.hfu / recomputed.mfu == pytest.approx(
+        np.divide(*count_model_flops(full)[::-1])
+    )
     for name in ("product", "attention", "memory"):
         worse = replace(CONSTANTS_H100, **{name: getattr(CONSTANTS_H100, name) / 2})
         worse = replace(worse, software=replace(worse.software, kernels=0.0))
         assert (
-            predicted(config_of(), 8, constants=worse).step_seconds
-            > predicted(
-                config_of(),
+            predict_step(make_config(), 8, constants=worse).step_seconds
+            > predict_step(
+                make_config(),
                 8,
                 constants=replace(
                     CONSTANTS_H100, software=replace(CONSTANTS_H100.software, kernels=0.0)
@@ -149,8 +152,8 @@ def test_what_must_make_a_step_longer_does():
 
 
 def test_tensor_ranks_of_two_nodes_are_slower_and_it_is_said():
-    inside = predicted(config_of(tensor=8, data=4), 32)
-    across = predicted(config_of(tensor=16, data=2), 32)
+    inside = predict_step(make_config(tensor=8, data=4), 32)
+    across = predict_step(make_config(tensor=16, data=2), 32)
     assert across.step_seconds > 1.2 * inside.step_seconds
     assert any("tensor 16 crosses nodes of 8" in reason for reason in across.reasons)
 
@@ -158,7 +161,7 @@ def test_tensor_ranks_of_two_nodes_are_slower_and_it_is_said():
 def test_rows_reach_experts_without_tensor_ranks_but_shared_ones_as_an_mlp():
     def exposed(**options):
         model = {**GPT, "moe": {**MOE["moe"], "first": 0, **options}}
-        return predicted(config_of(model, tensor=8, expert=8), 8).breakdown["tensor"]
+        return predict_step(make_config(model, tensor=8, expert=8), 8).breakdown["tensor"]
 
     routed, shared = exposed(), exposed(shared=1)
     # Half of the bytes, but all latencies; and both ends of the model have sums of their own.
@@ -171,7 +174,7 @@ def test_gradients_of_a_chunk_leave_in_one_message():
     far = replace(CLUSTER.tiers[1], latency=1.0)
     slow = replace(CLUSTER, tiers=(replace(CLUSTER.tiers[0], latency=0.0), far), jitter=0.0)
     small = {**GPT, "vocab": 512}  # its head takes no longer than a block
-    config = config_of(small, tensor=8, pipeline=2, chunks=4, schedule="interleaved", zero=0)
+    config = make_config(small, tensor=8, pipeline=2, chunks=4, schedule="interleaved", zero=0)
     names = [field.name for field in fields(Candidates)]
     row = {name: getattr(config.parallel, name, 1) for name in names}
     row |= {"microbatch": 1, "data": 4, "recompute": 0, "schedule": SCHEDULES.index("interleaved")}
@@ -181,7 +184,7 @@ def test_gradients_of_a_chunk_leave_in_one_message():
     for kind in ("block", "chunk"):
         software = replace(CONSTANTS_H100.software, gradients_of=kind)
         constants = replace(CONSTANTS_H100, software=software)
-        exact = predicted(config, 64, slow, constants).breakdown["data"]
+        exact = predict_step(config, 64, slow, constants).breakdown["data"]
         many = estimate(config, slow, constants, candidate).breakdown["data"][0]
         estimates.append((exact, float(many)))
     for block, chunk in zip(*estimates, strict=True):
@@ -189,7 +192,7 @@ def test_gradients_of_a_chunk_leave_in_one_message():
 
 
 def test_what_does_not_fit_is_said():
-    prediction = predicted(config_of({**GPT, "layers": 200}, zero=0), 8)
+    prediction = predict_step(make_config({**GPT, "layers": 200}, zero=0), 8)
     assert not prediction.fits and prediction.reasons[0].startswith("does not fit: ")
     assert prediction.memory_bytes["optimizer"] > 80e9
 
@@ -207,7 +210,7 @@ def test_what_does_not_fit_is_said():
 def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, precision, width):
     """4 ranks divide 24 layers, each with matrices [hidden, 12 hidden], and two tables."""
     cluster = load_cluster(name)
-    constants = constants_of(cluster.chip.family)
+    constants = get_family_constants(cluster.chip.family)
     parameters = 24 * 12 * 4096**2 + 2 * 32000 * 4096
 
     def update(optim=optim, **chip):
@@ -217,7 +220,7 @@ def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, pre
         away = config.model_copy(
             update={"optim": RunConfig(optim={**optim, "offload": True}).optim}
         )
-        return [predicted(changed, 4, changed_cluster, constants) for changed in (config, away)]
+        return [predict_step(changed, 4, changed_cluster, constants) for changed in (config, away)]
 
     on_device, away = update()
     elementwise = update({})[0].breakdown["optimizer"]  # the time to pass over the state
@@ -242,7 +245,7 @@ def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, pre
 def test_a_checkpoint_holds_what_the_host_keeps():
     texts = []
     for offload in (False, True):
-        config = config_of(zero=1).model_copy(
+        config = make_config(zero=1).model_copy(
             update={"optim": RunConfig(optim={"offload": offload}).optim}
         )
         layout = Layout.from_parallel(config.parallel, 64)
@@ -254,13 +257,13 @@ def test_a_checkpoint_holds_what_the_host_keeps():
 
 def test_impossible_questions():
     with pytest.raises(UserError, match="2000000 ranks are more than the 131072 of cluster"):
-        predicted(config_of(data=2_000_000), 2_000_000)
+        predict_step(make_config(data=2_000_000), 2_000_000)
     cpu = load_cluster("cpu")
     chip = replace(cpu.chip, peaks={"fp32": 1e12})
     with pytest.raises(UserError, match=r"train.precision=bf16: chip cpu .* use fp32"):
-        predicted(config_of(), 1, replace(cpu, chip=chip), CONSTANTS["cpu"])
+        predict_step(make_config(), 1, replace(cpu, chip=chip), CONSTANTS["cpu"])
     with pytest.raises(UserError, match="no constants are known of chips of the family z80"):
-        constants_of("z80")
+        get_family_constants("z80")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -283,11 +286,13 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
         timeline = simulate(
             generate(name, ranks, chunks, many), ActionCosts(*times).divide_by_chunks(chunks)
         )
-        bubbles = bubble_seconds(ones_array * SCHEDULES.index(name), sizes, PassTimes(*times))
+        bubbles = estimate_bubble_seconds(
+            ones_array * SCHEDULES.index(name), sizes, PassTimes(*times)
+        )
         assert float(bubbles[0]) == pytest.approx(float(timeline.time) - many * sum(times))
 
 
-def candidates(model, world):
+def list_candidates(model, world):
     """Return valid layouts of `world` ranks as rows of numbers."""
     rows = []
     chunked = ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v")
@@ -305,8 +310,8 @@ def candidates(model, world):
 
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["dense", "experts"])
 def test_estimates_of_many_are_near_the_prediction_of_each(model):
-    rows = candidates(model, 32)
-    config = config_of(model)
+    rows = list_candidates(model, 32)
+    config = make_config(model)
     names = [field.name for field in fields(Candidates)]
     many = estimate(config, CLUSTER, CONSTANTS_H100, Candidates(*rows.T))
     assert len(many.step_seconds) == len(rows)
@@ -316,7 +321,7 @@ def test_estimates_of_many_are_near_the_prediction_of_each(model):
         row = dict(zip(names, map(int, rows[place]), strict=True))
         train = {"microbatch": row.pop("microbatch"), "recompute": RECOMPUTE[row.pop("recompute")]}
         row["schedule"] = SCHEDULES[row["schedule"]]
-        exact = predicted(config_of(model, train, **row), 32)
+        exact = predict_step(make_config(model, train, **row), 32)
         errors.append(abs(many.step_seconds[place] / exact.step_seconds - 1))
         needed = sum(exact.memory_bytes.values())
         memory.append(abs(many.memory_bytes[place] / needed - 1))

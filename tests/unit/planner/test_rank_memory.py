@@ -12,7 +12,7 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner import activations
-from megaframe.planner.communication_volume import communication_bytes
+from megaframe.planner.communication_volume import compute_communication_bytes
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.training.dry_run import describe_run
@@ -168,7 +168,7 @@ QUICK += ("weight passes later, blocks again", "muon", "powersgd, few heads", "a
 """Each axis, each ZeRO stage that moves gradients, and each kind of state."""
 
 
-def made(world, model, train, parallel, optim=None):
+def make_config(world, model, train, parallel, optim=None):
     """Return a config with two microbatches for each data rank, or eight in a pipeline."""
     parts = [parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline")]
     each = (8 if parts[-1] > 1 else 2) * train.get("microbatch", 1)
@@ -214,7 +214,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         assert step.buffers == pytest.approx(buffers, rel=0.01)
         assert step.optimizer == pytest.approx(plan.optimizer, rel=0.01)
         assert step.host == pytest.approx(plan.host, rel=0.01)
-        assert step.staging == pytest.approx(plan.rooms, rel=0.01)
+        assert step.staging == pytest.approx(plan.buffers, rel=0.01)
         kept_bytes = plan.activations + plan.messages
         # Experts also keep the indices of their routes, and latents a whole part of the keys.
         small = config.model.moe is not None or config.model.latent is not None
@@ -226,21 +226,21 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         if traffic:
             place = layout.get_coordinate(rank)["pipeline"]
             own_plans = [plans[stage] for stage in schedule.list_stages(place)]
-            planned = communication_bytes(config, layout, own_plans, lowered.ranks[place])
+            planned = compute_communication_bytes(config, layout, own_plans, lowered.ranks[place])
             assert_moved(step.traffic, planned, layout, config)
 
 
 @pytest.fixture
 def blocks_gone(monkeypatch):
     """Plan no recomputed activations: a rehearsal counts between actions, when they are gone."""
-    monkeypatch.setattr(activations, "_recompute_bytes", lambda config, plan: 0)
+    monkeypatch.setattr(activations, "_compute_recompute_bytes", lambda config, plan: 0)
 
 
 @pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_a_rank_counts_within_one_percent(name, blocks_gone):
     world, *sections = CASES[name]
-    config = made(world, *sections)
+    config = make_config(world, *sections)
     assert_counted(
         config, Layout.from_parallel(config.parallel, world), {0, world - 1}, traffic=True
     )
@@ -252,7 +252,7 @@ KINDS = [LLAMA, {"position": "learned", "bias": True}, {"norm": "rmsnorm", "late
 
 
 @st.composite
-def runs(draw):
+def draw_runs(draw):
     """Draw the config and layout of a run, so wide that the tokens' numbers do not matter."""
     schedule, pipeline = draw(st.sampled_from(sorted(SCHEDULES))), draw(st.sampled_from([1, 2, 4]))
     chunks = SCHEDULES[schedule] if pipeline > 1 else 1
@@ -273,13 +273,13 @@ def runs(draw):
     train = {"precision": draw(st.sampled_from(["bf16", "fp32"]))}
     train |= {"recompute": draw(st.sampled_from(["none", "selective"]))}
     world = math.prod([*sizes.values(), pipeline, data])
-    config = made(world, model, train, parallel)
+    config = make_config(world, model, train, parallel)
     return config, Layout.from_parallel(config.parallel, world)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=20)
-@given(run=runs(), ends=st.sampled_from([0, -1]))
+@given(run=draw_runs(), ends=st.sampled_from([0, -1]))
 def test_any_run_is_planned_as_it_counts(run, ends):
     """Context ranks copy their part of the tokens' numbers of a step, which is more than 1% if a
     stage has hardly any blocks."""
@@ -295,7 +295,7 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
     model, layout = {**LLAMA, "layers": 16}, Layout(data=4)
     sizes = []
     for zero in (1, 2):
-        config = made(4, model, {}, {"zero": zero, "compress": "powersgd"})
+        config = make_config(4, model, {}, {"zero": zero, "compress": "powersgd"})
         schedule = lower(build_step_schedule(config, 2))
         step = run_meta_step(config, layout, 0)
         plan = compute_rank_memory(config, layout, plan_stages(config), schedule, 0)
@@ -307,7 +307,7 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
 
 def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
     away, on_device = (
-        made(4, LLAMA, {}, {"zero": 1}, {"offload": offload}) for offload in (True, False)
+        make_config(4, LLAMA, {}, {"zero": 1}, {"offload": offload}) for offload in (True, False)
     )
 
     def sizes(config, **options):
@@ -319,6 +319,6 @@ def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
     state_bytes = plain["weights"] + plain["optimizer"]
     assert gpu["weights"] == gpu["optimizer"] == 0
     assert gpu["on the host"] == pytest.approx(state_bytes, abs=0.002) and state_bytes > 0.01
-    assert gpu["total"] == pytest.approx(plain["total"] - state_bytes + gpu["rooms"], abs=0.002)
+    assert gpu["total"] == pytest.approx(plain["total"] - state_bytes + gpu["buffers"], abs=0.002)
     on_host = {"cluster": load_cluster("cpu")}
     assert sizes(away, **on_host) == sizes(on_device, **on_host)  # here all memory is the host's

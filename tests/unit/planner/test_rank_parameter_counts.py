@@ -22,13 +22,13 @@ LAYOUTS = [
 ]
 
 
-def counted(config, layout, plan):
+def count_by_plan(config, layout, plan):
     """Return the same numbers as `by_specs`, from the plan."""
     counts = count_parameters(config, layout, [plan])
     parts = (
         (*counts.tables, counts.positions),
         counts.split,
-        counts.whole,
+        counts.replicated,
         counts.shared,
         counts.experts,
     )
@@ -42,14 +42,14 @@ def test_every_config_holds_what_its_layers_declare(path, sizes):
     config = load(str(path), [f"parallel.pipeline={pipeline}", "model.vocab=5003"])
     layout = Layout(**sizes)
     for plan in plan_stages(config):
-        assert counted(config, layout, plan) == by_specs(config, layout, [plan])
+        assert count_by_plan(config, layout, plan) == count_by_specs(config, layout, [plan])
 
 
-def by_specs(config, layout, plans):
+def count_by_specs(config, layout, plans):
     """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
     experts' matrices) on the first rank, from the layers' specs."""
     chunks = build_chunks(config, plans, RunContext())
-    counts = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
+    counts = {"vector": 0, "table": 0, "split": 0, "replicated": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for chunk in chunks.values() for p in chunk.parameters()}:
         spec = parameter.spec
         size = spec.find_local_box(layout.get_full_coordinate(0), layout.sizes).size
@@ -64,7 +64,7 @@ def by_specs(config, layout, plans):
             copies = [count_copies(spec.shape[dim], layout.tensor) for dim in dims]
             replicated = not dims and layout.tensor > 1
             shared = bool(dims) and copies[0] > 1
-            counts["whole" if replicated else "shared" if shared else "split"] += size
+            counts["replicated" if replicated else "shared" if shared else "split"] += size
     return tuple(counts.values())
 
 
@@ -106,4 +106,4 @@ def test_what_is_held_is_what_layers_declare(model, tensor, pipeline):
     )
     layout = Layout.from_parallel(config.parallel, 4 * tensor * pipeline)
     for plan in plan_stages(config):
-        assert counted(config, layout, plan) == by_specs(config, layout, [plan])
+        assert count_by_plan(config, layout, plan) == count_by_specs(config, layout, [plan])

@@ -52,23 +52,23 @@ def quick():
         cases = cases_by_test.setdefault(f"{file}::{getattr(item, 'originalname', item.name)}", [])
         if item.get_closest_marker("slow") is None:
             parameters = getattr(item, "callspec", None)
-            cases.append({*pairs("", parameters.params)} if parameters else set())
+            cases.append({*list_pairs("", parameters.params)} if parameters else set())
     return cases_by_test
 
 
-def pairs(name, value):
+def list_pairs(name, value):
     """Yield (name, value) of everything in a parameter, however deep in mappings and sequences."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from pairs(key, inner)
+            yield from list_pairs(key, inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from pairs(name, inner)
+            yield from list_pairs(name, inner)
     elif isinstance(value, str | int):
         yield name, value
 
 
-def values(key):
+def list_values(key):
     """Return the values of a key, as the config and the schedules' own list have them."""
     if key == "parallel.schedule":
         return {*SCHEDULE_NAMES}
@@ -90,7 +90,7 @@ def test_every_file_shows_something(quick):
 def test_every_value_of_a_choice_is_shown(key, quick):
     prefix, name = SHOWN_BY[key]
     cases = [case for test, some in quick.items() if test.startswith(prefix) for case in some]
-    assert values(key) <= {value for case in cases for at, value in case if at == name}
+    assert list_values(key) <= {value for case in cases for at, value in case if at == name}
 
 
 def test_every_axis_is_compared(quick):

@@ -43,7 +43,7 @@ def source(tmp_path_factory):
     return copy_tracked(tmp_path_factory.mktemp("source"))
 
 
-def wheel_of(source, folder, **options):
+def build_wheel(source, folder, **options):
     """Build the wheel of a source tree in `folder`; return its path."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     run([*pip, "--no-index", "-w", folder, source], **options)
@@ -53,7 +53,7 @@ def wheel_of(source, folder, **options):
 
 @pytest.fixture(scope="module")
 def wheel(source):
-    return source, wheel_of(source, source / "dist")
+    return source, build_wheel(source, source / "dist")
 
 
 def test_the_wheel_has_every_file_that_is_imported_or_read(wheel):
@@ -83,7 +83,7 @@ def test_a_wheel_with_the_cuda_kernels_is_for_its_platform_and_they_load(wheel, 
     source, plain = wheel
     assert plain.name.endswith("-py3-none-any.whl")
     environment = {**os.environ, "MEGAFRAME_BUILD_CUDA": "1"}
-    built = wheel_of(source, tmp_path / "dist", env=environment)
+    built = build_wheel(source, tmp_path / "dist", env=environment)
     machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert built.name.endswith(f"-py3-none-{machine}.whl")
     zipfile.ZipFile(built).extractall(tmp_path / "here")

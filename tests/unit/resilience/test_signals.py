@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fault_runs import lines, log, losses, main, once, told
+from fault_runs import log, main, once, read_lines, read_losses, told
 from rank_process import Program, places, stuck_after
 
 from megaframe.distributed import gloo_sockets
@@ -27,14 +27,14 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_from_there(
     parallel = {"parallel__pipeline": 2, "checkpoint__every": 100}
     assert pool.run(2, main, overrides(run__dir=tmp_path / "whole", **parallel)) == [0, 0]
     keys = [*overrides(**parallel), "checkpoint.resume=latest"]
-    assert pool.run(2, heeding, keys, told, 1, 4, number) == [status] * 2
-    assert len(lines(tmp_path / "run")) == 6
+    assert pool.run(2, run_with_python_handler, keys, told, 1, 4, number) == [status] * 2
+    assert len(read_lines(tmp_path / "run")) == 6
     assert f"by {number.name} after step 6 of 12" in log(tmp_path / "run")
     assert pool.run(2, main, keys) == [0, 0]
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
 
 
-def heeding(*arguments):
+def run_with_python_handler(*arguments):
     """Run `main` with Python's own reaction to SIGINT, which jobs in the background ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -46,15 +46,15 @@ def heeding(*arguments):
 def test_the_summary_says_how_a_run_that_was_cut_short_goes_on(pool, overrides, tmp_path):
     """The printed command continues the run, whatever the first one resumed from."""
     keys = overrides(checkpoint__every=100, run__dir=tmp_path / "a run")
-    assert pool.run(1, heeding, keys, told, 0, 4, signal.SIGINT) == [130]
+    assert pool.run(1, run_with_python_handler, keys, told, 0, 4, signal.SIGINT) == [130]
     (line,) = (entry for entry in log(tmp_path / "a run").splitlines() if "continue with" in entry)
     program, script, *words = shlex.split(line.partition("continue with")[2])
     assert Path(program).name.startswith("python") and script == "pretrain_gpt.py"
     assert pool.run(1, main, words) == [0]
     text = log(tmp_path / "a run")
-    assert len(losses(tmp_path / "a run")) == 12 and text.count("cut short") == 1
+    assert len(read_losses(tmp_path / "a run")) == 12 and text.count("cut short") == 1
     assert f"resumed from step 6 of {tmp_path}/a run/checkpoints/step-00000006" in text
-    assert pool.run(1, heeding, overrides(), told, 0, 4, signal.SIGINT) == [130]
+    assert pool.run(1, run_with_python_handler, overrides(), told, 0, 4, signal.SIGINT) == [130]
     assert "nothing: checkpoint.every=0" in log(tmp_path / "run")
 
 
@@ -70,14 +70,14 @@ def test_the_command_names_the_launcher(monkeypatch):
     assert f" --nnodes 2 {end}" in resume_command()
 
 
-def stuck_with_python_handler():
+def hang_with_python_handler():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stuck_after(4)
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_wherever_it_is(overrides, tmp_path):
     run = Program(
-        stuck_with_python_handler, words=overrides(train__steps=6), errors=tmp_path / "errors"
+        hang_with_python_handler, words=overrides(train__steps=6), errors=tmp_path / "errors"
     )
     try:
         metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
@@ -120,7 +120,7 @@ def test_ctrl_c_under_a_torchrun_comes_twice(monkeypatch):
 
 def test_a_signal_near_the_end_of_a_run_that_saves_nothing(pool, overrides, tmp_path):
     assert pool.run(1, main, overrides(), told, 0, 10) == [0]
-    assert len(lines(tmp_path / "run")) == 12
+    assert len(read_lines(tmp_path / "run")) == 12
     assert pool.run(1, main, overrides(run__dir=tmp_path / "other"), told, 0, 2) == [143]
 
 
@@ -159,7 +159,7 @@ def launch(folder, environments, fault=None):
         os.waitpid(rank, 0)
 
 
-def statuses(folder, deadline):
+def wait_for_statuses(folder, deadline):
     """Wait until all ranks have ended, and return their statuses."""
     ranks = (folder / "ranks").read_text().split()
     while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
@@ -180,7 +180,7 @@ def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides
         assert time.monotonic() < deadline and launcher.poll() is None
         time.sleep(0.02)
     launcher.kill()
-    assert statuses(tmp_path, deadline) == [status]
+    assert wait_for_statuses(tmp_path, deadline) == [status]
     assert (metrics.read_text().count("\n") == steps) == (status == "0")
     assert (tmp_path / "run/checkpoints/latest").exists()
 
@@ -204,6 +204,6 @@ def test_so_do_ranks_that_begin_again_without_the_launcher_that_started_them(ove
     deadline = time.monotonic() + 60
     while launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert statuses(tmp_path, deadline) == ["143"] * 2
+    assert wait_for_statuses(tmp_path, deadline) == ["143"] * 2
     assert "restarted in the same processes" in log(tmp_path / "run")
-    assert len(lines(tmp_path / "run")) < 12
+    assert len(read_lines(tmp_path / "run")) < 12

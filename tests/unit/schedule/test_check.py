@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import executable, schedule_of, schedules
+from random_schedules import draw_schedules, is_executable, schedule_of
 
 from megaframe.errors import UserError
 from megaframe.schedule import ActionKind, Schedule, lower
@@ -16,7 +16,7 @@ forms = st.sampled_from((lambda schedule: schedule, lower))
 few = settings(deadline=None, max_examples=80)
 
 
-def marked(schedule):
+def find_marked(schedule):
     """Return the cell that the checker marks."""
     with pytest.raises(UserError) as error:
         check(schedule)
@@ -25,50 +25,50 @@ def marked(schedule):
     return cells[0]
 
 
-def changed(schedule, rank, actions):
+def change_rank(schedule, rank, actions):
     return Schedule((*schedule.ranks[:rank], tuple(actions), *schedule.ranks[rank + 1 :]))
 
 
 @st.composite
-def cells(draw, schedule):
+def draw_cell(draw, schedule):
     """Draw the (rank, position) of an action."""
     rank = draw(st.integers(0, len(schedule.ranks) - 1))
     return rank, draw(st.integers(0, len(schedule.ranks[rank]) - 1))
 
 
-@given(schedules(), forms)
+@given(draw_schedules(), forms)
 @few
 def test_every_executable_schedule_passes(schedule, form):
     check(form(schedule))
 
 
-@given(st.data(), schedules(), forms)
+@given(st.data(), draw_schedules(), forms)
 @few
 def test_a_missing_action_is_shown_where_it_should_stand(data, schedule, form):
     schedule = form(schedule)
-    rank, position = data.draw(cells(schedule))
+    rank, position = data.draw(draw_cell(schedule))
     actions = list(schedule.ranks[rank])
     missing = actions.pop(position)
     if missing.kind is ActionKind.W or not actions:
         return  # a backward without its W is not split; a rank without actions has its own message
-    assert marked(changed(schedule, rank, actions)) == f"{missing}?"
+    assert find_marked(change_rank(schedule, rank, actions)) == f"{missing}?"
 
 
-@given(st.data(), schedules(), forms)
+@given(st.data(), draw_schedules(), forms)
 @few
 def test_a_repeated_action_is_marked(data, schedule, form):
     schedule = form(schedule)
-    rank, position = data.draw(cells(schedule))
+    rank, position = data.draw(draw_cell(schedule))
     actions = list(schedule.ranks[rank])
     repeated = actions[position]
     actions.insert(data.draw(st.integers(0, len(actions))), repeated)
-    assert marked(changed(schedule, rank, actions)) == str(repeated)
+    assert find_marked(change_rank(schedule, rank, actions)) == str(repeated)
 
 
-@given(st.data(), schedules())
+@given(st.data(), draw_schedules())
 @few
 def test_an_action_on_another_rank_is_marked(data, schedule):
-    rank, position = data.draw(cells(schedule))
+    rank, position = data.draw(draw_cell(schedule))
     actions = list(schedule.ranks[rank])
     moved = actions.pop(position)
     to = data.draw(st.integers(0, len(schedule.ranks) - 1))
@@ -76,18 +76,18 @@ def test_an_action_on_another_rank_is_marked(data, schedule):
         return
     row = list(schedule.ranks[to])
     row.insert(data.draw(st.integers(0, len(row))), moved)
-    assert marked(changed(changed(schedule, rank, actions), to, row)) == str(moved)
+    assert find_marked(change_rank(change_rank(schedule, rank, actions), to, row)) == str(moved)
 
 
-@given(st.data(), schedules())
+@given(st.data(), draw_schedules())
 @settings(deadline=None, max_examples=200)
 def test_a_swap_is_refused_exactly_when_it_cannot_be_executed(data, schedule):
-    rank, position = data.draw(cells(schedule))
+    rank, position = data.draw(draw_cell(schedule))
     other = data.draw(st.integers(0, len(schedule.ranks[rank]) - 1))
     actions = list(schedule.ranks[rank])
     actions[position], actions[other] = actions[other], actions[position]
-    swapped = changed(schedule, rank, actions)
-    if executable(swapped):
+    swapped = change_rank(schedule, rank, actions)
+    if is_executable(swapped):
         check(swapped)
     else:
         with pytest.raises(UserError, match=r">.*<"):
@@ -99,13 +99,13 @@ NEEDS = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B}
 PAIRS = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
 
 
-def rendezvous(schedule):
+def run_strictly(schedule):
     """Run as the strictest engine would: a transfer happens once both ends have posted it and the
     previous one on its edge is done. Return whether all lists run to their ends."""
     at = [0] * len(schedule.ranks)
     sent, expected_receives, arrived = defaultdict(list), defaultdict(list), set()
 
-    def peer(kind, stage, rank):
+    def find_peer(kind, stage, rank):
         """Return the other rank of a transfer, or None."""
         other = stage + STEPS[kind]
         inside = 0 <= other < len(schedule.rank_of)
@@ -114,10 +114,10 @@ def rendezvous(schedule):
     def step(rank, action):
         """Execute an action if possible; return whether it was."""
         kind, stage, number = action.kind, action.stage, action.microbatch
-        if kind in NEEDS and peer(NEEDS[kind], stage, rank) is not None:
+        if kind in NEEDS and find_peer(NEEDS[kind], stage, rank) is not None:
             return (NEEDS[kind], stage, number) in arrived
         if kind in STEPS:
-            other = peer(kind, stage, rank)
+            other = find_peer(kind, stage, rank)
             if kind in PAIRS:
                 sent[rank, other].append((PAIRS[kind], stage + STEPS[kind], number))
             else:
@@ -139,21 +139,21 @@ def rendezvous(schedule):
 
 
 @pytest.mark.slow
-@given(st.data(), schedules())
+@given(st.data(), draw_schedules())
 @settings(deadline=None, max_examples=200)
 def test_what_passes_runs_to_its_end_even_if_sends_wait_for_their_receives(data, schedule):
     lowered = lower(schedule)
-    assert rendezvous(lowered)
-    rank, position = data.draw(cells(lowered))
+    assert run_strictly(lowered)
+    rank, position = data.draw(draw_cell(lowered))
     actions = list(lowered.ranks[rank])
     moved = actions.pop(position)
     actions.insert(max(0, position + data.draw(st.integers(-4, 4))), moved)
-    mutated = changed(lowered, rank, actions)
+    mutated = change_rank(lowered, rank, actions)
     try:
         check(mutated)
     except UserError:
         return
-    assert rendezvous(mutated)
+    assert run_strictly(mutated)
 
 
 def test_a_deadlock_names_its_circle():
@@ -205,7 +205,7 @@ def test_a_send_after_what_waits_for_its_answer_is_a_deadlock():
 )
 def test_refusals(text, cell, words):
     schedule = schedule_of(text)
-    assert marked(schedule) == cell
+    assert find_marked(schedule) == cell
     with pytest.raises(UserError, match=re.escape(words)):
         check(schedule)
 

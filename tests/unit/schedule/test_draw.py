@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
-from random_schedules import schedule_of, schedules
+from random_schedules import draw_schedules, schedule_of
 
 from megaframe.schedule import lower
 from megaframe.schedule.costs import ActionCosts, parse_costs
@@ -21,7 +21,7 @@ few = settings(deadline=None, max_examples=40)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def names(timeline):
+def count_names(timeline):
     return Counter(str(interval.action) for intervals in timeline.compute for interval in intervals)
 
 
@@ -49,7 +49,7 @@ def test_long_grids_are_cut_into_bands_and_longer_ones_scaled():
     ]
 
 
-@given(schedules())
+@given(draw_schedules())
 @few
 def test_text_names_every_action_that_takes_time_once(schedule):
     timeline = simulate(schedule, ActionCosts().divide_by_chunks(1))
@@ -62,21 +62,23 @@ def test_text_names_every_action_that_takes_time_once(schedule):
             cells = match[2].replace("-", " ").replace(".", " ").split()
             labels.update(cell if several else match[1] + cell for cell in cells)
     if several:
-        assert labels == names(timeline)
+        assert labels == count_names(timeline)
     else:
         stage = {str(schedule.rank_of[s]): s for s in range(len(schedule.rank_of))}
         renamed = Counter({f"{stage[key[0]]}{key[1:]}": n for key, n in labels.items()})
-        assert renamed == names(timeline)
+        assert renamed == count_names(timeline)
 
 
-@given(schedules())
+@given(draw_schedules())
 @few
 def test_svg_shows_every_action_once_within_the_frame(schedule):
     timeline = simulate(schedule, ActionCosts(1, 1.5, 0.5, comm=0.25))
     root = ElementTree.fromstring(draw_svg(timeline, "file:<a&b>"))
     assert root.find(f"{SVG}title").text.startswith("file:<a&b>: ")
     groups = [group for group in root.iter(f"{SVG}g") if group.get("class") == "action"]
-    assert Counter(g.find(f"{SVG}title").text.split(":")[0] for g in groups) == names(timeline)
+    assert Counter(g.find(f"{SVG}title").text.split(":")[0] for g in groups) == count_names(
+        timeline
+    )
     width, height = float(root.get("width")), float(root.get("height"))
     rows = defaultdict(list)
     for group in groups:
@@ -97,14 +99,14 @@ def test_svg_is_self_contained_and_knows_both_grounds():
     assert "time 3, bubble 0.00%" in text
 
 
-@given(schedules())
+@given(draw_schedules())
 @few
 def test_trace_has_a_slice_per_action_and_transfer_and_arrows_between(schedule):
     timeline = simulate(lower(schedule), ActionCosts(1, 2, 1, comm=0.5))
     events = json.loads(draw_trace(timeline))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     compute = [event for event in slices if event["tid"] == 0]
-    assert Counter(event["name"] for event in compute) == names(timeline)
+    assert Counter(event["name"] for event in compute) == count_names(timeline)
     lowered = Counter(str(a) for actions in lower(schedule).ranks for a in actions)
     sent = Counter(event["name"] for event in slices if event["cat"] in ("SEND", "RECV"))
     assert sent == Counter({n: c for n, c in lowered.items() if re.search("SEND|RECV", n)})

@@ -19,7 +19,7 @@ TIMES = ((1, 1, 1), (3, 3, 2), (5, 7, 3), (Fraction(7, 3), 2, Fraction(1, 5)))
 """F, B and W of a rank's share. W takes no longer than F or B."""
 
 
-def simulated(name, ranks, chunks, microbatches, times=(1, 1, 1), **options):
+def simulate_schedule(name, ranks, chunks, microbatches, times=(1, 1, 1), **options):
     forward, backward, weight = times
     schedule = generate(name, ranks, chunks, microbatches, **options)
     return simulate(schedule, ActionCosts(forward, backward, weight).divide_by_chunks(chunks))
@@ -30,7 +30,7 @@ def simulated(name, ranks, chunks, microbatches, times=(1, 1, 1), **options):
 def test_bubble_of_1f1b_and_gpipe(ranks, times):
     for name in ("gpipe", "1f1b"):
         for microbatches in (1, ranks, 3 * ranks + 1):
-            timeline = simulated(name, ranks, 1, microbatches, times)
+            timeline = simulate_schedule(name, ranks, 1, microbatches, times)
             assert max(timeline.bubbles) == (ranks - 1) * sum(times)
             assert timeline.time == (microbatches + ranks - 1) * sum(times)
 
@@ -41,7 +41,7 @@ def test_bubble_of_schedules_in_chunks(ranks, times):
     for name in ("interleaved", "breadth-first"):
         for chunks in (2, 3, 4):
             for microbatches in (ranks, ranks + 1, 2 * ranks - 1, 3 * ranks, 4 * ranks + 1):
-                timeline = simulated(name, ranks, chunks, microbatches, times)
+                timeline = simulate_schedule(name, ranks, chunks, microbatches, times)
                 bubble = Fraction((ranks - 1) * sum(times)) / chunks
                 assert max(timeline.bubbles) == bubble
                 assert timeline.time == microbatches * sum(times) + bubble
@@ -52,33 +52,35 @@ def test_bubble_of_schedules_in_chunks(ranks, times):
 def test_bubble_where_weight_gradients_wait(ranks, times):
     forward, backward, weight = times
     for microbatches in (ranks, 2 * ranks, 3 * ranks + 1):
-        timeline = simulated("zb-h1", ranks, 1, microbatches, times)
+        timeline = simulate_schedule("zb-h1", ranks, 1, microbatches, times)
         bubble = (ranks - 1) * (forward + backward - weight)
         assert max(timeline.bubbles) == bubble
         assert timeline.time == microbatches * sum(times) + bubble
     for microbatches in (2 * ranks, 3 * ranks + 1):
-        timeline = simulated("zb-h2", ranks, 1, microbatches, times)
+        timeline = simulate_schedule("zb-h2", ranks, 1, microbatches, times)
         assert max(timeline.bubbles) == (ranks - 1) * (forward + backward - 2 * weight)
         if forward <= backward:
-            timeline = simulated("zb-v", ranks, 2, microbatches, times)
+            timeline = simulate_schedule("zb-v", ranks, 2, microbatches, times)
             assert max(timeline.bubbles) == (ranks - 1) * (backward - weight)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bubble_of_schedules_in_a_v_with_equal_times(ranks):
     for microbatches in (2 * ranks - 1, 2 * ranks, 4 * ranks + 1):
-        assert max(simulated("zb-v", ranks, 2, microbatches).bubbles) == 0
-        assert max(simulated("dualpipe-v", ranks, 2, microbatches).bubbles) == Fraction(ranks, 2)
-        bubble = max(simulated("v-half", ranks, 2, microbatches).bubbles)
+        assert max(simulate_schedule("zb-v", ranks, 2, microbatches).bubbles) == 0
+        assert max(simulate_schedule("dualpipe-v", ranks, 2, microbatches).bubbles) == Fraction(
+            ranks, 2
+        )
+        bubble = max(simulate_schedule("v-half", ranks, 2, microbatches).bubbles)
         assert bubble == Fraction(7 * ranks - 4, 4) < 3 * (ranks - 1) + Fraction(1, 2)
-        bubble = max(simulated("v-half", ranks + 1, 2, microbatches + 2).bubbles)
+        bubble = max(simulate_schedule("v-half", ranks + 1, 2, microbatches + 2).bubbles)
         assert bubble == Fraction(7 * ranks, 4)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_live_activations(ranks):
     def live(name, chunks, microbatches, **options):
-        return simulated(name, ranks, chunks, microbatches, **options).peak_activations
+        return simulate_schedule(name, ranks, chunks, microbatches, **options).peak_activations
 
     for microbatches in (ranks, 2 * ranks, 3 * ranks + 1):
         assert live("gpipe", 1, microbatches) == (microbatches,) * ranks

@@ -10,7 +10,7 @@ from megaframe.schedule.limits import SCHEDULE_LIMITS
 ORDERS = [name for name in SCHEDULE_LIMITS if name != "search"]
 
 
-def nearest_size(name, ranks, chunks, additional):
+def find_nearest_size(name, ranks, chunks, additional):
     """Return a size close to the drawn one for which the schedule exists."""
     return ranks, SCHEDULE_LIMITS[name].find_nearest_chunks(chunks), ranks + additional
 
@@ -62,7 +62,7 @@ def test_nothing_is_sent_within_a_rank():
 def test_every_lowered_schedule_passes_the_checker_however_early_receives_are(
     name, ranks, chunks, additional, ahead
 ):
-    schedule = generate(name, *nearest_size(name, ranks, chunks, additional))
+    schedule = generate(name, *find_nearest_size(name, ranks, chunks, additional))
     lowered = lower(schedule, ahead)
     check(lowered)
     assert lower(lowered, ahead) == lowered
@@ -75,7 +75,7 @@ def test_every_lowered_schedule_passes_the_checker_however_early_receives_are(
 def test_receives_of_an_edge_are_posted_in_the_order_of_its_sends_and_early(
     name, ranks, chunks, additional
 ):
-    lowered = lower(generate(name, *nearest_size(name, ranks, chunks, additional)), ahead=2)
+    lowered = lower(generate(name, *find_nearest_size(name, ranks, chunks, additional)), ahead=2)
     rank_of = lowered.rank_of
     for source in range(ranks):
         for target in range(ranks):
@@ -97,10 +97,10 @@ def test_receives_of_an_edge_are_posted_in_the_order_of_its_sends_and_early(
             ]
             assert sent == received
     for actions in lowered.ranks:
-        _posted_early(actions, ahead=2)
+        _assert_posted_early(actions, ahead=2)
 
 
-def _posted_early(actions, ahead):
+def _assert_posted_early(actions, ahead):
     """Assert that at least `ahead` compute actions, or all earlier ones, are between receive and
     use."""
     for position, action in enumerate(actions):

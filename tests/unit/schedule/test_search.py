@@ -21,7 +21,7 @@ seconds = st.integers(1, 12)
 
 
 @st.composite
-def problems(draw):
+def draw_problem(draw):
     ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     microbatches = draw(st.integers(1, 12))
     stages = ranks * chunks
@@ -32,7 +32,7 @@ def problems(draw):
 
 
 @settings(deadline=None, max_examples=30)
-@given(problems(), st.sampled_from([None, "loop", "vee"]))
+@given(draw_problem(), st.sampled_from([None, "loop", "vee"]))
 def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement):
     ranks, chunks, microbatches, costs, limit = problem
     size = (ranks, chunks, microbatches)
@@ -58,7 +58,7 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
 
 @settings(deadline=None, max_examples=100)
 @given(
-    problems(),
+    draw_problem(),
     st.sampled_from(["loop", "vee"]),
     st.builds(
         GreedyPolicy,

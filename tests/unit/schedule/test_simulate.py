@@ -5,7 +5,15 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import B, F, durations_of, ends, schedule_of, schedules, seconds
+from random_schedules import (
+    B,
+    F,
+    compute_ends,
+    draw_schedules,
+    list_durations,
+    schedule_of,
+    seconds,
+)
 
 from megaframe.errors import UserError
 from megaframe.schedule import lower
@@ -16,7 +24,7 @@ from megaframe.schedule.simulate import simulate
 ONE_F_ONE_B = "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"
 
 
-def times(timeline):
+def format_times(timeline):
     return [
         " ".join(f"{interval.action}:{interval.start}-{interval.end}" for interval in intervals)
         for intervals in timeline.compute
@@ -27,7 +35,7 @@ def test_1f1b_by_hand_with_the_fused_backward_billed_for_both():
     timeline = simulate(
         schedule_of(ONE_F_ONE_B), ActionCosts(forward=1, backward=2, weight=3, comm=1)
     )
-    assert times(timeline) == [
+    assert format_times(timeline) == [
         "0F0:0-1 0F1:1-2 0B0:9-14 0F2:14-15 0B1:15-20 0B2:23-28",
         "1F0:2-3 1B0:3-8 1F1:8-9 1B1:9-14 1F2:16-17 1B2:17-22",
     ]
@@ -40,7 +48,7 @@ def test_1f1b_by_hand_with_the_fused_backward_billed_for_both():
 
 def test_a_split_backward_lets_the_gradient_go_before_its_weight_gradient():
     timeline = simulate(schedule_of("0F0 0B0 0W0\n1F0 1B0 1W0"), ActionCosts(1, 2, 3))
-    assert times(timeline) == ["0F0:0-1 0B0:4-6 0W0:6-9", "1F0:1-2 1B0:2-4 1W0:4-7"]
+    assert format_times(timeline) == ["0F0:0-1 0B0:4-6 0W0:6-9", "1F0:1-2 1B0:2-4 1W0:4-7"]
 
 
 def test_transfers_of_one_edge_follow_each_other():
@@ -66,7 +74,7 @@ def test_stages_of_one_rank_are_its_chunks_and_hand_over_without_a_transfer():
 
 
 @pytest.mark.slow
-@given(st.data(), schedules(), st.booleans(), st.booleans())
+@given(st.data(), draw_schedules(), st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=150)
 def test_equals_the_longest_path(data, schedule, lowered, floats):
     stages = len(schedule.rank_of)
@@ -75,8 +83,8 @@ def test_equals_the_longest_path(data, schedule, lowered, floats):
     if floats:
         pass_times = [tuple(map(float, values)) for values in pass_times]
         comm = float(comm)
-    durations = durations_of(schedule, *pass_times)
-    expected = ends(schedule, durations, comm)
+    durations = list_durations(schedule, *pass_times)
+    expected = compute_ends(schedule, durations, comm)
     timeline = simulate(lower(schedule) if lowered else schedule, ActionCosts(*pass_times, comm))
     intervals_by_action = {
         interval.action: interval for intervals in timeline.compute for interval in intervals
@@ -96,7 +104,7 @@ def test_equals_the_longest_path(data, schedule, lowered, floats):
         assert timeline.bubble_time == same(timeline.time - work / ranks)
 
 
-@given(schedules())
+@given(draw_schedules())
 @settings(deadline=None, max_examples=80)
 def test_live_activations_equal_a_count(schedule):
     expected = []

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from fake_cuda.nccl_layouts import (
     LAYOUTS,
     LLAMA,
-    calls_of_each,
-    configured,
-    named,
-    recorded,
-    scheduled,
+    make_config,
+    name_layout,
+    record_each,
+    record_layout,
+    schedule_model,
 )
 from fake_cuda.nccl_rules import CallMismatch, Deadlock, simulate
 
@@ -31,24 +31,26 @@ from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
     i
-    for i, (world, _, layout_) in enumerate(LAYOUTS)
-    if (world == 2 and layout_.keys() & {"pipeline", "context", "expert"}) or layout_ == {"zero": 3}
+    for i, (world, _, axes) in enumerate(LAYOUTS)
+    if (world == 2 and axes.keys() & {"pipeline", "context", "expert"}) or axes == {"zero": 3}
 ]
 """Every schedule, a ring, experts and ZeRO."""
 
 
-def streams_of(calls):
+def list_streams(calls):
     return {call.stream for call in calls if hasattr(call, "stream")}
 
 
 @pytest.mark.quick(when=lambda layout: layout in QUICK)
-@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[named(*case) for case in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", range(len(LAYOUTS)), ids=[name_layout(*case) for case in LAYOUTS]
+)
 def test_every_layout_comes_to_an_end(layout):
     """With the number of hardware queues that a run asks for, one for each stream."""
     world, model, parallel = LAYOUTS[layout]
-    config = configured(world, model, parallel)
-    calls, queues = recorded(config, world), count_streams(config, world)
-    assert max(len(streams_of(recorded_call)) for recorded_call in calls) <= queues
+    config = make_config(world, model, parallel)
+    calls, queues = record_layout(config, world), count_streams(config, world)
+    assert max(len(list_streams(recorded_call)) for recorded_call in calls) <= queues
     simulate(calls, queues)
 
 
@@ -63,7 +65,7 @@ def test_every_value_has_a_layout(key):
 # ------------------------------------------------------------------------------------ the mistakes
 
 
-def one_by_one(out, group, receives, sends, kind):
+def shift_one_by_one(out, group, receives, sends, kind):
     """Start the messages of `shift_ring` as they were before: first the send, each on its own."""
     pending = None
     for call, key, messages in ((dist.isend, "dst", sends), (dist.irecv, "src", receives)):
@@ -76,9 +78,9 @@ def one_by_one(out, group, receives, sends, kind):
 @pytest.mark.quick(when=lambda ranks: ranks == 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
-    monkeypatch.setattr(point_to_point, "_start_batched", one_by_one)
+    monkeypatch.setattr(point_to_point, "_start_batched", shift_one_by_one)
     with pytest.raises(Deadlock, match=r"rank 0, host: send .* over .* \[.*\.py:\d+\]") as raised:
-        simulate(recorded(configured(ranks, LLAMA, {"context": ranks}), ranks))
+        simulate(record_layout(make_config(ranks, LLAMA, {"context": ranks}), ranks))
     assert {*raised.value.ranks} == {*range(ranks)}
 
 
@@ -90,16 +92,16 @@ def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
 def test_links_that_a_step_has_to_connect_are_found(schedule, ranks, monkeypatch):
     monkeypatch.setattr(process_groups, "connect_link", lambda *arguments, **options: None)
     with pytest.raises(Deadlock, match=r"rank \d, host: receive .* \[executor\.py:\d+\]"):
-        simulate(recorded(configured(ranks, LLAMA, scheduled(schedule, ranks)), ranks))
+        simulate(record_layout(make_config(ranks, LLAMA, schedule_model(schedule, ranks)), ranks))
 
 
 @pytest.mark.quick(when=lambda schedule: schedule == "1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half"])
 def test_receives_on_more_streams_than_queues_are_found(schedule):
     """Each rank computes behind a receive of what the other would send later."""
-    config = configured(2, LLAMA, scheduled(schedule, 2))
-    calls = recorded(config, 2)
-    count = max(len(streams_of(recorded_call)) for recorded_call in calls)
+    config = make_config(2, LLAMA, schedule_model(schedule, 2))
+    calls = record_layout(config, 2)
+    count = max(len(list_streams(recorded_call)) for recorded_call in calls)
     simulate(calls, count)
     for queues in (1, 2):
         assert queues < count
@@ -121,7 +123,7 @@ def test_what_is_computed_behind_a_receive_is_sent_after_it():
             send(x, out).wait()
             coming.wait()
 
-    calls = calls_of_each(Layout(pipeline=2), work)
+    calls = record_each(Layout(pipeline=2), work)
     simulate(calls, 3)
     with pytest.raises(Deadlock, match=r"rank 0, device: a kernel"):
         simulate(calls, 2)
@@ -133,7 +135,7 @@ def test_communicators_made_in_another_order_are_found():
 
     layout = Layout(data=4, expert=2, expert_tensor=2)
     with pytest.raises(CallMismatch, match=r"rank 0: making .* \[test_.*\], rank \d: making"):
-        simulate(calls_of_each(layout, work))
+        simulate(record_each(layout, work))
 
 
 def test_collectives_of_two_communicators_in_opposite_orders_are_found():
@@ -146,16 +148,16 @@ def test_collectives_of_two_communicators_in_opposite_orders_are_found():
             for several in (groups, order):
                 ones = [torch.ones(4, device=mesh.device) for _ in several]
                 pending = [all_reduce(*pair) for pair in zip(ones, several, strict=True)]
-                for work_ in pending:
-                    work_.wait()
+                for transfer in pending:
+                    transfer.wait()
 
         return start
 
     layout = Layout(tensor=2, data=2)
-    simulate(calls_of_each(layout, work({0, 1, 2, 3})))
+    simulate(record_each(layout, work({0, 1, 2, 3})))
     waits = r"rank \d, device: all_reduce .* \[test_nccl_layouts.py:\d+\]"
     with pytest.raises(Deadlock, match=waits):
-        simulate(calls_of_each(layout, work({1, 2})))
+        simulate(record_each(layout, work({1, 2})))
 
 
 @pytest.mark.parametrize("kind", ["collective", "message"])
@@ -172,4 +174,4 @@ def test_another_size_on_one_rank_is_found(kind):
         "message": r"rank 0: send float32 4 to rank 1 .*, rank 1: receive float32 5 from rank 0 ",
     }
     with pytest.raises(CallMismatch, match=messages[kind] + r".*\[test_nccl_layouts.py:\d+\]"):
-        simulate(calls_of_each(Layout(data=2), work))
+        simulate(record_each(Layout(data=2), work))

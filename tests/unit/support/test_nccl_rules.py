@@ -21,7 +21,7 @@ COMPUTE = 0
 RANKS = st.integers(2, 6)
 
 
-def ends(programs, **options):
+def is_ended(programs, **options):
     try:
         simulate(programs, **options)
     except Deadlock:
@@ -41,7 +41,7 @@ def same(ranks, *calls):
     return [list(calls) for _ in range(ranks)]
 
 
-def permutations_of(ranks, count):
+def draw_permutations(ranks, count):
     """Draw an order of range(count) for each rank; often they are all equal."""
     permutation = st.permutations(range(count))
     return st.one_of(
@@ -69,37 +69,42 @@ def test_a_ring_of_single_messages_ends_unless_all_ranks_begin_alike(first, link
         elif connected:
             calls.append(MessageGroup("ring", 1, (*to.transfers, *source.transfers)))
         programs.append([*calls, *((to, source) if sends_first else (source, to))])
-    assert ends(programs) == (len({*first}) == 2 or (links and connected))
+    assert is_ended(programs) == (len({*first}) == 2 or (links and connected))
 
 
 @given(RANKS)
 def test_a_ring_of_groups_ends(size):
     programs = [
         [CreateCommunicator("ring", tuple(range(size)))]
-        + 2 * [MessageGroup("ring", 1, tuple(Message(*message) for message in around(rank, size)))]
+        + 2
+        * [
+            MessageGroup(
+                "ring", 1, tuple(Message(*message) for message in list_ring_transfers(rank, size))
+            )
+        ]
         for rank in range(size)
     ]
-    assert ends(programs)
+    assert is_ended(programs)
 
 
-def around(rank, size):
+def list_ring_transfers(rank, size):
     return ("send", (rank + 1) % size, "4"), ("receive", (rank - 1) % size, "4")
 
 
 @given(st.data(), RANKS, st.integers(1, 4), st.booleans())
 def test_collectives_end_if_all_ranks_start_them_in_one_order(data, ranks, count, connected):
     """Also when no host waits any more."""
-    orders = data.draw(permutations_of(ranks, count))
+    orders = data.draw(draw_permutations(ranks, count))
     created = [CreateCommunicator(f"group {i}", tuple(range(ranks))) for i in range(count)]
     calls = [CollectiveCall(f"group {i}", i, "all_reduce 4") for i in range(count)]
     before = [*created, *(calls if connected else [])]
     programs = [[*before, *(calls[i] for i in order)] for order in orders]
-    assert ends(programs) == (len({*map(tuple, orders)}) == 1)
+    assert is_ended(programs) == (len({*map(tuple, orders)}) == 1)
 
 
 @given(st.data(), RANKS, st.integers(1, 4))
 def test_communicators_are_made_in_one_order(data, ranks, count):
-    orders = data.draw(permutations_of(ranks, count))
+    orders = data.draw(draw_permutations(ranks, count))
     programs = [
         [CreateCommunicator(f"group {i}", tuple(range(ranks))) for i in order] for order in orders
     ]
@@ -113,8 +118,8 @@ def test_communicators_are_made_in_one_order(data, ranks, count):
 def test_a_communicator_takes_ranks_that_are_not_in_it():
     world, other = CreateCommunicator("world", (0, 1, 2)), CreateCommunicator("other", (0, 1))
     first = CollectiveCall("world", 1, "all_reduce")
-    assert ends([[world, other, first], [world, other, first], [world, other, first]])
-    assert not ends([[world, other, first], [world, other, first], [world, first, other]])
+    assert is_ended([[world, other, first], [world, other, first], [world, other, first]])
+    assert not is_ended([[world, other, first], [world, other, first], [world, first, other]])
 
 
 @given(st.integers(0, 12), st.integers(1, 12))
@@ -139,11 +144,11 @@ def test_receives_posted_ahead_need_a_queue_each_and_one_for_the_rest(posted, qu
     for first, second in zip(connect, opposite, strict=True):
         programs[0] += [first[0], second[0]]
         programs[1] += [first[1], second[1]]
-    assert ends([programs[0] + rank0, programs[1] + rank1], queues=queues) == (posted < queues)
+    assert is_ended([programs[0] + rank0, programs[1] + rank1], queues=queues) == (posted < queues)
 
 
 @st.composite
-def serial(draw):
+def draw_serial_programs(draw):
     """Draw programs whose calls follow one order of operations of all ranks."""
     ranks = draw(st.integers(2, 5))
     pairs = [(a, b) for a in range(ranks) for b in range(a)]
@@ -183,21 +188,21 @@ def _both_ways(rank, ends, name, stream):
 
 
 @settings(max_examples=80)
-@given(serial(), st.integers(1, 4))
+@given(draw_serial_programs(), st.integers(1, 4))
 def test_programs_that_follow_one_order_end_with_any_number_of_queues(programs, queues):
-    assert ends(programs, queues=queues)
+    assert is_ended(programs, queues=queues)
 
 
 @settings(max_examples=80)
-@given(serial(), st.data(), st.integers(2, 9))
+@given(draw_serial_programs(), st.data(), st.integers(2, 9))
 def test_what_ends_with_one_queue_ends_with_more(programs, data, queues):
     """Whatever order the calls of a rank have."""
     calls = data.draw(st.sampled_from(programs))
     creations = sum(isinstance(call, CreateCommunicator) for call in calls)
     calls[creations:] = data.draw(st.permutations(calls[creations:]))
     try:
-        if ends(programs, queues=1):
-            assert ends(programs, queues=queues)
+        if is_ended(programs, queues=1):
+            assert is_ended(programs, queues=queues)
     except CallMismatch:
         with pytest.raises(CallMismatch):
             simulate(programs, queues)
@@ -209,8 +214,8 @@ def test_a_group_connects_near_ranks_first():
     far_first = MessageGroup("world", 1, (Message("send", 2), Message("send", 1)))
     rank2 = [everyone, receive("world", 0, ""), send("world", 1, "")]
     rank1 = [everyone, receive("world", 2, ""), receive("world", 0, "")]
-    assert not ends([[everyone, far_first], rank1, rank2])
-    assert ends([[everyone, far_first], [rank1[0], *rank1[:0:-1]], rank2])
+    assert not is_ended([[everyone, far_first], rank1, rank2])
+    assert is_ended([[everyone, far_first], [rank1[0], *rank1[:0:-1]], rank2])
 
 
 def test_an_uneven_collective_may_connect_in_any_call():
@@ -222,7 +227,7 @@ def test_an_uneven_collective_may_connect_in_any_call():
         )
         programs[0] += [exchange, send("link", 1, stream=2)]
         programs[1] += [receive("link", 0, stream=2), exchange]
-        assert ends(programs) != uneven
+        assert is_ended(programs) != uneven
 
 
 WAITS = {
@@ -240,7 +245,7 @@ def test_what_waits_for_a_receive_starts_nothing(who):
     rank0 = [receive("home", 1), send("out", 1, stream=2)]
     rank1 = [receive("out", 0, stream=2), *WAITS["the host, for its device"], send("home", 0)]
     first = [*links, *rank0], [*links, rank1[-1], rank1[0]]
-    assert ends([[*first[0], rank0[0], *WAITS[who], rank0[1]], [*first[1], *rank1]]) == (
+    assert is_ended([[*first[0], rank0[0], *WAITS[who], rank0[1]], [*first[1], *rank1]]) == (
         who == "nothing"
     )
 

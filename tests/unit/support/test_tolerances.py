@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import allowance, assert_near, assert_within, growth, near, unit_roundoff
+from tolerances import (
+    assert_near,
+    assert_within,
+    compute_allowance,
+    compute_roundoff,
+    estimate_growth,
+    near,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -20,15 +27,15 @@ TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     [*zip(TYPES, (53, 24, 8, 11), strict=True), (torch.float8_e4m3fn, 4), (torch.float8_e5m2, 3)],
 )
 def test_the_unit_roundoff_is_half_a_unit_of_the_last_of_its_bits(dtype, bits):
-    assert unit_roundoff(dtype) == 2.0**-bits
-    assert growth(1, dtype) <= unit_roundoff(dtype) / (1 - unit_roundoff(dtype))
+    assert compute_roundoff(dtype) == 2.0**-bits
+    assert estimate_growth(1, dtype) <= compute_roundoff(dtype) / (1 - compute_roundoff(dtype))
 
 
 def test_short_sums_have_the_bound_that_always_holds_and_long_ones_that_of_a_random_walk():
-    unit = unit_roundoff(torch.float32)
-    assert growth(10, torch.float32) == 10 * unit / (1 - 10 * unit)
-    assert growth(10**6, torch.float32) == pytest.approx(8e3 * unit, rel=1e-3)
-    assert growth(0, torch.float32) == 0.0
+    unit = compute_roundoff(torch.float32)
+    assert estimate_growth(10, torch.float32) == 10 * unit / (1 - 10 * unit)
+    assert estimate_growth(10**6, torch.float32) == pytest.approx(8e3 * unit, rel=1e-3)
+    assert estimate_growth(0, torch.float32) == 0.0
 
 
 @settings(deadline=None, max_examples=50)
@@ -42,7 +49,7 @@ def test_no_order_of_a_sum_exceeds_it(length, seed, dtype):
     for term in terms:
         total = total + term
     size = float(terms.double().abs().sum())
-    allowed = allowance(length, size, dtype, sums=dtype)
+    allowed = compute_allowance(length, size, dtype, sums=dtype)
     assert abs(Fraction(total.item()) - exact) <= allowed
     assert_near(total, float(exact), length, size=size, sums=dtype)
 
@@ -52,7 +59,9 @@ def test_a_mistake_of_a_few_roundings_is_seen(dtype):
     x = torch.linspace(1.0, 2.0, 50).to(dtype)
     assert_near(x, x.double(), 1)
     with pytest.raises(AssertionError, match="50 of 50 elements are too far apart"):
-        assert_near(x * (1 + 8 * unit_roundoff(dtype)) + 8 * unit_roundoff(dtype), x.double(), 1)
+        assert_near(
+            x * (1 + 8 * compute_roundoff(dtype)) + 8 * compute_roundoff(dtype), x.double(), 1
+        )
 
 
 def test_the_message_says_where_what_and_why():

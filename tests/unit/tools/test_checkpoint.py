@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from checkpoint_helpers import load_all, part, save, whole
+from checkpoint_helpers import cut_slice, load_all, make_slice, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +22,8 @@ MOMENT = torch.linspace(-1, 1, 7).to(torch.bfloat16)
 @pytest.fixture
 def saved(tmp_path):
     """Save two ranks' halves of a matrix and, on one rank, optimizer state in low precision."""
-    halves = [part("a.weight", WEIGHT, ((row, 0), (3, 10))) for row in (0, 3)]
-    moment = whole("optimizer.moment/a.weight", MOMENT)
+    halves = [cut_slice("a.weight", WEIGHT, ((row, 0), (3, 10))) for row in (0, 3)]
+    moment = make_slice("optimizer.moment/a.weight", MOMENT)
     state = {"config": {"model": {"layers": 3}, "parallel": {"tensor": 2}}}
     return save(tmp_path / "checkpoints", [[halves[0]], [halves[1], moment]], state=state)
 
@@ -81,14 +81,14 @@ def test_all_that_is_damaged_is_named_at_once(saved, capsys, monkeypatch):
 def test_differences_are_told_whatever_the_slices(saved, tmp_path, capsys, monkeypatch):
     changed = WEIGHT.clone()
     changed[4, 7] += 0.59
-    columns = [part("a.weight", changed, ((0, column), (6, 5))) for column in (0, 5)]
-    other = save(tmp_path / "other", [columns, [whole("b", torch.ones(3))]])
+    columns = [cut_slice("a.weight", changed, ((0, column), (6, 5))) for column in (0, 5)]
+    other = save(tmp_path / "other", [columns, [make_slice("b", torch.ones(3))]])
     status, text = run(capsys, monkeypatch, "diff", saved, other)
     assert status == 1 and "3 tensors differ, 0 are the same" in text
     words = [line.split() for line in text.splitlines()]
     assert ["a.weight", "0.59", "0.01"] in words
     assert any(line[:3] == ["b", "only", "in"] for line in words)
-    same = save(tmp_path / "same", [[whole("a.weight", WEIGHT)], [whole("c", MOMENT)]])
+    same = save(tmp_path / "same", [[make_slice("a.weight", WEIGHT)], [make_slice("c", MOMENT)]])
     status, text = run(capsys, monkeypatch, "diff", saved, same, "--tolerance", "0.02")
     assert "2 tensors differ, 1 are the same within 0.02" in text
     assert run(capsys, monkeypatch, "diff", saved, saved.parent)[0] == 0
@@ -96,9 +96,9 @@ def test_differences_are_told_whatever_the_slices(saved, tmp_path, capsys, monke
 
 def test_numbers_that_are_none_are_not_the_same_as_numbers(tmp_path, capsys, monkeypatch):
     values = torch.tensor([1.0, torch.nan, torch.inf])
-    path = save(tmp_path / "one", [[whole("a", values)]])
+    path = save(tmp_path / "one", [[make_slice("a", values)]])
     assert run(capsys, monkeypatch, "diff", path, path)[0] == 0
-    other = save(tmp_path / "other", [[whole("a", torch.tensor([torch.nan, torch.nan, 2.0]))]])
+    other = save(tmp_path / "other", [[make_slice("a", torch.tensor([torch.nan, torch.nan, 2.0]))]])
     status, text = run(capsys, monkeypatch, "diff", path, other, "--tolerance", "1e9")
     assert status == 1 and "inf" in text
 
@@ -108,8 +108,8 @@ def test_numbers_that_are_none_are_not_the_same_as_numbers(tmp_path, capsys, mon
 def test_other_files_hold_the_same(files):
     with TemporaryDirectory() as name:
         folder = Path(name)
-        rows = [part("a", WEIGHT, ((row, 0), (1, 10))) for row in range(6)]
-        source = save(folder / "source", [rows[:1], [*rows[1:], whole("b", MOMENT)]])
+        rows = [cut_slice("a", WEIGHT, ((row, 0), (1, 10))) for row in range(6)]
+        source = save(folder / "source", [rows[:1], [*rows[1:], make_slice("b", MOMENT)]])
         with tool.open_checkpoint(source) as opened:
             resharded = tool.reshard_checkpoint(opened, folder / "made", files)
         assert 1 <= len(list(resharded.glob("*.safetensors"))) <= files

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from run_folders import lines, write
-from wandb_files import wandb_rows, without_wandb_key
+from run_folders import make_lines, write
+from wandb_files import read_wandb_rows, without_wandb_key
 
 from megaframe.config import RunConfig, dump, load
 from megaframe.metrics.sinks import WandbSink
@@ -27,7 +27,7 @@ def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, mon
     pytest.importorskip("wandb")
     pytest.importorskip("plotly")
     without_wandb_key(monkeypatch, tmp_path)
-    folder = write(tmp_path / "run", lines(30), environment={"ranks": 1, "device": "CPU"})
+    folder = write(tmp_path / "run", make_lines(30), environment={"ranks": 1, "device": "CPU"})
     (folder / "config.yaml").write_text(dump(load(None, [*SMALL, "meter.wandb=project"])))
     WandbSink(folder, "project", RunConfig(), 0).close()
     time.sleep(1.0)  # wandb's folder names have whole seconds
@@ -35,7 +35,7 @@ def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, mon
     assert "added the page" in capsys.readouterr().out
     run_id = (folder / "wandb.id").read_text().strip()
     _, file = sorted((folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    pages = [row["dashboard/path"] for row in wandb_rows(file) if "dashboard/path" in row]
+    pages = [row["dashboard/path"] for row in read_wandb_rows(file) if "dashboard/path" in row]
     assert len(pages) == 1
     page = next(file.parent.glob(f"files/{pages[0]}")).read_text()
     assert "Plotly" in page and "Where the peak went" in page
@@ -43,7 +43,7 @@ def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, mon
 
 
 def test_a_run_in_no_project_has_nowhere_to_send_its_page(tmp_path, monkeypatch, capsys):
-    folder = write(tmp_path / "run", lines(3))
+    folder = write(tmp_path / "run", make_lines(3))
     with pytest.raises(SystemExit) as ended:
         run_tool(monkeypatch, folder, "--upload")
     assert ended.value.code == 2

@@ -17,12 +17,12 @@ import doctor_transfers  # noqa: E402
 from doctor_ranks import RankFinding, check_ranks, list_part_names, merge_findings  # noqa: E402
 
 
-def examine(names, folder, timeout=60.0):
+def run_doctor(names, folder, timeout=60.0):
     """Do these parts on one rank of a pool."""
     doctor_parts.run(names, 0, doctor_transfers.Doctor("cpu", timeout, folder, large=2**16))
 
 
-def lines(folder, world):
+def read_lines(folder, world):
     return {
         rank: [
             json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()
@@ -33,8 +33,8 @@ def lines(folder, world):
 
 def test_every_part_finds_that_the_ranks_work_together(pool, tmp_path):
     names = ["settings", "links", "rings", "collectives", "layout: tensor", "abort"]
-    pool.run(2, examine, names, tmp_path)
-    findings = merge_findings(lines(tmp_path, 2))
+    pool.run(2, run_doctor, names, tmp_path)
+    findings = merge_findings(read_lines(tmp_path, 2))
     assert [*dict.fromkeys(finding.part for finding in findings)] == names
     assert all(one.right for one in findings), [str(one) for one in findings if not one.right]
     text = "\n".join(map(str, findings))
@@ -48,21 +48,21 @@ def test_layouts_are_those_of_one_rank(pool, tmp_path):
     kinds = ("data, zero=3", "context, ring", "pipeline, zb-v", "experts")
     names = [f"layout: {kind}" for kind in kinds]
     assert {*names} < {*list_part_names(2)} and "layout: tensor and pipeline" in list_part_names(8)
-    pool.run(2, examine, names, tmp_path)
-    findings = merge_findings(lines(tmp_path, 2))
+    pool.run(2, run_doctor, names, tmp_path)
+    findings = merge_findings(read_lines(tmp_path, 2))
     assert len(findings) == len(names) and all(finding.right for finding in findings)
 
 
 def test_a_finding_is_right_if_it_is_on_every_rank_that_can_tell():
-    def line(right, text):
+    def make_line(right, text):
         return {"part": "p", "what": "w", "right": right, "said": text, "numbers": {}}
 
-    assert merge_findings({0: [line(True, "fine")], 1: [line(None, "")]})[0].right
-    assert merge_findings({0: [line(None, "")], 1: [line(True, "fine")]}) == [
+    assert merge_findings({0: [make_line(True, "fine")], 1: [make_line(None, "")]})[0].right
+    assert merge_findings({0: [make_line(None, "")], 1: [make_line(True, "fine")]}) == [
         RankFinding("p", "w", True, "fine")
     ]
     wrong = merge_findings(
-        {0: [line(True, "fine")], 1: [line(False, "bad")], 2: [line(False, "worse")]}
+        {0: [make_line(True, "fine")], 1: [make_line(False, "bad")], 2: [make_line(False, "worse")]}
     )
     assert wrong == [RankFinding("p", "w", False, "bad", wrong=[1, 2])]
 

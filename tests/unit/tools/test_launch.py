@@ -88,7 +88,7 @@ def test_ranks_are_started_again_unless_the_user_has_made_a_mistake(status, star
         f"import os, sys, time\nopen({str(tmp_path / 'starts')!r}, 'a').write(os.environ['RANK'])\n"
         f"if os.environ['RANK'] == '1':\n    sys.exit({status})\ntime.sleep(60)\n"
     )
-    done = launched(program, PET_MAX_RESTARTS="2", PET_MONITOR_INTERVAL="0.05")
+    done = launch_program(program, PET_MAX_RESTARTS="2", PET_MONITOR_INTERVAL="0.05")
     assert done.returncode == status, done.stderr
     assert f"rank 1 failed first, with status {status}" in done.stderr
     assert (tmp_path / "starts").read_text().count("1") == starts
@@ -106,7 +106,7 @@ def test_a_mistake_of_one_node_ends_the_others_too(tmp_path):
     endpoint = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"localhost:{free_port()}"}
     both = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MAX_RESTARTS": "3", **endpoint}
     with ThreadPoolExecutor() as nodes:
-        ended = list(nodes.map(lambda _: launched(program, **both), range(2)))
+        ended = list(nodes.map(lambda _: launch_program(program, **both), range(2)))
     assert sorted(node.returncode for node in ended) == [1, 2]
     (other,) = (node for node in ended if node.returncode == 1)
     assert "another node has ended the run" in other.stderr
@@ -114,7 +114,7 @@ def test_a_mistake_of_one_node_ends_the_others_too(tmp_path):
     assert sorted((tmp_path / "starts").read_text()) == ["0", "1"]
 
 
-def launched(program, **variables):
+def launch_program(program, **variables):
     """Run two ranks of a program as a node does; return the finished process."""
     call = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); import node; "
     call += f"sys.exit(node.launch([{str(program)!r}]))"
@@ -130,7 +130,7 @@ def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
     program.write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(3)\ntime.sleep(60)\n"
     )
-    done = launched(program, PET_MAX_RESTARTS="0")
+    done = launch_program(program, PET_MAX_RESTARTS="0")
     assert done.returncode == 3, done.stderr
     assert "rank 1 failed first, with status 3" in done.stderr
     assert node.report_failure(0, -signal.SIGKILL) == 137
@@ -140,7 +140,7 @@ def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
 def test_a_node_that_is_asked_to_leave_saves_and_tells_so(overrides, tmp_path):
     keys = overrides(train__steps=10**6, checkpoint__every=10**6, checkpoint__resume="latest")
     command = [sys.executable, str(LAUNCH / "node.py"), "--no-doctor", *keys]
-    with open(tmp_path / "said", "w") as log_file:
+    with open(tmp_path / "output", "w") as log_file:
         process = subprocess.Popen(command, stdout=log_file, stderr=log_file, cwd=ROOT)
     try:
         metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
@@ -149,7 +149,7 @@ def test_a_node_that_is_asked_to_leave_saves_and_tells_so(overrides, tmp_path):
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(30) == 138, (tmp_path / "said").read_text()
+        assert process.wait(30) == 138, (tmp_path / "output").read_text()
     finally:
         process.kill()
     assert (tmp_path / "run/checkpoints/latest").exists()
@@ -239,7 +239,7 @@ def slurm(tmp_path):
     return run
 
 
-def calls(tmp_path):
+def read_calls(tmp_path):
     return (tmp_path / "calls").read_text().splitlines()
 
 
@@ -248,7 +248,7 @@ def test_a_job_runs_on_all_nodes_that_are_fit(slurm, tmp_path):
     errors = process.communicate()[1]
     assert process.returncode == 0, errors
     assert "nodes that are not fit: a1" in errors and "X broken" in errors
-    srun_calls = calls(tmp_path)
+    srun_calls = read_calls(tmp_path)
     assert any("--nodelist=a2,a3" in line and "--ntasks=2" in line for line in srun_calls)
     assert "PET_NNODES=2" in srun_calls and "PET_NPROC_PER_NODE=8" in srun_calls
     assert "PET_RDZV_ENDPOINT=10.0.0.2:29400" in srun_calls and "PET_RDZV_ID=7-3" in srun_calls
@@ -262,14 +262,14 @@ def test_a_job_with_too_few_fit_nodes_says_what_to_do(slurm, tmp_path):
     errors = process.communicate()[1]
     assert process.returncode == 4
     assert "1 nodes are fit and 3 are needed" in errors and "--exclude=a1,a3" in errors
-    assert not any(line.startswith("python") for line in calls(tmp_path))
+    assert not any(line.startswith("python") for line in read_calls(tmp_path))
 
 
 def test_a_job_whose_config_has_a_mistake_ends_as_that(slurm, tmp_path):
     process = slurm(sick="mistake")
     assert "are fit" not in process.communicate()[1]
     assert process.returncode == 2
-    assert len(calls(tmp_path)) == 1
+    assert len(read_calls(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_job_that_failed_is_queued_again_where_that_may_help(
     process = slurm(status=status, SLURM_RESTART_COUNT=str(count), RESTARTS="5")
     process.communicate()
     assert process.returncode == (0 if requeued else status)
-    assert ("scontrol requeue 7" in calls(tmp_path)) == requeued
+    assert ("scontrol requeue 7" in read_calls(tmp_path)) == requeued
 
 
 @pytest.mark.parametrize(
@@ -292,15 +292,15 @@ def test_a_job_near_its_time_limit_asks_the_run_to_leave_and_is_queued_again(
 ):
     """A job is not queued again forever if every start leaves only a moment to train."""
     process = slurm(sleep="run", SLURM_RESTART_COUNT=str(count), SECONDS=str(seconds))
-    output = asked_to_leave(process, tmp_path)
+    output = ask_to_leave(process, tmp_path)
     assert process.returncode == (0 if requeued else 138), output
-    heard = calls(tmp_path)
+    heard = read_calls(tmp_path)
     assert heard[heard.index("heard") + 1 :] == ["scontrol requeue 7"] * requeued
     assert ("status 138" in output) == requeued
     assert ("a longer --time" in output) == (seconds < 300)
 
 
-def asked_to_leave(process, tmp_path):
+def ask_to_leave(process, tmp_path):
     """Send SIGUSR1 to a job as soon as its long part has begun; return what it says."""
     deadline = time.monotonic() + 20
     while not (tmp_path / "calls.up").exists() and time.monotonic() < deadline:
@@ -311,11 +311,11 @@ def asked_to_leave(process, tmp_path):
 
 def test_a_job_that_is_asked_to_leave_while_it_looks_at_nodes_begins_no_run(slurm, tmp_path):
     process = slurm(sleep="look", SECONDS="300")
-    output = asked_to_leave(process, tmp_path)
+    output = ask_to_leave(process, tmp_path)
     assert process.returncode == 0, output
     assert "status 138" in output
-    assert calls(tmp_path)[-1] == "scontrol requeue 7"
-    assert not any(line.startswith("python") for line in calls(tmp_path))
+    assert read_calls(tmp_path)[-1] == "scontrol requeue 7"
+    assert not any(line.startswith("python") for line in read_calls(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ MODELS = {
 }
 
 
-def documents(path):
+def read_documents(path):
     return list(yaml.safe_load_all(path.read_text()))
 
 
@@ -368,7 +368,7 @@ def find(document, key):
             yield from find(value, key)
 
 
-def lost(document, original, where=""):
+def list_lost(document, original, where=""):
     """Return the places of a document that differ in `kept`; defaults that `kept` adds are fine."""
     if isinstance(document, dict) and isinstance(original, dict):
         pairs = [(key, value, original.get(key)) for key, value in document.items()]
@@ -378,7 +378,9 @@ def lost(document, original, where=""):
         pairs = [(key, *both) for key, both in enumerate(zip(document, original, strict=True))]
     else:
         return [] if document == original else [where]
-    return [place for key, first, other in pairs for place in lost(first, other, f"{where}/{key}")]
+    return [
+        place for key, first, other in pairs for place in list_lost(first, other, f"{where}/{key}")
+    ]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
@@ -387,7 +389,7 @@ def test_manifests_are_what_their_schemas_say(path):
     round trip loses nothing. They have no PyTorchJob, so only its keys and its pod are checked.
     """
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    for document in documents(path):
+    for document in read_documents(path):
         name = MODELS.get(document["kind"])
         if name is None:
             assert set(document["spec"]) <= {
@@ -395,26 +397,26 @@ def test_manifests_are_what_their_schemas_say(path):
             }  # fmt: skip
             name, (document,) = "IoK8sApiCoreV1PodTemplateSpec", find(document, "template")
         model = getattr(models, name)
-        assert lost(document, model.from_dict(document).to_dict()) == []
+        assert list_lost(document, model.from_dict(document).to_dict()) == []
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_manifests_start_a_run_that_is_there_on_as_many_nodes_everywhere(path):
-    documents_ = documents(path)
-    words = [*find(documents_, "command")][-1] + next(find(documents_, "args"), [])
+    documents = read_documents(path)
+    words = [*find(documents, "command")][-1] + next(find(documents, "args"), [])
     assert words[:2] == ["python", "tools/launch/node.py"]
     assert (ROOT / words[words.index("--config") + 1]).exists()
     assert "checkpoint.resume=latest" in words
     keys = ("parallelism", "completions", "numNodes", "minReplicas", "maxReplicas")
-    counts = [count for key in keys for count in find(documents_, key)]
+    counts = [count for key in keys for count in find(documents, key)]
     variables = {
-        variable["name"]: variable["value"] for env in find(documents_, "env") for variable in env
+        variable["name"]: variable["value"] for env in find(documents, "env") for variable in env
     }
     counts += [int(variables["PET_NNODES"])] if variables else []
     assert set(counts) == {2}
-    mounts = {mount["name"] for several in find(documents_, "volumeMounts") for mount in several}
+    mounts = {mount["name"] for several in find(documents, "volumeMounts") for mount in several}
     assert mounts == {
-        volume["name"] for several in find(documents_, "volumes") for volume in several
+        volume["name"] for several in find(documents, "volumes") for volume in several
     }
 
 

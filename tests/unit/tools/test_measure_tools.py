@@ -16,8 +16,8 @@ from megaframe.errors import UserError
 from megaframe.hardware.chips import CHIPS
 from megaframe.hardware.cluster import find_cluster_for_device, load_cluster, write_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import cluster_constants, constants_of
-from megaframe.planner.kernel_times import kernel_rates, product_seconds
+from megaframe.planner.constants import get_cluster_constants, get_family_constants
+from megaframe.planner.kernel_times import compute_kernel_rates, estimate_matmul_seconds
 from megaframe.planner.prediction import predict
 
 ROOT = Path(__file__).parents[3]
@@ -62,15 +62,15 @@ def load_tool(name, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments_", "expected"),
+    ("words", "expected"),
     [
         (["--chip", "h1000"], "--chip h1000 is unknown; use h100"),
         ([], "links need 2 ranks or more"),
         (["--smallest", "64", "--largest", "64"], "--smallest 64 must be at least 4 and less than"),
     ],
 )
-def test_wrong_questions_about_links(arguments_, expected, monkeypatch):
-    module, arguments = load_tool("measure_links", *arguments_)
+def test_wrong_questions_about_links(words, expected, monkeypatch):
+    module, arguments = load_tool("measure_links", *words)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UserError, match=expected):
         module.run(module.parse_arguments())
@@ -94,13 +94,13 @@ def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_p
     monkeypatch.setattr(module, "detect_cluster", lambda device: unknown)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UserError, match=r"unknown chip Abacus with 8\.0 GiB: .* not predicted"):
-        predict(PLANNED, Layout(), unknown, cluster_constants(unknown))
+        predict(PLANNED, Layout(), unknown, get_cluster_constants(unknown))
     module.main()
     assert f"wrote {path}" in capsys.readouterr().out
     cluster = load_cluster(str(path))
     assert (cluster.chip.name, cluster.chip.memory, cluster.chip.units) == ("Abacus", 2**33, 46)
     assert 1e9 < cluster.chip.peaks["fp32"] < 1e14 and cluster.tiers == unknown.tiers
-    constants = cluster_constants(cluster)
+    constants = get_cluster_constants(cluster)
     assert constants.launch == cluster.constants["launch"] and not constants.unfitted
     prediction = predict(PLANNED, Layout(), cluster, constants)
     assert prediction.step_seconds > 0 and not any("not fitted" in r for r in prediction.reasons)
@@ -127,11 +127,11 @@ def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
 
 def test_the_start_of_a_product_is_found_again():
     module, _ = load_tool("measure_kernels")
-    chip, known = CHIPS["a100-80gb"], constants_of("a100")
+    chip, known = CHIPS["a100-80gb"], get_family_constants("a100")
     truth = replace(known, product=0.7, start=256.0)
     sizes = [(n, n, n) for n in (512, 1024, 2048, 4096)] + [(4096, 4096, 64)]
-    rate = kernel_rates(chip, truth, "bf16")
-    durations = [float(product_seconds(rate, *size)) for size in sizes]
+    rate = compute_kernel_rates(chip, truth, "bf16")
+    durations = [float(estimate_matmul_seconds(rate, *size)) for size in sizes]
     fit = module.fit_constants(chip, "bf16", sizes, durations, known)
     assert fit.constants.product == pytest.approx(0.7, rel=0.05)
     assert fit.constants.start == pytest.approx(256, rel=0.25)

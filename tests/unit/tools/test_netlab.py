@@ -30,7 +30,7 @@ from network_lab.hosts import check_links, remove_stale_namespaces  # noqa: E402
 import pretrain_gpt  # noqa: E402
 
 
-def refused():
+def explain_refusal():
     """Return why this machine can have no lab, or None."""
     try:
         check_links([Link("1gbit")])
@@ -39,15 +39,15 @@ def refused():
     return None
 
 
-lab = pytest.mark.skipif(refused() is not None, reason=str(refused()))
+lab = pytest.mark.skipif(explain_refusal() is not None, reason=str(explain_refusal()))
 
 
-def namespaces():
+def list_namespaces():
     listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
     return [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("netlab-")]
 
 
-def processes(mark):
+def list_processes(mark):
     """Return the ids of the processes with `mark` among the words of their command line."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -142,7 +142,7 @@ def test_a_mistake_in_the_command_is_found_before_a_host_is_made(
 
 @lab
 def test_a_latency_is_made_or_refused_with_nothing_made():
-    before = namespaces()
+    before = list_namespaces()
     try:
         check_links([Link("1gbit", "1ms")])
     except UserError as error:
@@ -152,7 +152,7 @@ def test_a_latency_is_made_or_refused_with_nothing_made():
     else:
         with emulate_hosts([Link("1gbit", "1ms")]):
             pass
-    assert namespaces() == before
+    assert list_namespaces() == before
 
 
 @pytest.mark.slow
@@ -231,13 +231,13 @@ def test_a_link_is_lost_when_asked_and_comes_back(tmp_path):
 @lab
 def test_a_host_that_fails_ends_the_lab_with_its_status_and_nothing_stays(tmp_path, monkeypatch):
     monkeypatch.setattr("network_lab.run.GRACE_SECONDS", 0.2)
-    before, mark = namespaces(), f"9{os.getpid()}"
+    before, mark = list_namespaces(), f"9{os.getpid()}"
     script = f"sleep {mark} & if [ $NODE_RANK = 1 ]; then exit 7; fi; sleep {mark}"
     with emulate_hosts([Link("1gbit")] * 2) as hosts:
         outcome = run_on_hosts(hosts, ["sh", "-c", script], ranks=1, folder=tmp_path)
     assert outcome.statuses[1] == 7 and outcome.statuses[0] != 0
-    assert wait_until(lambda: not processes(mark))
-    assert namespaces() == before
+    assert wait_until(lambda: not list_processes(mark))
+    assert list_namespaces() == before
 
 
 @lab
@@ -246,21 +246,21 @@ def test_nothing_runs_on_after_the_tool_was_ended(number, tmp_path):
     mark = f"{8 + number}{os.getpid()}"
     process = start(tmp_path, "--", "sh", "-c", f"sleep {mark} & sleep {mark}")
     try:
-        assert wait_until(lambda: len(processes(mark)) >= 4)
+        assert wait_until(lambda: len(list_processes(mark)) >= 4)
         own_namespaces = [
-            name for name in namespaces() if name.startswith(f"netlab-{process.pid}-")
+            name for name in list_namespaces() if name.startswith(f"netlab-{process.pid}-")
         ]
         assert len(own_namespaces) == 3
         process.send_signal(number)
         process.wait(20)
-        assert wait_until(lambda: not processes(mark))
+        assert wait_until(lambda: not list_processes(mark))
     finally:
         process.kill()
         process.communicate()
-    left = [name for name in namespaces() if name in own_namespaces]
+    left = [name for name in list_namespaces() if name in own_namespaces]
     if number == signal.SIGKILL:
         assert sorted(left) == sorted(own_namespaces)
         assert sorted(remove_stale_namespaces()) == sorted(own_namespaces)
     else:
         assert left == []
-    assert not set(namespaces()) & set(own_namespaces)
+    assert not set(list_namespaces()) & set(own_namespaces)

@@ -14,7 +14,7 @@ from tolerances import promised
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
-from entry_runs import losses
+from entry_runs import read_losses
 from ray.cluster_utils import Cluster
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def cluster():
 
 @pytest.fixture
 def start(tmp_path):
-    """start(tool, *words) -> process, whose output goes to tmp_path/said.
+    """start(tool, *words) -> process, whose output goes to tmp_path/output.
 
     A pipe would block the process while a test waits for something else and does not read it.
     """
@@ -49,7 +49,7 @@ def start(tmp_path):
     def make(tool, *words):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, str(LAUNCH / tool), *words]
-        with open(tmp_path / "said", "w") as log_file:
+        with open(tmp_path / "output", "w") as log_file:
             started.append(
                 subprocess.Popen(command, env=environment, stdout=log_file, stderr=log_file)
             )
@@ -61,12 +61,12 @@ def start(tmp_path):
         process.wait()
 
 
-def ended(process, tmp_path):
+def wait_for_end(process, tmp_path):
     """Wait for a process; return its exit status and output."""
-    return process.wait(300), (tmp_path / "said").read_text()
+    return process.wait(300), (tmp_path / "output").read_text()
 
 
-def worker_of(run, rank):
+def find_worker(run, rank):
     """Return the id of Ray's process that started a rank of a run. Raises `LookupError`."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -108,7 +108,7 @@ def test_what_cannot_run_is_refused(words, expected, monkeypatch, capsys):
 
 def test_more_ranks_than_the_cluster_has_places_are_refused(cluster, start, overrides, tmp_path):
     options = ("--address", cluster, "--ranks", "3", "--failures", "0")
-    status, output = ended(start("ray_train.py", *options, "--", *overrides()), tmp_path)
+    status, output = wait_for_end(start("ray_train.py", *options, "--", *overrides()), tmp_path)
     assert status == 2
     assert "3 ranks need 3 CPU and the cluster has 2" in output
 
@@ -127,17 +127,17 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(
         if metrics.exists() and metrics.read_text().count("\n") >= 25:
             break
         time.sleep(0.02)
-    os.kill(worker_of(tmp_path / "run", 1), signal.SIGKILL)
-    status, output = ended(process, tmp_path)
+    os.kill(find_worker(tmp_path / "run", 1), signal.SIGKILL)
+    status, output = wait_for_end(process, tmp_path)
     assert status == 0, output
     assert (tmp_path / "run/faults/ledger.jsonl").read_text().count('"start"') == 2, output
-    assert losses(tmp_path / "run") == promised(losses(tmp_path / "alone"))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "alone"))
 
 
 def test_a_mistake_that_only_the_ranks_find_is_not_tried_again(cluster, start, overrides, tmp_path):
     words = overrides(data__sources="[{path: /nowhere}]", checkpoint__resume="latest")
     options = ("--address", cluster, "--ranks", "2", "--failures", "9")
-    status, output = ended(start("ray_train.py", *options, "--", *words), tmp_path)
+    status, output = wait_for_end(start("ray_train.py", *options, "--", *words), tmp_path)
     assert status == 2, output
     assert "/nowhere" in output
 
@@ -161,7 +161,7 @@ def test_a_sweep_finds_the_better_rate_and_stops_the_others(cluster, start, over
         "--grace",
         "50",
     )
-    status, output = ended(start("ray_tune.py", *options, "--", *words), tmp_path)
+    status, output = wait_for_end(start("ray_tune.py", *options, "--", *words), tmp_path)
     assert status == 0, output
     trials = json.loads((tmp_path / "sweep/sweep.json").read_text())
     assert len(trials) == 4 and all(trial["error"] is None for trial in trials)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from entry_runs import losses
+from entry_runs import read_losses
 from rank_pool import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +48,7 @@ PartitionName=all Nodes=ALL Default=YES
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter")
 
 
-def refused():
+def explain_refusal():
     """Return why this machine can have no cluster, or None."""
     if absent := [name for name in PROGRAMS if shutil.which(name, path=search()) is None]:
         return f"Slurm is not installed: {', '.join(absent)} not found"
@@ -65,7 +65,7 @@ def search():
     return f"{os.environ['PATH']}:/usr/sbin"
 
 
-pytestmark = pytest.mark.skipif(refused() is not None, reason=str(refused()))
+pytestmark = pytest.mark.skipif(explain_refusal() is not None, reason=str(explain_refusal()))
 
 
 class SlurmCluster:
@@ -93,12 +93,12 @@ class SlurmCluster:
         words = [f"--{name}={self.folder / path}" for name, path in files.items()]
         words.append(f"--log-file={self.folder / 'munged.log'}")
         self._start("munged", "munged", "--foreground", "--force", *words)
-        until(lambda: (self.folder / "munge").exists())
+        wait_until(lambda: (self.folder / "munge").exists())
         self._start("slurmctld", "slurmctld", "-D", "-i")
         for name in ("n1", "n2"):
             # Each node has its own mounts, so that a test can give it a disk of its own.
             self._start(name, "unshare", "--mount", "slurmd", "-D", "-N", name)
-        until(lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", self.said)
+        wait_until(lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", self.read_logs)
 
     def _start(self, name, *command):
         with open(self.folder / f"{name}.txt", "w") as log_file:
@@ -106,7 +106,7 @@ class SlurmCluster:
                 command, env=self.environment, stdout=log_file, stderr=log_file, cwd=self.folder
             )
 
-    def said(self):
+    def read_logs(self):
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
 
     def ask(self, *command, **environment):
@@ -119,7 +119,7 @@ class SlurmCluster:
         """Submit a job of two nodes that runs the script with `words`; return its number."""
         options = ("--parsable", "--nodes=2", "--time=10", f"--output={output}")
         number = self.ask("sbatch", *options, "tools/launch/slurm.sh", *words, **environment)
-        assert number.isdigit(), self.said()
+        assert number.isdigit(), self.read_logs()
         return number
 
     def job(self, number):
@@ -130,7 +130,7 @@ class SlurmCluster:
     def wait(self, number):
         """Wait for a job to end; return its state."""
         waiting = {"PENDING", "RUNNING", "COMPLETING"}
-        until(lambda: self.job(number)["JobState"] not in waiting, self.said)
+        wait_until(lambda: self.job(number)["JobState"] not in waiting, self.read_logs)
         return self.job(number)["JobState"]
 
     def processes(self, **variables):
@@ -171,7 +171,7 @@ class SlurmCluster:
             time.sleep(0.02)
 
 
-def until(condition, describe=str, seconds=180):
+def wait_until(condition, describe=str, seconds=180):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, describe()
@@ -193,7 +193,7 @@ def train(words):
     pretrain_gpt.main()
 
 
-def steps(run):
+def count_steps(run):
     """Return the number of steps in a run's metrics."""
     metrics = run / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
@@ -202,10 +202,10 @@ def steps(run):
 def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, overrides, tmp_path):
     """Slurm's time limits are whole minutes, so scancel sends the signal of the limit instead."""
     keys = {"train__steps": 100, "checkpoint__every": 10, "parallel__tensor": 2}
-    run, output_path = tmp_path / "run", tmp_path / "said"
+    run, output_path = tmp_path / "run", tmp_path / "output"
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, RANKS="2")
-    until(lambda: steps(run) >= 12, output_path.read_text)
+    wait_until(lambda: count_steps(run) >= 12, output_path.read_text)
     ranks = cluster.ranks(number)
     nodes = {int(variables["RANK"]): variables["SLURMD_NODENAME"] for variables in ranks.values()}
     assert sorted(nodes) == [0, 1, 2, 3]
@@ -217,31 +217,31 @@ def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, over
         next(pid for pid, variables in ranks.items() if variables["RANK"] == "3"), signal.SIGKILL
     )
     starts = run / "faults/ledger.jsonl"
-    until(lambda: starts.read_text().count('"start"') == 2, output_path.read_text)
-    until(lambda: steps(run) >= 14, output_path.read_text)
+    wait_until(lambda: starts.read_text().count('"start"') == 2, output_path.read_text)
+    wait_until(lambda: count_steps(run) >= 14, output_path.read_text)
     cluster.ask("scancel", "--batch", "--signal=USR1", number)
     assert cluster.wait(number) == "COMPLETED", output_path.read_text()
     assert cluster.job(number)["Restarts"] == "1"
     assert "status 138 after 0 restarts: the job is queued again" in output_path.read_text()
     assert starts.read_text().count('"start"') == 3
     pool.run(4, train, overrides(run__dir=tmp_path / "alone", **keys))
-    assert losses(run) == losses(tmp_path / "alone")
+    assert read_losses(run) == read_losses(tmp_path / "alone")
 
 
 def test_a_sick_node_has_no_part_and_a_cancelled_job_leaves_nothing(cluster, overrides, tmp_path):
-    run, output_path = tmp_path / "run", tmp_path / "said"
+    run, output_path = tmp_path / "run", tmp_path / "output"
     run.mkdir()
     cluster.mount("n2", run)
     keys = {"train__steps": 10**6, "checkpoint__every": 10**6}
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, NODES="1")
-    until(lambda: steps(run) >= 2, output_path.read_text)
+    wait_until(lambda: count_steps(run) >= 2, output_path.read_text)
     assert {variables["SLURMD_NODENAME"] for variables in cluster.ranks(number).values()} == {"n1"}
     assert "nodes that are not fit: n2" in output_path.read_text()
     assert f"{run} has 0.0 GB free; 1 is needed" in output_path.read_text()
 
     cluster.ask("scancel", number)
-    until(lambda: not cluster.processes(SLURM_JOB_ID=number), output_path.read_text)
+    wait_until(lambda: not cluster.processes(SLURM_JOB_ID=number), output_path.read_text)
     assert cluster.wait(number) == "CANCELLED"
     assert (run / "checkpoints/latest").exists()
     assert cluster.ask("squeue", "-h") == ""

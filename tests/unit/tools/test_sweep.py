@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from entry_runs import losses
+from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,7 +152,7 @@ def test_a_failed_trial_stops_no_other_and_is_the_only_one_tried_again(
     assert status == 0, output
     good, bad = json.loads((tmp_path / "run/sweep.json").read_text())
     assert (good["step"], good["error"]) == (3, None)
-    assert good["loss"] == pytest.approx(sum(losses(Path(good["folder"]))) / 3)
+    assert good["loss"] == pytest.approx(sum(read_losses(Path(good["folder"]))) / 3)
     assert bad["step"] is None and f"cannot open {moved}.idx" in bad["error"]
     assert f'best: data.sources=[{{"path": "{corpus}"}}]' in output and "failed: " in output
     assert "data.sources" in (tmp_path / "run/sweep.html").read_text()
@@ -188,7 +188,7 @@ def test_an_interrupted_sweep_continues_its_trials_on_the_same_curves(overrides,
         rate = [f"optim.lr={trial['keys']['optim.lr']}", f"run.dir={tmp_path / 'alone'}"]
         single_run = [sys.executable, ROOT / "pretrain_gpt.py", *keys, *rate]
         subprocess.run([*single_run, "checkpoint.resume=null"], check=True, capture_output=True)
-        assert losses(Path(trial["folder"])) == losses(tmp_path / "alone")
+        assert read_losses(Path(trial["folder"])) == read_losses(tmp_path / "alone")
         (tmp_path / "alone").rename(tmp_path / trial["keys"]["optim.lr"])
     results[0]["error"] = "status 3: error: rank 1 is gone"
     (tmp_path / "sweep/sweep.json").write_text(json.dumps(results))

@@ -18,7 +18,7 @@ from megaframe.validate.run import validate_config
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def made(folder, **sections):
+def make_config(folder, **sections):
     parallel = {"auto": True, "cluster": "h100-ib", **sections.pop("parallel", {})}
     return RunConfig(
         run={"dir": str(folder), "device": sections.pop("run_device", "auto")},
@@ -30,27 +30,27 @@ def made(folder, **sections):
 
 
 def test_without_auto_nothing_changes(tmp_path):
-    config = made(tmp_path, parallel={"auto": False})
+    config = make_config(tmp_path, parallel={"auto": False})
     assert choose_layout(config, 8) == (config, [])
 
 
 @pytest.mark.parametrize("world", [8, 48])
 def test_the_choice_runs_and_is_the_same_on_every_rank(world, tmp_path):
-    config, notes = choose_layout(made(tmp_path), world)
+    config, notes = choose_layout(make_config(tmp_path), world)
     assert not config.parallel.auto
     validate_config(config, world, data=False)
     assert Layout.from_parallel(config.parallel, world).world == world
     assert notes[0].startswith(f"parallel.auto: {world} ranks on h100-ib. Use ")
-    assert choose_layout(made(tmp_path), world)[0] == config
+    assert choose_layout(make_config(tmp_path), world)[0] == config
 
 
 def test_what_the_config_sets_stays(tmp_path):
-    config, _ = choose_layout(made(tmp_path, parallel={"tensor": 4, "zero": 2}), 16)
+    config, _ = choose_layout(make_config(tmp_path, parallel={"tensor": 4, "zero": 2}), 16)
     assert (config.parallel.tensor, config.parallel.zero) == (4, 2)
 
 
 def test_a_resumed_run_keeps_its_layout_on_as_many_ranks(tmp_path):
-    resumed_config = made(tmp_path, checkpoint={"resume": "latest"})
+    resumed_config = make_config(tmp_path, checkpoint={"resume": "latest"})
     config, _ = choose_layout(resumed_config, 16)
     other = {"tensor": 2, "pipeline": 2, "data": None, "zero": 1}
     begun = config.model_copy(update={"parallel": config.parallel.model_copy(update=other)})
@@ -70,7 +70,7 @@ def test_a_resumed_run_keeps_its_layout_on_as_many_ranks(tmp_path):
 
 
 def test_a_model_without_room_is_refused_before_anything_is_built(tmp_path):
-    config = made(tmp_path)
+    config = make_config(tmp_path)
     large = ModelConfig(layers=80, hidden=16384, heads=128, vocab=50_000)
     with pytest.raises(UserError, match="no layout on 8 GPUs of h100-ib"):
         choose_layout(config.model_copy(update={"model": large}), 8)
@@ -100,15 +100,15 @@ def gpu(monkeypatch):
 )
 def test_chip_and_memory_are_those_of_the_device(gpu, tmp_path, name, gib, cluster, chip):
     gpu(name, gib)
-    config = made(tmp_path, parallel={"cluster": None})
-    cluster_ = find_cluster(config)
-    assert (cluster_.name, cluster_.chip.name) == (cluster, chip)
-    assert cluster_.chip.memory == int(gib * 2**30)
+    config = make_config(tmp_path, parallel={"cluster": None})
+    chosen_cluster = find_cluster(config)
+    assert (chosen_cluster.name, chosen_cluster.chip.name) == (cluster, chip)
+    assert chosen_cluster.chip.memory == int(gib * 2**30)
     _, notes = choose_layout(config, 8)
     assert f"8 ranks on {cluster}" in notes[0] and any(f"chip {chip}" in note for note in notes)
-    fitted = cluster_.chip.family in ("a100", "h100")
+    fitted = chosen_cluster.chip.family in ("a100", "h100")
     assert any("not fitted" in note for note in notes) != fitted
-    _, (note,) = choose_layout(made(tmp_path, parallel={"auto": False, "cluster": None}), 8)
+    _, (note,) = choose_layout(make_config(tmp_path, parallel={"auto": False, "cluster": None}), 8)
     assert note.startswith(f"{name} is the chip {chip}, with {gib:.1f} GiB")
 
 
@@ -116,8 +116,8 @@ def test_of_an_unknown_chip_only_memory_is_planned(gpu, tmp_path):
     gpu("NVIDIA Abacus", 47.0)
     auto = {"auto": True, "cluster": None}
     with pytest.raises(UserError, match=r"unknown chip NVIDIA Abacus with 47\.0 GiB: its memory"):
-        choose_layout(made(tmp_path, parallel=auto), 8)
-    plain = made(tmp_path, parallel={**auto, "auto": False})
+        choose_layout(make_config(tmp_path, parallel=auto), 8)
+    plain = make_config(tmp_path, parallel={**auto, "auto": False})
     resolved, notes = choose_layout(plain, 8)
     assert resolved == plain and "tools/measure_kernels.py --write" in notes[0]
     few = plain.model_copy(
@@ -129,7 +129,7 @@ def test_of_an_unknown_chip_only_memory_is_planned(gpu, tmp_path):
 
 def test_a_gpu_that_cannot_be_asked_is_assumed_with_a_word(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cuda")
+    config = make_config(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cuda")
     assert find_cluster(config).name == "h100-ib"
     _, (note,) = choose_layout(config, 8)
     assert "no GPU here that could be asked" in note and "h100-ib is assumed" in note
@@ -137,7 +137,7 @@ def test_a_gpu_that_cannot_be_asked_is_assumed_with_a_word(tmp_path, monkeypatch
 
 def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cpu")
+    config = make_config(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cpu")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert find_cluster(config).chip.memory == read_host_memory() / 4
     assert choose_layout(config, 4) == (config, [])

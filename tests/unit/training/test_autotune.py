@@ -64,7 +64,7 @@ def clock(monkeypatch):
     return SimpleNamespace(now=time_now, work=work)
 
 
-def config_of(precision="fp32", library="auto", **run):
+def make_config(precision="fp32", library="auto", **run):
     return RunConfig(
         model={"layers": 1, "hidden": 8, "heads": 1, "vocab": 7},
         train={"precision": precision},
@@ -73,14 +73,14 @@ def config_of(precision="fp32", library="auto", **run):
     )
 
 
-def cached():
+def find_cache():
     return autotune.find_cache_file(describe_machine(FP32))
 
 
 def write_cache(routines, **changes):
-    cached().parent.mkdir(parents=True, exist_ok=True)
+    find_cache().parent.mkdir(parents=True, exist_ok=True)
     machine = {**describe_machine(FP32), **changes}
-    cached().write_text(json.dumps({"machine": machine, "routines": routines.model_dump()}))
+    find_cache().write_text(json.dumps({"machine": machine, "routines": routines.model_dump()}))
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_a_measurement_is_made_once(clock, monkeypatch):
     ],
 )
 def test_a_damaged_cache_is_made_anew(content, clock, monkeypatch):
-    cached().parent.mkdir(parents=True)
-    cached().write_bytes(content)
+    find_cache().parent.mkdir(parents=True)
+    find_cache().write_bytes(content)
     monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
     routines, why = load_or_measure(FP32)
     assert routines == OTHER and why.startswith("measured in")
-    assert autotune.read_cache(cached(), describe_machine(FP32)) == OTHER
-    assert [path.name for path in cached().parent.iterdir()] == [cached().name]
+    assert autotune.read_cache(find_cache(), describe_machine(FP32)) == OTHER
+    assert [path.name for path in find_cache().parent.iterdir()] == [find_cache().name]
 
 
 @pytest.mark.parametrize("other", [{"threads": 999}, {"torch": "1.0"}, {"processor": "another"}])
@@ -212,7 +212,7 @@ def test_a_busy_machine_is_not_measured(clock, monkeypatch):
         lambda dtype: find_fastest(("a", "b"), clock.work(seconds, []), 1.0, "a"),
     )
     routines, why = load_or_measure(FP32)
-    assert routines == TORCH and "busy" in why and not cached().exists()
+    assert routines == TORCH and "busy" in why and not find_cache().exists()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="Linux says this")
@@ -236,13 +236,13 @@ def test_threads_that_have_no_processor_are_noticed():
 def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
     monkeypatch.setattr(autotune, "measure", None)  # is not called
     mesh = Mesh(Layout(), device="cpu")
-    assert tune(config_of(library="torch"), None, mesh)[0] == TORCH
-    assert tune(config_of(deterministic=True), None, mesh)[0] == TORCH
-    named, lines = tune(config_of(library="onednn"), OTHER, mesh)
+    assert tune(make_config(library="torch"), None, mesh)[0] == TORCH
+    assert tune(make_config(deterministic=True), None, mesh)[0] == TORCH
+    named, lines = tune(make_config(library="onednn"), OTHER, mesh)
     assert set(named.products.values()) == {matmul.list_libraries(FP32)[-1]}
     assert "kernels.matmul=onednn" in lines[0] and "dense onednn" in lines[0]
     assert matmul.get_libraries_in_use(FP32) == named.products
-    assert tune(config_of("fp64"), None, mesh) == (CPURoutines(), [])
+    assert tune(make_config("fp64"), None, mesh) == (CPURoutines(), [])
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -267,7 +267,7 @@ def choose_on_a_rank(folder):
     own_routines = OTHER if mesh.rank == 0 else TORCH
     autotune.load_or_measure, original = lambda dtype: (own_routines, ""), autotune.load_or_measure
     try:
-        return tune(config_of(), None, mesh)[0], matmul.get_libraries_in_use(FP32)
+        return tune(make_config(), None, mesh)[0], matmul.get_libraries_in_use(FP32)
     finally:
         autotune.load_or_measure = original
         matmul.use_libraries(FP32, {})
@@ -313,5 +313,7 @@ def test_a_run_that_resumes_in_another_precision_chooses_anew(monkeypatch):
         autotune, "load_or_measure", lambda dtype: (make_named_routines(dtype, "torch"), "")
     )
     mesh = Mesh(Layout(), device="cpu")
-    assert tune(config_of("bf16"), OTHER, mesh)[0] == make_named_routines(torch.bfloat16, "torch")
-    assert tune(config_of("fp32"), CPURoutines(), mesh)[0] == TORCH  # of a GPU, or an older version
+    assert tune(make_config("bf16"), OTHER, mesh)[0] == make_named_routines(torch.bfloat16, "torch")
+    assert (
+        tune(make_config("fp32"), CPURoutines(), mesh)[0] == TORCH
+    )  # of a GPU, or an older version

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from token_files import counting_documents, write_token_file
+from token_files import make_counting_documents, write_token_file
 
 from megaframe.config import RunConfig
 from megaframe.data.loader import Loader
@@ -15,7 +15,7 @@ from megaframe.training.batches import Batches
 SEQ, BATCH = 8, 8
 
 
-def nothing(batch):
+def find_nothing(batch):
     return False
 
 
@@ -34,11 +34,11 @@ def make(path, *, masked=True, **data):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write_token_file(
-        tmp_path_factory.mktemp("tokens") / "source", counting_documents([5, 30, 3, 12] * 9, 0)
+        tmp_path_factory.mktemp("tokens") / "source", make_counting_documents([5, 30, 3, 12] * 9, 0)
     )
 
 
-def counted(steps):
+def count_tokens(steps):
     """Return the valid tokens in what one rank got."""
     return [sum(int((m.labels_BS != IGNORE).sum()) for m in step.microbatches) for step in steps]
 
@@ -48,7 +48,7 @@ def look_and_take(path, masked):
     mesh, loader, batches = make(path, masked=masked)
     steps, sums = [], []
 
-    def take(leaves_out=nothing):
+    def take(leaves_out=find_nothing):
         step, valid = batches.take_next(leaves_out)
         steps.append(step)
         sums.append(valid)
@@ -68,7 +68,7 @@ def look_and_take(path, masked):
     assert took is None
     calls = mesh.data_control_group.traffic.take()[1]
     mesh.close()
-    return [step.first for step in steps], counted(steps), sums, calls
+    return [step.first for step in steps], count_tokens(steps), sums, calls
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -90,7 +90,7 @@ def take_while_the_other_does_not(path):
     signal_tensor = torch.zeros(1)
     if mesh.rank:
         receive(signal_tensor, mesh.world, source=0).wait()
-    _, valid = batches.take_next(nothing)
+    _, valid = batches.take_next(find_nothing)
     if not mesh.rank:
         send(signal_tensor, mesh.world, to=1).wait()
     barrier(mesh.world)
@@ -110,13 +110,13 @@ def fail_when_due(path):
     def fails(*arguments):
         raise OSError("the third step cannot be read")
 
-    batches.take_next(nothing)
+    batches.take_next(find_nothing)
     batches.look_ahead()
     loader._dataset.read = fails
-    batches.take_next(nothing)
+    batches.take_next(find_nothing)
     batches.look_ahead()
     with pytest.raises(OSError, match="the third step"):
-        batches.take_next(nothing)
+        batches.take_next(find_nothing)
     loader._dataset.read = read
     mesh.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from entry_runs import lines, train
+from entry_runs import read_lines, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import near
@@ -44,7 +44,7 @@ LOGITS = 4
 """Roundings to fp32 of a token's loss, whose logits and partition are about as large as itself."""
 
 
-def tool():
+def load_tool():
     spec = importlib.util.spec_from_file_location("evaluate_tool", ROOT / "tools/evaluate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -53,7 +53,7 @@ def tool():
 
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
-    tool().main()
+    load_tool().main()
 
 
 def write(prefix, documents):
@@ -63,7 +63,7 @@ def write(prefix, documents):
     return str(prefix)
 
 
-def numbers(seed, length, below):
+def make_numbers(seed, length, below):
     return np.random.default_rng(seed).integers(0, below, length)
 
 
@@ -71,7 +71,7 @@ def numbers(seed, length, below):
 def saved_run(tmp_path_factory):
     """Return checkpoints of a byte-level model after one step on one rank."""
     folder = tmp_path_factory.mktemp("saved_run")
-    data = write(folder / "data", [numbers(n, 40, 257) for n in range(10)])
+    data = write(folder / "data", [make_numbers(n, 40, 257) for n in range(10)])
     config = RunConfig(
         run={"dir": str(folder / "run"), "device": "cpu"},
         model={"layers": 1, "hidden": 16, "heads": 2, "vocab": 257, "position": "learned"},
@@ -111,8 +111,8 @@ def test_windows_count_every_token_once_and_with_all_that_fits_before_it(length,
     ],
 )
 def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrides, tmp_path):
-    trained_documents = [np.append(numbers(n, 60, 60), 60) for n in range(8)]
-    held_out = [np.append(numbers(9, 59, 60), 60), np.append(numbers(10, 36, 60), 60)]
+    trained_documents = [np.append(make_numbers(n, 60, 60), 60) for n in range(8)]
+    held_out = [np.append(make_numbers(9, 59, 60), 60), np.append(make_numbers(10, 36, 60), 60)]
     source = write(tmp_path / "all", [*trained_documents, *held_out])
     write(tmp_path / "held", held_out)  # 97 tokens are six windows of 16 and one token
     options = {"train__steps": 2, "train__eval_every": 2, "checkpoint__every": 2}
@@ -120,9 +120,11 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     pool.run(2, train, overrides(**options, **sources, **layout, **heed))
     config, stage = load_model(parse_path(str(tmp_path / "run/checkpoints")))
     passage = read_sequence(str(tmp_path / "held.bin"), None, CorpusFormat())
-    (score_,) = score(stage, [passage], context=16, stride=16, data=config.data)
-    assert score_.tokens == 96 - bool(heed)
-    assert score_.loss == near(lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
+    (passage_score,) = score(stage, [passage], context=16, stride=16, data=config.data)
+    assert passage_score.tokens == 96 - bool(heed)
+    assert passage_score.loss == near(
+        read_lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32
+    )
     ((name, same),) = read_split(config, "validation")
     assert name == "all" and np.array_equal(same.tokens, passage.tokens)
     assert np.array_equal(same.beginnings, passage.beginnings)
@@ -130,36 +132,36 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
         next(read_split(config, "test"))
     _, low = load_model(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
-    assert rounded.loss == pytest.approx(score_.loss, rel=0.01) and rounded != score_
+    assert rounded.loss == pytest.approx(passage_score.loss, rel=0.01) and rounded != passage_score
 
 
 def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
     """The validation documents have one token each, so every label begins a document."""
-    trained_documents = [np.append(numbers(n, 30, 60), 60) for n in range(80)]
+    trained_documents = [np.append(make_numbers(n, 30, 60), 60) for n in range(80)]
     source = write(tmp_path / "all", [*trained_documents, *([60] for _ in range(20))])
     options = {"train__steps": 2, "train__eval_every": 1, "data__mask_eod": True}
     pool.run(2, train, overrides(**options, data__sources=f"[{{path: {source}}}]"))
-    assert "eval_loss" not in lines(tmp_path / "run")[-1]
+    assert "eval_loss" not in read_lines(tmp_path / "run")[-1]
     logged = (tmp_path / "run/run.log").read_text()
     assert "no evaluation token has a label" in logged
 
 
 def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
     stage = build().stage
-    tokens = torch.from_numpy(numbers(0, 40, 37))
-    (score_,) = score(stage, [TokenSequence(tokens.numpy())], context=12, stride=1, batch=5)
+    tokens = torch.from_numpy(make_numbers(0, 40, 37))
+    (passage_score,) = score(stage, [TokenSequence(tokens.numpy())], context=12, stride=1, batch=5)
     nats = 0.0
-    for place_ in range(1, 40):
-        before = tokens[max(0, place_ - 12) : place_][None]
+    for position in range(1, 40):
+        before = tokens[max(0, position - 12) : position][None]
         labels = torch.full_like(before, -1)
-        labels[0, -1] = tokens[place_]
+        labels[0, -1] = tokens[position]
         nats += float(stage.evaluate(Microbatch(before, labels, torch.zeros(1, dtype=int))))
-    assert score_.nats == near(nats, LOGITS, torch.float32) and score_.tokens == 39
+    assert passage_score.nats == near(nats, LOGITS, torch.float32) and passage_score.tokens == 39
 
 
 def test_passages_beside_each_other_change_nothing(build):
     stage = build().stage
-    passages = [TokenSequence(numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
+    passages = [TokenSequence(make_numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
     together = score(stage, passages, context=12, stride=6, batch=4)
     apart = [score(stage, [passage], context=12, stride=6, batch=1)[0] for passage in passages]
     for first, other in zip(together, apart, strict=True):
@@ -177,14 +179,16 @@ def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
     text.write_text('{"text": "grüße"}\n{"text": "a much longer line of text"}\n')
     tokenizer = load_tokenizer("bytes")
     passage = read_sequence(str(text), tokenizer, CorpusFormat())
-    (score_,) = score(
+    (passage_score,) = score(
         stage, [passage], context=12, stride=4, token_bytes=tokenizer.count_token_bytes()
     )
     size = len("grüße".encode()) + len("a much longer line of text")
-    assert (score_.tokens, score_.bytes) == (size + 2, size)
-    assert score_.loss == near(math.log(257), LOGITS, torch.float32)
-    assert score_.perplexity == near(257, 6 * LOGITS, torch.float32) and score_.greedy
-    assert score_.bits_per_byte == near(math.log2(257) * (size + 2) / size, LOGITS, torch.float32)
+    assert (passage_score.tokens, passage_score.bytes) == (size + 2, size)
+    assert passage_score.loss == near(math.log(257), LOGITS, torch.float32)
+    assert passage_score.perplexity == near(257, 6 * LOGITS, torch.float32) and passage_score.greedy
+    assert passage_score.bits_per_byte == near(
+        math.log2(257) * (size + 2) / size, LOGITS, torch.float32
+    )
 
 
 def test_the_tool_prints_files_and_all_of_them(saved_run, tmp_path, monkeypatch, capsys):

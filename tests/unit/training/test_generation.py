@@ -27,7 +27,7 @@ def generate(monkeypatch, *arguments):
     tool.main()
 
 
-def by_hand(logits, temperature, top_k, top_p):
+def compute_probabilities(logits, temperature, top_k, top_p):
     """Return the probability of each token, found one by one from the likeliest to the least."""
     chances = np.exp((logits - logits.max()) / temperature)
     likeliest = np.argsort(-logits, kind="stable")[: top_k or None]
@@ -51,7 +51,7 @@ def by_hand(logits, temperature, top_k, top_p):
 )
 def test_only_tokens_that_may_come_come(logits, temperature, top_k, top_p, seed):
     logits = np.array(logits, np.float64) / 10
-    chances = by_hand(logits, temperature, top_k, top_p)
+    chances = compute_probabilities(logits, temperature, top_k, top_p)
     options, generator = (
         SamplingOptions(temperature, top_k, top_p),
         torch.Generator().manual_seed(seed),
@@ -70,7 +70,7 @@ def test_tokens_come_as_often_as_their_probabilities_say(temperature, top_k, top
         torch.Generator().manual_seed(0),
     )
     chosen = [options.choose(torch.from_numpy(logits), generator) for _ in range(draws)]
-    chances = by_hand(logits, temperature, top_k, top_p)
+    chances = compute_probabilities(logits, temperature, top_k, top_p)
     counts = np.bincount(chosen, minlength=len(logits))
     assert (np.abs(counts - draws * chances) <= 5 * np.sqrt(draws * chances * (1 - chances))).all()
 

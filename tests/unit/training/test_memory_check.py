@@ -28,7 +28,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 OLD = ["parallel.zero=0", "train.recompute=none"]
 
 
-def entry(*arguments, **environment):
+def run_entry(*arguments, **environment):
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", *arguments],
         cwd=ROOT,
@@ -56,16 +56,16 @@ def gpu(monkeypatch):
 
 def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
     command = ["--config", "llama3-8b", "--dry-run", "--gpus", "8", "parallel.cluster=h100-ib"]
-    status, message, wrong = entry(*command, *OLD)
+    status, message, wrong = run_entry(*command, *OLD)
     assert status == 2 and "memory per rank" in message
     assert "error: does not fit in memory: rank 0 needs 174.5 GiB by the plan, and its" in wrong
     assert "    parallel.zero=2: 75.3 GiB" in wrong and "--force" in wrong
-    status, message, wrong = entry(*command, *OLD, "--force")
+    status, message, wrong = run_entry(*command, *OLD, "--force")
     assert (status, wrong) == (0, "")
     assert message.splitlines()[-1].startswith(
         "warning: started by --force without enough memory: "
     )
-    status, message, wrong = entry(*command)
+    status, message, wrong = run_entry(*command)
     assert (status, wrong) == (0, "") and "warning" not in message
     assert re.fullmatch(
         r"fits in memory: rank 0 needs 64\.3 GiB by the plan, .* \(h100\) has 80\.0 GiB .*",

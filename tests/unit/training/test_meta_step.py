@@ -16,7 +16,7 @@ LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
 MOE = {"moe": {"experts": 8, "ffn": 32, "top_k": 2}}
 
 
-def made(model, train, parallel, optim=None):
+def make_config(model, train, parallel, optim=None):
     layers = max(2, parallel.get("pipeline", 1) * parallel.get("chunks", 1))
     return RunConfig(
         model={**MODEL, "layers": layers, **model},
@@ -26,9 +26,9 @@ def made(model, train, parallel, optim=None):
     )
 
 
-def among_others(*sections):
+def measure_among_others(*sections):
     """Return what a rank of a real world counts."""
-    config = made(*sections)
+    config = make_config(*sections)
     mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     with AllocationTracker() as ledger:
         step = measure_step(config, mesh, ledger)
@@ -73,8 +73,8 @@ WITH_EXPERTS = {
 @pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
-    real = pool.run(4, among_others, *CASES[name])
-    config = made(*CASES[name])
+    real = pool.run(4, measure_among_others, *CASES[name])
+    config = make_config(*CASES[name])
     layout = Layout.from_parallel(config.parallel, 4)
     for rank, measured in ((0, real[0]), (3, real[3])):
         predicted = run_meta_step(config, layout, rank)
@@ -94,8 +94,8 @@ def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
 @pytest.mark.quick(when=lambda name: name == "experts, zero 3")
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_experts_are_counted_as_if_equally_busy(name, pool):
-    real = pool.run(4, among_others, *WITH_EXPERTS[name])
-    config = made(*WITH_EXPERTS[name])
+    real = pool.run(4, measure_among_others, *WITH_EXPERTS[name])
+    config = make_config(*WITH_EXPERTS[name])
     layout = Layout.from_parallel(config.parallel, 4)
     predicted = run_meta_step(config, layout, 0)
     for measured in real:
@@ -112,7 +112,7 @@ def test_experts_are_counted_as_if_equally_busy(name, pool):
 
 def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
     def kept(**train):
-        config = made(LLAMA, {"recompute": "full", **train}, {})
+        config = make_config(LLAMA, {"recompute": "full", **train}, {})
         return run_meta_step(config, Layout(), 0).activations
 
     inputs = 2 * 32 * 64 * 2  # two blocks, in bf16

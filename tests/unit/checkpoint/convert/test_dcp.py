@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[4]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import checkpoint as tool  # noqa: E402
-from checkpoint_helpers import part, partitions, save, shapes, whole  # noqa: E402
+from checkpoint_helpers import cut_slice, draw_partition, make_slice, save, shapes  # noqa: E402
 
 from megaframe.checkpoint import Slice, open_checkpoint, shard_file  # noqa: E402
 from megaframe.checkpoint.convert import dcp  # noqa: E402
@@ -40,26 +40,26 @@ from megaframe.model.model_chunk import list_model_specs  # noqa: E402
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
 
-def bits(tensor):
+def view_bits(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def held(path):
+def load_saved(path):
     """Return all tensors of a checkpoint, in the types in which they are saved."""
     with open_checkpoint(path) as checkpoint:
         tensors = {
             name: torch.zeros(tensor.shape).to(DTYPES[tensor.dtype])
             for name, tensor in checkpoint.tensors.items()
         }
-        checkpoint.load([whole(name, tensor) for name, tensor in tensors.items()])
+        checkpoint.load([make_slice(name, tensor) for name, tensor in tensors.items()])
         return tensors
 
 
-def same(actual, expected):
+def assert_same_tensors(actual, expected):
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape, name
-        assert torch.equal(bits(actual[name]), bits(tensor)), name
+        assert torch.equal(view_bits(actual[name]), view_bits(tensor)), name
 
 
 @settings(deadline=None, max_examples=25)
@@ -73,7 +73,7 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
         )
     }
     ranks = [
-        [part(name, tensor, box) for box in data.draw(partitions(tensor.shape))]
+        [cut_slice(name, tensor, box) for box in data.draw(draw_partition(tensor.shape))]
         for name, tensor in tensors.items()
     ]
     state = {"loss": data.draw(st.floats(allow_nan=False)), "text": data.draw(st.text())}
@@ -88,15 +88,15 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
         }
         torch_dcp.load(loaded, checkpoint_id=folder / "dcp", no_dist=True)
         assert json.loads(loaded.pop(RUN_STATE_NAME)) == {"step": 7, "state": state}
-        same(loaded, tensors)
+        assert_same_tensors(loaded, tensors)
         done = dcp.import_checkpoint(folder / "dcp", folder / "back")
         assert (done.left_out, done.has_state) == ([], True)
-        same(held(done.path), tensors)
+        assert_same_tensors(load_saved(done.path), tensors)
         with open_checkpoint(done.path) as back:
             assert (back.step, dict(back.state)) == (7, state)
 
 
-def whole_tensors():
+def make_tensors():
     generator = torch.Generator().manual_seed(0)
     return {
         "rows": torch.randn(7, 5, generator=generator),
@@ -118,7 +118,7 @@ def save_as_rank(folder, threads):
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
-        full = whole_tensors()
+        full = make_tensors()
         state = {
             "rows": distribute_tensor(full["rows"], mesh, [Shard(0)]),
             "nested": {"columns": distribute_tensor(full["columns"], mesh, [Shard(1)])},
@@ -142,10 +142,10 @@ def test_what_ranks_of_torch_saved_is_imported(pool, tmp_path, threads):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_file, "MAX_ENTRY_BYTES", 64)
         done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
-    full = whole_tensors()
+    full = make_tensors()
     full["nested.columns"] = full.pop("columns")
     full["list.0"] = full.pop("scalar")
-    same(held(done.path), full)
+    assert_same_tensors(load_saved(done.path), full)
     assert done.left_out == ["list.1.lr", "list.1.steps", "nothing"] and not done.has_state
 
 
@@ -162,7 +162,7 @@ def copy(good, tmp_path):
     return Path(shutil.copytree(good, tmp_path / "copy"))
 
 
-def refused(folder, match, to=None):
+def read_refusal(folder, match, to=None):
     before = sorted(os.listdir(folder))
     target = to or folder.parent / "made"
     with pytest.raises(UserError, match=match) as error:
@@ -183,7 +183,7 @@ def edit(folder, change):
 INDEX = MetadataIndex("a", torch.Size([0, 0]))
 
 
-def stored(**changes):
+def change_storage(**changes):
     return lambda metadata: vars(metadata.storage_data[INDEX]).update(changes)
 
 
@@ -198,17 +198,23 @@ def chunk(**changes):
 HUGE = torch.Size([1 << 40, 6])
 HOSTILE = {
     "traversal": (
-        stored(relative_path="../../etc/passwd"),
+        change_storage(relative_path="../../etc/passwd"),
         "etc/passwd', which is not a file name",
     ),
-    "absolute": (stored(relative_path="/etc/passwd"), "etc/passwd', which is not a file name"),
-    "hidden": (stored(relative_path=".metadata"), "not a file name"),
-    "no file": (stored(relative_path="__9_9.distcp"), "__9_9.distcp: No such file"),
-    "behind the end": (stored(offset=1 << 40), "and that has"),
-    "negative": (stored(offset=-1), "no part of"),
-    "short": (stored(length=5), "needs 96 bytes, which should be in 5 from"),
-    "in the middle": (stored(offset=77), "tensor a"),
-    "compressed": (stored(transform_descriptors=["stream.zstd"]), "save without extensions"),
+    "absolute": (
+        change_storage(relative_path="/etc/passwd"),
+        "etc/passwd', which is not a file name",
+    ),
+    "hidden": (change_storage(relative_path=".metadata"), "not a file name"),
+    "no file": (change_storage(relative_path="__9_9.distcp"), "__9_9.distcp: No such file"),
+    "behind the end": (change_storage(offset=1 << 40), "and that has"),
+    "negative": (change_storage(offset=-1), "no part of"),
+    "short": (change_storage(length=5), "needs 96 bytes, which should be in 5 from"),
+    "in the middle": (change_storage(offset=77), "tensor a"),
+    "compressed": (
+        change_storage(transform_descriptors=["stream.zstd"]),
+        "save without extensions",
+    ),
     "huge": (tensor(size=HUGE), "its slices hold 24 elements instead of 6597069766656"),
     "huge everywhere": (
         lambda metadata: (tensor(size=HUGE)(metadata), chunk(sizes=HUGE)(metadata)),
@@ -252,12 +258,14 @@ HOSTILE = {
 def test_hostile_metadata_are_refused(copy, name):
     change, match = HOSTILE[name]
     edit(copy, lambda metadata: None)
-    same(held(dcp.import_checkpoint(copy, copy.parent / "fine").path), held_good())
+    assert_same_tensors(
+        load_saved(dcp.import_checkpoint(copy, copy.parent / "fine").path), make_good_tensors()
+    )
     edit(copy, change)
-    refused(copy, match)
+    read_refusal(copy, match)
 
 
-def held_good():
+def make_good_tensors():
     return {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3).bfloat16()}
 
 
@@ -272,10 +280,10 @@ class Evil:
 def test_a_pickle_that_calls_is_named_and_not_followed(copy, tmp_path):
     target = tmp_path / "harm"
     edit(copy, lambda metadata: metadata.state_dict_metadata.update(evil=Evil(target)))
-    assert "posix.mkdir" in refused(copy, r"\.metadata cannot be read: it names 'posix.mkdir'")
+    assert "posix.mkdir" in read_refusal(copy, r"\.metadata cannot be read: it names 'posix.mkdir'")
     assert not target.exists()
     (copy / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    refused(copy, r"names 'os.system'")
+    read_refusal(copy, r"names 'os.system'")
 
 
 def test_a_tensor_that_calls_or_expands_is_named_and_not_followed(copy, tmp_path):
@@ -285,14 +293,14 @@ def test_a_tensor_that_calls_or_expands_is_named_and_not_followed(copy, tmp_path
         start = (copy / "__0_0.distcp").stat().st_size
         with open(copy / "__0_0.distcp", "ab") as file:
             file.write(content)
-        edit(copy, stored(offset=start, length=len(content)))
+        edit(copy, change_storage(offset=start, length=len(content)))
 
     buffer = io.BytesIO()
     torch.save(Evil(target), buffer)
     replaced(buffer.getvalue())
-    refused(copy, "tensor a .*posix.mkdir")
+    read_refusal(copy, "tensor a .*posix.mkdir")
     buffer = io.BytesIO()
-    torch.save(held_good()["a"], buffer)
+    torch.save(make_good_tensors()["a"], buffer)
     for compressed, where in (("data/0", 1 << 24), ("data.pkl", 1 << 24)):
         bomb = io.BytesIO()
         with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(bomb, "w") as bomb_file:
@@ -302,7 +310,7 @@ def test_a_tensor_that_calls_or_expands_is_named_and_not_followed(copy, tmp_path
                     content, kind = bytes(where), zipfile.ZIP_DEFLATED
                 bomb_file.writestr(entry.filename, content, kind)
         replaced(bomb.getvalue())
-        refused(copy, f"tensor a .*{compressed} is compressed")
+        read_refusal(copy, f"tensor a .*{compressed} is compressed")
     assert not target.exists()
 
 
@@ -326,9 +334,9 @@ def test_every_flipped_bit_and_truncation_is_refused_or_changes_nothing_else(goo
         except UserError as error:
             assert str(folder) in str(error)
         else:
-            for name, tensor in held(done.path).items():
-                if file.name == ".metadata" and name in held_good():
-                    assert tensor.numel() == held_good()[name].numel()
+            for name, tensor in load_saved(done.path).items():
+                if file.name == ".metadata" and name in make_good_tensors():
+                    assert tensor.numel() == make_good_tensors()[name].numel()
 
 
 OPCODES = st.sampled_from(
@@ -353,9 +361,9 @@ def test_deep_and_endless_pickles_end(copy):
         b"}N" + b"\x85" * 10**5 + b"Ns.",
     ):
         (copy / ".metadata").write_bytes(program)
-        refused(copy, r"\.metadata cannot be read")
+        read_refusal(copy, r"\.metadata cannot be read")
     os.truncate(copy / ".metadata", 1 << 40)
-    refused(copy, "larger than")
+    read_refusal(copy, "larger than")
 
 
 def test_a_flipped_bit_of_a_tensor_is_noticed(copy):
@@ -368,7 +376,7 @@ def test_a_flipped_bit_of_a_tensor_is_noticed(copy):
     names, extra = (int.from_bytes(data[at + n : at + n + 2], "little") for n in (26, 28))
     data[at + 30 + names + extra] ^= 1
     (copy / extent.file).write_bytes(data)
-    refused(copy, "does not match its checksum")
+    read_refusal(copy, "does not match its checksum")
 
 
 @pytest.fixture
@@ -381,7 +389,7 @@ def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     weights = {spec.name: torch.randn(spec.shape) for spec in list_model_specs(config)}
     torch_dcp.save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
     done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours", config)
-    same(held(done.path), weights)
+    assert_same_tensors(load_saved(done.path), weights)
     with open_checkpoint(done.path) as checkpoint:
         assert checkpoint.step == 0
         assert read_train_state(checkpoint).config.model.hidden == 16
@@ -398,7 +406,7 @@ def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
     secret = "s3://me:hunter22@host/x"
     state = {"config": {"data": {"mask_eod": secret}}} if where == "state" else {}
     name = secret if where == "name" else "a"
-    source = save(tmp_path / "ours", [[whole(name, torch.ones(2, 3))]], state=state)
+    source = save(tmp_path / "ours", [[make_slice(name, torch.ones(2, 3))]], state=state)
     with open_checkpoint(source) as checkpoint, pytest.raises(UserError, match="not copied") as it:
         dcp.export_checkpoint(checkpoint, tmp_path / "dcp")
     assert "hunter22" not in str(it.value) and not (tmp_path / "dcp").exists()
@@ -415,7 +423,9 @@ def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
 
 def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
     tensors = {"a": torch.randn(6, 4), "optimizer.moment/a": torch.randn(6, 4)}
-    source = save(tmp_path / "ours", [[whole(*entry) for entry in tensors.items()]], state={"x": 1})
+    source = save(
+        tmp_path / "ours", [[make_slice(*entry) for entry in tensors.items()]], state={"x": 1}
+    )
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])

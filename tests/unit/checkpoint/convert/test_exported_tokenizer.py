@@ -13,7 +13,7 @@ import sentencepiece
 import tokenizers
 import torch
 from safetensors.torch import load_file
-from small_model_folders import small_folder
+from small_model_folders import write_small_folder
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
@@ -67,7 +67,7 @@ def train(path, kind, **settings):
     return f"sentencepiece:{path}.model"
 
 
-def random_texts(count, seed=0):
+def draw_texts(count, seed=0):
     """Return texts of code, words, runs of blanks, control characters, and any Unicode."""
     draw = random.Random(seed)
     text = "\n".join(CORPUS)
@@ -96,7 +96,7 @@ def random_texts(count, seed=0):
     return ["".join(part() for _ in range(draw.randrange(6))) for _ in range(count)]
 
 
-def exported(name, folder):
+def export_and_load(name, folder):
     """Export a tokenizer, load its tokenizer.json, and return it with the notes."""
     export = export_tokenizer(name, 1 << 20, 64)
     folder.mkdir()
@@ -109,11 +109,11 @@ def exported(name, folder):
     return loaded, export.notes
 
 
-def ids_of(loaded, texts):
+def encode_texts(loaded, texts):
     return [encoding.ids for encoding in loaded.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-TEXTS = random_texts(10_000)
+TEXTS = draw_texts(10_000)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "hf"])
@@ -132,10 +132,10 @@ def test_ids_are_those_of_the_run_for_bytes_and_tokenizer_files(kind, tmp_path):
         model.save(str(tmp_path / "theirs.json"))
         name = f"hf:{tmp_path / 'theirs.json'}"
     native = load_tokenizer(name)
-    loaded, notes = exported(name, tmp_path / "out")
+    loaded, notes = export_and_load(name, tmp_path / "out")
     assert notes == []
     native_ids = [ids.tolist() for ids in native.encode_batch(TEXTS)]
-    assert ids_of(loaded, TEXTS) == native_ids
+    assert encode_texts(loaded, TEXTS) == native_ids
     if kind == "bytes":
         assert [loaded.decode(ids) for ids in native_ids] == TEXTS
         assert native_ids[1:9] == [list(text.encode()) for text in TEXTS[1:9]]
@@ -148,9 +148,9 @@ def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):
     other ids are allowed only if their scores are the same up to that rounding."""
     name = train(tmp_path / "m", kind, **SETTINGS[setting])
     native = load_tokenizer(name)
-    loaded, notes = exported(name, tmp_path / "out")
+    loaded, notes = export_and_load(name, tmp_path / "out")
     native_ids = [ids.tolist() for ids in native.encode_batch(TEXTS)]
-    exported_ids = ids_of(loaded, TEXTS)
+    exported_ids = encode_texts(loaded, TEXTS)
     if kind == "bpe":
         assert notes == []
         assert exported_ids == native_ids
@@ -180,7 +180,7 @@ def test_a_tokenizer_of_the_tool_keeps_its_ids(kind, tmp_path):
         [str(tmp_path / "corpus.txt")], CorpusFormat(), str(tmp_path / "m"), 320, kind, 1
     )
     native = load_tokenizer(f"sentencepiece:{tmp_path}/m.model")
-    loaded, _ = exported(f"sentencepiece:{tmp_path}/m.model", tmp_path / "out")
+    loaded, _ = export_and_load(f"sentencepiece:{tmp_path}/m.model", tmp_path / "out")
     for text in ("import os", "  x", "a b", "\n\n\tif", "</s>"):
         assert loaded.encode(text).ids == native.encode(text)
 
@@ -195,14 +195,14 @@ def test_the_normalisers_rules_are_exported(tmp_path):
         add_dummy_prefix=True,
         remove_extra_whitespaces=True,
     )
-    loaded, notes = exported(name, tmp_path / "out")
+    loaded, notes = export_and_load(name, tmp_path / "out")
     assert notes == [
         "tokenizer.json: ids can differ from tokenizer.model for characters with several combining "
         "marks (the normaliser's rules)"
     ]
     texts = [*CORPUS, "ﬁ ①  Ⅳ\u3000x", " \tab\u00a0 c\r\n", "e\u0301"]
     native_ids = [ids.tolist() for ids in load_tokenizer(name).encode_batch(texts)]
-    assert ids_of(loaded, texts) == native_ids
+    assert encode_texts(loaded, texts) == native_ids
 
 
 def test_models_are_read_as_the_library_reads_them(tmp_path):
@@ -241,7 +241,7 @@ def imported(tmp_path):
     """Return a function that makes a checkpoint whose run has a tokenizer."""
 
     def make(tokenizer, **keys):
-        folder = small_folder(tmp_path / "run/theirs", **keys)
+        folder = write_small_folder(tmp_path / "run/theirs", **keys)
         checkpoint = folders.import_model(folder, tmp_path / "run/checkpoints")
         manifest = checkpoint / "manifest.json"
         return record(manifest, tokenizer)

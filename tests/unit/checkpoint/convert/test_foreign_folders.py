@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from small_model_folders import CONFIGS, small_folder, weights, write_folder
+from small_model_folders import CONFIGS, make_weights, write_folder, write_small_folder
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
@@ -34,7 +34,7 @@ FREE = {"dtype", "max_window_layers", "sliding_window", "layer_types", "use_slid
 """Keys that an export writes in another form."""
 
 
-def refusal(folder, to):
+def read_refusal(folder, to):
     """Return the error of an import, of one folder to a new one, after which nothing is left."""
     with pytest.raises(UserError) as error:
         folders.import_model(folder, to)
@@ -62,7 +62,7 @@ def assert_right(folder, to, exported):
             assert actual[key] == kind(reference[key]), key
 
 
-def mutated(config, draw):
+def mutate_config(config, draw):
     """Change, remove or add one to three keys."""
     config = json.loads(json.dumps(config))
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
@@ -85,13 +85,13 @@ def mutated(config, draw):
 @pytest.mark.quick(when=lambda family: family == "gpt2")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_changed_config_is_read_right_or_refused(family, tmp_path):
-    folder = small_folder(tmp_path / "theirs", family)
+    folder = write_small_folder(tmp_path / "theirs", family)
     folders.import_model(folder, tmp_path / "first")
     assert_right(folder, tmp_path / "first", tmp_path / "first-hf")
     draw, outcomes = random.Random(family), [0, 0]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(200):
-        config = mutated(CONFIGS[family], draw)
+        config = mutate_config(CONFIGS[family], draw)
         (folder / "config.json").write_text(json.dumps(config))
         to = tmp_path / f"to-{number}"
         try:
@@ -113,7 +113,7 @@ def test_a_changed_config_is_read_right_or_refused(family, tmp_path):
 def test_changed_bytes_of_any_file_are_refused_or_read(data, tmp_path_factory):
     """A changed weight cannot be noticed; anything else must be an error, not a traceback."""
     tmp_path = tmp_path_factory.mktemp("bytes")
-    folder = small_folder(tmp_path / "theirs")
+    folder = write_small_folder(tmp_path / "theirs")
     path = folder / data.draw(st.sampled_from(["config.json", "model.safetensors"]))
     content = bytearray(path.read_bytes())
     place = data.draw(st.integers(0, min(len(content) - 1, 4000)))
@@ -135,9 +135,9 @@ ABSURD = {
 
 @pytest.mark.parametrize("key", ABSURD)
 def test_absurd_sizes_are_refused_before_any_work(key, tmp_path):
-    folder = small_folder(tmp_path / "theirs", tie_word_embeddings=False)
+    folder = write_small_folder(tmp_path / "theirs", tie_word_embeddings=False)
     (folder / "config.json").write_text(json.dumps({**CONFIGS["llama"], key: 10**9}))
-    assert ABSURD[key] in refusal(folder, tmp_path / "to")
+    assert ABSURD[key] in read_refusal(folder, tmp_path / "to")
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_absurd_sizes_are_refused_before_any_work(key, tmp_path):
     ],
 )
 def test_wrong_types_and_ranges_are_named(keys, message, tmp_path):
-    folder = small_folder(tmp_path / "theirs")
+    folder = write_small_folder(tmp_path / "theirs")
     (folder / "config.json").write_text(json.dumps({**CONFIGS["llama"], **keys}))
-    assert message in refusal(folder, tmp_path / "to")
+    assert message in read_refusal(folder, tmp_path / "to")
 
 
 @pytest.mark.parametrize(
@@ -171,26 +171,26 @@ def test_wrong_types_and_ranges_are_named(keys, message, tmp_path):
     ids=str,
 )
 def test_weights_that_are_no_floating_point_numbers_are_refused(dtype, tmp_path):
-    tensors = weights(CONFIGS["llama"])
+    tensors = make_weights(CONFIGS["llama"])
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
     folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
-    message = refusal(folder, tmp_path / "to")
+    message = read_refusal(folder, tmp_path / "to")
     assert "model.norm.weight has the type" in message
     assert "weights are F64, F32, F16, BF16" in message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_are_refused_with_their_number(value, tmp_path):
-    tensors = weights(CONFIGS["llama"])
+    tensors = make_weights(CONFIGS["llama"])
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5:7] = value
     folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
     message = "model.layers.1.mlp.up_proj.weight: 2 of 192 elements are NaN or infinite in fp32"
-    assert refusal(folder, tmp_path / "to") == message
+    assert read_refusal(folder, tmp_path / "to") == message
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_other_floating_point_types_are_read(dtype, tmp_path):
-    tensors = weights(CONFIGS["llama"], dtype)
+    tensors = make_weights(CONFIGS["llama"], dtype)
     named = str(dtype).removeprefix("torch.")
     folder = write_folder(tmp_path / "theirs", {**CONFIGS["llama"], "dtype": named}, tensors)
     checkpoint = folders.import_model(folder, tmp_path / "to")
@@ -204,7 +204,7 @@ def test_other_floating_point_types_are_read(dtype, tmp_path):
 
 
 def test_numbers_too_large_for_a_type_are_not_exported(tmp_path):
-    tensors = weights(CONFIGS["llama"])
+    tensors = make_weights(CONFIGS["llama"])
     tensors["model.norm.weight"][2] = 1e6
     folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
     message = r"norm\.weight: 1 of 16 .* infinite in float16"
@@ -219,7 +219,7 @@ def test_numbers_too_large_for_a_type_are_not_exported(tmp_path):
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 def test_only_regular_files_are_opened(name, kind, tmp_path):
-    folder = small_folder(tmp_path / "theirs")
+    folder = write_small_folder(tmp_path / "theirs")
     (folder / name).unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(folder / name)
@@ -228,11 +228,11 @@ def test_only_regular_files_are_opened(name, kind, tmp_path):
     else:
         (folder / name).mkdir()
     why = "Is a directory" if kind == "folder" else "Not a regular file"
-    assert refusal(folder, tmp_path / "to") == f"cannot read {folder / name}: {why}"
+    assert read_refusal(folder, tmp_path / "to") == f"cannot read {folder / name}: {why}"
 
 
 def test_links_to_files_are_followed_as_the_hubs_cache_has_them(tmp_path):
-    folder = small_folder(tmp_path / "blobs")
+    folder = write_small_folder(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
     for path in folder.iterdir():
         (tmp_path / "snapshot" / path.name).symlink_to(path)
@@ -253,16 +253,16 @@ def test_links_to_files_are_followed_as_the_hubs_cache_has_them(tmp_path):
     ],
 )
 def test_an_index_names_files_of_the_folder(index, message, tmp_path):
-    folder = small_folder(tmp_path / "theirs")
+    folder = write_small_folder(tmp_path / "theirs")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert message in refusal(folder, tmp_path / "to")
+    assert message in read_refusal(folder, tmp_path / "to")
 
 
 def test_a_tensor_is_in_one_file(tmp_path):
-    folder = small_folder(tmp_path / "theirs")
-    tensors = weights(CONFIGS["llama"])
+    folder = write_small_folder(tmp_path / "theirs")
+    tensors = make_weights(CONFIGS["llama"])
     save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "b.safetensors")
     index = dict.fromkeys(tensors, "model.safetensors") | {"model.norm.weight": "b.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    message = refusal(folder, tmp_path / "to")
+    message = read_refusal(folder, tmp_path / "to")
     assert "model.norm.weight is in two files, b.safetensors and model.safetensors" in message

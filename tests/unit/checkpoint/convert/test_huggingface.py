@@ -54,7 +54,7 @@ YARN = {
 }
 
 
-def of(kind, **keys):
+def make_config(kind, **keys):
     """Return a function that makes a config of transformers, whose import takes seconds."""
 
     def config():
@@ -66,22 +66,22 @@ def of(kind, **keys):
 
 
 MODELS = {
-    "gpt2": of(
+    "gpt2": make_config(
         "GPT2",
         **{"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61},
         **{"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0},
     ),
-    "llama": of("Llama", **GROUPED),
-    "llama3": of("Llama", **GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True),
-    "mistral": of("Mistral", **GROUPED, sliding_window=5),
-    "ministral": of("Ministral", **LOCAL, layer_types=[FULL, LOCALLY, LOCALLY, FULL]),
-    "qwen2": of("Qwen2", **GROUPED),
-    "qwen2_last": of("Qwen2", **SLIDES, max_window_layers=3, tie_word_embeddings=True),
-    "qwen3": of("Qwen3", **GROUPED),
-    "qwen3_types": of("Qwen3", **SLIDES, layer_types=[LOCALLY, FULL, LOCALLY, FULL]),
-    "qwen3_last": of("Qwen3", **SLIDES, max_window_layers=3),
-    "qwen3_all": of("Qwen3", **SLIDES, max_window_layers=0),
-    "qwen3_moe": of(
+    "llama": make_config("Llama", **GROUPED),
+    "llama3": make_config("Llama", **GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": make_config("Mistral", **GROUPED, sliding_window=5),
+    "ministral": make_config("Ministral", **LOCAL, layer_types=[FULL, LOCALLY, LOCALLY, FULL]),
+    "qwen2": make_config("Qwen2", **GROUPED),
+    "qwen2_last": make_config("Qwen2", **SLIDES, max_window_layers=3, tie_word_embeddings=True),
+    "qwen3": make_config("Qwen3", **GROUPED),
+    "qwen3_types": make_config("Qwen3", **SLIDES, layer_types=[LOCALLY, FULL, LOCALLY, FULL]),
+    "qwen3_last": make_config("Qwen3", **SLIDES, max_window_layers=3),
+    "qwen3_all": make_config("Qwen3", **SLIDES, max_window_layers=0),
+    "qwen3_moe": make_config(
         "Qwen3Moe",
         **GROUPED,
         **EXPERTS,
@@ -89,16 +89,16 @@ MODELS = {
         moe_intermediate_size=12,
         norm_topk_prob=True,
     ),
-    "qwen3_moe_all": of(
+    "qwen3_moe_all": make_config(
         "Qwen3Moe",
         **{**GROUPED, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 12},
         **{"sliding_window": 3, "use_sliding_window": True},
     ),
-    "mixtral": of("Mixtral", **GROUPED, **EXPERTS, num_local_experts=4),
-    "deepseek_v2": of(
+    "mixtral": make_config("Mixtral", **GROUPED, **EXPERTS, num_local_experts=4),
+    "deepseek_v2": make_config(
         "DeepseekV2", **DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy"
     ),
-    "deepseek_v3": of(
+    "deepseek_v3": make_config(
         "DeepseekV3", **DEEPSEEK, q_lora_rank=12, n_group=4, topk_group=2, rope_parameters=YARN
     ),
 }
@@ -108,7 +108,7 @@ channels, and 18 tokens; and the head."""
 TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0))
 
 
-def made(name, path):
+def save_model(name, path):
     """Save a random model of this kind to `path`, and return its logits."""
     torch.manual_seed(1)
     from transformers import AutoModelForCausalLM
@@ -119,11 +119,11 @@ def made(name, path):
             if "norm" in key or "ln_" in key or key.endswith("bias"):
                 value.add_(0.2 * torch.randn(value.shape))
     model.save_pretrained(path)
-    return logits(model)
+    return compute_logits(model)
 
 
 @torch.no_grad()
-def logits(model):
+def compute_logits(model):
     return model(TOKENS).logits
 
 
@@ -137,17 +137,17 @@ class InFp64(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def exact_logits(folder):
+def compute_exact_logits(folder):
     """Return the logits of a folder of transformers, computed in fp64."""
     from transformers import AutoModelForCausalLM
 
     with InFp64():
         options = {"dtype": torch.float64, "experts_implementation": "eager"}
-        return logits(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
+        return compute_logits(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
 
 
 @torch.no_grad()
-def our_logits(path):
+def compute_own_logits(path):
     """Return our logits, computed in fp64 and rounded to fp32 at the end."""
     _, stage = load_model(path, precision="fp64")
     x = stage.compute_hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
@@ -155,14 +155,14 @@ def our_logits(path):
 
 
 def assert_same_logits(checkpoint, folder):
-    expected_logits = exact_logits(folder)
+    expected_logits = compute_exact_logits(folder)
     assert expected_logits.dtype is torch.float64
-    assert_near(our_logits(checkpoint), expected_logits, SUMS, sums=torch.float64)
+    assert_near(compute_own_logits(checkpoint), expected_logits, SUMS, sums=torch.float64)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_both_ways(name, tmp_path):
-    expected_logits = made(name, tmp_path / "theirs")
+    expected_logits = save_model(name, tmp_path / "theirs")
     checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     assert list(find_damage(checkpoint)) == []
     assert_same_logits(checkpoint, tmp_path / "theirs")
@@ -172,7 +172,7 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
 
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(reloaded).__name__ in ARCHITECTURES.values()
-    assert torch.equal(logits(reloaded.eval()), expected_logits)
+    assert torch.equal(compute_logits(reloaded.eval()), expected_logits)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
 
 
 def test_large_models_are_several_files(tmp_path, monkeypatch):
-    expected_logits = made("qwen3_moe", tmp_path / "theirs")
+    expected_logits = save_model("qwen3_moe", tmp_path / "theirs")
     monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
     monkeypatch.setattr(folders, "MAX_ENTRY_BYTES", 600)
     checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
@@ -243,12 +243,12 @@ def test_large_models_are_several_files(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert torch.equal(logits(reloaded.eval()), expected_logits)
+    assert torch.equal(compute_logits(reloaded.eval()), expected_logits)
     once_more = folders.import_model(tmp_path / "again", tmp_path / "twice")
     assert_same_logits(once_more, tmp_path / "again")
 
 
-def changed(folder, **keys):
+def change_config(folder, **keys):
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
 
@@ -269,8 +269,8 @@ def changed(folder, **keys):
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_written(keys, message, tmp_path):
-    made("llama", tmp_path / "theirs")
-    changed(tmp_path / "theirs", **keys)
+    save_model("llama", tmp_path / "theirs")
+    change_config(tmp_path / "theirs", **keys)
     with pytest.raises(UserError) as error:
         folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     assert message in str(error.value)
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_named_and_nothing_written(keys, message, tmp_path)
 
 
 def test_foreign_folders_do_no_harm(tmp_path):
-    made("llama", tmp_path / "theirs")
+    save_model("llama", tmp_path / "theirs")
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="no weight_map of file names"):
@@ -296,7 +296,7 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     tmp_path, overrides, pool
 ):
     """Also checks the names on the tool's command line."""
-    made("qwen3", tmp_path / "theirs")
+    save_model("qwen3", tmp_path / "theirs")
     checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     model, _ = load_model(checkpoint)
     keys = {
@@ -326,7 +326,7 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     from transformers import AutoTokenizer
 
     # The step is lost in fp32, or moves a logit by less than its rounding.
-    actual, first = (exact_logits(tmp_path / name) for name in ("again", "theirs"))
+    actual, first = (compute_exact_logits(tmp_path / name) for name in ("again", "theirs"))
     assert_near(actual, first, 1, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert tokenizer.convert_tokens_to_ids(["w7", "w42"]) == [7, 42]

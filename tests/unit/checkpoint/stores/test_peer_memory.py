@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import part
-from entry_runs import losses
+from checkpoint_helpers import cut_slice
+from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_process import Program, places, stuck_after
@@ -66,7 +66,7 @@ def train(keys, memory, stop=False, node_size=2):
         mesh.close()
 
 
-def files(memory):
+def list_files(memory):
     return sorted(str(path.relative_to(memory)) for path in memory.rglob("rank-*"))
 
 
@@ -104,7 +104,7 @@ def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory,
     pool.run(4, train, overrides(**KEYS), memory)
     log = (tmp_path / "run/run.log").read_text()
     assert "copies in memory of step 8 are used; the newest saved checkpoint is of step 5" in log
-    assert losses(tmp_path / "run") == losses(reference_run)
+    assert read_losses(tmp_path / "run") == read_losses(reference_run)
     assert not list(memory.glob("*/*"))
 
 
@@ -138,7 +138,7 @@ def damage_one_copy(memory):
     path.write_bytes(content)
 
 
-def of_another_run(memory):
+def change_run_id(memory):
     (memory.parent / "run/run-id").write_text("0123456789abcdef\n")
 
 
@@ -155,7 +155,7 @@ FROM_MEMORY = "resumed from step 8 of copies in memory"
         (lose_a_part, 4, [f"{GONE}those of step 8 lack the parts of ranks 1 of 4"]),
         (lose_a_new_part, 4, ["in memory: those of step 8", "copies in memory of step 6 are used"]),
         (damage_one_copy, 4, ["rank-00002.safetensors is damaged", FROM_MEMORY]),
-        (of_another_run, 4, [f"{GONE}there are none"]),
+        (change_run_id, 4, [f"{GONE}there are none"]),
     ],
 )
 def test_what_is_lost_and_what_goes_on(loss, ranks, messages, pool, overrides, memory, tmp_path):
@@ -173,7 +173,7 @@ def test_what_is_lost_and_what_goes_on(loss, ranks, messages, pool, overrides, m
             for node in "01" for step in (6, 8) for rank in range(4)
             for kind in ("json", "safetensors")]  # fmt: skip
     (name,) = {path.name for path in memory.glob("*/*")}
-    assert files(memory) == sorted(pattern.format(name) for pattern in both)
+    assert list_files(memory) == sorted(pattern.format(name) for pattern in both)
     loss(memory)
     if ranks == 2:
         keys += ["parallel.tensor=2", "parallel.node_size=1"]
@@ -181,8 +181,8 @@ def test_what_is_lost_and_what_goes_on(loss, ranks, messages, pool, overrides, m
     log = (tmp_path / "run/run.log").read_text()
     for text in messages:
         assert text in log, log
-    run_losses = losses(tmp_path / "run")
-    assert run_losses == promised(losses(reference_run))
+    run_losses = read_losses(tmp_path / "run")
+    assert run_losses == promised(read_losses(reference_run))
     assert not list(memory.glob("*/*"))
 
 
@@ -207,7 +207,7 @@ def copy_without_room(memory):
     memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
     group, run, full = mesh.make_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
     writer = PeerMemoryWriter(memory_folder, group, PeerRanks.for_rank(mesh.rank, 2, 1), run, None)
-    slices = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
+    slices = [cut_slice("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     messages = []
     writer.save(2, slices, {"step": 2})
     writer.wait()
@@ -221,8 +221,8 @@ def copy_without_room(memory):
     peer_memory = open_peer_memory(memory_folder, run, group, None, messages.append)
     target = torch.zeros(2, 4)
     with peer_memory:
-        peer_memory.load([part("a", torch.zeros(4, 2), ((0, 0), (4, 2)))])
-        target = part("a", torch.zeros(4, 2), ((1, 0), (2, 2)))
+        peer_memory.load([cut_slice("a", torch.zeros(4, 2), ((0, 0), (4, 2)))])
+        target = cut_slice("a", torch.zeros(4, 2), ((1, 0), (2, 2)))
         peer_memory.load([target])
     result = messages, peer_memory.step, peer_memory.state, target.tensor.tolist()
     mesh.close()
@@ -264,7 +264,7 @@ def test_a_record_is_what_was_written_or_none(data):
         writer = PeerMemoryWriter(
             memory_folder, mesh.make_control_group(), PeerRanks(None, ()), "0" * 16, None
         )
-        writer.save(1, [part("a", torch.ones(2), ((0,), (2,)))], {"x": [1.5]})
+        writer.save(1, [cut_slice("a", torch.ones(2), ((0,), (2,)))], {"x": [1.5]})
         writer.wait()
         (record,) = memory_folder.records("0" * 16)
         path = memory_folder.path(1, 0).with_suffix(".json")

@@ -1,14 +1,13 @@
 """Tensors saved under one partition load under any other, in any dtype."""
 
 import math
-import os
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import load_all, part, partitions, save, shapes, whole
-from hypothesis import HealthCheck, given, settings
+from checkpoint_helpers import cut_slice, draw_partition, load_all, make_slice, save, shapes
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed import HashStore
@@ -21,8 +20,6 @@ from megaframe.checkpoint import (
     shard_file,
 )
 from megaframe.checkpoint.manifest import DTYPES
-from megaframe.checkpoint.stores.direct_io import ALIGNMENT, allocate_aligned
-from megaframe.checkpoint.stores.local import LOCAL_STORE
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -39,15 +36,15 @@ def test_any_partition_loads_as_any_other(data):
     world = data.draw(st.integers(1, 3))
     ranks = [[] for _ in range(world)]
     for name, tensor in tensors.items():
-        for box in data.draw(partitions(tensor.shape)):
-            ranks[data.draw(st.integers(0, world - 1))].append(part(name, tensor, box))
+        for box in data.draw(draw_partition(tensor.shape)):
+            ranks[data.draw(st.integers(0, world - 1))].append(cut_slice(name, tensor, box))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_file, "MAX_ENTRY_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         path = save(Path(folder), ranks)
         assert find_checkpoint(Path(folder), "latest") == path
         slices = []
         for name, tensor in tensors.items():
-            for box in data.draw(partitions(tensor.shape)):
+            for box in data.draw(draw_partition(tensor.shape)):
                 # The target has reversed strides, like a transposed view.
                 memory = torch.full(box[1][::-1], torch.nan, dtype=tensor.dtype)
                 memory = memory.permute(tuple(reversed(range(memory.dim()))))
@@ -57,18 +54,18 @@ def test_any_partition_loads_as_any_other(data):
             checkpoint.load(slices)
         for loaded in slices:
             assert torch.equal(
-                loaded.tensor, part(loaded.name, tensors[loaded.name], loaded.box).tensor
+                loaded.tensor, cut_slice(loaded.name, tensors[loaded.name], loaded.box).tensor
             )
 
 
 @pytest.mark.parametrize("saved", DTYPES.values(), ids=DTYPES.keys())
 def test_every_dtype_loads_as_every_other(tmp_path, saved):
     source = torch.randn(5, 3, dtype=torch.float64).to(saved)
-    path = save(tmp_path, [[whole("a", source)]])
+    path = save(tmp_path, [[make_slice("a", source)]])
     for dtype in DTYPES.values():
         target = torch.zeros(5, 3).to(dtype)
         with open_checkpoint(path) as checkpoint:
-            checkpoint.load([whole("a", target)])
+            checkpoint.load([make_slice("a", target)])
         assert target.dtype == dtype
         assert torch.equal(target.double(), source.to(dtype).double())
 
@@ -100,25 +97,9 @@ def test_state_comes_back_bit_for_bit(state):
             assert same(dict(checkpoint.state), state)
 
 
-@settings(
-    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.integers(0, 20_000), st.integers(0, 20_000), st.booleans(), st.booleans())
-def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, sole_reader):
-    """A read may start and end anywhere, also past the end of the file; memory is aligned alike."""
-    path = tmp_path / "file"
-    if not path.exists():
-        path.write_bytes(os.urandom(15_000))
-    room = allocate_aligned(size + ALIGNMENT)[start % ALIGNMENT :][:size]
-    source = LOCAL_STORE.open(path, bypass_cache=fresh, sole_reader=sole_reader)
-    count = source.read_into(start, room.data)
-    source.close()
-    assert room[:count].tobytes() == path.read_bytes()[start : start + size]
-
-
 def test_files_are_what_the_safetensors_library_reads(tmp_path):
     tensors = {"a": torch.randn(5, 3), "b": torch.randn(3).bfloat16(), "c": torch.randn(2).double()}
-    path = save(tmp_path, [[whole(name, tensor) for name, tensor in tensors.items()]])
+    path = save(tmp_path, [[make_slice(name, tensor) for name, tensor in tensors.items()]])
     with safe_open(path / "rank-00000.safetensors", "pt") as file:
         assert set(file.keys()) == {"a[0:5,0:3]", "b[0:3]", "c[0:2]"}
         for key in file.keys():  # noqa: SIM118 (not a dict)
@@ -132,7 +113,7 @@ def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
     for step in range(1, 4):
         weight.fill_(step)
         state["losses"][0] = float(step)
-        writer.save(step, [whole("a", weight)], state)
+        writer.save(step, [make_slice("a", weight)], state)
         writer.wait_for_copy()
         weight.fill_(-1)
         state["losses"][0] = -1.0
@@ -148,7 +129,7 @@ def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
 def test_empty_slices_and_ranks_with_nothing_are_fine(tmp_path):
     full = torch.randn(3, 2)
     nothing = Slice("a", (3, 2), (3, 0), torch.zeros(0, 2))
-    path = save(tmp_path, [[nothing], [whole("a", full)], []])
+    path = save(tmp_path, [[nothing], [make_slice("a", full)], []])
     assert [file.name for file in path.glob("rank-*")] == ["rank-00001.safetensors"]
     with open_checkpoint(path) as checkpoint:
         checkpoint.load([nothing])
@@ -156,10 +137,10 @@ def test_empty_slices_and_ranks_with_nothing_are_fine(tmp_path):
 
 
 def test_a_tensor_that_requires_grad_is_filled_in_place(tmp_path):
-    path = save(tmp_path, [[whole("a", torch.ones(3))]])
+    path = save(tmp_path, [[make_slice("a", torch.ones(3))]])
     weight = torch.nn.Parameter(torch.zeros(3))
     with open_checkpoint(path) as checkpoint:
-        checkpoint.load([whole("a", weight)])
+        checkpoint.load([make_slice("a", weight)])
     assert weight.tolist() == [1, 1, 1]
     assert weight.grad_fn is None
 
@@ -170,9 +151,9 @@ def test_gpu_tensors_are_saved_and_loaded(tmp_path):
     expected = weight.t().cpu().double()
     writer = CheckpointWriter(tmp_path, rank=0, world=1, store=HashStore(), keep=1)
     for step in (1, 2):  # the second save reuses the first one's pinned memory
-        writer.save(step, [whole("a", weight.t())], {})
+        writer.save(step, [make_slice("a", weight.t())], {})
     weight.zero_()
     writer.wait()
     with open_checkpoint(tmp_path / "step-00000002") as checkpoint:
-        checkpoint.load([whole("a", weight.t())])
+        checkpoint.load([make_slice("a", weight.t())])
     assert torch.equal(weight.t().cpu().double(), expected)

@@ -1,4 +1,5 @@
-"""Untrusted checkpoints: bad content is refused, never executed, and allocates little memory."""
+"""Untrusted manifests and shard files: bad content is refused, never executed, and allocates little
+memory."""
 
 import copy as copies
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import load_all, save, seal, whole
+from checkpoint_helpers import load_all, make_slice, save, write_sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_load import FILES, reheaded
@@ -51,7 +52,10 @@ values = st.one_of(
 def good(tmp_path_factory):
     full = torch.randn(4, 3)
     halves = [
-        [Slice("a", (4, 3), (2 * rank, 0), full[2 * rank :][:2]), whole(f"b{rank}", torch.randn(2))]
+        [
+            Slice("a", (4, 3), (2 * rank, 0), full[2 * rank :][:2]),
+            make_slice(f"b{rank}", torch.randn(2)),
+        ]
         for rank in range(2)
     ]
     return save(tmp_path_factory.mktemp("run"), halves, step=10, state={"loss": [2.5, {"x": "y"}]})
@@ -108,7 +112,7 @@ def test_changed_manifests_and_headers_are_refused_or_harmless(good, data):
             for _ in range(data.draw(st.integers(1, 3))):
                 if manifest:
                     mutate(data, manifest)
-            seal(path / "manifest.json", manifest)
+            write_sealed(path / "manifest.json", manifest)
         else:
 
             def edit(header):
@@ -118,7 +122,7 @@ def test_changed_manifests_and_headers_are_refused_or_harmless(good, data):
 
             reheaded(path / data.draw(st.sampled_from(FILES[1:])), edit)
         attempt(path)
-        assert sorted(path_.name for path_ in path.iterdir()) == FILES
+        assert sorted(file.name for file in path.iterdir()) == FILES
 
 
 def test_a_slice_of_a_file_with_holes_takes_no_memory(good, tmp_path):
@@ -131,7 +135,7 @@ def test_a_slice_of_a_file_with_holes_takes_no_memory(good, tmp_path):
     slice_entry = {"file": FILES[1], "offset": [0], "shape": [1 << 38], "checksum": "0" * 16}
     manifest["files"][FILES[1]]["bytes"] = size
     manifest["tensors"] = {"a": {"shape": [1 << 38], "dtype": "F32", "slices": [slice_entry]}}
-    seal(path / "manifest.json", manifest)
+    write_sealed(path / "manifest.json", manifest)
     with (
         little_memory(),
         pytest.raises(UserError, match="larger than any"),

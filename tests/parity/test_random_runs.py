@@ -1,0 +1,174 @@
+"""Random legal runs give the answer of one rank to 1e-10 in fp64: models of any parts, on 1 to 8
+ranks. The generator draws every key that keeps the promise, and makes a failure small.
+"""
+
+from collections import defaultdict
+from typing import get_args
+
+import parity_fuzz
+import pytest
+import random_runs
+from hypothesis import given, settings
+from hypothesis import seed as seed_with
+from planted_faults import run_without_summing_gains
+from pydantic import ValidationError
+from random_runs import AXES, NOT_DRAWN, NOT_PROMISED, RandomRun, repair
+from rank_pool import Pool
+from section_strategies import make_strategy
+
+from megaframe.config import MoEConfig, RunConfig
+from megaframe.config.blocks import BlockConfig
+from megaframe.schedule import SCHEDULE_NAMES
+from megaframe.validate.run import find_mistakes
+
+
+def test_layouts_do_not_change_the_answer(pool):
+    check = parity_fuzz.ParityCheck(pool)
+    parity_fuzz.search(check, 5, seed=1, ranks=4)
+    assert check.runs == 5
+
+
+@pytest.mark.slow
+def test_a_hundred_runs_on_up_to_eight_ranks():
+    pool = Pool(8)
+    try:
+        check = parity_fuzz.ParityCheck(pool)
+        parity_fuzz.search(check, 100, seed=2)
+    finally:
+        pool.close()
+    assert check.runs == 100
+
+
+@pytest.mark.slow
+def test_a_planted_fault_is_found_and_made_small(pool, monkeypatch):
+    check = parity_fuzz.ParityCheck(pool, run_without_summing_gains)
+    with pytest.raises(parity_fuzz.ParityFailure) as failure:
+        parity_fuzz.search(check, 100, seed=1, ranks=4)
+    smallest = failure.value.random_run
+    model, parallel = smallest.sections["model"], smallest.sections["parallel"]
+    assert (smallest.ranks, parallel["tensor"], model["layers"]) == (2, 2, 1)
+    assert "blocks" not in model and not smallest.packed and not smallest.ragged
+    arguments = str(failure.value).rpartition("run only this: ")[2].split()[2:]
+    monkeypatch.setattr("sys.argv", ["parity_fuzz.py", *arguments])
+    assert parity_fuzz.main() == 0  # without the fault
+    monkeypatch.setattr(parity_fuzz, "run", run_without_summing_gains)
+    with pytest.raises(AssertionError):
+        parity_fuzz.main()
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Return four hundred random runs, of which few were refused by the checks of a config."""
+    runs, repaired = [], []
+
+    def repair_and_count(sections, ranks):
+        repaired.append(repair(sections, ranks))
+        return repaired[-1]
+
+    @seed_with(1)
+    @settings(parity_fuzz.SETTINGS, max_examples=400)
+    @given(random_runs.random_runs())
+    def draw(random_run):
+        runs.append(random_run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_runs, "repair", repair_and_count)
+        draw()
+    assert repaired.count(False) <= 0.02 * len(repaired)
+    return runs
+
+
+def test_random_runs_are_legal(drawn):
+    for run in drawn:
+        assert not find_mistakes(RunConfig(**run.sections), run.ranks, data=False)
+
+
+def collect_values(value, path, values):
+    """Add each value in a config to the set of its path; items of a list have that of the list."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            collect_values(inner, f"{path}.{key}" if path else key, values)
+    elif isinstance(value, list):
+        for inner in value:
+            collect_values(inner, path, values)
+    else:
+        values[path].add(value)
+
+
+def list_paths(section, prefix, skipped=()):
+    """Return the paths of all keys of a section and those inside it, and in what unions offer."""
+    paths = []
+    for name, field in section.model_fields.items():
+        if name in skipped:
+            continue
+        inner = find_sections(field.annotation)
+        paths += [path for kind in inner for path in list_paths(kind, f"{prefix}.{name}")]
+        paths += [] if inner else [f"{prefix}.{name}"]
+    return paths
+
+
+def find_sections(annotation):
+    """Return the section classes in a type."""
+    if hasattr(annotation, "model_fields"):
+        return [annotation]
+    return [kind for member in get_args(annotation) for kind in find_sections(member)]
+
+
+def test_every_key_is_drawn(drawn):
+    values = defaultdict(set)
+    for run in drawn:
+        collect_values(run.sections, "", values)
+    sections = {
+        name: RunConfig.model_fields[name].annotation for name in NOT_DRAWN if "." not in name
+    }
+    expected = [
+        path
+        for name, section in sections.items()
+        for path in list_paths(
+            section, name, {*NOT_DRAWN[name], *NOT_PROMISED.get(name, ()), "rotary_scaling"}
+        )
+    ]
+    expected += list_paths(BlockConfig, "model.blocks")
+    expected += list_paths(MoEConfig, "model.moe", NOT_PROMISED["model.moe"])
+    missing = sorted(path for path in set(expected) if path not in values)
+    assert not missing
+    assert values["parallel.schedule"] >= {*SCHEDULE_NAMES}
+    assert values["parallel.zero"] == {0, 1, 2, 3}
+    assert {"attention", "latent"} <= values["model.blocks.mixer.kind"]
+    for axis in (*AXES, "expert", "expert_tensor", "data_replicate"):
+        assert len(values[f"parallel.{axis}"]) > 1, axis
+    for path in expected:
+        choices = find_choices(path)
+        assert choices <= values[path] | {None}, path
+
+
+def find_choices(path):
+    """Return the values of a key that is a choice of words; empty for others."""
+    section = RunConfig
+    for name in path.split("."):
+        field = getattr(section, "model_fields", {}).get(name)
+        if field is None:
+            return set()
+        section = field.annotation
+    return {*get_args(section)} if all(isinstance(a, str) for a in get_args(section)) else set()
+
+
+def test_what_does_not_fit_is_left_out():
+    sections = {
+        "model": {"vocab": 11, "hidden": 8, "heads": 2, "rotary_fraction": 0.5, "head_dim": 6},
+        "train": {"global_batch": 2, "offload": True, "mtp_weight": 0.5},
+        "parallel": {"tensor_chunks": 2},
+    }
+    assert repair(sections, 1)
+    assert sections["train"] == {"global_batch": 2}
+    assert sections["model"] == {"vocab": 11, "hidden": 8, "heads": 2, "head_dim": 6}
+    sections["model"]["layers"] = 1
+    sections["parallel"] = {"pipeline": 2}
+    assert not repair(sections, 2)
+
+
+def test_a_type_without_known_values_is_named():
+    with pytest.raises(TypeError, match=r"no values are known for .*bytes.*give a strategy"):
+        make_strategy(bytes, {})
+    with pytest.raises(ValidationError):
+        RunConfig(**RandomRun(sections={"model": {"nothing": 1}}).sections)

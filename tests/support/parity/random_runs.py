@@ -1,0 +1,317 @@
+"""Random legal runs: a model of any parts, a layout of 1 to 8 ranks, and how it is trained.
+
+Keys come from the config classes, so that new options are drawn as soon as they exist; the lists
+here say only which values are likely to fit each other. What `find_mistakes` still refuses is
+mended by leaving out a key that it names, unless it is one of `HELD`.
+"""
+
+import re
+from dataclasses import dataclass, field
+from functools import cache
+
+from hypothesis import assume
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from section_strategies import draw_keys
+
+from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megaframe.config.blocks import BlockConfig
+from megaframe.errors import list_divisors
+from megaframe.schedule import SCHEDULE_NAMES, find_schedule_mistakes
+from megaframe.validate.run import find_mistakes
+
+RANKS = (1, *(2,) * 5, 3, *(4,) * 6, *(6,) * 2, *(8,) * 3, 5, 7)
+"""Numbers of ranks; the more often one is here, the more often it is drawn."""
+AXES = ("data", "tensor", "context", "pipeline")
+NOT_PROMISED = {
+    "parallel": {"compress", "compress_keep", "reduce_precision"},
+    "train": {"precision", "fp8"},
+    "model.moe": {"capacity"},
+}
+"""Keys that make a result depend on the layout, or on rounding to fewer bits."""
+NOT_DRAWN = {
+    "parallel": {"auto", "cluster", "symmetric_memory", "timeout"},
+    "train": {"steps", "compile", "cuda_graph", "batch_ramp", "eval_every", "eval_samples"},
+    "model": {"init_std", "emulate", "blocks", "latent", "moe"},
+    "model.moe": set(),
+}
+"""Keys without an effect on these two steps, or drawn on their own; compilation and graphs have
+their own tests of parity, with one process and a GPU."""
+HELD = {
+    *(f"parallel.{key}" for key in (*AXES, "chunks", "schedule")),
+    *(f"model.{key}" for key in ("layers", "hidden", "heads", "vocab", "moe", "latent", "blocks")),
+    *(f"train.{key}" for key in ("seq", "global_batch", "microbatch")),
+}
+"""Keys that are not left out to mend a mistake: they were drawn to fit each other."""
+MOST_STAGES, MOST_MICROBATCHES, MOST_REPAIRS = 12, 8, 40
+
+
+@dataclass(frozen=True)
+class RandomRun:
+    """A run that is compared with the same run on one rank.
+
+    Attributes:
+        ranks: Number of ranks.
+        sections: `model`, `train`, `parallel` and `optim`, as a config file has them.
+        packed: Whether samples consist of several documents.
+        ragged: Whether samples have different lengths, with one per microbatch.
+    """
+
+    ranks: int = 1
+    sections: dict = field(default_factory=dict)
+    packed: bool = False
+    ragged: bool = False
+
+
+@st.composite
+def random_runs(draw, most_ranks=8):
+    """Draw a legal `RandomRun`."""
+    ranks = draw(st.sampled_from([number for number in RANKS if number <= most_ranks]))
+    sizes = dict.fromkeys(AXES, 1)
+    for factor in list_prime_factors(ranks):
+        sizes[draw(st.sampled_from(AXES))] *= factor
+    parallel = {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
+    schedule, chunks, microbatches = "1f1b", 1, draw(st.sampled_from((2, 1, 3)))
+    if sizes["pipeline"] > 1:
+        schedule = draw(st.sampled_from(SCHEDULE_NAMES))
+        steps = list_step_sizes(schedule, sizes["pipeline"])
+        assume(steps)
+        chunks, microbatches = draw(st.sampled_from(steps))
+        parallel |= {"schedule": schedule} | ({"chunks": chunks} if chunks > 1 else {})
+    stages = sizes["pipeline"] * chunks
+    ragged = draw(st.integers(0, 5)) == 5
+    seq, microbatch = draw(st.integers(4, 12)), 1 if ragged else draw(st.sampled_from((1, 2, 3)))
+    global_batch = sizes["data"] * microbatch * microbatches
+    layers = stages + draw(st.integers(0, 2))
+    exchanging = draw_context_kind(draw, parallel, sizes["context"])
+    model = draw_model(draw, layers, seq, sizes["tensor"], exchanging)
+    parallel |= draw_layout_options(draw, sizes, stages, model["layers"], ranks, "moe" in model)
+    train = draw_keys(
+        draw,
+        TrainConfig,
+        {"TrainConfig.recompute_blocks": make_per_stage(stages)},
+        {*NOT_PROMISED["train"], *NOT_DRAWN["train"], "seq", "global_batch", "microbatch"},
+    )
+    train |= {"seq": seq, "global_batch": global_batch, "microbatch": microbatch}
+    optim = draw(st.sampled_from(({"name": "sgd"}, {"name": "adamw", "eps": 1e-3})))
+    sections = {"model": model, "train": train, "parallel": parallel, "optim": optim}
+    assume(repair(sections, ranks))
+    packed = draw(st.integers(0, 3)) == 3
+    return RandomRun(ranks, sections, packed, ragged)
+
+
+def draw_context_kind(draw, parallel, context):
+    """Add to `parallel` how context ranks exchange, and return how many exchange heads."""
+    if context == 1:
+        return 1
+    inner = list_divisors(context)[1:-1]
+    kinds = ("ring", "all_to_all", *(("nested",) if inner else ()))
+    parallel["context_kind"] = draw(st.sampled_from(kinds))
+    if parallel["context_kind"] == "nested":
+        parallel["context_heads"] = draw(st.sampled_from(inner))
+        return parallel["context_heads"]
+    return context if parallel["context_kind"] == "all_to_all" else 1
+
+
+def draw_layout_options(draw, sizes, stages, layers, ranks, moe):
+    """Return the keys of `parallel` beside the sizes of the four axes and what goes with them."""
+    drawn = {*AXES, "context_kind", "context_heads", "chunks", "schedule"}
+    of_stage = ranks // sizes["pipeline"]
+    expert_ranks = draw(st.sampled_from(list_divisors(of_stage if moe else 1)))
+    expert = draw(st.sampled_from(list_divisors(expert_ranks)))
+    replicas = list_divisors(sizes["data"])
+    values = {
+        "data_replicate": st.sampled_from(replicas) if len(replicas) > 1 else None,
+        "tensor_chunks": st.sampled_from((1, 2, 3)) if sizes["tensor"] > 1 else None,
+        "expert": st.just(expert) if expert > 1 else None,
+        "expert_tensor": st.just(expert_ranks // expert) if expert_ranks > expert else None,
+        "node_size": st.sampled_from(list_divisors(ranks)),
+        "bucket_size": st.sampled_from(("auto", 100, 2500, 10**6)),
+        "layers_per_stage": draw_division(stages, layers) if stages > 1 else None,
+        "schedule_microbatches": st.sampled_from((1, 2, 3, 4)) if sizes["pipeline"] > 1 else None,
+    }
+    given = {"zero", "data_replicate"}
+    if expert_ranks > 1:
+        given |= {"expert", "expert_tensor", "dispatch", "expert_overlap"}
+    else:
+        drawn |= {"dispatch", "expert_overlap"}
+    return draw_keys(
+        draw,
+        ParallelConfig,
+        {f"ParallelConfig.{key}": strategy for key, strategy in values.items()},
+        {*NOT_PROMISED["parallel"], *NOT_DRAWN["parallel"], *drawn},
+        given,
+    )
+
+
+@st.composite
+def draw_division(draw, stages, layers):
+    """Draw the number of layers of each stage, which may be none."""
+    ends = sorted(draw(st.lists(st.integers(0, layers), min_size=stages - 1, max_size=stages - 1)))
+    return [end - start for start, end in zip([0, *ends], [*ends, layers], strict=True)]
+
+
+def make_per_stage(stages):
+    """Return a strategy of `train.recompute_blocks`: one number, or one per stage."""
+    number = st.integers(0, 2)
+    return st.one_of(number, st.lists(number, min_size=stages, max_size=stages))
+
+
+def draw_model(draw, layers, seq, tensor, exchanging):
+    """Return the keys of `model`.
+
+    Args:
+        draw: As hypothesis gives it to a composite strategy.
+        layers: Number of layers at least.
+        seq: Tokens per sample.
+        tensor: Tensor ranks, which divide heads and widths.
+        exchanging: Context ranks that exchange heads for tokens.
+    """
+    pairs = list_heads(tensor, exchanging)
+    heads, kv_heads = draw(st.sampled_from(pairs))
+    hidden = heads * draw(st.sampled_from([w for w in (4, 2, 6, 8) if heads * w <= 32] or [2]))
+    widths = st.integers(max(tensor, 5), 24)
+    even, number_of_heads = st.sampled_from((4, 2, 6, 8)), st.sampled_from([h for h, _ in pairs])
+    groups = st.sampled_from(sorted({kv for _, kv in pairs}))
+    windows, bases = st.integers(1, seq), st.sampled_from((10000.0, 100.0))
+    values = {
+        "ModelConfig.ffn": widths,
+        "ModelConfig.head_dim": even,
+        "ModelConfig.norm_eps": st.sampled_from((1e-5, 1e-3)),
+        "ModelConfig.positions": st.sampled_from((seq, seq + 3)),
+        "ModelConfig.rotary_base": bases,
+        "ModelConfig.mtp_depth": st.sampled_from((1, 2, 0)),
+        "ModelConfig.window": st.one_of(windows, st.lists(st.none() | windows, min_size=1)),
+        "RotaryScalingConfig.original_length": st.sampled_from((8, 16)),
+        "AttentionConfig.heads": number_of_heads,
+        "AttentionConfig.kv_heads": groups,
+        "AttentionConfig.head_dim": even,
+        "AttentionConfig.window": windows,
+        "AttentionConfig.rotary_base": bases,
+        "LatentMixerConfig.window": windows,
+        "MLPConfig.ffn": widths,
+        "BlockConfig.repeat": st.integers(1, 2),
+        "LatentAttentionConfig.query_rank": st.integers(3, 8),
+        "LatentAttentionConfig.kv_rank": st.integers(3, 8),
+        "LatentAttentionConfig.head_dim": st.integers(2, 6),
+        "LatentAttentionConfig.rotary_dim": even,
+        "LatentAttentionConfig.value_dim": st.integers(2, 6),
+        "MoEConfig.experts": st.sampled_from((4, 8, 6, 5, 2)),
+        "MoEConfig.ffn": widths,
+        "MoEConfig.balance_rate": st.just(0.05),
+        **{f"MoEConfig.{key}": None for key in NOT_PROMISED["model.moe"]},
+    }
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
+    sizes["vocab"] = draw(st.integers(max(tensor, 11), 41))
+    model = draw_keys(draw, ModelConfig, values, {*NOT_DRAWN["model"], *sizes}) | sizes
+    parts = {"latent": draw(st.integers(0, 3)) == 3, "moe": draw(st.booleans())}
+    if draw(st.booleans()):
+        blocks = draw(
+            st.lists(st.composite(draw_keys)(BlockConfig, values), min_size=1, max_size=3)
+        )
+        model["blocks"] = blocks
+        model["layers"] = max(layers, sum(block.get("repeat", 1) for block in blocks))
+        parts_of_blocks = [part for keys in blocks for part in keys.values()]
+        kinds = {part.get("kind") for part in parts_of_blocks if isinstance(part, dict)}
+        parts = {key: key in kinds for key in parts}
+    for key, used in parts.items():
+        if used:
+            section = find_section(ModelConfig.model_fields[key].annotation)
+            model[key] = draw_keys(draw, section, values)
+    if "latent" in model:
+        model |= {"kv_heads": heads, "qkv_bias": False, "position": "rotary"}
+    return model
+
+
+def find_section(annotation):
+    """Return the class of an optional section."""
+    (section,) = (member for member in annotation.__args__ if member is not type(None))
+    return section
+
+
+@cache
+def list_heads(tensor, exchanging):
+    """Return pairs of query heads, and key and value heads, that ranks can divide or share."""
+    unit = tensor * exchanging
+    pairs = []
+    for heads in sorted({unit, 2 * unit, 3 * unit, *(h for h in (4, 6, 8) if h % unit == 0)}):
+        for kv_heads in reversed(list_divisors(heads)):
+            groups = max(1, kv_heads // tensor)
+            if (kv_heads % tensor == 0 or tensor % kv_heads == 0) and (
+                groups % exchanging == 0 or exchanging % groups == 0
+            ):
+                pairs.append((heads, kv_heads))
+    return pairs
+
+
+@cache
+def list_step_sizes(schedule, pipeline):
+    """Return the pairs of chunks, and microbatches of a step, for which there is a schedule."""
+    return [
+        (chunks, microbatches)
+        for chunks in (1, 2, 3)
+        for microbatches in range(1, MOST_MICROBATCHES + 1)
+        if pipeline * chunks <= max(MOST_STAGES, 2 * pipeline)
+        and microbatches <= pipeline + 2
+        and not find_schedule_mistakes(schedule, pipeline, chunks, microbatches)
+    ]
+
+
+def list_prime_factors(number):
+    """Return the prime factors of a number, each as often as it divides it."""
+    factors, prime = [], 2
+    while number > 1:
+        while number % prime == 0:
+            factors.append(prime)
+            number //= prime
+        prime += 1
+    return factors
+
+
+def repair(sections, ranks):
+    """Leave out keys of a config until it is legal. Returns whether it is."""
+    for _ in range(MOST_REPAIRS):
+        mistakes = list_named_keys(sections, ranks)
+        if not mistakes:
+            return True
+        sections_of_keys = [path[:-1] for path in mistakes[0] if len(path) > 2]
+        if not any(leave_out(sections, path) for path in (*mistakes[0], *sections_of_keys)):
+            return False
+    return False
+
+
+def list_named_keys(sections, ranks):
+    """Return for each mistake in a config the keys that it names, as lists of parts."""
+    try:
+        config = RunConfig(**sections)
+    except ValidationError as error:
+        return [[list(mistake["loc"])] for mistake in error.errors()]
+    named = []
+    for message in find_mistakes(config, ranks, data=False):
+        block = re.match(r"model\.blocks\.(\d+): ", message)
+        paths = []
+        for name in re.findall(r"\b(?:model|train|parallel)\.[a-z_]+(?:\.[a-z0-9_]+)*", message):
+            path = name.split(".")
+            if block:
+                start = ["model", "blocks", block[1]]
+                paths += [[*start, part, path[-1]] for part in ("mixer", "feed_forward")]
+            paths.append(path)
+        named.append(paths)
+    return named
+
+
+def leave_out(sections, path):
+    """Remove a key from a config, if it is there and not held. Returns whether it was removed."""
+    if ".".join(map(str, path)) in HELD:
+        return False
+    inner = sections
+    for part in path[:-1]:
+        if isinstance(inner, list) and str(part).isdigit():
+            inner = inner[int(part)]
+        elif isinstance(inner, dict) and part in inner:
+            inner = inner[part]
+        elif isinstance(inner, dict) and inner.get("kind") == part:
+            continue  # the name of a kind, in an error of pydantic
+        else:
+            return False
+    return isinstance(inner, dict) and inner.pop(path[-1], None) is not None
