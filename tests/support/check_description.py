@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Measurement:
+class LayerMeasurement:
     """What one rank measures of a layer or block, for one microbatch.
 
     Attributes:
@@ -101,7 +101,7 @@ def check_descriptions(config: RunConfig) -> None:
     assert not lies, "\n".join(map(str, lies))
 
 
-def measure_blocks(config: RunConfig) -> dict[str, Measurement]:
+def measure_blocks(config: RunConfig) -> dict[str, LayerMeasurement]:
     """Return what this rank measures of every block and of its layers, by name. All ranks of
     `config.parallel` call this together."""
     layout = Layout.from_parallel(config.parallel, read_world_size())
@@ -142,7 +142,7 @@ def measure_blocks(config: RunConfig) -> dict[str, Measurement]:
     return measurements
 
 
-def _measure(train_step, tensor, rows, module, run, weights, tables) -> Measurement:
+def _measure(train_step, tensor, rows, module, run, weights, tables) -> LayerMeasurement:
     stage = train_step.stages[0]
     train_step.sharded_parameters.start_step()
     weights = {value.untyped_storage().data_ptr() for value in weights}
@@ -190,7 +190,7 @@ def _measure(train_step, tensor, rows, module, run, weights, tables) -> Measurem
         parameter.spec.name: (parameter.spec, tuple(parameter.value.shape))
         for parameter in module.parameters()
     }
-    return Measurement(
+    return LayerMeasurement(
         parameters,
         saved_bytes,
         weight_pass_bytes,
@@ -245,7 +245,7 @@ def compute_all_scores():
 
 
 def find_lies(
-    config: RunConfig, measured_by_rank: Sequence[Mapping[str, Measurement]]
+    config: RunConfig, measured_by_rank: Sequence[Mapping[str, LayerMeasurement]]
 ) -> list[Lie]:
     """Return where descriptions differ from what the ranks of the tensor axis measured. Both are
     summed over these ranks. config: has an even share of tokens for each rank."""
@@ -263,7 +263,7 @@ def _compare(
     config: RunConfig,
     name: str,
     part: LayerDescription | BlockDescription,
-    measured: Sequence[Measurement],
+    measured: Sequence[LayerMeasurement],
 ) -> list[Lie]:
     tensor, train = len(measured), config.train
     tokens, width = train.microbatch * train.seq, DTYPE_BYTES[train.precision]
