@@ -224,7 +224,8 @@ def compute_all_scores():
     """Within it attention multiplies all queries with all keys, so that its FLOPs do not depend on
     tiles and padding of this machine's kernels."""
 
-    def attend_to_all(query_BSND, key_BSGD, value_BSGV, mask, scale):
+    def attend_to_all(query_BSND, key_BSGD, value_BSGV, mask, scale, softcap, sinks_N):
+        # A softcap and sinks add no products.
         out_BNSV = F.scaled_dot_product_attention(
             query_BSND.transpose(1, 2),
             key_BSGD.transpose(1, 2),
