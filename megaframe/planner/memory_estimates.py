@@ -135,7 +135,7 @@ class _BlockTable:
                 quantities = {
                     "vectors": parameters.vectors,
                     "split": sum(parameters.split),
-                    "whole": sum(parameters.whole),
+                    "replicated": sum(parameters.replicated),
                     "shared": sum(parameters.shared),
                     "experts": sum(parameters.experts),
                     "kept": 0 if recompute == 2 else compute_block_bytes(sizes, layer),
@@ -202,13 +202,13 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     both, tied = rank.first & rank.last, model.tie_embeddings
     tables = rank.first * 1 + rank.last - both * tied
     ends = blocks.table * tables + positions * rank.first
-    names = ("vectors", "split", "whole", "shared", "experts")
-    vectors, split, whole, shared, experts = (blocks.sum_blocks(name, full) for name in names)
-    dense = vectors + split + whole + shared + ends
+    names = ("vectors", "split", "replicated", "shared", "experts")
+    vectors, split, replicated, shared, experts = (blocks.sum_blocks(name, full) for name in names)
+    dense = vectors + split + replicated + shared + ends
     total = dense + experts
     ranks = c.data * c.context // c.data_replicate
     replicas = c.tensor * c.context * c.data // (c.expert * c.expert_tensor)
-    shard = (vectors + split + ends) / ranks + whole / (ranks * c.tensor)
+    shard = (vectors + split + ends) / ranks + replicated / (ranks * c.tensor)
     shard = shard + shared / (ranks * blocks.find_largest("copies"))
     shard = shard + experts / np.maximum(1, replicas // c.data_replicate)
     saved_shard, shard = shard - vectors / ranks, np.where(c.zero > 0, shard, total)
