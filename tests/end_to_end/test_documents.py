@@ -24,6 +24,7 @@ GUIDES = (
     "layout",
     "long_context",
     "resuming",
+    "extensions",
     "evaluation",
     "schedule",
     "kernel",
