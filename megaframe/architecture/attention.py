@@ -148,6 +148,8 @@ class AttentionDescription(SoftmaxAttention):
         qkv_bias: Whether queries, keys and values have biases.
         softcap: Bound of the scores; None for no bound.
         has_sinks: Whether each query head has a learned logit in its softmax.
+        output_gate: Whether the output is multiplied by a sigmoid for each `head` or for each
+            `element` of it, or `none`.
     """
 
     kv_heads: int
@@ -156,6 +158,7 @@ class AttentionDescription(SoftmaxAttention):
     qkv_bias: bool
     softcap: float | None = None
     has_sinks: bool = False
+    output_gate: str = "none"
 
     @property
     def heads_per_group(self) -> int:
@@ -192,26 +195,41 @@ class AttentionDescription(SoftmaxAttention):
         return NormDescription(self.head_dim, "rmsnorm", self.norm_eps)
 
     @property
+    def gate_width(self) -> int:
+        """Gates of a head, 0 without any."""
+        return {"none": 0, "head": 1, "element": self.head_dim}[self.output_gate]
+
+    @property
+    def gate(self) -> LinearSpec | None:
+        """From the layer's input to the gates of its output."""
+        if not self.gate_width:
+            return None
+        outputs = (self.heads, self.gate_width)
+        return LinearSpec((self.hidden,), outputs, self.init_std, split=0)
+
+    @property
     def sinks(self) -> SinksDescription | None:
         """The logits of heads that attend to nothing."""
         return SinksDescription(self.heads, self.init_std) if self.has_sinks else None
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """The two products, the norms of heads and the sinks."""
-        norm, sinks = self.head_norm, self.sinks
+        """The products, the norms of heads and the sinks."""
+        norm, sinks, gate = self.head_norm, self.sinks, self.gate
         parts: dict[str, HasParameters] = {"qkv": self.qkv}
         if norm is not None:
             parts |= {"query_norm": norm, "key_norm": norm}
         if sinks is not None:
             parts["sinks"] = sinks
+        if gate is not None:
+            parts["gate"] = gate
         return {**parts, "output": self.output}
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs of attention and its output, with one log-sum-exp per head.
 
         The output of the product before it is kept too where norms of queries and keys, or
-        attention, use views of it.
+        attention, use views of it. With gates, these and the gated output are kept too.
         """
         tensor, sharing = parallel.tensor, count_exchanging_ranks(parallel)
         ring = parallel.context > sharing
@@ -234,7 +252,17 @@ class AttentionDescription(SoftmaxAttention):
         product = groups * (self.heads_per_group + 2) * self.head_dim
         elements += product * keeps_product + queries * (is_scattered and normalised)
         elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
+        if self.gate_width:
+            elements += self.heads * self.gate_width + queries
         return SavedActivations(elements, self.heads + normalised * (self.heads + groups))
+
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the inputs and output gradients of all products. The gates use the same normalised
+        rows as queries, unless each normalises its input again."""
+        kept = super().count_saved_for_weights(parallel, recompute)
+        if self.gate_width and recompute != "selective":
+            kept = kept + SavedActivations(values=-self.hidden)
+        return kept
 
     @property
     def exchanged_elements(self) -> int:

@@ -329,4 +329,5 @@ def _describe_mixer(
         qkv_bias=model.qkv_bias if config.qkv_bias is None else config.qkv_bias,
         softcap=config.softcap,
         has_sinks=config.sinks,
+        output_gate=config.output_gate,
     )

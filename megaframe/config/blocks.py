@@ -41,6 +41,9 @@ class AttentionConfig(Section):
     """Biases of queries, keys and values. Default: `model.qkv_bias`."""
     bias: bool | None = None
     """Bias of the output. Default: `model.bias`."""
+    output_gate: Literal["none", "head", "element"] = "none"
+    """Multiply the heads' outputs by sigmoids computed from the layer's input, one for each head or
+    one for each element (Qiu et al. 2025)."""
 
 
 class LatentMixerConfig(Section):

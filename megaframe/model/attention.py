@@ -56,6 +56,8 @@ class Attention(Module):
         if description.sinks is not None:
             (spec,) = description.sinks.declare_parameters(f"{name}.sinks")
             self.sinks = Parameter(spec)
+        gate = description.gate
+        self.gate = None if gate is None else Linear(f"{name}.gate", gate, run.tensor)
         self.output = Linear(f"{name}.output", description.output, run.tensor)
 
     def __call__(
@@ -74,6 +76,8 @@ class Attention(Module):
             A tensor like x.
         """
         batch, length = context.batch, context.length
+        if self.gate is not None and norm is not None and not self.run.recompute:
+            x, norm = norm(x, self.run.kernels), None  # one norm for two products
         qkv = context.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
             batch, length, -1, self.per_group + 2, self.width
         )
@@ -108,6 +112,10 @@ class Attention(Module):
             softcap=self.softcap,
             sinks_N=None if self.sinks is None else self.sinks.use(),
         )
+        if self.gate is not None:
+            gates_TN1 = context.rows.remove_padding(self.gate(x, state.deferred, norm)).sigmoid()
+            gates_TN1 = gates_TN1.view(len(heads_TV), query_BSND.shape[2], -1)
+            heads_TV = (heads_TV.view(*gates_TN1.shape[:2], -1) * gates_TN1).flatten(1)
         # The product of a row linear is reduce-scattered in equal parts, so the padding comes back.
         return self.output(context.rows.pad(heads_TV), state.deferred)
 

@@ -1,6 +1,6 @@
-"""Attention with bounded scores and sinks gives the one-process answer to 1e-10 in fp64 under
-tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by neighbours
-of four tensor ranks.
+"""Attention with bounded scores, sinks and gated outputs gives the one-process answer to 1e-10 in
+fp64 under tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by
+neighbours of four tensor ranks.
 """
 
 import pytest
@@ -12,7 +12,10 @@ SHAPES = {
         "norm": "rmsnorm",
         "kv_heads": 2,
         "init_std": 0.5,  # scores reach the bound
-        "blocks": [{"mixer": {**SCORES, "window": 4}}, {"mixer": SCORES, "norms": "both"}],
+        "blocks": [
+            {"mixer": {**SCORES, "window": 4, "output_gate": "element"}},
+            {"mixer": {**SCORES, "output_gate": "head"}, "norms": "both"},
+        ],
     },
     "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
 }

@@ -167,6 +167,9 @@ def _attention(weights, model, mixer, name, y, mask, positions):
                 sink = weights[f"{name}.attention.sinks.logits"][len(heads)]
                 scores = torch.cat((scores, sink.expand(batch, length, 1)), -1)
             heads.append(scores.softmax(-1)[..., :length] @ value)
+    if mixer.output_gate != "none":  # rows of the weight are in the order of the heads
+        for number, rows in enumerate(weights[f"{name}.attention.gate.weight"]):
+            heads[number] = heads[number] / (1 + torch.exp(-y @ rows.T))
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
 
 

@@ -134,6 +134,16 @@ MODELS |= {
             {"mixer": {"sinks": True, "softcap": 3.0, "kv_heads": 1}},
         ],
     },
+    "gated_output": {
+        "layers": 3,
+        "norm": "rmsnorm",
+        "init_std": 0.5,
+        "blocks": [
+            {"mixer": {"output_gate": "head", "kv_heads": 2, "head_dim": 6}},
+            {"mixer": {"output_gate": "element"}, "norms": "after"},
+            {"mixer": {"output_gate": "element", "sinks": True}, "parallel": "one_norm"},
+        ],
+    },
     "mixed": {
         "layers": 4,
         "norm": "rmsnorm",
