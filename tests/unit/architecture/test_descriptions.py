@@ -22,6 +22,12 @@ MODELS = {
     "one group, not rotated": {"kv_heads": 1, "position": "none", "window": (3, None)},
     "query and key norms": {"kv_heads": 2, "qk_norm": True, "head_dim": 6},
     "norms without rotation": {"qk_norm": True, "position": "none", "window": 6},
+    "softcap": {"norm": "rmsnorm", "kv_heads": 2, "blocks": [{"mixer": {"softcap": 3.0}}]},
+    "sinks": {"norm": "rmsnorm", "blocks": [{"mixer": {"sinks": True, "window": 4}}]},
+    "sinks and softcap": {
+        **{"kv_heads": 2, "position": "none"},
+        "blocks": [{"mixer": {"sinks": True, "softcap": 2.0}}],
+    },
     "latent": {"latent": {**LATENT, "query_rank": 12}, "norm": "rmsnorm"},
     "latent of keys": {"latent": {**LATENT, "value_dim": 14}, "bias": True},
     "latent window": {"latent": {**LATENT, "value_dim": 10}, "window": 4, "norm": "rmsnorm"},
