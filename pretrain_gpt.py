@@ -14,10 +14,10 @@ from megaframe.config import (
     describe_common_keys,
     describe_unknown_options,
     explain,
-    load,
 )
 from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
+from megaframe.extensions import load_extensions, load_with_extensions
 from megaframe.layout import Layout
 from megaframe.resilience.elastic import fit_layout
 from megaframe.validate.run import validate_config
@@ -35,6 +35,7 @@ def main() -> None:
     arguments, unknown = parse_arguments()
     if arguments.explain:
         with report_errors():
+            load_extensions(arguments.config, arguments.overrides)
             print(explain(arguments.explain))
         return
     # megaframe names lost ranks itself; torch's warnings would add pages of C++ stack traces.
@@ -64,7 +65,7 @@ def main() -> None:
         refuse_options(arguments, unknown)
         if arguments.dry_run and rank:
             return  # the first rank prints for all
-        config = load(arguments.config, arguments.overrides)
+        config = load_with_extensions(arguments.config, arguments.overrides)
         if arguments.dry_run:
             config, world = plan_dry_run(config, arguments.gpus)
         else:

@@ -126,12 +126,12 @@ def diff(arguments: argparse.Namespace) -> int:
                 if difference.largest
                 else difference.distance
             )
-            if difference.what is None and relative <= arguments.tolerance:
+            if difference.problem is None and relative <= arguments.tolerance:
                 num_same += 1
                 continue
             num_different += 1
-            if difference.what is not None:
-                table.add_row(difference.name, difference.what, "")
+            if difference.problem is not None:
+                table.add_row(difference.name, difference.problem, "")
             else:
                 table.add_row(difference.name, f"{difference.distance:.3g}", f"{relative:.3g}")
     if num_different:

@@ -3,7 +3,7 @@ ranks divide it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megaframe.architecture.layer import (
@@ -14,6 +14,7 @@ from megaframe.architecture.layer import (
 )
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 
@@ -113,6 +114,25 @@ class SoftmaxAttention(MixerDescription):
         return self.query_width + self.value_width
 
 
+@dataclass(frozen=True)
+class SinksDescription:
+    """One logit for each query head. It adds to the sum of exponentials of the head's scores, and
+    has no value, so that a head can attend to nothing (gpt-oss, 2025).
+
+    Attributes:
+        heads: Query heads, which tensor ranks divide.
+        std: Standard deviation of the initial logits.
+    """
+
+    heads: int
+    std: float
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the spec of the logits."""
+        axes = {0: "tensor"}
+        yield ParamSpec(f"{name}.logits", (self.heads,), Normal(self.std), role="bias", axes=axes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionDescription(SoftmaxAttention):
     """Attention with grouped key and value heads (Ainslie et al. 2023).
@@ -126,12 +146,19 @@ class AttentionDescription(SoftmaxAttention):
         head_dim: Width of a head.
         qk_norm: Whether heads of queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have biases.
+        softcap: Bound of the scores; None for no bound.
+        has_sinks: Whether each query head has a learned logit in its softmax.
+        output_gate: Whether the output is multiplied by a sigmoid for each `head` or for each
+            `element` of it, or `none`.
     """
 
     kv_heads: int
     head_dim: int
     qk_norm: bool
     qkv_bias: bool
+    softcap: float | None = None
+    has_sinks: bool = False
+    output_gate: str = "none"
 
     @property
     def heads_per_group(self) -> int:
@@ -168,17 +195,41 @@ class AttentionDescription(SoftmaxAttention):
         return NormDescription(self.head_dim, "rmsnorm", self.norm_eps)
 
     @property
+    def gate_width(self) -> int:
+        """Gates of a head, 0 without any."""
+        return {"none": 0, "head": 1, "element": self.head_dim}[self.output_gate]
+
+    @property
+    def gate(self) -> LinearSpec | None:
+        """From the layer's input to the gates of its output."""
+        if not self.gate_width:
+            return None
+        outputs = (self.heads, self.gate_width)
+        return LinearSpec((self.hidden,), outputs, self.init_std, split=0)
+
+    @property
+    def sinks(self) -> SinksDescription | None:
+        """The logits of heads that attend to nothing."""
+        return SinksDescription(self.heads, self.init_std) if self.has_sinks else None
+
+    @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """The two products, and the norms of heads."""
-        norm = self.head_norm
-        norms = {} if norm is None else {"query_norm": norm, "key_norm": norm}
-        return {"qkv": self.qkv, **norms, "output": self.output}
+        """The products, the norms of heads and the sinks."""
+        norm, sinks, gate = self.head_norm, self.sinks, self.gate
+        parts: dict[str, HasParameters] = {"qkv": self.qkv}
+        if norm is not None:
+            parts |= {"query_norm": norm, "key_norm": norm}
+        if sinks is not None:
+            parts["sinks"] = sinks
+        if gate is not None:
+            parts["gate"] = gate
+        return {**parts, "output": self.output}
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs of attention and its output, with one log-sum-exp per head.
 
         The output of the product before it is kept too where norms of queries and keys, or
-        attention, use views of it.
+        attention, use views of it. With gates, these and the gated output are kept too.
         """
         tensor, sharing = parallel.tensor, count_exchanging_ranks(parallel)
         ring = parallel.context > sharing
@@ -201,7 +252,17 @@ class AttentionDescription(SoftmaxAttention):
         product = groups * (self.heads_per_group + 2) * self.head_dim
         elements += product * keeps_product + queries * (is_scattered and normalised)
         elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
+        if self.gate_width:
+            elements += self.heads * self.gate_width + queries
         return SavedActivations(elements, self.heads + normalised * (self.heads + groups))
+
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the inputs and output gradients of all products. The gates use the same normalised
+        rows as queries, unless each normalises its input again."""
+        kept = super().count_saved_for_weights(parallel, recompute)
+        if self.gate_width and recompute != "selective":
+            kept = kept + SavedActivations(values=-self.hidden)
+        return kept
 
     @property
     def exchanged_elements(self) -> int:

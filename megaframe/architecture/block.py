@@ -306,4 +306,7 @@ def _describe_mixer(
         head_dim=head_dim,
         qk_norm=model.qk_norm if config.qk_norm is None else config.qk_norm,
         qkv_bias=model.qkv_bias if config.qkv_bias is None else config.qkv_bias,
+        softcap=config.softcap,
+        has_sinks=config.sinks,
+        output_gate=config.output_gate,
     )

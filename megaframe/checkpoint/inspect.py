@@ -84,13 +84,13 @@ class TensorDifference:
     Attributes:
         distance: Largest absolute difference of two elements.
         largest: Largest magnitude in the first checkpoint.
-        what: Why the two cannot be compared, or None.
+        problem: Why the two cannot be compared, or None.
     """
 
     name: str
     distance: float = 0.0
     largest: float = 0.0
-    what: str | None = None
+    problem: str | None = None
 
 
 def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> Iterator[TensorDifference]:
@@ -99,9 +99,9 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> Iterator[Tenso
         first_tensor, second_tensor = first.tensors.get(name), second.tensors.get(name)
         if first_tensor is None or second_tensor is None:
             holder = first if second_tensor is None else second
-            yield TensorDifference(name, what=f"only in {holder.path}")
+            yield TensorDifference(name, problem=f"only in {holder.path}")
         elif first_tensor.shape != second_tensor.shape:
-            yield TensorDifference(name, what=f"{first_tensor.shape} and {second_tensor.shape}")
+            yield TensorDifference(name, problem=f"{first_tensor.shape} and {second_tensor.shape}")
         else:
             yield _compare_tensor(name, first, second)
 

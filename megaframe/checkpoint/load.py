@@ -89,12 +89,12 @@ class Checkpoint:
                 has been filled), or if a file is damaged (then some tensors may have been filled).
         """
         self._require(slices)
-        wanted: defaultdict[str, list[Slice]] = defaultdict(list)
+        targets_by_name: defaultdict[str, list[Slice]] = defaultdict(list)
         for target in slices:
-            wanted[target.name].append(target)
+            targets_by_name[target.name].append(target)
         overlapping: dict[str, list[SavedSlice]] = {}
         shared: set[tuple[str, SavedSlice]] = set()
-        for name, targets in wanted.items():
+        for name, targets in targets_by_name.items():
             overlapping[name] = []
             for saved_slice in self.tensors[name].slices:
                 boxes = [target.box for target in targets if intersect(saved_slice.box, target.box)]
@@ -103,7 +103,7 @@ class Checkpoint:
                 if any((name, box) not in unshared for box in boxes):
                     shared.add((name, saved_slice))
         for name, saved_slice, contents in self.read(overlapping, shared):
-            _copy_overlaps(contents, saved_slice, wanted[name])
+            _copy_overlaps(contents, saved_slice, targets_by_name[name])
 
     def read(
         self,
@@ -150,11 +150,11 @@ class Checkpoint:
             if target.tensor.dtype not in DTYPE_NAMES:
                 raise ValueError(f"{target.name}: dtype {target.tensor.dtype} cannot be loaded")
         if mismatches:
-            shown = "\n  ".join(list(mismatches.values())[:5])
+            listed = "\n  ".join(list(mismatches.values())[:5])
             more = f"\n  and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
             raise UserError(
                 f"checkpoint {self.path} is of another model; {len(mismatches)} tensors differ:\n"
-                f"  {shown}{more}"
+                f"  {listed}{more}"
             )
 
 

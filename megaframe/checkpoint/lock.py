@@ -73,13 +73,13 @@ class LockHolder(BaseModel):
 
     def is_same_process(self, other: LockHolder) -> bool:
         """Return whether both are the same process."""
-        mine = self.host, self.namespace, self.process, self.started
-        return mine == (other.host, other.namespace, other.process, other.started)
+        identity = self.host, self.namespace, self.process, self.started
+        return identity == (other.host, other.namespace, other.process, other.started)
 
     def can_be_seen_by(self, other: LockHolder) -> bool:
         """Return whether the other process can tell if this one has ended."""
-        here = self.host, self.namespace
-        return bool(self.namespace and self.started) and here == (other.host, other.namespace)
+        location = self.host, self.namespace
+        return bool(self.namespace and self.started) and location == (other.host, other.namespace)
 
     def __str__(self) -> str:
         return f"process {self.process} on host {self.host}"

@@ -164,15 +164,15 @@ _PREFIX = b'{"checksum":"%s",'
 
 def seal(record: BaseModel) -> bytes:
     """Serialise a record as JSON that begins with a checksum of the rest."""
-    rest = record.model_dump_json().encode()[1:]
-    return _PREFIX % checksum(rest).encode() + rest
+    body = record.model_dump_json().encode()[1:]
+    return _PREFIX % checksum(body).encode() + body
 
 
 def unseal(data: bytes) -> bytes | None:
     """Return the JSON of a sealed record without its checksum, or None if the checksum differs."""
     start = len(_PREFIX % (b"0" * 16))
-    head, rest = data[:start], data[start:]
-    return b"{" + rest if head == _PREFIX % checksum(rest).encode() else None
+    head, body = data[:start], data[start:]
+    return b"{" + body if head == _PREFIX % checksum(body).encode() else None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

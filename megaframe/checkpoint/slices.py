@@ -54,8 +54,8 @@ class Slice:
 def is_inside(shape: Shape, box: Box) -> bool:
     offset, size = box
     return len(shape) == len(offset) == len(size) and all(
-        whole >= 1 and start >= 0 and length >= 0 and start + length <= whole
-        for whole, start, length in zip(shape, offset, size, strict=True)
+        extent >= 1 and start >= 0 and length >= 0 and start + length <= extent
+        for extent, start, length in zip(shape, offset, size, strict=True)
     )
 
 
@@ -114,7 +114,9 @@ def split_into_tiles(box: Box, limit: int) -> Iterator[Box]:
     while prod(tile) > limit:
         longest = max(range(len(shape))[-2:], key=lambda dim: tile[dim])
         tile[longest] = -(-tile[longest] // 2)
-    for start in product(*(range(0, whole, size) for whole, size in zip(shape, tile, strict=True))):
+    for start in product(
+        *(range(0, extent, size) for extent, size in zip(shape, tile, strict=True))
+    ):
         size = tuple(map(min, tile, (a - b for a, b in zip(shape, start, strict=True))))
         yield tuple(map(add, offset, start)), size
 
@@ -124,13 +126,13 @@ def find_tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
 
     If there are too many boxes to check (see `MAX_CORNERS`), that is the reason returned.
     """
-    whole: Box = (tuple(0 for _ in shape), shape)
+    full_box: Box = (tuple(0 for _ in shape), shape)
     split_dims = [
         dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for _, size in boxes)
     ]
     if len(boxes) << len(split_dims) > MAX_CORNERS:
         return f"{len(boxes)} slices over {len(split_dims)} dims are too many to check"
-    if boxes and _count_corners(boxes, split_dims) == _count_corners([whole], split_dims):
+    if boxes and _count_corners(boxes, split_dims) == _count_corners([full_box], split_dims):
         return None
     covered, needed = sum(prod(size) for _, size in boxes), prod(shape)
     if covered == needed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
+from megaframe.config.describe import format_value
 from megaframe.config.migration import upgrade_keys
+from megaframe.config.parts import get_registry
 from megaframe.config.schema import DataConfig
 from megaframe.errors import UserError
 from megaframe.ops.cpu_routines import CPURoutines
@@ -49,6 +51,7 @@ class TrainState(BaseModel):
         optimizer: State of the optimizer besides its tensors.
         loss, grad_norm: Of the last step, for comparison with the first step after a load.
         history: The judgement of earlier steps.
+        extensions: The extensions that the run had loaded, and the hashes of their sources.
         routines: What multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
             checkpoints of versions that did not record it.
     """
@@ -62,6 +65,7 @@ class TrainState(BaseModel):
     grad_norm: float
     history: SpikeHistory = SpikeHistory()
     routines: CPURoutines = CPURoutines()
+    extensions: dict[str, str] = {}
 
 
 def make_initial_train_state(config: RunConfig) -> TrainState:
@@ -94,6 +98,8 @@ def read_train_state(checkpoint: Checkpoint) -> TrainState:
                 f"{checkpoint.path} is of a run with keys that this version of megaframe does not "
                 f"know: {', '.join(unknown_keys)}; use the version that saved it, or a later one"
             ) from None
+        if isinstance(state_json, dict):
+            _refuse_missing_extensions(state_json.get("extensions"), checkpoint.path)
         first_mistake = error.errors(include_url=False, include_input=False)[0]
         location = ".".join(map(str, first_mistake["loc"])) or "all of it"
         raise UserError(
@@ -105,6 +111,37 @@ def read_train_state(checkpoint: Checkpoint) -> TrainState:
             f"{mistake}"
         )
     return state
+
+
+def list_loaded_extensions() -> dict[str, str]:
+    """Return the names of the extensions of this process, and the hashes of their sources."""
+    return {extension.name: extension.digest for extension in get_registry().extensions}
+
+
+def _refuse_missing_extensions(saved: object, path: StorePath) -> None:
+    """Raise `UserError` if a checkpoint is of a run with extensions that are not loaded. They are
+    never loaded because a checkpoint names them: it may be somebody else's. saved: what it says."""
+    if not isinstance(saved, dict):
+        return
+    loaded = list_loaded_extensions()
+    missing = [str(name) for name in saved if name not in loaded]
+    if missing:
+        names = [*loaded, *missing]
+        raise UserError(
+            f"{path} is of a run with {len(saved)} extensions, of which {len(missing)} are not "
+            f"loaded here: {', '.join(missing)}; if you trust them, give "
+            f"run.extensions={format_value(names)}"
+        )
+
+
+def _describe_changed_extensions(saved: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning for each extension whose source is not what it was in a checkpoint."""
+    for name, digest in list_loaded_extensions().items():
+        if name in saved and saved[name] != digest:
+            yield (
+                f"warning: extension {name} has changed since the checkpoint (SHA-256 "
+                f"{saved[name][:12]} there, {digest[:12]} here)"
+            )
 
 
 def _find_invalid_values(state: TrainState, step: int) -> Iterator[str]:
@@ -151,15 +188,21 @@ def describe_missing_state(slices: Sequence[Slice], saved: Collection[str]) -> I
 
 
 def describe_resumption(
-    saved: RunConfig, config: RunConfig, step: int, source: str
+    saved: RunConfig,
+    config: RunConfig,
+    step: int,
+    source: str,
+    extensions: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """Yield lines that say from what a run continues, and which keys have changed since.
 
     Args:
         saved: The config of the checkpoint.
         source: The checkpoint, in words.
+        extensions: Those of the checkpoint, with the hashes of their sources.
     """
     yield f"resumed from step {step} of {source}"
+    yield from _describe_changed_extensions(extensions or {})
     changed = [
         line
         for name in RunConfig.model_fields
@@ -188,9 +231,15 @@ def _compare_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
         )
 
 
-def check_same_run(saved: RunConfig, config: RunConfig, path: StorePath) -> None:
+def check_same_run(
+    saved: RunConfig,
+    config: RunConfig,
+    path: StorePath,
+    extensions: Mapping[str, str] | None = None,
+) -> None:
     """Raise `UserError` if a checkpoint is of another run: another model, seed, sequence length, or
-    split of the data."""
+    split of the data, or without some of its extensions."""
+    _refuse_missing_extensions(extensions, path)
     changes = [
         *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),
         *find_differences(saved.run.seed, config.run.seed, (), "run.seed"),

@@ -32,10 +32,18 @@ class AttentionConfig(Section):
     """RMS-normalise each query and key head. Default: `model.qk_norm`."""
     score_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor of the scores. Default: 1 / sqrt(head_dim)."""
+    softcap: Annotated[float, Field(gt=0)] | None = None
+    """Bound the scores smoothly: x becomes softcap * tanh(x / softcap), as in Gemma 2."""
+    sinks: bool = False
+    """Give each query head a learned logit that takes part in its softmax and has no value, as in
+    gpt-oss."""
     qkv_bias: bool | None = None
     """Biases of queries, keys and values. Default: `model.qkv_bias`."""
     bias: bool | None = None
     """Bias of the output. Default: `model.bias`."""
+    output_gate: Literal["none", "head", "element"] = "none"
+    """Multiply the heads' outputs by sigmoids computed from the layer's input, one for each head or
+    one for each element (Qiu et al. 2025)."""
 
 
 class LatentMixerConfig(Section):

@@ -19,6 +19,7 @@ from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from megaframe.config.migration import translate_setting
+from megaframe.config.parts import Extensible, Part, is_part
 from megaframe.config.schema import RunConfig, Section
 from megaframe.config.section import MOST
 from megaframe.errors import UserError, join_or
@@ -111,8 +112,14 @@ def _collect_keys(section: type[Section], prefix: str) -> list[ConfigKey]:
 
 
 def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
-    """Return the keys of the items of a list of sections; none for other keys. Keys that only one
-    kind of section has are named with the kind: `mixer[attention].window`."""
+    """Return the keys of the items of a list of sections, and of parts of extensions; none for
+    other keys. Keys that only one kind of section has are named with the kind:
+    `mixer[attention].window`."""
+    keys: list[ConfigKey] = []
+    for kind, part in _sections_by_kind(key.field.annotation, key.field.metadata).items():
+        keys += _collect_keys(part, f"{key.name}[{kind}].")
+    if keys:
+        return keys
     for annotation in (key.field.annotation, *_list_union_members(key.field.annotation)):
         if get_origin(annotation) is tuple and (
             section := _find_section_class(get_args(annotation)[0])
@@ -124,18 +131,27 @@ def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
 def _collect_kinds(section: type[Section], prefix: str) -> list[ConfigKey]:
     keys = []
     for name, field in section.model_fields.items():
-        kinds = _sections_by_kind(field.annotation)
+        kinds = _sections_by_kind(field.annotation, field.metadata)
         keys.append(ConfigKey(prefix + name, field, _find_section_class(field.annotation)))
         for kind, kind_section in kinds.items():
             keys += _collect_keys(kind_section, f"{prefix}{name}[{kind}].")
     return keys
 
 
-def _sections_by_kind(annotation: Any) -> dict[str, type[Section]]:
-    """Return the sections of a union in which `kind` says which one is meant; empty for others."""
+def _sections_by_kind(annotation: Any, metadata: Iterable[Any] = ()) -> dict[str, type[Section]]:
+    """Return the sections of a union in which `kind` says which one is meant; empty for others.
+
+    Args:
+        annotation: The type.
+        metadata: What pydantic has taken off it.
+    """
     if get_origin(annotation) is Annotated:
+        metadata = (*metadata, *get_args(annotation)[1:])
         annotation = get_args(annotation)[0]
-    kinds = {}
+    kinds: dict[str, type[Section]] = {}
+    for extensible in metadata:
+        if isinstance(extensible, Extensible):
+            kinds |= extensible.kinds
     for member in _list_union_members(annotation):
         tags = get_args(member)[1:] if get_origin(member) is Annotated else ()
         for tag in tags:
@@ -147,7 +163,7 @@ def _sections_by_kind(annotation: Any) -> dict[str, type[Section]]:
 def _find_section_class(annotation: Any) -> type[Section] | None:
     """Return the section class in `annotation`, which may be nullable; None if there is none."""
     for kind in (annotation, *_list_union_members(annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
+        if isinstance(kind, type) and issubclass(kind, Section) and not is_part(kind):
             return kind
     return None
 
@@ -158,15 +174,22 @@ def _list_union_members(annotation: Any) -> tuple[Any, ...]:
 
 def _list_non_null_members(annotation: Any) -> list[Any]:
     """Return the types of a union except null; none if it is not a union."""
-    return [kind for kind in _list_union_members(annotation) if kind is not type(None)]
+    members = _list_union_members(annotation)
+    return [kind for kind in members if kind is not type(None) and not is_part(kind)]
 
 
 def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     """Describe the values of a type annotation in words, e.g. `a whole number >= 1`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        inner = (item for field in args[1:] for item in getattr(field, "metadata", ()))
+        inner = (item for field in args[1:] for item in getattr(field, "metadata", (field,)))
         return describe_type(args[0], (*bounds, *inner))
+    if any(isinstance(bound, Extensible) for bound in bounds):
+        own = [describe_type(kind) for kind in _list_non_null_members(annotation)]
+        if kinds := _sections_by_kind(annotation, bounds):
+            names = join_or(kinds)
+            own += [names, f"or keys of a part, of kind {names}"]
+        return ", ".join(own)
     if kinds := _sections_by_kind(annotation):
         return f"keys of a part, of kind {join_or(kinds)}"
     if _list_union_members(annotation):
@@ -209,7 +232,7 @@ def _resolve(
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     written: list[int | str] = []
     for part in path:
-        kinds = _sections_by_kind(annotation)
+        kinds = _sections_by_kind(annotation, bounds)
         if str(part) in kinds:
             annotation, bounds = kinds[str(part)], ()
             continue
@@ -266,6 +289,8 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Section):
+        if isinstance(value, Part) and value.model_fields_set <= {"kind"}:
+            return value.name
         given = {key: getattr(value, key) for key in value.model_fields_set | {"kind"}}
         return format_value(given)
     if isinstance(value, tuple | list):

@@ -63,6 +63,25 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def read_extension_names(
+    path: str | None, overrides: Sequence[str] = ()
+) -> list[tuple[str, str, int]]:
+    """Return the items of `run.extensions` as a config gives them, each with its file and line.
+    Other mistakes are left to `load`."""
+    reader = ConfigReader()
+    table = reader.read_file(resolve_config_path(path)) if path is not None else {}
+    value = merge_tables(table, reader.read_overrides(overrides)).get("run.extensions")
+    names = None if value is None else value.to_plain()
+    if value is None or not isinstance(names, list):
+        return []
+    items = [value.get_at((index,)) for index in range(len(names))]
+    return [
+        (name, item.origin, item.line)
+        for name, item in zip(names, items, strict=True)
+        if isinstance(name, str) and name
+    ]
+
+
 def resolve_config_path(name: str) -> str:
     """Return the file that `--config` means: a path is returned unchanged, and a bare name, such as
     llama3-8b, is a shipped config.

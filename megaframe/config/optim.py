@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megaframe.config.parts import Extensible, OptimizerPart, SchedulePart
 from megaframe.config.section import NonNegative, Positive, Section
 
 
@@ -28,14 +29,19 @@ class ParameterGroupsConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
+    name: Annotated[
+        Literal["adamw", "muon", "lion", "sgd"] | OptimizerPart, Extensible("optimizer")
+    ] = "adamw"
     """Optimizer. `muon` orthogonalises the updates of matrices and uses AdamW for everything
     else."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the decay."""
-    schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"
+    schedule: Annotated[
+        Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] | SchedulePart,
+        Extensible("schedule"),
+    ] = "cosine"
     """Learning rate after warm-up. `wsd` stays at `lr` and falls linearly at the end."""
     warmup: NonNegative = 0
     """Steps of linear warm-up from 0. A run shorter than its warm-up gives a warning."""

@@ -35,6 +35,10 @@ class RunSection(Section):
     """`auto` binds each rank's process to the cores and the memory of the NUMA node of its GPU;
     ranks of one node divide its cores. `node` does so on CPUs too, by local rank. `off` leaves
     processes where the launcher puts them."""
+    extensions: tuple[str, ...] = ()
+    """Python files, or names of importable packages, that bring optimizers and learning-rate
+    schedules of their own. They are loaded only if the config or the command line of this run names
+    them; `docs/guides/extensions.md` describes them."""
 
 
 class BatchRampConfig(Section):

@@ -23,7 +23,13 @@ from torch import Tensor
 from megaframe.distributed.collectives import Ring, shift_ring
 from megaframe.ops.attention_kernel import attend_tile_backward_by_kernel, attend_tile_by_kernel
 from megaframe.ops.attention_mask import AttentionMask, Tile, make_spans
-from megaframe.ops.attention_tiles import attend, attend_backward, merge
+from megaframe.ops.attention_tiles import (
+    add_sinks,
+    attend,
+    attend_backward,
+    compute_sinks_gradient,
+    merge,
+)
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 if TYPE_CHECKING:
@@ -116,21 +122,35 @@ class RingMask:
         return self._spans[tile, source]
 
     def attend(
-        self, tile: Tile, source: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self,
+        tile: Tile,
+        source: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute a tile like `attention_tiles.attend`, by a kernel if one takes it."""
 
         def make_tile_spans() -> Spans:
             return self.get_spans(tile, source, query.shape[0], query.device)
 
-        by_kernel = attend_tile_by_kernel(self.kernels, query, key, value, make_tile_spans, scale)
+        operands = query, key, value
+        by_kernel = attend_tile_by_kernel(self.kernels, *operands, make_tile_spans, scale, softcap)
         if by_kernel is not None:
             return by_kernel
         mask, causal = self.make_dense_tile(tile, source, query.device), tile.kind == "causal"
-        return attend(query, key, value, mask, causal=causal, scale=scale)
+        return attend(query, key, value, mask, causal=causal, scale=scale, softcap=softcap)
 
     def attend_backward(
-        self, tile: Tile, source: int, d_out: Tensor, *operands: Tensor, scale: float
+        self,
+        tile: Tile,
+        source: int,
+        d_out: Tensor,
+        *operands: Tensor,
+        scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a tile like `attention_tiles.attend_backward`, by a kernel if
         one takes it. operands: query, key, value, out and log-sum-exp."""
@@ -141,11 +161,13 @@ class RingMask:
 
         query, key, value, out, lse = operands
         operands = (d_out, query, key, value, out, lse)
-        by_kernel = attend_tile_backward_by_kernel(self.kernels, *operands, make_tile_spans, scale)
+        by_kernel = attend_tile_backward_by_kernel(
+            self.kernels, *operands, make_tile_spans, scale, softcap
+        )
         if by_kernel is not None:
             return by_kernel
         mask, causal = self.make_dense_tile(tile, source, device), tile.kind == "causal"
-        return attend_backward(*operands, mask, causal=causal, scale=scale)
+        return attend_backward(*operands, mask, causal=causal, scale=scale, softcap=softcap)
 
     def _compute_positions(self, rank: int, device: torch.device) -> Tensor:
         """Return where in the sample the tokens of a ring rank are."""
@@ -206,6 +228,8 @@ def ring_attention(
     value_BSGV: Tensor,
     mask: RingMask,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Attend from this rank's queries to the keys of all ranks of the ring.
 
@@ -215,6 +239,8 @@ def ring_attention(
         value_BSGV: Its values.
         mask: What this rank computes.
         scale: Of the scores, by default 1 / sqrt(D).
+        softcap: Bound of the scores; None for no bound.
+        sinks_N: A logit without a value in the softmax of each head; None for none.
 
     Returns:
         The outputs for this rank's queries, [B, S, N, V].
@@ -223,14 +249,22 @@ def ring_attention(
         scale = 1.0 / math.sqrt(query_BSND.shape[3])
     # One tensor, so one message per step. Autograd splits its gradient again.
     kv = torch.cat((key_BSGD, value_BSGV), -1)
-    return _RingAttention.apply(query_BSND, kv, mask, scale)
+    return _RingAttention.apply(query_BSND, kv, sinks_N, mask, scale, softcap)
 
 
 class _RingAttention(torch.autograd.Function):
     """Ring attention. Keys and values travel as one tensor [B, S, G, D + V]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, kv: Tensor, mask: RingMask, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        mask: RingMask,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
         batch, length, heads, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         # Accumulated in at least fp32 and rounded once, after the last tile.
@@ -243,19 +277,22 @@ class _RingAttention(torch.autograd.Function):
             for tile in mask.get_tiles(source):
                 rows = tile.queries
                 key, value = _split_kv(source_kv[:, tile.keys], width)
-                part = mask.attend(tile, source, query[:, rows], key, value, scale)
+                part = mask.attend(tile, source, query[:, rows], key, value, scale, softcap)
                 # In place, through views: out = (e^lse out + e^lse' out') / (e^lse + e^lse').
                 merge(out[:, rows], lse[:, :, rows], *part)
+        if sinks is not None:  # once, after the keys of all ranks
+            add_sinks(out, lse, sinks)
         out = out.to(query.dtype)
         # Only this rank's own queries, keys and values, the output, and one log-sum-exp per query.
-        ctx.save_for_backward(query, kv, out, lse)
-        ctx.mask, ctx.scale = mask, scale
+        ctx.save_for_backward(query, kv, out, lse, sinks)
+        ctx.mask, ctx.scale, ctx.softcap = mask, scale, softcap
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        query, kv, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, kv, out, lse, sinks = ctx.saved_tensors
         mask, d_out, width = ctx.mask, gradients[0], query.shape[3]
+        d_sinks = None if sinks is None else compute_sinks_gradient(d_out, out, lse, sinks)
         # Gradients are summed over tiles and ranks in at least fp32, and travel in it.
         d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
         own, arriving = kv.new_empty(0), None
@@ -280,6 +317,7 @@ class _RingAttention(torch.autograd.Function):
                     out[:, rows],
                     lse[:, :, rows],
                     scale=ctx.scale,
+                    softcap=ctx.softcap,
                 )
                 d_query[:, rows] += d_rows
                 # Views: adding to them adds to `d_kv`.
@@ -301,7 +339,7 @@ class _RingAttention(torch.autograd.Function):
         assert arriving is not None
         # The gradient of this rank's own keys comes home last, from all other ranks.
         _add_to_start(arriving.wait(), own)
-        return d_query.to(query.dtype), own.to(kv.dtype), None, None
+        return d_query.to(query.dtype), own.to(kv.dtype), d_sinks, None, None, None
 
 
 def _split_kv(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:

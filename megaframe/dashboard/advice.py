@@ -38,13 +38,13 @@ _ADVICE = {
 def suggest_remedies(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield causes and advice, the largest loss first. losses: shares of the peak by cause."""
     causes = sorted(losses, key=lambda cause: -losses[cause])
-    told = 0
+    num_suggested = 0
     for cause in causes:
         known = _ADVICE.get(cause) or _ADVICE.get(_find_first_axis(cause))
         if cause in ("mfu", "compute") or losses[cause] < _LEAST or known is None:
             continue
-        told += 1
-        if told > _MOST:
+        num_suggested += 1
+        if num_suggested > _MOST:
             return
         yield cause, known
 

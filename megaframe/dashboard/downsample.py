@@ -58,5 +58,5 @@ def block_maxima(table: Floats, rows: int, columns: int) -> Floats:
 def round_values(values: Sequence[float] | Floats, digits: int = 5) -> list[float | None]:
     """Return numbers for JSON, with `digits` significant digits; None if not finite."""
     # The largest of all numbers are rounded to infinity.
-    rounded = [float(f"{one:.{digits}g}") for one in map(float, values)]
-    return [one if math.isfinite(one) else None for one in rounded]
+    rounded = [float(f"{value:.{digits}g}") for value in map(float, values)]
+    return [value if math.isfinite(value) else None for value in rounded]

@@ -56,9 +56,9 @@ class MetricsFile:
         """Read the complete lines added since the last call; return whether there were any. A file
         that was replaced, for example by a resumed run, is read from its start."""
         try:
-            found = self.path.stat()
-            identity = found.st_dev, found.st_ino
-            if identity != self._identity or found.st_size < self._offset:
+            status = self.path.stat()
+            identity = status.st_dev, status.st_ino
+            if identity != self._identity or status.st_size < self._offset:
                 self._forget()
                 self._identity, self.version = identity, self.version + 1
             with open_file(self.path) as file:
@@ -71,14 +71,14 @@ class MetricsFile:
         before = self._offset
         self._torn = False
         while not self._given_up and (line := file.readline(_LONGEST_LINE)):
-            whole = line.endswith(b"\n")
-            if not whole and len(line) < _LONGEST_LINE:
+            is_complete = line.endswith(b"\n")
+            if not is_complete and len(line) < _LONGEST_LINE:
                 self._torn = True
                 break
             self._offset += len(line)
             self._lines += 1
             self._add(line)
-            self._given_up = not whole or len(self._bad) >= _MOST_BAD
+            self._given_up = not is_complete or len(self._bad) >= _MOST_BAD
         self.version += self._offset != before
         return self._offset != before
 
@@ -112,11 +112,11 @@ class MetricsFile:
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return the values of a metric by line, NaN in lines without it."""
-        found = np.full(len(self), np.nan)
+        column = np.full(len(self), np.nan)
         values = self._columns.get(name)
         if values is not None:
-            found[: len(values)] = values
-        return found
+            column[: len(values)] = values
+        return column
 
     def names(self) -> list[str]:
         """Return the names of all columns, in the order in which they were first seen."""
@@ -124,10 +124,10 @@ class MetricsFile:
 
     def _add(self, line: bytes) -> None:
         try:
-            found = orjson.loads(line)
+            record = orjson.loads(line)
         except orjson.JSONDecodeError:
-            found = None
-        step = found.get("step") if isinstance(found, dict) else None
+            record = None
+        step = record.get("step") if isinstance(record, dict) else None
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
             self._bad.append(self._lines)
             return
@@ -139,14 +139,14 @@ class MetricsFile:
             )
             self._cut(step)
         count = len(steps)
-        for name, value in _flatten_numbers(found):
+        for name, value in _flatten_numbers(record):
             self._put(name, count, value)
         for key in _ROWS:
-            if key in found:
-                for name, row in _find_rows(found[key], key):
-                    kept = self.rows.setdefault(name, ([], []))
-                    kept[0].append(step)
-                    kept[1].append(array("f", row))
+            if key in record:
+                for name, row in _find_rows(record[key], key):
+                    history = self.rows.setdefault(name, ([], []))
+                    history[0].append(step)
+                    history[1].append(array("f", row))
 
     def _put(self, name: str, count: int, value: float) -> None:
         column = self._columns.get(name)
@@ -168,7 +168,7 @@ class MetricsFile:
             while steps and steps[-1] >= step:
                 steps.pop()
                 rows.pop()
-        self.rows = {name: found for name, found in self.rows.items() if found[0]}
+        self.rows = {name: history for name, history in self.rows.items() if history[0]}
 
 
 def _flatten_numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[Any]:
@@ -185,7 +185,7 @@ def _flatten_numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) 
 
 def _find_rows(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list[float]]]:
     if isinstance(value, list) and value:
-        if all(isinstance(one, (int, float)) for one in value):
+        if all(isinstance(number, (int, float)) for number in value):
             yield name, value
     elif isinstance(value, dict) and depth < 4:
         for key, inner in value.items():

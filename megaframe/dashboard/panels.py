@@ -96,9 +96,11 @@ def build_page_data(
     """Return everything that the page shows, ready for JSON."""
     names = _make_unique_names([run.name for run in runs])
     with np.errstate(all="ignore"):  # any numbers may be in a file
-        found = [build_run_data(run, name, points) for run, name in zip(runs, names, strict=True)]
+        run_data = [
+            build_run_data(run, name, points) for run, name in zip(runs, names, strict=True)
+        ]
     return {
-        "runs": found,
+        "runs": run_data,
         "panels": [asdict(panel) for panel in PANELS],
         "differences": compare_configs([run.config for run in runs]) if len(runs) > 1 else [],
         "prediction": [*_build_predicted_waterfall(prediction)] if prediction else [],
@@ -137,18 +139,18 @@ def compute_mean_losses(run: RunFolder) -> dict[str, float]:
     weights = run.metrics.column("seconds").copy()
     if len(weights) > 1:
         weights[0] = 0.0
-    whole = np.zeros(min(1, len(weights)), dtype=np.int64)
+    single_bucket = np.zeros(min(1, len(weights)), dtype=np.int64)
     names = [name for name in run.metrics.names() if name.startswith("lost/")]
-    found = {}
+    losses = {}
     for name in (*names, "mfu"):
         # A cause that a line does not name cost nothing in that step.
         values = run.metrics.column(name)
         value = compute_bucket_means(
-            values if name == "mfu" else np.nan_to_num(values), whole, weights
+            values if name == "mfu" else np.nan_to_num(values), single_bucket, weights
         )
         if value.size and np.isfinite(value[0]):
-            found[name.removeprefix("lost/")] = float(value[0])
-    return found if names else {}
+            losses[name.removeprefix("lost/")] = float(value[0])
+    return losses if names else {}
 
 
 def summarize_run(run: RunFolder) -> list[list[str]]:
@@ -160,12 +162,12 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
     total = float(np.nansum(seconds))
     tokens = float(np.nansum(metrics.column("tokens")))
 
-    def last(name: str) -> float:
-        found = metrics.column(name)
-        found = found[np.isfinite(found)]
-        return float(found[-1]) if found.size else math.nan
+    def get_last(name: str) -> float:
+        values = metrics.column(name)
+        values = values[np.isfinite(values)]
+        return float(values[-1]) if values.size else math.nan
 
-    def rate(name: str) -> float:
+    def compute_rate(name: str) -> float:
         return float(
             compute_bucket_means(metrics.column(name), np.zeros(1, dtype=np.int64), seconds)[0]
         )
@@ -176,15 +178,15 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
         ("steps", f"{metrics.column('step')[0]:,.0f} to {metrics.column('step')[-1]:,.0f}"),
         ("tokens", f"{tokens:,.0f}"),
         ("hours", f"{total / 3600:,.3g}"),
-        ("loss", _format_value(last("loss"), ".4f")),
+        ("loss", _format_value(get_last("loss"), ".4f")),
         (
             "best validation loss",
             _format_value(float(np.nanmin(best)), ".4f") if _has_values(best) else "n/a",
         ),
         ("tokens/s", _format_value(tokens / total if total else math.nan, ",.0f")),
-        ("TFLOP/s per device", _format_value(rate("tflops_per_second"), ".4g")),
-        ("MFU", _format_value(rate("mfu"), ".1%")),
-        ("HFU", _format_value(rate("hfu"), ".1%")),
+        ("TFLOP/s per device", _format_value(compute_rate("tflops_per_second"), ".4g")),
+        ("MFU", _format_value(compute_rate("mfu"), ".1%")),
+        ("HFU", _format_value(compute_rate("hfu"), ".1%")),
         ("peak memory of a rank", f"{memory:.3g} GiB"),
     ]
     return [list(row) for row in rows]
@@ -194,15 +196,15 @@ def compute_predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of the peak of a predicted step by cause. prediction: has `step_seconds`,
     `mfu` and `breakdown`: seconds by part, with exposed communication under the names of axes."""
     seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")
-    found: dict[str, float] = {}
+    losses: dict[str, float] = {}
     for part, spent in prediction["breakdown"].items():
         axis = part in ("tensor", "context", "expert", "data", "pipeline")
         if part != "compute":
-            found[COMMUNICATION + part if axis else part] = float(spent) / seconds
-    rest = 1.0 - sum(found.values())
+            losses[COMMUNICATION + part if axis else part] = float(spent) / seconds
+    remainder = 1.0 - sum(losses.values())
     if mfu is None:
-        return {"compute": rest, **found}
-    return {"kernels": rest - float(mfu), **found, "mfu": float(mfu)}
+        return {"compute": remainder, **losses}
+    return {"kernels": remainder - float(mfu), **losses, "mfu": float(mfu)}
 
 
 def read_prediction(path: Path | None) -> dict[str, Any] | None:
@@ -211,14 +213,14 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        found = make_showable(parse_json(read_file(path, _LARGEST)))
-        if not all(map(math.isfinite, compute_predicted_losses(found).values())):
+        prediction = make_showable(parse_json(read_file(path, _LARGEST)))
+        if not all(map(math.isfinite, compute_predicted_losses(prediction).values())):
             raise ValueError("not finite")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         raise UserError(
             f"--prediction={path} is not a JSON object with step_seconds, mfu and breakdown"
         ) from None
-    return found
+    return prediction
 
 
 def _build_predicted_waterfall(prediction: Mapping[str, Any]) -> tuple[str, list[list[Any]]]:
@@ -250,17 +252,17 @@ def _has_values(values: Floats) -> bool:
 
 def _make_unique_names(names: Sequence[str]) -> list[str]:
     """Return the names of runs, numbered where names are repeated."""
-    seen: dict[str, int] = {}
-    found = []
+    counts: dict[str, int] = {}
+    unique_names = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return found
+        counts[name] = counts.get(name, 0) + 1
+        unique_names.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return unique_names
 
 
 def _build_series(run: RunFolder, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]:
     """Return by metric the means of buckets and, if steps were thinned out, also the extremes."""
-    found = {}
+    series = {}
     for name in _select_names(run.metrics.names()):
         values = run.metrics.column(name)
         if not _has_values(values) or (
@@ -268,11 +270,11 @@ def _build_series(run: RunFolder, starts: Any, seconds: Floats) -> dict[str, dic
         ):
             continue  # fmt: skip
         weights = seconds if name in _RATES else None
-        found[name] = {"y": round_values(compute_bucket_means(values, starts, weights))}
+        series[name] = {"y": round_values(compute_bucket_means(values, starts, weights))}
         if len(values) > len(starts):
             low, high = find_bucket_extremes(values, starts)
-            found[name] |= {"low": round_values(low), "high": round_values(high)}
-    return found
+            series[name] |= {"low": round_values(low), "high": round_values(high)}
+    return series
 
 
 def _select_names(names: Iterable[str]) -> list[str]:
@@ -286,12 +288,12 @@ def _build_events(run: RunFolder, axes: Mapping[str, Floats]) -> list[dict[str, 
     events = list(run.events())
     if len(events) > _EVENTS:
         rare = [event for event in events if event.kind != "checkpoint"][:_EVENTS]
-        left = [event for event in events if event.kind == "checkpoint"]
-        events = rare + left[:: max(1, len(left) // max(1, _EVENTS - len(rare)))]
+        checkpoints = [event for event in events if event.kind == "checkpoint"]
+        events = rare + checkpoints[:: max(1, len(checkpoints) // max(1, _EVENTS - len(rare)))]
     steps = axes["step"]
-    found = []
+    placed_events = []
     for event in events:
         place = min(len(steps) - 1, int(np.searchsorted(steps, event.step)))
         at = {name: round_values([values[place]], 9)[0] for name, values in axes.items()}
-        found.append({**at, "kind": event.kind, "text": event.text})
-    return found
+        placed_events.append({**at, "kind": event.kind, "text": event.text})
+    return placed_events

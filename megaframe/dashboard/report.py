@@ -55,8 +55,8 @@ def _render_lines(
         yield from (f"- note: {_escape_markdown(note)}" for note in run.notes)
     yield from ("", "## What")
     environment = {key: run.environment.get(key) for key in ("layout", "device", "torch", "commit")}
-    found = {key: get_config_value(run.config, key) for key in _CONFIG} | environment
-    rows = [[key, str(value)] for key, value in found.items() if value is not None]
+    settings = {key: get_config_value(run.config, key) for key in _CONFIG} | environment
+    rows = [[key, str(value)] for key, value in settings.items() if value is not None]
     yield from _render_table(["", ""], rows)
     yield from ("", "## How fast")
     yield from _render_table(["", ""], summarize_run(run))

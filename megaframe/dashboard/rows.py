@@ -18,7 +18,7 @@ RANKS = 160
 
 def build_bars(run: RunFolder) -> dict[str, Any]:
     """Return by panel the names of the places and, for each kind, the heights of the bars."""
-    rows, found = run.metrics.rows, {}
+    rows, bars = run.metrics.rows, {}
     stages = _select_longest(
         {
             name: np.mean(_to_table(rows[f"stages/{name}"])[1], axis=0) * 1000
@@ -28,11 +28,11 @@ def build_bars(run: RunFolder) -> dict[str, Any]:
     )
     if stages:
         places = range(len(next(iter(stages.values()))))
-        found["stages"] = _group([f"rank {i}" for i in places], stages)
+        bars["stages"] = _group([f"rank {i}" for i in places], stages)
     kinds = _select_longest(
         {
-            name.removeprefix("ranks/held/"): np.asarray(kept[1][-1], dtype=float) / 2**30
-            for name, kept in rows.items()
+            name.removeprefix("ranks/held/"): np.asarray(history[1][-1], dtype=float) / 2**30
+            for name, history in rows.items()
             if name.startswith("ranks/held/") or name == _PEAK
         }
     )
@@ -42,13 +42,13 @@ def build_bars(run: RunFolder) -> dict[str, Any]:
             kinds["the rest at its peak"] = np.maximum(0.0, peak - sum(kinds.values()))
         starts = list_bucket_starts(len(next(iter(kinds.values()))), RANKS)
         thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
-        found["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
+        bars["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
     if "sources" in rows:
         counts, names = rows["sources"][1][-1], _list_source_names(run)
         if len(names) != len(counts):
             names = [f"source {i}" for i in range(len(counts))]
-        found["sources"] = _group(names, {"samples": np.asarray(counts, dtype=float)})
-    return found
+        bars["sources"] = _group(names, {"samples": np.asarray(counts, dtype=float)})
+    return bars
 
 
 def _select_longest(rows: Mapping[str, Floats]) -> dict[str, Floats]:
@@ -60,12 +60,12 @@ def _select_longest(rows: Mapping[str, Floats]) -> dict[str, Floats]:
 def _list_source_names(run: RunFolder) -> list[str]:
     """Return the paths of the sources with a share of training, as far as the config says."""
     sources, split = (get_config_value(run.config, f"data.{key}") for key in ("sources", "split"))
-    found = []
+    names = []
     for source in sources if isinstance(sources, list) else []:
-        given = (source.get("split") or split) if isinstance(source, dict) else None
-        if not (isinstance(given, list) and given and _is_zero(given[0])):
-            found.append(str(source.get("path")) if isinstance(source, dict) else str(source))
-    return found
+        source_split = (source.get("split") or split) if isinstance(source, dict) else None
+        if not (isinstance(source_split, list) and source_split and _is_zero(source_split[0])):
+            names.append(str(source.get("path")) if isinstance(source, dict) else str(source))
+    return names
 
 
 def _is_zero(text: Any) -> bool:
@@ -82,10 +82,10 @@ def _group(places: list[str], kinds: Mapping[str, Floats]) -> dict[str, Any]:
 def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
     """Return by panel the rows `z` of a heat map, with the numbers of its rows and columns. If the
     columns are steps, `x` has their values on each of `axes`, which have a value for every line."""
-    rows, found, most = run.metrics.rows, {}, min(points, 200)
+    rows, heatmaps, most = run.metrics.rows, {}, min(points, 200)
 
-    def build_along(table: Floats, what: str, steps: Sequence[int]) -> dict[str, Any]:
-        grid = _build_grid(table, what, steps, most)
+    def build_along(table: Floats, row_kind: str, steps: Sequence[int]) -> dict[str, Any]:
+        grid = _build_grid(table, row_kind, steps, most)
         places = np.searchsorted(axes["step"], grid.pop("columns"))
         return {
             **grid,
@@ -96,7 +96,7 @@ def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> d
         steps, work = _to_table(rows["ranks/work"])
         middle = np.median(work, axis=1, keepdims=True)
         over = 100 * (work / np.where(middle > 0, middle, 1.0) - 1.0)
-        found["stragglers"] = build_along(over.T, "rank", steps)
+        heatmaps["stragglers"] = build_along(over.T, "rank", steps)
     layers = sorted((n for n in rows if n.startswith("experts/tokens/")), key=_read_last_number)
     if layers:
         steps = rows[layers[0]][0]
@@ -105,11 +105,11 @@ def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> d
         tokens = [np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in tokens]
         table = np.stack([row / (np.nanmean(row) or 1.0) for row in tokens])
         grid = _build_grid(table, "layer", range(width), 512)
-        found["experts"] = {**grid, "across": "expert", "at": steps[-1]}
+        heatmaps["experts"] = {**grid, "across": "expert", "at": steps[-1]}
     if "experts/max_load" in rows:
         steps, load = _to_table(rows["experts/max_load"])
-        found["expert_load"] = build_along(load.T, "layer", steps)
-    return found
+        heatmaps["expert_load"] = build_along(load.T, "layer", steps)
+    return heatmaps
 
 
 def _read_last_number(name: str) -> int:
@@ -117,21 +117,21 @@ def _read_last_number(name: str) -> int:
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
-def _to_table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:
+def _to_table(history: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:
     """Return the rows that are as long as the last one, and their steps; rows of another layout
     have another length."""
-    steps, rows = kept
+    steps, rows = history
     width = len(rows[-1])
     good = [place for place, row in enumerate(rows) if len(row) == width]
     return [steps[i] for i in good], np.asarray([rows[i] for i in good], dtype=float)
 
 
-def _build_grid(table: Floats, what: str, columns: Sequence[int], most: int) -> dict[str, Any]:
+def _build_grid(table: Floats, row_kind: str, columns: Sequence[int], most: int) -> dict[str, Any]:
     thinned = block_maxima(table, RANKS, most)
     height, width = list_bucket_starts(len(table), RANKS), list_bucket_starts(len(columns), most)
     return {
         "z": [round_values(row, 3) for row in thinned],
         "rows": height.tolist(),
         "columns": [columns[i] for i in width],
-        "what": what,
+        "what": row_kind,
     }

@@ -66,24 +66,24 @@ class RunFolder:
     @property
     def world(self) -> int | None:
         """Number of ranks, if it is known."""
-        found = self.environment.get("ranks")
-        return found if isinstance(found, int) and 0 < found < 1 << 24 else None
+        ranks = self.environment.get("ranks")
+        return ranks if isinstance(ranks, int) and 0 < ranks < 1 << 24 else None
 
     def events(self) -> Iterator[RunEvent]:
         """Yield events in the order of their steps."""
-        metrics, found = self.metrics, []
+        metrics, events = self.metrics, []
         steps = metrics.column("step")
         for step, after in zip(steps, metrics.column("resumed_after"), strict=True):
             if np.isfinite(after):
-                found.append(RunEvent(int(step), "restart", f"resumed after step {after:.0f}"))
+                events.append(RunEvent(int(step), "restart", f"resumed after step {after:.0f}"))
         for step in steps[metrics.column("skipped") > 0]:
-            found.append(RunEvent(int(step), "skip", f"step {step:.0f}: update skipped"))
+            events.append(RunEvent(int(step), "skip", f"step {step:.0f}: update skipped"))
         # A checkpoint is saved after its step has ended, so its time is in the next step's line.
         for step in steps[metrics.column("time/checkpoint") > 0]:
-            found.append(
+            events.append(
                 RunEvent(int(step) - 1, "checkpoint", f"checkpoint of step {step - 1:.0f}")
             )
-        yield from sorted(found, key=lambda event: event.step)
+        yield from sorted(events, key=lambda event: event.step)
 
     def _describe_missing_ranks(self) -> str | None:
         _, rows = self.metrics.rows.get("ranks/work", ([], []))
@@ -96,16 +96,16 @@ class RunFolder:
         missing or cannot be read. Values of YAML are text."""
         parsed = parse_json if name.endswith(".json") else parse_yaml
         try:
-            found = make_showable(parsed(read_file(self.folder / name, _LARGEST)))
+            description = make_showable(parsed(read_file(self.folder / name, _LARGEST)))
         except FileNotFoundError:
             self._notes.append(f"there is no {name}")
             return {}
         except (OSError, ValueError):
-            found = None
-        if not isinstance(found, dict):
+            description = None
+        if not isinstance(description, dict):
             self._notes.append(f"{name} cannot be read and is ignored")
             return {}
-        return found
+        return description
 
 
 def make_showable(value: Any) -> Any:

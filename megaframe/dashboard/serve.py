@@ -70,10 +70,10 @@ class DashboardServer:
 
     def _answer(self, target: str) -> tuple[HTTPStatus, str, bytes]:
         """Return status, content type and content for the path and query of a request."""
-        path, _, asked = target.partition("?")
-        query = parse_qs(asked)
-        given = query.get("token", [""])[0]
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
+        path, _, query_string = target.partition("?")
+        query = parse_qs(query_string)
+        token = query.get("token", [""])[0]
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
             text = b"This page needs the token that the server printed when it started.\n"
             return HTTPStatus.FORBIDDEN, "text/plain", text
         version, data = self._build_data()

@@ -307,7 +307,7 @@ def summarize(results: Sequence[Result], space: Space, metric: str) -> tuple[str
 
 
 def _list_finished(results: Sequence[Result], metric: str) -> list[Result]:
-    return [one for one in results if one["error"] is None and one[metric] is not None]
+    return [result for result in results if result["error"] is None and result[metric] is not None]
 
 
 def _format(value: Any) -> str:
@@ -335,7 +335,7 @@ def write_page(path: Path, results: Sequence[Result], space: Space, metric: str)
             x=values,
             y=[result[metric] for result in finished],
             mode="markers",
-            text=[f"{Trial(one['keys'])}<br>{Path(one['folder']).name}" for one in finished],
+            text=[f"{Trial(trial['keys'])}<br>{Path(trial['folder']).name}" for trial in finished],
             showlegend=False,
             row=1,
             col=column,

@@ -32,7 +32,11 @@ def build_workspace(entity: str, project: str) -> Any:
     except ImportError:
         raise _make_missing_error("--wandb") from None
     panels: dict[str, list[Any]] = {
-        "Training": [blocks.LinePlot(**given) for given in map(_describe_line, PANELS) if given],
+        "Training": [
+            blocks.LinePlot(**description)
+            for description in map(_describe_line, PANELS)
+            if description
+        ],
         "Pages": [blocks.MediaBrowser(title="The page of each run", media_keys=[PAGE_PANEL])],
         "Configs": [blocks.RunComparer(diff_only="split")],
     }

@@ -51,7 +51,11 @@ class BlendedDataset:
         _check_paths([source.path for source in data.sources])
         shares = [source.split or data.split for source in data.sources]
         position = SPLITS.index(split)
-        used = [(s, own) for s, own in zip(data.sources, shares, strict=True) if own[position]]
+        used = [
+            (s, weights)
+            for s, weights in zip(data.sources, shares, strict=True)
+            if weights[position]
+        ]
         if not used:
             raise UserError(
                 f"no source has a share of the {split} split: data.split={list(data.split)} and "
@@ -61,7 +65,7 @@ class BlendedDataset:
         vocab = config.model.vocab or _ANY_TOKEN
         self._seq = config.train.seq
         self._data = data
-        self.sources = [GPTDataset(s.path, split, own, self._seq, vocab) for s, own in used]
+        self.sources = [GPTDataset(s.path, split, weights, self._seq, vocab) for s, weights in used]
         self.weights = tuple(source.weight for source, _ in used)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
@@ -121,9 +125,9 @@ class BlendedDataset:
             return sample_indices(numbers_N, self.sizes[sources_N], self._keys[sources_N])
         first, last = int(numbers_N[0]), int(numbers_N[-1])
         if first < self._windows_start or last >= self._windows_start + self._windows.size:
-            wanted = np.arange(first, max(last + 1, first + _WINDOWS_AHEAD))
+            positions = np.arange(first, max(last + 1, first + _WINDOWS_AHEAD))
             self._windows_start = first
-            self._windows = sample_indices(wanted, self.sizes, self._keys)
+            self._windows = sample_indices(positions, self.sizes, self._keys)
         return self._windows[numbers_N - self._windows_start]
 
     def _group_rows_by_source(
@@ -162,10 +166,10 @@ def split_batch(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
 def _enumerate_names(files: Sequence[str]) -> Iterator[str]:
     """Return the name of each source that determines its order: the file name without the folder,
     so that files can move, and a number that distinguishes sources with the same file name."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name in files:
-        yield f"{name}\0{seen[name]}"
-        seen[name] += 1
+        yield f"{name}\0{counts[name]}"
+        counts[name] += 1
 
 
 def _check_paths(paths: Sequence[str]) -> None:

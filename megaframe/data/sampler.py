@@ -208,33 +208,35 @@ def _find_moved(before: Mapping[str, int], sources: BlendSources) -> dict[str, s
     A source has moved if a new path has the same file name and number of samples. If several old
     sources match, the one whose path shares the longest end is chosen.
     """
-    gone = [path for path in before if path not in set(sources.paths)]
+    removed = [path for path in before if path not in set(sources.paths)]
     new_path: dict[str, str] = {}
     for path, size in zip(sources.paths, sources.sizes, strict=True):
-        same = [old for old in gone if Path(old).name == Path(path).name and before[old] == size]
+        same = [old for old in removed if Path(old).name == Path(path).name and before[old] == size]
         if path not in before and same:
             old = max(same, key=lambda old: _find_shared_components(old, path))
-            gone.remove(old)
+            removed.remove(old)
             new_path[old] = path
     return new_path
 
 
-def _find_shared_components(one: str, other: str) -> int:
+def _find_shared_components(path: str, other: str) -> int:
     """Return the number of trailing components that two paths share."""
-    pairs = zip(reversed(Path(one).parts), reversed(Path(other).parts), strict=False)
-    return sum(takewhile(bool, (here == there for here, there in pairs)))
+    pairs = zip(reversed(Path(path).parts), reversed(Path(other).parts), strict=False)
+    return sum(
+        takewhile(bool, (component == other_component for component, other_component in pairs))
+    )
 
 
 def _check(state: Mapping[str, Any]) -> None:
     """Raise `UserError` for a state that `SamplerState.state` cannot have written."""
-    wanted = ("samples", "consumed", "base", "weights", "sizes")
-    missing = [key for key in wanted if key not in state]
+    required = ("samples", "consumed", "base", "weights", "sizes")
+    missing = [key for key in required if key not in state]
     if missing:
         raise UserError(
             f"the data state of the checkpoint lacks {', '.join(missing)} (it has "
             f"{', '.join(map(str, state)) or 'nothing'}); resume from a checkpoint of this program"
         )
-    tables = [state[key] for key in wanted[1:]]
+    tables = [state[key] for key in required[1:]]
     valid = (
         _is_count(state["samples"])
         and all(isinstance(table, Mapping) for table in tables)
@@ -260,9 +262,9 @@ def _describe_change(before: Mapping[str, float], sources: BlendSources, samples
         "removed": [path for path in before if path not in now],
         "other weight": [path for path in now if path in before and now[path] != before[path]],
     }
-    what = "; ".join(f"{what} {', '.join(paths)}" for what, paths in parts.items() if paths)
+    change = "; ".join(f"{change} {', '.join(paths)}" for change, paths in parts.items() if paths)
     return (
-        f"data.sources changed after sample {samples}: {what}; each source continues where it "
+        f"data.sources changed after sample {samples}: {change}; each source continues where it "
         "stopped"
     )
 

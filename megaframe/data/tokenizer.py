@@ -270,19 +270,19 @@ class TiktokenTokenizer(Tokenizer):
         tiktoken = import_library("tiktoken", "data")
         content = read_file(path)
         self._ranks = parse_ranks(path, content)
-        taken = set(self._ranks.values())
-        free = next(rank for rank in range(len(taken) + 1) if rank not in taken)
+        used_ranks = set(self._ranks.values())
+        free = next(rank for rank in range(len(used_ranks) + 1) if rank not in used_ranks)
         pattern, self.eod = PUBLISHED_RANKS.get(len(self._ranks), (GPT2_PATTERN, free))
-        if self.eod in taken:
+        if self.eod in used_ranks:
             self.eod = free
-        self.vocab_size = max(self.eod, *taken) + 1
+        self.vocab_size = max(self.eod, *used_ranks) + 1
         self._model = tiktoken.Encoding(
             os.path.basename(path),
             pat_str=pattern,
             mergeable_ranks=self._ranks,
             special_tokens={"<|endoftext|>": self.eod},
         )
-        self._known = taken
+        self._known = used_ranks
         self.fingerprint = _compute_fingerprint("tiktoken", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:

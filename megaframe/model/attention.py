@@ -20,8 +20,14 @@ from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.ops.attention_kernel import attend_by_kernel
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
-from megaframe.ops.attention_tiles import attend, attend_backward, should_compute_in_blocks
-from megaframe.parameters.parameter import Module
+from megaframe.ops.attention_tiles import (
+    add_sinks,
+    attend,
+    attend_backward,
+    compute_sinks_gradient,
+    should_compute_in_blocks,
+)
+from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
@@ -37,7 +43,7 @@ class Attention(Module):
             run: What the run fixes.
         """
         self.window, self.scale, self.run = description.window, description.score_scale, run
-        self.rotary = description.rotary
+        self.softcap, self.rotary = description.softcap, description.rotary
         self.groups, self.width = description.kv_heads, description.head_dim
         self.per_group = description.heads_per_group
         self.qkv = Linear(f"{name}.qkv", description.qkv, run.tensor)
@@ -46,6 +52,12 @@ class Attention(Module):
         if description.head_norm is not None:
             self.query_norm = Norm(f"{name}.query_norm", description.head_norm)
             self.key_norm = Norm(f"{name}.key_norm", description.head_norm)
+        self.sinks: Parameter | None = None
+        if description.sinks is not None:
+            (spec,) = description.sinks.declare_parameters(f"{name}.sinks")
+            self.sinks = Parameter(spec)
+        gate = description.gate
+        self.gate = None if gate is None else Linear(f"{name}.gate", gate, run.tensor)
         self.output = Linear(f"{name}.output", description.output, run.tensor)
 
     def __call__(
@@ -64,6 +76,8 @@ class Attention(Module):
             A tensor like x.
         """
         batch, length = context.batch, context.length
+        if self.gate is not None and norm is not None and not self.run.recompute:
+            x, norm = norm(x, self.run.kernels), None  # one norm for two products
         qkv = context.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
             batch, length, -1, self.per_group + 2, self.width
         )
@@ -88,7 +102,20 @@ class Attention(Module):
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
         mask = context.masks[self.window]
-        heads_TV = attend_heads(query_BSND, key_BSGD, value_BSGD, mask, self.scale, self.run)
+        heads_TV = attend_heads(
+            query_BSND,
+            key_BSGD,
+            value_BSGD,
+            mask,
+            self.scale,
+            self.run,
+            softcap=self.softcap,
+            sinks_N=None if self.sinks is None else self.sinks.use(),
+        )
+        if self.gate is not None:
+            gates_TN1 = context.rows.remove_padding(self.gate(x, state.deferred, norm)).sigmoid()
+            gates_TN1 = gates_TN1.view(len(heads_TV), query_BSND.shape[2], -1)
+            heads_TV = (heads_TV.view(*gates_TN1.shape[:2], -1) * gates_TN1).flatten(1)
         # The product of a row linear is reduce-scattered in equal parts, so the padding comes back.
         return self.output(context.rows.pad(heads_TV), state.deferred)
 
@@ -100,6 +127,9 @@ def attend_heads(
     mask: SequenceMask | RingMask,
     scale: float,
     run: RunContext,
+    *,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Compute this tensor rank's heads for this context rank's tokens, which attend to those of the
     same sample on other context ranks too.
@@ -111,6 +141,9 @@ def attend_heads(
         mask: What tokens attend to.
         scale: Factor of the scores.
         run: Its context ranks exchange heads or pass keys and values around.
+        softcap: Bound of the scores; None for no bound.
+        sinks_N: A logit without a value in the softmax of each of this tensor rank's query heads;
+            None for none.
 
     Returns:
         The outputs of the heads, [B * S, N * V].
@@ -118,26 +151,41 @@ def attend_heads(
     # The two ways of context parallelism nest: heads are exchanged within a group of neighbours,
     # and the ring passes keys around between groups.
     shared = run.context.scatter_heads(query_BSND, key_BSGD, value_BSGV)
+    if sinks_N is not None and run.context.heads.size > 1:
+        # Those of the heads that the exchange brings to this rank.
+        sinks_N = sinks_N.chunk(run.context.heads.size)[run.context.heads.index]
     if isinstance(mask, RingMask):
-        out_BSNV = ring_attention(*shared, mask, scale)
+        out_BSNV = ring_attention(*shared, mask, scale, softcap, sinks_N)
     else:
-        by_kernel = attend_by_kernel(run.kernels, *shared, mask, scale)
-        out_BSNV = _attend_locally(*shared, mask, scale) if by_kernel is None else by_kernel
+        has_sinks = sinks_N is not None
+        by_kernel = attend_by_kernel(run.kernels, *shared, mask, scale, softcap, has_sinks)
+        if by_kernel is None:
+            out_BSNV = _attend_locally(*shared, mask, scale, softcap, sinks_N)
+        else:
+            out_BSNV = by_kernel
     out_BSNV = run.context.gather_heads(out_BSNV)
     return out_BSNV.reshape(out_BSNV.shape[0] * out_BSNV.shape[1], -1)
 
 
 def _attend_locally(
-    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask: SequenceMask, scale: float
+    query_BSND: Tensor,
+    key_BSGD: Tensor,
+    value_BSGV: Tensor,
+    mask: SequenceMask,
+    scale: float,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Compute attention among tokens that are all on this rank, [B, S, N, V]."""
     if query_BSND.is_meta:  # shapes do not depend on what is seen
         mask = replace(mask, attention_mask=AttentionMask(None, None))
     uneven = query_BSND.shape[3] != value_BSGV.shape[3]
     on_host = query_BSND.device.type == "cpu" and (uneven or mask.attention_mask.narrow)
-    # For meta tensors torch's own attention would make all scores.
-    if on_host or query_BSND.is_meta or should_compute_in_blocks(query_BSND, key_BSGD, mask.dense):
-        return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
+    # For meta tensors torch's own attention would make all scores. It has no bound of scores, and
+    # does not return the log-sum-exp that sinks need.
+    on_tiles = on_host or query_BSND.is_meta or softcap is not None or sinks_N is not None
+    if on_tiles or should_compute_in_blocks(query_BSND, key_BSGD, mask.dense):
+        return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, sinks_N, mask, scale, softcap)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),
         key_BSGD.transpose(1, 2),
@@ -152,13 +200,21 @@ def _attend_locally(
 
 
 class _Tiles(torch.autograd.Function):
-    """Attention on a CPU, tile by tile. If values are not as wide as queries and keys, torch's own
-    attention makes all scores at once and keeps them. With a mask it also computes scores that no
-    query sees, and every block keeps a copy of the mask as a bias."""
+    """Attention tile by tile: on a CPU, and wherever scores are bounded or heads have sinks. If
+    values are not as wide as queries and keys, torch's own attention makes all scores at once and
+    keeps them. With a mask it also computes scores that no query sees, and every block keeps a copy
+    of the mask as a bias."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        mask: SequenceMask,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
         parts = [
             attend(
@@ -168,6 +224,7 @@ class _Tiles(torch.autograd.Function):
                 mask.make_dense_tile(tile),
                 causal=tile.kind == "causal",
                 scale=scale,
+                softcap=softcap,
             )
             for tile in mask.tiles
         ]
@@ -177,13 +234,16 @@ class _Tiles(torch.autograd.Function):
             out = torch.cat([part for part, _ in parts], 1)
             lse = torch.cat([part for _, part in parts], 2)
         out = out.contiguous()  # do not keep the padding that `attend` cut off
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.mask, ctx.scale = mask, scale
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.mask, ctx.scale, ctx.softcap = mask, scale, softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        d_sinks = None if sinks is None else compute_sinks_gradient(gradients[0], out, lse, sinks)
         tiles = ctx.mask.tiles
         # One at a time: the gradients of a tile are added before those of the next are computed.
         by_tile = (
@@ -197,11 +257,12 @@ class _Tiles(torch.autograd.Function):
                 ctx.mask.make_dense_tile(tile),
                 causal=tile.kind == "causal",
                 scale=ctx.scale,
+                softcap=ctx.softcap,
             )
             for tile in tiles
         )
         if len(tiles) == 1:
-            return *next(by_tile), None, None
+            return *next(by_tile), d_sinks, None, None, None
         # Several tiles share keys. Their gradients are summed in the type of the log-sum-exp, which
         # is at least fp32, and rounded once.
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
@@ -211,4 +272,4 @@ class _Tiles(torch.autograd.Function):
             ):
                 total[:, rows] += part
         d_query, d_key, d_value = (total.to(query.dtype) for total in sums)
-        return d_query, d_key, d_value, None, None
+        return d_query, d_key, d_value, d_sinks, None, None, None

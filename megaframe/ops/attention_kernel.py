@@ -27,6 +27,8 @@ def attend_by_kernel(
     value_BKGV: Tensor,
     mask: SequenceMask,
     scale: float,
+    softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> Tensor | None:
     """Compute attention over whole samples by a kernel.
 
@@ -37,11 +39,16 @@ def attend_by_kernel(
         value_BKGV: The values, [B, S, G, V].
         mask: Which tokens attend to which.
         scale: Factor on the scores.
+        softcap: Bound of the scores; None for no bound.
+        has_sinks: Whether the softmax of each head has a logit without a value.
 
     Returns:
         The output [B, S, N, V], or None if no kernel takes these arguments.
     """
     if not kernels.has("attention"):
+        return None
+    if softcap is not None or has_sinks:
+        _refuse(kernels, "attention", softcap, has_sinks)
         return None
     # Kernels take one width for all heads; those of values may be narrower.
     value = _pad_heads_like(value_BKGV, query_BQND)
@@ -64,10 +71,14 @@ def attend_tile_by_kernel(
     value_BKGV: Tensor,
     make_spans: Callable[[], Spans],
     scale: float,
+    softcap: float | None = None,
 ) -> TileResult | None:
     """Compute a tile like `attention_tiles.attend`. Return None if no kernel takes these arguments.
     The gradient of a tile computed here comes from `attend_tile_backward_by_kernel`."""
     if not (kernels.has("attention") and kernels.has("attention_backward")):
+        return None
+    if softcap is not None:
+        _refuse(kernels, "attention", softcap, has_sinks=False)
         return None
     value = _pad_heads_like(value_BKGV, query_BQND)
     operands = (query_BQND, key_BKGD, value, make_spans())
@@ -88,10 +99,13 @@ def attend_tile_backward_by_kernel(
     lse_BNQ: Tensor,
     make_spans: Callable[[], Spans],
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Compute the gradients of a tile like `attention_tiles.attend_backward`. Return None if no
     kernel takes these arguments."""
     # A tile that a kernel computed gets its gradient from one too, so both must be there.
+    if softcap is not None:
+        return None
     if not (kernels.has("attention") and kernels.has("attention_backward")):
         return None
     d_out, out, value = (
@@ -104,6 +118,13 @@ def attend_tile_backward_by_kernel(
     d_query, d_key, d_value = kernel(*operands, scale=scale)
     # Gradients of padding are cut off with it.
     return d_query, d_key, d_value[..., : value_BKGV.shape[-1]]
+
+
+def _refuse(kernels: Kernels, name: str, softcap: float | None, has_sinks: bool) -> None:
+    """Say once why no kernel computes attention with these parts."""
+    parts = [] if softcap is None else [f"scores bounded by softcap={softcap:g}"]
+    parts += ["sinks"] * has_sinks
+    kernels.refuse(name, f"no implementation computes {' and '.join(parts)}")
 
 
 def _pad_heads_like(x: Tensor, like: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megaframe.config import OptimConfig
+from megaframe.config.parts import SchedulePart
 
 
 def compute_learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
@@ -22,6 +23,8 @@ def compute_learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
     if update < optim.warmup:
         return optim.lr * (update + 1) / (optim.warmup + 1)
     fall = optim.lr - optim.min_lr
+    if isinstance(optim.schedule, SchedulePart):
+        return optim.min_lr + fall * optim.schedule.compute_share(update, optim.warmup, steps)
     if optim.schedule == "constant":
         return optim.lr
     if optim.schedule == "inverse_sqrt":

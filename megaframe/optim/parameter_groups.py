@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
+from megaframe.config.parts import OptimizerPart, get_part_name
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.bucket_layout import BucketingRule
 from megaframe.data_parallel.partition import BucketPartition
@@ -160,12 +161,28 @@ class ParameterGroups:
     ) -> list[UpdateTransform]:
         """Return the transforms of a rule that changes each element on its own."""
         optim, rates = self._optim, group.rates
+        if isinstance(optim.name, OptimizerPart):
+            transforms = optim.name.make_transforms(optim, rates, storage)
+            _check_moments(optim.name, transforms)
+            return transforms
         if group.rule == "adamw":
             options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, rates)
             return [AdamW(options, storage, self._kernels)]
         if group.rule == "lion":
             return [Lion(LionOptions(optim.beta1, optim.beta2, rates), storage)]
         return [Momentum(make_momentum_options(optim, rates), storage), GradientDescent(rates)]
+
+
+def _check_moments(part: OptimizerPart, transforms: Sequence[UpdateTransform]) -> None:
+    """Raise `UserError` if an extension's optimizer remembers another number of moments than it
+    says."""
+    names = [name for transform in transforms for name in transform.moments]
+    if len(names) != part.count_moments():
+        raise UserError(
+            f"optim.name={part.name}: {type(part).__name__}.count_moments says "
+            f"{part.count_moments()} and make_transforms keeps {len(names)}; "
+            "make them equal, because the plan counts the memory by the first"
+        )
 
 
 def make_state_offload(optim: OptimConfig, device: torch.device) -> StateOffload:
@@ -186,7 +203,8 @@ def group_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> Par
     if decay is None:
         # A rate that is set for the group applies to all of it; otherwise the layer decides.
         decay = optim.weight_decay if spec.decay else 0.0
-    rule = "adamw" if optim.name == "muon" and name != "matrix" else optim.name
+    own = get_part_name(optim.name)
+    rule = "adamw" if own == "muon" and name != "matrix" else own
     return ParameterGroup(name, rule, GroupRates(group.lr, decay))
 
 
@@ -245,7 +263,7 @@ def format_parameter_groups(config: RunConfig, specs: Sequence[ParamSpec]) -> li
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     extras = f", state as {optim.state}" + ", with an average of weights" * (optim.ema is not None)
-    return [f"optimizer   {optim.name}{extras}"] + [
+    return [f"optimizer   {get_part_name(optim.name)}{extras}"] + [
         "  "
         + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in (head, *rows)

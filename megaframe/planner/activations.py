@@ -101,17 +101,17 @@ def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """
     tokens = config.train.microbatch * config.train.seq
     stream = tokens * config.model.hidden * DTYPE_BYTES[config.train.precision]
-    kept = sum(compute_block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
+    saved = sum(compute_block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
     depth = config.model.mtp_depth * plan.last
     streams = len(plan.blocks) + 2 * (plan.last + depth)
     if config.train.offload:
         streams -= plan.recomputed  # the inputs of recomputed blocks are in host memory
     # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
-    kept += config.parallel.tensor * compute_rotary_bytes(config)
+    saved += config.parallel.tensor * compute_rotary_bytes(config)
     predictors = depth * tokens * _compute_norm_bytes(config)
     if config.train.recompute != "full":
         predictors += sum(compute_predictor_bytes(config, index) for index in range(depth))
-    return streams * stream + kept + predictors
+    return streams * stream + saved + predictors
 
 
 def _compute_stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
@@ -130,8 +130,8 @@ def compute_weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
         return 0
     train, width = config.train, DTYPE_BYTES[config.train.precision]
     blocks = (describe_block(config.model, layer) for layer in layers)
-    kept = (block.count_saved_for_weights(config.parallel, train.recompute) for block in blocks)
-    return round(train.microbatch * train.seq * sum(each.count_bytes(width) for each in kept))
+    saved = (block.count_saved_for_weights(config.parallel, train.recompute) for block in blocks)
+    return round(train.microbatch * train.seq * sum(each.count_bytes(width) for each in saved))
 
 
 def compute_rotary_bytes(config: RunConfig) -> int:

@@ -76,10 +76,10 @@ def describe_alternatives(result: SearchResult, cluster: Cluster) -> Iterator[st
         column = getattr(candidates, name)
         chosen = int(column[best])
         values = np.unique(column)
-        shown = values if name in _NAMES else _select_adjacent_values(values, chosen)
+        alternatives = values if name in _NAMES else _select_adjacent_values(values, chosen)
         if name == "tensor":
-            shown = np.union1d(shown, values[values > cluster.node][:1])
-        for value in shown.tolist():
+            alternatives = np.union1d(alternatives, values[values > cluster.node][:1])
+        for value in alternatives.tolist():
             if value != chosen:
                 text = _compare_value(result, cluster, name, value, (column == value) & fits)
                 if text is None:

@@ -218,15 +218,15 @@ def _list_tensor_sizes(
     ]
 
 
-def _list_context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) -> list[int]:
+def _list_context_sizes(config: RunConfig, ranks: int, tensor: int, fixed: FixedKeys) -> list[int]:
     largest = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
     if config.parallel.context_kind == "nested":
         largest = 1
-    sizes = _get_fixed_or(fixed, "context", tuple(d for d in list_divisors(rest) if d <= largest))
+    sizes = _get_fixed_or(fixed, "context", tuple(d for d in list_divisors(ranks) if d <= largest))
     return [
         context
         for context in sizes
-        if rest % context == 0
+        if ranks % context == 0
         and (
             context == 1
             or not any(find_context_mistakes(_with_sizes(config, tensor=tensor, context=context)))

@@ -83,11 +83,11 @@ def _compute_data_bytes(
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
     parameters = count_parameters(config, layout, plans)
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
-    whole = sum(parameters.whole) + parameters.positions * (layout.tensor > 1)
-    vectors, rest = parameters.vectors, parameters.dense - parameters.vectors - whole
+    replicated = sum(parameters.replicated) + parameters.positions * (layout.tensor > 1)
+    vectors, sharded = parameters.vectors, parameters.dense - parameters.vectors - replicated
     share = (ranks - 1) / ranks
     if zero == 0:
-        return 2 * wire * (vectors + rest) * share
+        return 2 * wire * (vectors + sharded) * share
     scatters = microbatches if zero >= 2 else 1
     gathers = 2 * microbatches if zero == 3 else 1
-    return share * (rest * (scatters * wire + gathers * width) + vectors * (wire + width))
+    return share * (sharded * (scatters * wire + gathers * width) + vectors * (wire + width))

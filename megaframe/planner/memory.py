@@ -203,13 +203,13 @@ def _count_receive_buffer_elements(
     matrices = (
         list_foreign_parts(parameters.split, ranks),
         list_foreign_parts(parameters.experts, expert_ranks),
-        list_foreign_parts(parameters.whole, ranks * parameters.tensor),
+        list_foreign_parts(parameters.replicated, ranks * parameters.tensor),
         list_foreign_parts(parameters.shared, ranks * parameters.copies),
     )
     # One part is still in transit when the next one starts.
-    rest = list_foreign_parts((*parameters.tables, parameters.vectors), ranks)
-    rest += list_foreign_parts((parameters.positions,), ranks * parameters.tensor)
-    return sum(map(_count_buffer_elements, matrices)) + sum(set(rest))
+    unsplit = list_foreign_parts((*parameters.tables, parameters.vectors), ranks)
+    unsplit += list_foreign_parts((parameters.positions,), ranks * parameters.tensor)
+    return sum(map(_count_buffer_elements, matrices)) + sum(set(unsplit))
 
 
 def _count_residual_elements(
@@ -223,7 +223,7 @@ def _count_residual_elements(
         return parameters.count_shard(ranks, expert_ranks) - parameters.vectors // ranks
     groups = (
         (ranks, (*parameters.split, *parameters.tables)),
-        (ranks * parameters.tensor, (*parameters.whole, parameters.positions)),
+        (ranks * parameters.tensor, (*parameters.replicated, parameters.positions)),
         (ranks * parameters.copies, parameters.shared),
         (expert_ranks, parameters.experts),
     )

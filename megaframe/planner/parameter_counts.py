@@ -26,15 +26,15 @@ from megaframe.schedule.zero_buffers import BucketSize, StageBuckets, UnitBucket
 class RankParameters:
     """Numbers of parameters of one rank, before ZeRO divides them.
 
-    `split`, `experts`, `whole` and `shared` have an entry for each part of a block: attention, and
-    the late part after it.
+    `split`, `experts`, `replicated` and `shared` have an entry for each part of a block: attention,
+    and the late part after it.
 
     Attributes:
         vectors: all gains and biases.
         split: the matrices that tensor ranks divide.
         tables: each embedding table, and the head.
         experts: the matrices of experts, 0 where there are none.
-        whole: the matrices that all tensor ranks have whole.
+        replicated: the matrices that all tensor ranks have whole.
         shared: the matrices that groups of neighbouring tensor ranks have in common.
         positions: the table of positions, which is whole on all tensor ranks as well.
         tensor: number of tensor ranks.
@@ -45,7 +45,7 @@ class RankParameters:
     split: tuple[int, ...]
     tables: tuple[int, ...]
     experts: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()
+    replicated: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
     positions: int = 0
     tensor: int = 1
@@ -54,7 +54,7 @@ class RankParameters:
     @property
     def dense(self) -> int:
         """Number of parameters outside the experts."""
-        matrices = (*self.split, *self.tables, *self.whole, *self.shared)
+        matrices = (*self.split, *self.tables, *self.replicated, *self.shared)
         return self.vectors + sum(matrices) + self.positions
 
     @property
@@ -79,7 +79,7 @@ class RankParameters:
         divided = self.vectors + sum(self.split) + sum(self.tables)
         return (
             -(-divided // ranks)
-            + -(-(sum(self.whole) + self.positions) // (ranks * self.tensor))
+            + -(-(sum(self.replicated) + self.positions) // (ranks * self.tensor))
             + -(-sum(self.shared) // (ranks * self.copies))
             + -(-sum(self.experts) // expert_ranks)
         )
@@ -88,13 +88,13 @@ class RankParameters:
         """Return the largest size of a rank's own part of one bucket; arguments as in
         `count_shard`."""
         tables = (*self.tables, self.positions)
-        dense = max(self.vectors, *self.split, *tables, *self.whole, *self.shared)
+        dense = max(self.vectors, *self.split, *tables, *self.replicated, *self.shared)
         return max(-(-dense // ranks), -(-max(self.experts, default=0) // expert_ranks))
 
     @property
     def _parts(self) -> list[tuple[int, ...]]:
         """The elements of each kind of matrices, for each part of a block."""
-        return [*zip(self.split, self.experts, self.whole, self.shared, strict=True)]
+        return [*zip(self.split, self.experts, self.replicated, self.shared, strict=True)]
 
     def group_blocks(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[BucketBlocks]:
         """Return which of the rank's blocks, counted over its stages, share buckets."""
@@ -112,7 +112,10 @@ class RankParameters:
     def elements_per_block(self) -> list[int]:
         """The elements of the matrices of each block."""
         halves = [sum(sizes) for sizes in self._parts]
-        return [rest + late for rest, late in zip(halves[::2], halves[1::2], strict=True)]
+        return [
+            first_half + second_half
+            for first_half, second_half in zip(halves[::2], halves[1::2], strict=True)
+        ]
 
     def merge_into_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> RankParameters:
         """Return the same parameters with an entry for each bucket instead of each part of a block.
@@ -122,10 +125,10 @@ class RankParameters:
             stop = 2 * group.stop
             group_parts = parts[2 * group.start : stop]
             merged += group_parts if group.halves else [_sum_parts(group_parts)]
-        split, experts, whole, shared = (
+        split, experts, replicated, shared = (
             zip(*merged, *parts[stop:], strict=True) if parts else ((),) * 4
         )
-        return replace(self, split=split, experts=experts, whole=whole, shared=shared)
+        return replace(self, split=split, experts=experts, replicated=replicated, shared=shared)
 
     def make_units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageBuckets]:
         """Return the units of each stage with their buckets. plans: the stages of this rank."""
@@ -134,11 +137,11 @@ class RankParameters:
         for group in self.group_blocks(config, plans):
             number = 2 * group.start
             if group.halves:
-                late, rest = (
+                second_half, other_buckets = (
                     _make_buckets(number + 1, parts[number + 1]),
                     _make_buckets(number, parts[number]),
                 )
-                blocks.append(UnitBuckets(late, rest))
+                blocks.append(UnitBuckets(second_half, other_buckets))
                 continue
             shared_buckets = _make_buckets(number, _sum_parts(parts[number : 2 * group.stop]))
             blocks += [
@@ -146,11 +149,11 @@ class RankParameters:
                 for block in range(group.start, group.stop)
             ]
         for number in range(2 * len(blocks), len(parts), 2):
-            late, rest = (
+            second_half, other_buckets = (
                 _make_buckets(number + 1, parts[number + 1]),
                 _make_buckets(number, parts[number]),
             )
-            blocks.append(UnitBuckets(late, rest))
+            blocks.append(UnitBuckets(second_half, other_buckets))
         tables = _make_buckets(-1, self.tables)
         tokens, tied = tables[:1], config.model.tie_embeddings
         first = any(plan.first for plan in plans)
@@ -191,7 +194,7 @@ class _PartCounts:
 
     vectors: int = 0
     split: int = 0
-    whole: int = 0
+    replicated: int = 0
     shared: int = 0
     experts: int = 0
     copies: int = 1
@@ -221,7 +224,7 @@ def count_parameters(
         tables.append(table)
         position_table = describe_position_table(model, config.train.seq)
         if position_table is not None:
-            positions = _count_part({"positions": position_table}, sizes).whole
+            positions = _count_part({"positions": position_table}, sizes).replicated
     if last:
         norm = _count_part({"norm": describe_norm(model)}, sizes).vectors
         vectors += (1 + model.mtp_depth) * norm
@@ -236,7 +239,7 @@ def count_parameters(
         tuple(part.split for part in parts),
         tuple(tables),
         tuple(part.experts for part in parts),
-        tuple(part.whole for part in parts),
+        tuple(part.replicated for part in parts),
         tuple(part.shared for part in parts),
         positions,
         layout.tensor,
@@ -274,7 +277,7 @@ def _count_part(parts: Mapping[str, HasParameters], sizes: Mapping[str, int]) ->
         parts: Parts by name.
         sizes: Ranks by axis.
     """
-    counts, copies = dict.fromkeys(("vectors", "split", "whole", "shared", "experts"), 0), 1
+    counts, copies = dict.fromkeys(("vectors", "split", "replicated", "shared", "experts"), 0), 1
     first_rank = dict.fromkeys(sizes, 0)
     for name, part in parts.items():
         for spec in part.declare_parameters(name):
@@ -291,6 +294,6 @@ def _count_part(parts: Mapping[str, HasParameters], sizes: Mapping[str, int]) ->
                 if count_copies(split, sizes["tensor"]) > 1:
                     kind, copies = "shared", count_copies(split, sizes["tensor"])
             elif sizes["tensor"] > 1 or spec.role == "embedding":
-                kind = "whole"  # with one tensor rank, whole and split matrices share a bucket
+                kind = "replicated"  # with one tensor rank, whole and split matrices share a bucket
             counts[kind] += size
     return _PartCounts(**counts, copies=copies)

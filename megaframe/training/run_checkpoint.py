@@ -152,14 +152,16 @@ class RunCheckpoint:
         config = self._config
         with source as checkpoint:
             state = read_train_state(checkpoint)
-            check_same_run(state.config, config, checkpoint.path)
+            check_same_run(state.config, config, checkpoint.path, state.extensions)
             slices = self.list_slices(owned_only=False)
             saved = checkpoint.tensors
             residuals = [part for part in self.list_compression_slices() if part.name in saved]
             owned = {(part.name, part.box) for part in self.list_slices(owned_only=True)}
             checkpoint.load([*select_saved(slices, saved), *residuals], owned)
             notes = [
-                *describe_resumption(state.config, config, checkpoint.step, str(checkpoint)),
+                *describe_resumption(
+                    state.config, config, checkpoint.step, str(checkpoint), state.extensions
+                ),
                 *describe_missing_state(slices, saved),
             ]
             if not residuals and any(name.startswith(COMPRESSION_PREFIX) for name in saved):

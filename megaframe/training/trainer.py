@@ -13,7 +13,7 @@ from megaframe.checkpoint import CheckpointWriter, StorePath, open_checkpoint
 from megaframe.checkpoint.lock import RunLock
 from megaframe.checkpoint.manager import CheckpointManager
 from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter
-from megaframe.checkpoint.train_state import TrainState
+from megaframe.checkpoint.train_state import TrainState, list_loaded_extensions
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import Microbatch
@@ -33,6 +33,7 @@ from megaframe.resilience.signals import (
 )
 from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
+from megaframe.training.extension_check import check_same_extensions
 from megaframe.training.run_checkpoint import RunCheckpoint
 from megaframe.training.start_notes import log_start
 from megaframe.training.step_metrics import StepMetrics
@@ -65,6 +66,7 @@ class Trainer:
     ) -> None:
         self.config, self.mesh, self._lock = config, mesh, lock
         self.folder = Path(config.run.dir)
+        check_same_extensions(config, mesh)
         ledger = DowntimeLedger(self.folder, keep=mesh.rank == 0)
         timer = StepTimer.make_for_device(mesh.device)
         self._build_step(timer)
@@ -254,6 +256,7 @@ class Trainer:
             grad_norm=self._step_metrics.read_grad_norm(),
             history=self.fault_handler.history.save(),
             routines=self._routines,
+            extensions=list_loaded_extensions(),
         )
         self._checkpoint.start_save(
             writer, self.step, state, self.metrics.note, self.fault_handler.time_save

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megaframe.config.describe import format_value
 from megaframe.config.optim import OptimConfig
+from megaframe.config.parts import get_part_name
 from megaframe.errors import join_or
 
 
@@ -15,7 +16,8 @@ def find_optimizer_mistakes(optim: OptimConfig) -> Iterator[str]:
     for key, value in (("momentum", optim.momentum), ("nesterov", optim.nesterov)):
         if value is not None and optim.name not in with_momentum:
             yield (
-                f"optim.{key}={format_value(value)} has no effect with optim.name={optim.name}; "
+                f"optim.{key}={format_value(value)} has no effect with "
+                f"optim.name={get_part_name(optim.name)}; "
                 f"leave it out, or use optim.name={join_or(with_momentum)}"
             )
     if optim.nesterov and optim.momentum == 0:

@@ -24,6 +24,7 @@ GUIDES = (
     "layout",
     "long_context",
     "resuming",
+    "extensions",
     "evaluation",
     "schedule",
     "kernel",
@@ -201,7 +202,9 @@ def explain_mistake(name):
     key, equals, value = name.partition("=")
     if key not in get_config_keys():
         return "no such key"
-    beside = [key_ for part, some in BESIDE.items() if key.startswith(part) for key_ in some]
+    beside = [
+        other_key for part, some in BESIDE.items() if key.startswith(part) for other_key in some
+    ]
     try:
         if equals and not value.isupper():  # capitals are a placeholder
             load(None, [*beside, name])

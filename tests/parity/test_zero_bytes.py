@@ -154,10 +154,10 @@ def test_bytes_over_data_ranks_are_the_closed_form(name, ranks, zero, microbatch
         scattered = microbatches if stage >= 2 else 1
         gathered = count_gathers(spec, tied, microbatches) if stage == 3 else 1
         expected += (scattered + gathered) * length
-    for (bytes_,), buckets, elements in results:
+    for (sent_bytes,), buckets, elements in results:
         padded = sum(length for length, *_ in buckets)
         assert elements <= padded <= elements + 20 * 8 * ranks * len(buckets)
-        assert bytes_ == expected * ITEM * (ranks - 1) / ranks
+        assert sent_bytes == expected * ITEM * (ranks - 1) / ranks
 
 
 @pytest.mark.quick(when=lambda zero: zero in (0, 3))

@@ -160,7 +160,16 @@ def _attention(weights, model, mixer, name, y, mask, positions):
                 query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
             query = _rotate(model, query, positions, rotated, base)
             scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
-            heads.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value)
+            if mixer.softcap is not None:
+                scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if mixer.sinks:  # one more column of scores, whose share is dropped
+                sink = weights[f"{name}.attention.sinks.logits"][len(heads)]
+                scores = torch.cat((scores, sink.expand(batch, length, 1)), -1)
+            heads.append(scores.softmax(-1)[..., :length] @ value)
+    if mixer.output_gate != "none":  # rows of the weight are in the order of the heads
+        for number, rows in enumerate(weights[f"{name}.attention.gate.weight"]):
+            heads[number] = heads[number] / (1 + torch.exp(-y @ rows.T))
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
 
 

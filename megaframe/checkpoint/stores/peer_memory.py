@@ -198,17 +198,17 @@ class PeerMemoryWriter(BackgroundCopier):
     Args:
         group: A group of all ranks, used for nothing else.
         run: Id of the run.
-        kept: Step of existing copies to keep until the next ones are complete; all others are
+        kept_step: Step of existing copies to keep until the next ones are complete; all others are
             deleted at once.
     """
 
     def __init__(
-        self, folder: MemoryFolder, group: Group, peers: PeerRanks, run: str, kept: int | None
+        self, folder: MemoryFolder, group: Group, peers: PeerRanks, run: str, kept_step: int | None
     ) -> None:
         super().__init__()
         self._folder, self._group, self._peers, self._run_id = folder, group, peers, run
-        self._complete_step = kept
-        folder.remove(keep_step=kept)
+        self._complete_step = kept_step
+        folder.remove(keep_step=kept_step)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
         """Start making copies in the background; see `CheckpointWriter.save`. The step must be
@@ -240,9 +240,9 @@ class PeerMemoryWriter(BackgroundCopier):
             f"rank {rank}: {text}" for rank, texts in enumerate(failures_per_rank) for text in texts
         ]
         if messages:
-            shown = "; ".join(messages[:3])
+            listed = "; ".join(messages[:3])
             more = f" (and {len(messages) - 3} more)" if len(messages) > 3 else ""
-            raise UserError(f"copies of step {step} in memory could not be made: {shown}{more}")
+            raise UserError(f"copies of step {step} in memory could not be made: {listed}{more}")
         self._complete_step = step
 
     def _write(

@@ -201,8 +201,8 @@ def _choose_newest(
                 for rank, holder_ranks in parts.items()
             }
             return step, servers, reason
-        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        reason = reason or f"those of step {step} lack the parts of ranks {shown} of {world}"
+        listed = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        reason = reason or f"those of step {step} lack the parts of ranks {listed} of {world}"
     return None, {}, reason
 
 

@@ -56,8 +56,8 @@ def _open_filesystem(root: str) -> AbstractFileSystem:
 
 def open_filesystem(path: RemotePath) -> tuple[AbstractFileSystem, str]:
     """Return the fsspec file system of a path, and the path in it."""
-    scheme, _, rest = path.url.partition("://")
-    system = _open_filesystem(f"{scheme}://{rest.partition('/')[0]}")
+    scheme, _, location = path.url.partition("://")
+    system = _open_filesystem(f"{scheme}://{location.partition('/')[0]}")
     return system, system._strip_protocol(path.url)
 
 

@@ -75,10 +75,10 @@ def parse_path(text: str) -> StorePath:
     mistake = find_url_mistake(text)
     if mistake:
         raise UserError(mistake)
-    scheme, _, rest = text.partition("://")
+    scheme, _, location = text.partition("://")
     if scheme in ("file", "local"):
-        return Path(rest)  # can rename, so it commits like a local folder
-    path = RemotePath(f"{scheme}://{rest.rstrip('/')}")
+        return Path(location)  # can rename, so it commits like a local folder
+    path = RemotePath(f"{scheme}://{location.rstrip('/')}")
     from megaframe.checkpoint.stores.retry import check_scheme
 
     check_scheme(path)

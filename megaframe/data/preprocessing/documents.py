@@ -50,10 +50,10 @@ def _read_lines(shard: InputShard) -> Iterator[bytes]:
     """Yield the lines that begin in the shard, with their line ends."""
     try:
         with _open_shard(shard) as file:
-            left = (shard.stop if shard.data is None else len(shard.data)) - file.tell()
-            while left > 0 and (line := file.readline(LONGEST_DOCUMENT + 1)):
+            remaining = (shard.stop if shard.data is None else len(shard.data)) - file.tell()
+            while remaining > 0 and (line := file.readline(LONGEST_DOCUMENT + 1)):
                 check_length(shard.path, len(line))
-                left -= len(line)
+                remaining -= len(line)
                 yield line
     except OSError as error:
         raise InputError(f"cannot read {shard.path}: {error.strerror}") from None

@@ -132,23 +132,23 @@ def split_file(path: str, corpus_format: CorpusFormat, size: int) -> Iterator[In
 
 def _read_blocks(path: str, format: Format, size: int) -> Iterator[InputShard]:
     """Yield blocks of whole lines or paragraphs, of at least `size` bytes except the last one."""
-    buffer, line, start, taken = bytearray(), 1, 0, 0
+    buffer, line, start, consumed = bytearray(), 1, 0, 0
     for chunk, position in decompress(path):
         # A new cut must involve new bytes. At the earliest it begins two bytes before them.
         searched = max(0, len(buffer) - 2)
         buffer += chunk
         if len(buffer) >= size and (cut := _find_last_cut(buffer, format, searched)):
             data = bytes(buffer[:cut])
-            yield InputShard(path, format, start, start + cut, cut, position - taken, line, data)
+            yield InputShard(path, format, start, start + cut, cut, position - consumed, line, data)
             del buffer[:cut]
-            line, start, taken = line + data.count(b"\n"), start + cut, position
+            line, start, consumed = line + data.count(b"\n"), start + cut, position
         # If there was no cut, the bytes beyond `size` all belong to one document.
         if len(buffer) - size > LONGEST_DOCUMENT:
             check_length(f"{path}:{line + buffer.count(10)}", len(buffer) - size)
     if buffer:
-        rest = os.path.getsize(path) - taken
+        remaining = os.path.getsize(path) - consumed
         stop = start + len(buffer)
-        yield InputShard(path, format, start, stop, len(buffer), rest, line, bytes(buffer))
+        yield InputShard(path, format, start, stop, len(buffer), remaining, line, bytes(buffer))
 
 
 def _find_last_cut(buffer: bytearray, format: Format, searched: int) -> int:
@@ -252,5 +252,5 @@ def open_parquet(path: str) -> Iterator[Any]:
 
 def suggest_keys(key: str, names: list[str]) -> str:
     nearest = get_close_matches(key, names, n=1, cutoff=0.0)
-    shown = ", ".join(names[:20]) or "none"
-    return f"there are: {shown}" + (f" (nearest: --key {nearest[0]})" if nearest else "")
+    listed = ", ".join(names[:20]) or "none"
+    return f"there are: {listed}" + (f" (nearest: --key {nearest[0]})" if nearest else "")

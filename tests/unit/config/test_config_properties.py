@@ -112,9 +112,9 @@ SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | SECTIONS).filter(
 )
 
 
-def nest(settings_):
+def nest(assignments):
     tree = {}
-    for name, value in settings_.items():
+    for name, value in assignments.items():
         *sections, last = name.split(".")
         inner = tree
         for section in sections:
@@ -155,7 +155,7 @@ LEAF = st.sampled_from(sorted(LEAVES))
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(LEAF, TEXT.filter(bool), st.integers(0, 3)), max_size=4))
-def test_spaces_around_an_equals_sign_change_nothing(settings_):
+def test_spaces_around_an_equals_sign_change_nothing(assignments):
     """The whole, and its parts in two or three words, are the same or refused alike."""
     ways = (
         lambda key, value: [f"{key}={value}"],
@@ -170,8 +170,8 @@ def test_spaces_around_an_equals_sign_change_nothing(settings_):
         except UserError as error:
             return str(error)
 
-    joined = [f"{key}={value}" for key, value, _ in settings_]
-    assert outcome(joined) == outcome([w for k, v, way in settings_ for w in ways[way](k, v)])
+    joined = [f"{key}={value}" for key, value, _ in assignments]
+    assert outcome(joined) == outcome([w for k, v, way in assignments for w in ways[way](k, v)])
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])

@@ -391,16 +391,16 @@ def test_a_text_of_one_document_is_trained_on_and_evaluated_by_its_tokens(tmp_pa
     """The same samples for any ranks, from where a resumed run left off too."""
     path = write_token_file(tmp_path / "book", make_counting_documents([500]))
     config = make_config([path], train={"eval_every": 1})
-    steps_ = take(Loader(config, 0, 1), 14)
-    trained = {token for _, token in list_samples(steps_)}
+    steps = take(Loader(config, 0, 1), 14)
+    trained = {token for _, token in list_samples(steps)}
     assert trained == {*range(0, 399 // SEQ * SEQ, SEQ)}
     evaluated, _ = list_evaluation_samples(config, 1, 1000)
     assert {token for _, token in evaluated} == {*range(400, 400 + 99 // SEQ * SEQ, SEQ)}
     assert list_evaluation_samples(config, 2, 1000)[0] == evaluated
     ranks = [Loader(config, rank, 2) for rank in range(2)]
     for loader in ranks:
-        loader.load(json.loads(json.dumps(steps_[5].state)))
-    for step in steps_[6:]:
+        loader.load(json.loads(json.dumps(steps[5].state)))
+    for step in steps[6:]:
         assert list_samples([loader.next() for loader in ranks]) == list_samples([step])
 
 

@@ -87,7 +87,9 @@ def test_a_device_is_its_chip_with_its_own_memory(device, figures):
     assert device_chip.peaks.get("bf16") == (bf16 and pytest.approx(bf16 * 1e12))
     assert device_chip.bandwidth == pytest.approx(bandwidth * 1e12)
     matching = [
-        chip_.name for chip_ in CHIPS.values() if chip_.names and re.fullmatch(chip_.names, name)
+        candidate.name
+        for candidate in CHIPS.values()
+        if candidate.names and re.fullmatch(candidate.names, name)
     ]
     assert matching == [chip]
 

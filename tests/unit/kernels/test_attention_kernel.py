@@ -40,11 +40,11 @@ def make_heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.floa
     )
 
 
-def hold(name, heads_, spans, **options):
+def hold(name, operands, spans, **options):
     """Compare with the reference in fp64. The longest sum is over all keys or queries and all
     heads."""
-    length = max(spans.first.shape[1], spans.starts.shape[1]) * heads_[0].shape[2]
-    check(KERNEL, name, (*heads_, spans), options, length, length, scale=0.5)
+    length = max(spans.first.shape[1], spans.starts.shape[1]) * operands[0].shape[2]
+    check(KERNEL, name, (*operands, spans), options, length, length, scale=0.5)
 
 
 @pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)

@@ -102,8 +102,8 @@ def test_what_is_not_finite_shows_in_the_products_of_its_expert_alone(sharing):
     weights, by = make_random(3, 8, 16, seed=2), (1, 0)
     q, scales = quantize.run_triton(x, block=by)
     matrices, matrix_scales = quantize.run_triton(weights.view(24, 16), block=by)
-    operands_ = q, matrices.view(3, 8, 16), scales, matrix_scales.view(3, 8, 1), ends
-    y = grouped_fp8.run_triton(*operands_)
+    operands = q, matrices.view(3, 8, 16), scales, matrix_scales.view(3, 8, 1), ends
+    y = grouped_fp8.run_triton(*operands)
     assert y[45].isnan().all() and y[torch.arange(120) != 45].isfinite().all()
 
 
@@ -142,9 +142,9 @@ def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
     ],
 )
 def test_product(dtype, blocks, counts, outputs, inputs):
-    operands_ = make_operands(counts, outputs, inputs, blocks)
-    actual = choose_kernel("grouped_scaled_product", *operands_, dtype)(*operands_, dtype)
-    expected = grouped_fp8.run_reference(*operands_, torch.float64)
+    operands = make_operands(counts, outputs, inputs, blocks)
+    actual = choose_kernel("grouped_scaled_product", *operands, dtype)(*operands, dtype)
+    expected = grouped_fp8.run_reference(*operands, torch.float64)
     # A sum may be much smaller than its terms, so errors are compared with at least 1.
     assert_close(grouped_fp8.KERNEL, actual, expected, inputs, "product", 1.0, SUMS)
     assert actual.dtype == dtype
@@ -162,9 +162,9 @@ def test_rows_of_matrices_may_lie_apart():
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_products_of_two_types_and_of_any_size(scale):
-    operands_ = make_operands((40, 0, 30), 48, 96, False, torch.float8_e5m2, scale)
-    actual = grouped_fp8.run_triton(*operands_, torch.float32)
-    expected = grouped_fp8.run_reference(*operands_, torch.float64)
+    operands = make_operands((40, 0, 30), 48, 96, False, torch.float8_e5m2, scale)
+    actual = grouped_fp8.run_triton(*operands, torch.float32)
+    expected = grouped_fp8.run_reference(*operands, torch.float64)
     assert_close(grouped_fp8.KERNEL, actual, expected, 96, "product", scale, SUMS)
 
 
@@ -184,9 +184,9 @@ def test_places_beyond_the_last_expert_are_zero():
     a, b, a_scales, b_scales, _ = make_operands((100, 60), 32, 48, False)
     a_scales[150:] = float("nan")
     for ends in ([3, 7], [33, 33], [0, 0], [0, 130]):
-        operands_ = a, b, a_scales, b_scales, torch.tensor(ends, dtype=torch.int32)
+        operands = a, b, a_scales, b_scales, torch.tensor(ends, dtype=torch.int32)
         with deterministic():
-            actual = grouped_fp8.run_triton(*operands_)
+            actual = grouped_fp8.run_triton(*operands)
         assert (actual[ends[-1] :] == 0).all() and actual.isfinite().all()
         if ends[-1]:
             assert (actual[: ends[-1]] != 0).any()
@@ -204,11 +204,11 @@ def test_gradient(sharing, counts):
         for t, kind in ((dy, wide), (x, torch.float8_e4m3fn))
     )
     for dtype, add in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
-        operands_ = left[0], right[0], left[1], right[1], ends, add
+        operands = left[0], right[0], left[1], right[1], ends, add
         initial = make_random(len(counts), 144, 75, seed=2, dtype=dtype)
-        expected = grouped_fp8_gradient.run_reference(initial.double(), *operands_)
-        run = choose_kernel("grouped_scaled_gradient", initial, *operands_)
-        actual = run(initial, *operands_)
+        expected = grouped_fp8_gradient.run_reference(initial.double(), *operands)
+        run = choose_kernel("grouped_scaled_gradient", initial, *operands)
+        actual = run(initial, *operands)
         assert actual is initial
         length, scale = max(counts), max(counts) ** 0.5
         assert_close(grouped_fp8_gradient.KERNEL, actual, expected, length, "gradient", scale, SUMS)
@@ -267,11 +267,11 @@ def test_what_torch_is_not_given(change, why, monkeypatch):
         )
         scales = change.get("a_scales", (100, 1)), change.get("b_scales", (4, 32, 1))
         ends = torch.empty(4, dtype=change.get("ends", torch.int32))
-        operands_ = a, b, *map(torch.empty, scales), ends, change.get("out", torch.bfloat16)
+        operands = a, b, *map(torch.empty, scales), ends, change.get("out", torch.bfloat16)
         implementation = grouped_fp8.KERNEL.implementations["torch"]
-        reason = implementation.refuses(*operands_)
+        reason = implementation.refuses(*operands)
         if why is None:  # torch checks the rest itself
             monkeypatch.setattr(grouped_fp8.grouped_product, "clear_op", lambda *_: None)
-            assert reason is None and implementation.run(*operands_).shape == (100, 32)
+            assert reason is None and implementation.run(*operands).shape == (100, 32)
         else:
             assert why in reason

@@ -42,8 +42,8 @@ def print_lines(tmp_path, capsys, monkeypatch):
         folder.mkdir()
         sink = ConsoleSink(RunConfig.model_validate({"run": {"dir": str(folder)}, **keys}), start)
         sink.note("a [note]")
-        for line_ in lines:
-            sink.write(line_)
+        for record in lines:
+            sink.write(record)
         sink.close()
         printed = capsys.readouterr().out
         assert (folder / "run.log").read_text() == printed

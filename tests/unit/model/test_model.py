@@ -116,6 +116,34 @@ MODELS |= {
             {"mixer": {"rotary": False, "heads": 2, "kv_heads": 2, "head_dim": 6, "bias": True}},
         ],
     },
+    "gemma_2_scores": {
+        "layers": 2,
+        "norm": "rmsnorm",
+        "init_std": 0.5,  # scores reach the bound
+        "blocks": [
+            {"mixer": {"softcap": 1.5, "window": 4, "kv_heads": 2}, "norms": "both"},
+            {"mixer": {"softcap": 2.0}, "norms": "both"},
+        ],
+    },
+    "sinks": {
+        "layers": 3,
+        "init_std": 0.5,
+        "blocks": [
+            {"mixer": {"sinks": True, "window": 4, "kv_heads": 2}},
+            {"mixer": {"sinks": True}},
+            {"mixer": {"sinks": True, "softcap": 3.0, "kv_heads": 1}},
+        ],
+    },
+    "gated_output": {
+        "layers": 3,
+        "norm": "rmsnorm",
+        "init_std": 0.5,
+        "blocks": [
+            {"mixer": {"output_gate": "head", "kv_heads": 2, "head_dim": 6}},
+            {"mixer": {"output_gate": "element"}, "norms": "after"},
+            {"mixer": {"output_gate": "element", "sinks": True}, "parallel": "one_norm"},
+        ],
+    },
     "mixed": {
         "layers": 4,
         "norm": "rmsnorm",

@@ -34,7 +34,7 @@ def attend_plain(query, key, value, mask, *, causal, scale):
         attention_tiles._make_causal(mask, query.transpose(1, 2), causal), None
     )
     out, lse = attention_tiles._attend_plain(
-        *attention_tiles._move_heads_first(query, key, value), bias, scale
+        *attention_tiles._move_heads_first(query, key, value), bias, (scale, None)
     )
     return out.transpose(1, 2), lse
 
@@ -45,7 +45,7 @@ def backward_plain(d_out, query, key, value, out, lse, mask, *, causal, scale):
     )
     heads_first = attention_tiles._move_heads_first(query, key, value)
     gradients = attention_tiles._attend_plain_backward(
-        d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, scale
+        d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, (scale, None)
     )
     return [gradient.transpose(1, 2) for gradient in gradients]
 

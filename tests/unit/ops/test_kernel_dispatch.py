@@ -9,6 +9,8 @@ import torch
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.ops.attention_kernel import attend_by_kernel
+from megaframe.ops.attention_mask import AttentionMask, SequenceMask
 from megaframe.ops.fp8 import check_fp8
 from megaframe.ops.kernel_dispatch import FAMILIES, NO_KERNELS, make_kernels
 
@@ -132,3 +134,21 @@ def test_8_bits_on_a_cpu_are_a_warning():
     assert "warning: train.fp8=row is emulated on a cpu" in warned(train={"fp8": "row"})
     warning = warned(train={"fp8": "row"}, kernels={"fp8": "reference"})
     assert "runs as the reference" in warning and "kernels.fp8=reference" in warning
+
+
+@without_gpu
+def test_parts_of_attention_that_no_kernel_computes_are_said_once_with_the_reason():
+    lines = []
+    kernels = make_kernels(RunConfig(), GPU, notify=lines.append)
+    heads = torch.zeros(1, 4, 2, 8)
+    mask = SequenceMask(AttentionMask(None, None), 1, 4, CPU)
+    for _ in range(2):
+        parts = {"softcap": 5.0, "has_sinks": True}
+        assert attend_by_kernel(kernels, heads, heads, heads, mask, 1.0, **parts) is None
+    assert lines == [
+        "warning: kernel attention: reference in place of triton, which does not take some of "
+        "this run's inputs: no implementation computes scores bounded by softcap=5 and sinks"
+    ]
+    named = make_kernels(RunConfig(kernels={"attention": "triton"}), GPU)
+    with pytest.raises(UserError, match=r"attention=triton cannot run here: .*; use auto or ref"):
+        attend_by_kernel(named, heads, heads, heads, mask, 1.0, 5.0)

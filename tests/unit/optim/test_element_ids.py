@@ -18,11 +18,11 @@ def make_spec(name, shape):
     return ParamSpec(name, shape, Constant(0.0), role="matrix")
 
 
-def list_ids(spec_):
+def list_ids(spec):
     """Return the numbers of a whole parameter, in its shape."""
-    box = Box((0,) * len(spec_.shape), spec_.shape)
+    box = Box((0,) * len(spec.shape), spec.shape)
     partition = BucketPartition.divide([box], 1, 1, 0, divided=False)
-    return ElementIds([spec_], partition, SEED)(slice(0, box.size), CPU).view(spec_.shape)
+    return ElementIds([spec], partition, SEED)(slice(0, box.size), CPU).view(spec.shape)
 
 
 @st.composite

@@ -127,8 +127,8 @@ def test_shares_of_links_are_of_each_tier():
         list_group_levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75))
     )
     shares_found = [
-        float(shared.bandwidth / all_.bandwidth)
-        for all_, shared in zip(full_levels, part, strict=True)
+        float(shared.bandwidth / full.bandwidth)
+        for full, shared in zip(full_levels, part, strict=True)
     ]
     assert shares_found == [0.5] + [0.75] * (len(cluster.tiers) - 1)
 

@@ -53,8 +53,8 @@ def read_machine(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_config_fits_on_the_machine_that_it_names(path):
     count, cluster, command = read_machine(path)
-    command_ = Command(command)
-    assert command_.config == str(path.relative_to(ROOT)) and command_.world == count
+    parsed = Command(command)
+    assert parsed.config == str(path.relative_to(ROOT)) and parsed.world == count
     assert explain_misfit(load(str(path)), count, load_cluster(cluster)) == []
 
 

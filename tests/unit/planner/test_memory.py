@@ -32,6 +32,11 @@ MODELS = [
     {"latent": {**LATENT, "query_rank": 24, "value_dim": 14}},
     {"activation": "swiglu", "norm": "rmsnorm", "moe": {"experts": 8, "ffn": 24, "shared": 2}},
     {"moe": {"experts": 5, "ffn": 24, "top_k": 3, "balance": "none", "score": "softmax"}},
+    {"kv_heads": 2, "blocks": [{"mixer": {"softcap": 5.0, "sinks": True}}]},
+    {"kv_heads": 2, "blocks": [{"mixer": {"output_gate": "head"}}]},
+    {"norm": "rmsnorm", "blocks": [{"mixer": {"output_gate": "element"}, "norms": "both"}]},
+    {"blocks": [{"mixer": {"output_gate": "head"}, "parallel": "one_norm"}]},
+    {"position": "none", "blocks": [{"mixer": {"sinks": True, "window": 5}}]},
     {
         "activation": "gelu",
         "norm": "rmsnorm",

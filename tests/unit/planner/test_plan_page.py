@@ -25,5 +25,5 @@ def test_communication_rooflines():
     assert rooflines["tensor"].tier == "nvlink" and rooflines["data"].tier == "infiniband"
     # Each row has 6 x 12 h^2 / 8 matrix operations and moves 10 x 2 h x 7/8 bytes; rows cancel.
     matrices = 6 * 12 * 4096**2 + 6 * 2 * 4096 * 1024
-    bytes_ = 10 * 2 * 4096 * 7 / 8
-    assert rooflines["tensor"].intensity == pytest.approx(matrices / 8 / bytes_)
+    sent_bytes = 10 * 2 * 4096 * 7 / 8
+    assert rooflines["tensor"].intensity == pytest.approx(matrices / 8 / sent_bytes)

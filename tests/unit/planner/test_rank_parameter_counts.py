@@ -28,7 +28,7 @@ def count_by_plan(config, layout, plan):
     parts = (
         (*counts.tables, counts.positions),
         counts.split,
-        counts.whole,
+        counts.replicated,
         counts.shared,
         counts.experts,
     )
@@ -49,7 +49,7 @@ def count_by_specs(config, layout, plans):
     """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
     experts' matrices) on the first rank, from the layers' specs."""
     chunks = build_chunks(config, plans, RunContext())
-    counts = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
+    counts = {"vector": 0, "table": 0, "split": 0, "replicated": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for chunk in chunks.values() for p in chunk.parameters()}:
         spec = parameter.spec
         size = spec.find_local_box(layout.get_full_coordinate(0), layout.sizes).size
@@ -64,7 +64,7 @@ def count_by_specs(config, layout, plans):
             copies = [count_copies(spec.shape[dim], layout.tensor) for dim in dims]
             replicated = not dims and layout.tensor > 1
             shared = bool(dims) and copies[0] > 1
-            counts["whole" if replicated else "shared" if shared else "split"] += size
+            counts["replicated" if replicated else "shared" if shared else "split"] += size
     return tuple(counts.values())
 
 

@@ -31,8 +31,8 @@ from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
     i
-    for i, (world, _, layout_) in enumerate(LAYOUTS)
-    if (world == 2 and layout_.keys() & {"pipeline", "context", "expert"}) or layout_ == {"zero": 3}
+    for i, (world, _, axes) in enumerate(LAYOUTS)
+    if (world == 2 and axes.keys() & {"pipeline", "context", "expert"}) or axes == {"zero": 3}
 ]
 """Every schedule, a ring, experts and ZeRO."""
 
@@ -148,8 +148,8 @@ def test_collectives_of_two_communicators_in_opposite_orders_are_found():
             for several in (groups, order):
                 ones = [torch.ones(4, device=mesh.device) for _ in several]
                 pending = [all_reduce(*pair) for pair in zip(ones, several, strict=True)]
-                for work_ in pending:
-                    work_.wait()
+                for transfer in pending:
+                    transfer.wait()
 
         return start
 

@@ -140,7 +140,7 @@ def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
 def test_a_node_that_is_asked_to_leave_saves_and_tells_so(overrides, tmp_path):
     keys = overrides(train__steps=10**6, checkpoint__every=10**6, checkpoint__resume="latest")
     command = [sys.executable, str(LAUNCH / "node.py"), "--no-doctor", *keys]
-    with open(tmp_path / "said", "w") as log_file:
+    with open(tmp_path / "output", "w") as log_file:
         process = subprocess.Popen(command, stdout=log_file, stderr=log_file, cwd=ROOT)
     try:
         metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
@@ -149,7 +149,7 @@ def test_a_node_that_is_asked_to_leave_saves_and_tells_so(overrides, tmp_path):
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(30) == 138, (tmp_path / "said").read_text()
+        assert process.wait(30) == 138, (tmp_path / "output").read_text()
     finally:
         process.kill()
     assert (tmp_path / "run/checkpoints/latest").exists()
@@ -402,21 +402,21 @@ def test_manifests_are_what_their_schemas_say(path):
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_manifests_start_a_run_that_is_there_on_as_many_nodes_everywhere(path):
-    documents_ = read_documents(path)
-    words = [*find(documents_, "command")][-1] + next(find(documents_, "args"), [])
+    documents = read_documents(path)
+    words = [*find(documents, "command")][-1] + next(find(documents, "args"), [])
     assert words[:2] == ["python", "tools/launch/node.py"]
     assert (ROOT / words[words.index("--config") + 1]).exists()
     assert "checkpoint.resume=latest" in words
     keys = ("parallelism", "completions", "numNodes", "minReplicas", "maxReplicas")
-    counts = [count for key in keys for count in find(documents_, key)]
+    counts = [count for key in keys for count in find(documents, key)]
     variables = {
-        variable["name"]: variable["value"] for env in find(documents_, "env") for variable in env
+        variable["name"]: variable["value"] for env in find(documents, "env") for variable in env
     }
     counts += [int(variables["PET_NNODES"])] if variables else []
     assert set(counts) == {2}
-    mounts = {mount["name"] for several in find(documents_, "volumeMounts") for mount in several}
+    mounts = {mount["name"] for several in find(documents, "volumeMounts") for mount in several}
     assert mounts == {
-        volume["name"] for several in find(documents_, "volumes") for volume in several
+        volume["name"] for several in find(documents, "volumes") for volume in several
     }
 
 

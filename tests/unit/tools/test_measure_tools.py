@@ -62,15 +62,15 @@ def load_tool(name, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments_", "expected"),
+    ("words", "expected"),
     [
         (["--chip", "h1000"], "--chip h1000 is unknown; use h100"),
         ([], "links need 2 ranks or more"),
         (["--smallest", "64", "--largest", "64"], "--smallest 64 must be at least 4 and less than"),
     ],
 )
-def test_wrong_questions_about_links(arguments_, expected, monkeypatch):
-    module, arguments = load_tool("measure_links", *arguments_)
+def test_wrong_questions_about_links(words, expected, monkeypatch):
+    module, arguments = load_tool("measure_links", *words)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UserError, match=expected):
         module.run(module.parse_arguments())

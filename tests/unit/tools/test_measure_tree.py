@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 import measure_tree  # noqa: E402
+import tree_counts  # noqa: E402
 from trace_step import trace_step  # noqa: E402
 
 UPPER = '''# Licence: of no interest
@@ -57,7 +58,7 @@ def package(tmp_path):
 
 
 def test_measures_of_a_small_package(package):
-    measures = measure_tree.measure_tree(package)
+    measures = tree_counts.measure_tree(package)
     assert measures["files"] == 4 and measures["file_max"] == len(UPPER.splitlines())
     assert measures["functions"] == 5 and measures["function_max"] == 5
     assert measures["short_functions"] == 100 and measures["long_functions"] == 0
@@ -68,8 +69,8 @@ def test_measures_of_a_small_package(package):
 
 
 def test_lines_of_code_and_of_comments(package):
-    counts = measure_tree.TreeCounts()
-    measure_tree.count_file(counts, package, package / "upper" / "__init__.py")
+    counts = tree_counts.TreeCounts()
+    tree_counts.count_file(counts, package, package / "upper" / "__init__.py")
     # Neither the licence, the text, `noqa` nor a docstring counts; two comments do.
     assert (counts.code_lines, counts.comment_lines) == (15, 2)
     assert counts.functions == ["held", "measure_size"]
@@ -77,12 +78,12 @@ def test_lines_of_code_and_of_comments(package):
 
 @pytest.mark.parametrize("name", ["measure", "_find_rows", "is_ready", "to_bytes", "__init__", "_"])
 def test_good_names(name):
-    assert measure_tree.begins_with_verb(name)
+    assert tree_counts.begins_with_verb(name)
 
 
 @pytest.mark.parametrize("name", ["held", "beside", "_told", "room_of", "there"])
 def test_names_that_are_no_verbs(name):
-    assert not measure_tree.begins_with_verb(name)
+    assert not tree_counts.begins_with_verb(name)
 
 
 def test_the_page_is_made_of_the_kept_numbers():

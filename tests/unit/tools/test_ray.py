@@ -40,7 +40,7 @@ def cluster():
 
 @pytest.fixture
 def start(tmp_path):
-    """start(tool, *words) -> process, whose output goes to tmp_path/said.
+    """start(tool, *words) -> process, whose output goes to tmp_path/output.
 
     A pipe would block the process while a test waits for something else and does not read it.
     """
@@ -49,7 +49,7 @@ def start(tmp_path):
     def make(tool, *words):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, str(LAUNCH / tool), *words]
-        with open(tmp_path / "said", "w") as log_file:
+        with open(tmp_path / "output", "w") as log_file:
             started.append(
                 subprocess.Popen(command, env=environment, stdout=log_file, stderr=log_file)
             )
@@ -63,7 +63,7 @@ def start(tmp_path):
 
 def wait_for_end(process, tmp_path):
     """Wait for a process; return its exit status and output."""
-    return process.wait(300), (tmp_path / "said").read_text()
+    return process.wait(300), (tmp_path / "output").read_text()
 
 
 def find_worker(run, rank):

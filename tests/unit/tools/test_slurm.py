@@ -98,7 +98,7 @@ class SlurmCluster:
         for name in ("n1", "n2"):
             # Each node has its own mounts, so that a test can give it a disk of its own.
             self._start(name, "unshare", "--mount", "slurmd", "-D", "-N", name)
-        wait_until(lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", self.said)
+        wait_until(lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", self.read_logs)
 
     def _start(self, name, *command):
         with open(self.folder / f"{name}.txt", "w") as log_file:
@@ -106,7 +106,7 @@ class SlurmCluster:
                 command, env=self.environment, stdout=log_file, stderr=log_file, cwd=self.folder
             )
 
-    def said(self):
+    def read_logs(self):
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
 
     def ask(self, *command, **environment):
@@ -119,7 +119,7 @@ class SlurmCluster:
         """Submit a job of two nodes that runs the script with `words`; return its number."""
         options = ("--parsable", "--nodes=2", "--time=10", f"--output={output}")
         number = self.ask("sbatch", *options, "tools/launch/slurm.sh", *words, **environment)
-        assert number.isdigit(), self.said()
+        assert number.isdigit(), self.read_logs()
         return number
 
     def job(self, number):
@@ -130,7 +130,7 @@ class SlurmCluster:
     def wait(self, number):
         """Wait for a job to end; return its state."""
         waiting = {"PENDING", "RUNNING", "COMPLETING"}
-        wait_until(lambda: self.job(number)["JobState"] not in waiting, self.said)
+        wait_until(lambda: self.job(number)["JobState"] not in waiting, self.read_logs)
         return self.job(number)["JobState"]
 
     def processes(self, **variables):
@@ -202,7 +202,7 @@ def count_steps(run):
 def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, overrides, tmp_path):
     """Slurm's time limits are whole minutes, so scancel sends the signal of the limit instead."""
     keys = {"train__steps": 100, "checkpoint__every": 10, "parallel__tensor": 2}
-    run, output_path = tmp_path / "run", tmp_path / "said"
+    run, output_path = tmp_path / "run", tmp_path / "output"
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, RANKS="2")
     wait_until(lambda: count_steps(run) >= 12, output_path.read_text)
@@ -229,7 +229,7 @@ def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, over
 
 
 def test_a_sick_node_has_no_part_and_a_cancelled_job_leaves_nothing(cluster, overrides, tmp_path):
-    run, output_path = tmp_path / "run", tmp_path / "said"
+    run, output_path = tmp_path / "run", tmp_path / "output"
     run.mkdir()
     cluster.mount("n2", run)
     keys = {"train__steps": 10**6, "checkpoint__every": 10**6}

@@ -101,12 +101,12 @@ def gpu(monkeypatch):
 def test_chip_and_memory_are_those_of_the_device(gpu, tmp_path, name, gib, cluster, chip):
     gpu(name, gib)
     config = make_config(tmp_path, parallel={"cluster": None})
-    cluster_ = find_cluster(config)
-    assert (cluster_.name, cluster_.chip.name) == (cluster, chip)
-    assert cluster_.chip.memory == int(gib * 2**30)
+    chosen_cluster = find_cluster(config)
+    assert (chosen_cluster.name, chosen_cluster.chip.name) == (cluster, chip)
+    assert chosen_cluster.chip.memory == int(gib * 2**30)
     _, notes = choose_layout(config, 8)
     assert f"8 ranks on {cluster}" in notes[0] and any(f"chip {chip}" in note for note in notes)
-    fitted = cluster_.chip.family in ("a100", "h100")
+    fitted = chosen_cluster.chip.family in ("a100", "h100")
     assert any("not fitted" in note for note in notes) != fitted
     _, (note,) = choose_layout(make_config(tmp_path, parallel={"auto": False, "cluster": None}), 8)
     assert note.startswith(f"{name} is the chip {chip}, with {gib:.1f} GiB")

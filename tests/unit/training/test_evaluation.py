@@ -120,9 +120,11 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     pool.run(2, train, overrides(**options, **sources, **layout, **heed))
     config, stage = load_model(parse_path(str(tmp_path / "run/checkpoints")))
     passage = read_sequence(str(tmp_path / "held.bin"), None, CorpusFormat())
-    (score_,) = score(stage, [passage], context=16, stride=16, data=config.data)
-    assert score_.tokens == 96 - bool(heed)
-    assert score_.loss == near(read_lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
+    (passage_score,) = score(stage, [passage], context=16, stride=16, data=config.data)
+    assert passage_score.tokens == 96 - bool(heed)
+    assert passage_score.loss == near(
+        read_lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32
+    )
     ((name, same),) = read_split(config, "validation")
     assert name == "all" and np.array_equal(same.tokens, passage.tokens)
     assert np.array_equal(same.beginnings, passage.beginnings)
@@ -130,7 +132,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
         next(read_split(config, "test"))
     _, low = load_model(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
-    assert rounded.loss == pytest.approx(score_.loss, rel=0.01) and rounded != score_
+    assert rounded.loss == pytest.approx(passage_score.loss, rel=0.01) and rounded != passage_score
 
 
 def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
@@ -147,14 +149,14 @@ def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrid
 def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
     stage = build().stage
     tokens = torch.from_numpy(make_numbers(0, 40, 37))
-    (score_,) = score(stage, [TokenSequence(tokens.numpy())], context=12, stride=1, batch=5)
+    (passage_score,) = score(stage, [TokenSequence(tokens.numpy())], context=12, stride=1, batch=5)
     nats = 0.0
-    for place_ in range(1, 40):
-        before = tokens[max(0, place_ - 12) : place_][None]
+    for position in range(1, 40):
+        before = tokens[max(0, position - 12) : position][None]
         labels = torch.full_like(before, -1)
-        labels[0, -1] = tokens[place_]
+        labels[0, -1] = tokens[position]
         nats += float(stage.evaluate(Microbatch(before, labels, torch.zeros(1, dtype=int))))
-    assert score_.nats == near(nats, LOGITS, torch.float32) and score_.tokens == 39
+    assert passage_score.nats == near(nats, LOGITS, torch.float32) and passage_score.tokens == 39
 
 
 def test_passages_beside_each_other_change_nothing(build):
@@ -177,14 +179,16 @@ def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
     text.write_text('{"text": "grüße"}\n{"text": "a much longer line of text"}\n')
     tokenizer = load_tokenizer("bytes")
     passage = read_sequence(str(text), tokenizer, CorpusFormat())
-    (score_,) = score(
+    (passage_score,) = score(
         stage, [passage], context=12, stride=4, token_bytes=tokenizer.count_token_bytes()
     )
     size = len("grüße".encode()) + len("a much longer line of text")
-    assert (score_.tokens, score_.bytes) == (size + 2, size)
-    assert score_.loss == near(math.log(257), LOGITS, torch.float32)
-    assert score_.perplexity == near(257, 6 * LOGITS, torch.float32) and score_.greedy
-    assert score_.bits_per_byte == near(math.log2(257) * (size + 2) / size, LOGITS, torch.float32)
+    assert (passage_score.tokens, passage_score.bytes) == (size + 2, size)
+    assert passage_score.loss == near(math.log(257), LOGITS, torch.float32)
+    assert passage_score.perplexity == near(257, 6 * LOGITS, torch.float32) and passage_score.greedy
+    assert passage_score.bits_per_byte == near(
+        math.log2(257) * (size + 2) / size, LOGITS, torch.float32
+    )
 
 
 def test_the_tool_prints_files_and_all_of_them(saved_run, tmp_path, monkeypatch, capsys):

@@ -243,8 +243,8 @@ def _read_run_state(
         problems = list(_find_misfits(contents, config))
         if problems:
             more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
-            shown = "\n  ".join(problems[:5])
-            raise UserError(f"{folder} does not fit the config:\n  {shown}{more}")
+            listed = "\n  ".join(problems[:5])
+            raise UserError(f"{folder} does not fit the config:\n  {listed}{more}")
         return 0, make_initial_train_state(config).model_dump(mode="json")
     extent = contents.others.get(RUN_STATE_NAME)
     if extent is None:

@@ -151,7 +151,7 @@ def _parse_contents(root: Any) -> DCPContents:
     for name, entry in _check_type(state.get("state_dict_metadata"), dict, "names").items():
         if not isinstance(name, str) or not name.isprintable():
             raise ValueError("it has a name that is not text, or not printable")
-        if isinstance(entry, PickledCall) and entry.what == _BYTES:
+        if isinstance(entry, PickledCall) and entry.function == _BYTES:
             if (name, None) in byte_ranges:
                 others[name] = byte_ranges[name, None]
             continue
@@ -171,7 +171,7 @@ def _parse_tensor(
 ) -> StoredTensor:
     shape = _parse_size(state.get("size"))
     properties = state.get("properties")
-    if not isinstance(properties, PickledCall) or properties.what != _PROPERTIES:
+    if not isinstance(properties, PickledCall) or properties.function != _PROPERTIES:
         raise ValueError(f"{name!r} has no properties")
     dtype = _check_type(properties.state, tuple, f"properties of {name!r}")[0]
     stored_chunks = []
@@ -220,7 +220,7 @@ def _parse_storage_data(
 
 def _get_fields(value: Any, class_name: GlobalName) -> dict[str, Any]:
     """Return the fields of a record. Raises ValueError if it is not of the class `class_name`."""
-    if not isinstance(value, PickledCall) or value.what != class_name:
+    if not isinstance(value, PickledCall) or value.function != class_name:
         raise ValueError(f"it has something else in place of a {class_name.name}")
     return _check_type({} if value.state is None else value.state, dict, class_name.name)
 
@@ -233,7 +233,7 @@ def _check_type(value: Any, kind: type, label: str) -> Any:
 
 def _parse_size(value: Any) -> Shape:
     """Return the sizes of a described torch.Size."""
-    if isinstance(value, PickledCall) and value.what == _SIZE and len(value.arguments) == 1:
+    if isinstance(value, PickledCall) and value.function == _SIZE and len(value.arguments) == 1:
         sizes = value.arguments[0]
         is_short = type(sizes) in (tuple, list) and len(sizes) <= _MAX_DIMS
         if is_short and all(_is_count(size) for size in sizes):

@@ -128,7 +128,7 @@ def _parse_tensor(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape
     untyped = {GlobalName("torch", "UntypedStorage"), GlobalName("torch.storage", "UntypedStorage")}
     allowed = {_REBUILD_V2, _REBUILD_V3, _ORDERED_DICT, torch_name, *untyped}
     tensor = parse_pickle(data, allowed | ({expected_storage} if expected_storage else set()))
-    if not isinstance(tensor, PickledCall) or tensor.what not in (_REBUILD_V2, _REBUILD_V3):
+    if not isinstance(tensor, PickledCall) or tensor.function not in (_REBUILD_V2, _REBUILD_V3):
         raise ValueError("it is not a plain tensor")
     storage_call, first, shape, strides, *other_arguments = tensor.arguments
     kind, storage_class, key, *_ = (
@@ -136,7 +136,7 @@ def _parse_tensor(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape
     )
     dtype_matches = (
         storage_class == expected_storage
-        if tensor.what == _REBUILD_V2
+        if tensor.function == _REBUILD_V2
         else torch_name in other_arguments
     )
     if kind != "storage" or not dtype_matches or not re.fullmatch(r"[0-9]{1,9}", str(key)):
@@ -147,7 +147,7 @@ def _parse_tensor(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape
 
 
 def _is_storage(value: Any) -> bool:
-    if not isinstance(value, PickledCall) or value.what != PERSISTENT_ID:
+    if not isinstance(value, PickledCall) or value.function != PERSISTENT_ID:
         return False
     return type(value.arguments[0]) is tuple and len(value.arguments[0]) >= 3
 
@@ -196,8 +196,8 @@ class _ByteRangeFile(io.RawIOBase):
     def view(self, start: int, size: int) -> memoryview:
         """Return bytes of the part without a copy. The view must be released."""
         begin = self._extent.start + start
-        with memoryview(self._memory) as whole:
-            return whole[begin : begin + size]
+        with memoryview(self._memory) as view:
+            return view[begin : begin + size]
 
 
 class _TensorArchive:

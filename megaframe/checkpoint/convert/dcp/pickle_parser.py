@@ -33,7 +33,7 @@ class PickledCall:
     """A call that a pickle would make, of a function or class, and the state that it would set on
     the result."""
 
-    what: GlobalName
+    function: GlobalName
     arguments: tuple[Any, ...]
     state: Any = None
 
@@ -148,10 +148,10 @@ class _PickleParser:
         self._push_global(module, name)
 
     def _call(self, _: Any) -> None:
-        arguments, what = self.pop(), self.pop()
-        if not isinstance(what, GlobalName) or type(arguments) is not tuple:
+        arguments, function = self.pop(), self.pop()
+        if not isinstance(function, GlobalName) or type(arguments) is not tuple:
             raise ValueError("it calls what has no name")
-        self.stack.append(PickledCall(what, arguments))
+        self.stack.append(PickledCall(function, arguments))
 
     def _build(self, _: Any) -> None:
         state, target = self.pop(), self.stack[-1]

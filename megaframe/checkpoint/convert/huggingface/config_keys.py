@@ -1,7 +1,8 @@
 """Types and ranges of the keys in a foreign `config.json`, checked before anything else reads it.
 
-A foreign config can hold anything under a key. After `check_keys` every key that `families.py`
-reads has the type and a range that it relies on, and those without a safe default are there.
+A foreign config can hold anything under a key. After `check_keys` every key that a
+family reads has the type and the range that it relies on, and those without a safe default are
+present.
 """
 
 from __future__ import annotations

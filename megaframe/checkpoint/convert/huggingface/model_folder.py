@@ -199,7 +199,12 @@ def _train_section(config: Mapping[str, Any], model: ModelConfig) -> TrainConfig
     samples as long as the texts that the model was trained on."""
     dtype = config.get("dtype") or config.get("torch_dtype")
     stored = next(
-        (ours for ours, theirs in _TYPES.items() if dtype == _get_dtype_name(theirs)), "bf16"
+        (
+            precision
+            for precision, torch_dtype in _TYPES.items()
+            if dtype == _get_dtype_name(torch_dtype)
+        ),
+        "bf16",
     )
     positions = model.positions or config.get("max_position_embeddings")
     seq = {"seq": positions} if positions else {}
@@ -251,8 +256,8 @@ class _BoxReader:
             return as_bytes(torch.full(entry.shape, origin.init.value))
         if origin is not self._last_tensor:
             self._last_tensor, self._parts = origin, []
-            whole = read_tensor(origin.name, self._headers[origin.name])
-            self._parts = [box for _, box in origin.split(whole)]
+            tensor = read_tensor(origin.name, self._headers[origin.name])
+            self._parts = [box for _, box in origin.split(tensor)]
         box = origin.parts[part_index].box
         index = index_within((box.offset, box.shape), (entry.offset, entry.shape))
         return as_bytes(self._parts[part_index][index])
@@ -266,7 +271,7 @@ def _match_tensors(
 ) -> list[HuggingFaceTensor]:
     """Return the tensors of the config, all of which the folder has. Raises `UserError` with a few
     of those that are missing, unknown, or of another shape or type."""
-    wanted: dict[str, HuggingFaceTensor] = {}
+    expected_tensors: dict[str, HuggingFaceTensor] = {}
     problems: list[str] = []
     for tensor in tensors:
         header = headers.get(tensor.name)
@@ -276,14 +281,14 @@ def _match_tensors(
             problems.append(f"{tensor.name} is {list(header.shape)}, not {list(tensor.shape)}")
         else:
             check_type(tensor.name, header)
-        wanted[tensor.name] = tensor
+        expected_tensors[tensor.name] = tensor
         if len(problems) > _MAX_NAMED_TENSORS:  # before a wrong config becomes a long list
             break
     else:
         problems += [
             f"{printable(name)} has no counterpart"
             for name in headers
-            if name not in wanted and not _is_ignorable(name, tied)
+            if name not in expected_tensors and not _is_ignorable(name, tied)
         ]
     if problems:
         more = "\n  and more" if len(problems) > _MAX_NAMED_TENSORS else ""
@@ -292,7 +297,7 @@ def _match_tensors(
             + "\n  ".join(problems[:_MAX_NAMED_TENSORS])
             + more
         )
-    return list(wanted.values())
+    return list(expected_tensors.values())
 
 
 def _is_ignorable(name: str, tied: bool) -> bool:

@@ -49,18 +49,18 @@ class TensorPart:
     def _inputs(self) -> int:
         return self.spec.inputs if self.spec.role in ("matrix", "embedding", "head") else 0
 
-    def to_hugging_face(self, ours: Tensor) -> Tensor:
+    def to_hugging_face(self, tensor: Tensor) -> Tensor:
         """Convert the contents of the box to their layout: [O, I], or [O] for a vector."""
-        flat = ours.reshape(self.rows, -1) if self._inputs else ours.reshape(-1)
+        flat = tensor.reshape(self.rows, -1) if self._inputs else tensor.reshape(-1)
         if self.pairs:
             flat = flat.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         return flat
 
-    def from_hugging_face(self, theirs: Tensor) -> Tensor:
+    def from_hugging_face(self, tensor: Tensor) -> Tensor:
         """Convert rows in their layout to the contents of the box."""
         if self.pairs:
-            theirs = theirs.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
-        return theirs.reshape(self.box.shape)
+            tensor = tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+        return tensor.reshape(self.box.shape)
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class HuggingFaceTensor:
     def join(self, boxes: Sequence[Tensor]) -> Tensor:
         """Build their tensor from the contents of our boxes, in the order of the parts."""
         rows = [part.to_hugging_face(box) for part, box in zip(self.parts, boxes, strict=True)]
-        whole = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return (whole.t() if self.transposed else whole).contiguous()
+        tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
+        return (tensor.t() if self.transposed else tensor).contiguous()
 
-    def split(self, whole: Tensor) -> Iterator[tuple[TensorPart, Tensor]]:
+    def split(self, tensor: Tensor) -> Iterator[tuple[TensorPart, Tensor]]:
         """Split their tensor into the contents of our boxes. Its number of rows must match the
         parts; otherwise torch raises RuntimeError."""
-        rows = whole.t() if self.transposed else whole
+        rows = tensor.t() if self.transposed else tensor
         row_blocks = rows.split([part.rows for part in self.parts])
         for part, rows_of_part in zip(self.parts, row_blocks, strict=True):
             yield part, part.from_hugging_face(rows_of_part)
@@ -120,7 +120,7 @@ class _PartBuilder:
     def __contains__(self, name: str) -> bool:
         return name in self._specs
 
-    def part(self, name: str, *index: int | slice, pairs: bool = False) -> TensorPart:
+    def make_part(self, name: str, *index: int | slice, pairs: bool = False) -> TensorPart:
         """Return the part of a tensor that an index of ints and plain slices selects, dim by
         dim."""
         spec = self._specs[name]
@@ -131,133 +131,147 @@ class _PartBuilder:
             offset[dim], shape[dim] = start, stop - start
         return TensorPart(spec, Box(tuple(offset), tuple(shape)), pairs)
 
-    def whole(self, theirs: str, ours: str, *, transposed: bool = False) -> HuggingFaceTensor:
+    def map_one(
+        self, foreign_name: str, name: str, *, transposed: bool = False
+    ) -> HuggingFaceTensor:
         """Return a tensor of theirs that equals one of ours, except for transposition."""
-        return HuggingFaceTensor(theirs, (self.part(ours),), transposed)
+        return HuggingFaceTensor(foreign_name, (self.make_part(name),), transposed)
 
 
 _ALL = slice(None)
 
 
 def _map_ends(names: _PartBuilder) -> Iterator[HuggingFaceTensor]:
-    yield names.whole("model.embed_tokens.weight", "embedding.tokens.weight")
-    yield names.whole("model.norm.weight", "head.norm.gain")
+    yield names.map_one("model.embed_tokens.weight", "embedding.tokens.weight")
+    yield names.map_one("model.norm.weight", "head.norm.gain")
     if "head.weight" in names:
-        yield names.whole("lm_head.weight", "head.weight")
+        yield names.map_one("lm_head.weight", "head.weight")
 
 
 def _map_gpt2_ends(names: _PartBuilder) -> Iterator[HuggingFaceTensor]:
-    yield names.whole("transformer.wte.weight", "embedding.tokens.weight")
-    yield names.whole("transformer.wpe.weight", "embedding.positions.weight")
-    for ours, theirs in (("gain", "weight"), ("bias", "bias")):
-        yield names.whole(f"transformer.ln_f.{theirs}", f"head.norm.{ours}")
+    yield names.map_one("transformer.wte.weight", "embedding.tokens.weight")
+    yield names.map_one("transformer.wpe.weight", "embedding.positions.weight")
+    for name, foreign_name in (("gain", "weight"), ("bias", "bias")):
+        yield names.map_one(f"transformer.ln_f.{foreign_name}", f"head.norm.{name}")
 
 
 def _map_gpt2_block(names: _PartBuilder, layer: int) -> Iterator[HuggingFaceTensor]:
-    ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+    prefix, foreign_prefix = f"blocks.{layer}", f"transformer.h.{layer}"
     for kind, norm in (("attention", "ln_1"), ("mlp", "ln_2")):
-        for mine, other in (("gain", "weight"), ("bias", "bias")):
-            yield names.whole(f"{theirs}.{norm}.{other}", f"{ours}.{kind}_norm.{mine}")
+        for name, foreign_name in (("gain", "weight"), ("bias", "bias")):
+            yield names.map_one(
+                f"{foreign_prefix}.{norm}.{foreign_name}", f"{prefix}.{kind}_norm.{name}"
+            )
     for kind in ("weight", "bias"):
         matrix = kind == "weight"
-        qkv = f"{ours}.attention.qkv.{kind}"
-        parts = tuple(names.part(qkv, _ALL, which) for which in range(3))
-        yield HuggingFaceTensor(f"{theirs}.attn.c_attn.{kind}", parts, matrix)
-        for mine, other in (
+        qkv = f"{prefix}.attention.qkv.{kind}"
+        parts = tuple(names.make_part(qkv, _ALL, which) for which in range(3))
+        yield HuggingFaceTensor(f"{foreign_prefix}.attn.c_attn.{kind}", parts, matrix)
+        for name, foreign_name in (
             ("attention.output", "attn.c_proj"),
             ("mlp.up", "mlp.c_fc"),
             ("mlp.down", "mlp.c_proj"),
         ):
-            yield names.whole(
-                f"{theirs}.{other}.{kind}", f"{ours}.{mine}.{kind}", transposed=matrix
+            yield names.map_one(
+                f"{foreign_prefix}.{foreign_name}.{kind}",
+                f"{prefix}.{name}.{kind}",
+                transposed=matrix,
             )
 
 
 def _map_block(names: _PartBuilder, model: ModelConfig, layer: int) -> Iterator[HuggingFaceTensor]:
-    ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-    yield names.whole(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.gain")
-    yield names.whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.gain")
+    prefix, foreign_prefix = f"blocks.{layer}", f"model.layers.{layer}"
+    yield names.map_one(f"{foreign_prefix}.input_layernorm.weight", f"{prefix}.attention_norm.gain")
+    yield names.map_one(
+        f"{foreign_prefix}.post_attention_layernorm.weight", f"{prefix}.mlp_norm.gain"
+    )
     attention = _map_attention if model.latent is None else _map_latent_attention
-    yield from attention(names, model, f"{ours}.attention", f"{theirs}.self_attn")
+    yield from attention(names, model, f"{prefix}.attention", f"{foreign_prefix}.self_attn")
     if model.moe is not None and has_experts(model.moe, layer):
-        yield from _map_experts(names, model, f"{ours}.moe", theirs)
+        yield from _map_experts(names, model, f"{prefix}.moe", foreign_prefix)
     else:
-        yield from _map_mlp(names, f"{ours}.mlp", f"{theirs}.mlp")
+        yield from _map_mlp(names, f"{prefix}.mlp", f"{foreign_prefix}.mlp")
 
 
 def _map_attention(
-    names: _PartBuilder, model: ModelConfig, ours: str, theirs: str
+    names: _PartBuilder, model: ModelConfig, prefix: str, foreign_prefix: str
 ) -> Iterator[HuggingFaceTensor]:
     groups = model.heads // model.kv_heads
     for kind in ("weight", "bias"):
-        qkv = f"{ours}.qkv.{kind}"
+        qkv = f"{prefix}.qkv.{kind}"
         if qkv not in names:
             continue
         for letter, which in (("q", slice(0, groups)), ("k", groups), ("v", groups + 1)):
             yield HuggingFaceTensor(
-                f"{theirs}.{letter}_proj.{kind}", (names.part(qkv, _ALL, which),)
+                f"{foreign_prefix}.{letter}_proj.{kind}", (names.make_part(qkv, _ALL, which),)
             )
-    yield names.whole(f"{theirs}.o_proj.weight", f"{ours}.output.weight")
-    for mine, other in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-        if f"{ours}.{mine}.gain" in names:
-            yield names.whole(f"{theirs}.{other}.weight", f"{ours}.{mine}.gain")
+    yield names.map_one(f"{foreign_prefix}.o_proj.weight", f"{prefix}.output.weight")
+    for name, foreign_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+        if f"{prefix}.{name}.gain" in names:
+            yield names.map_one(f"{foreign_prefix}.{foreign_name}.weight", f"{prefix}.{name}.gain")
 
 
 def _map_latent_attention(
-    names: _PartBuilder, model: ModelConfig, ours: str, theirs: str
+    names: _PartBuilder, model: ModelConfig, prefix: str, foreign_prefix: str
 ) -> Iterator[HuggingFaceTensor]:
     """Map latent attention. In their layout, the rotated part of a head follows the rest of the
     head, with its pairs interleaved."""
     latent = model.latent
     assert latent is not None
-    rank, down = latent.query_rank or 0, f"{ours}.down.weight"
+    rank, down = latent.query_rank or 0, f"{prefix}.down.weight"
     rotated = rank + latent.kv_rank
     if rank:
-        yield HuggingFaceTensor(f"{theirs}.q_a_proj.weight", (names.part(down, slice(0, rank)),))
-        yield names.whole(f"{theirs}.q_a_layernorm.weight", f"{ours}.query_norm.gain")
+        yield HuggingFaceTensor(
+            f"{foreign_prefix}.q_a_proj.weight", (names.make_part(down, slice(0, rank)),)
+        )
+        yield names.map_one(f"{foreign_prefix}.q_a_layernorm.weight", f"{prefix}.query_norm.gain")
     yield HuggingFaceTensor(
-        f"{theirs}.kv_a_proj_with_mqa.weight",
+        f"{foreign_prefix}.kv_a_proj_with_mqa.weight",
         (
-            names.part(down, slice(rank, rotated)),
-            names.part(down, slice(rotated, None), pairs=True),
+            names.make_part(down, slice(rank, rotated)),
+            names.make_part(down, slice(rotated, None), pairs=True),
         ),
     )
-    yield names.whole(f"{theirs}.kv_a_layernorm.weight", f"{ours}.kv_norm.gain")
+    yield names.map_one(f"{foreign_prefix}.kv_a_layernorm.weight", f"{prefix}.kv_norm.gain")
     parts: list[TensorPart] = []
     for head in range(model.heads):
-        query, turn = f"{ours}.query.weight", latent.rotary_dim
-        parts.append(names.part(query, head, slice(turn, None)))
-        parts.append(names.part(query, head, slice(0, turn), pairs=True))
-    yield HuggingFaceTensor(f"{theirs}.{'q_b_proj' if rank else 'q_proj'}.weight", tuple(parts))
-    yield names.whole(f"{theirs}.kv_b_proj.weight", f"{ours}.kv.weight")
-    yield names.whole(f"{theirs}.o_proj.weight", f"{ours}.output.weight")
+        query, turn = f"{prefix}.query.weight", latent.rotary_dim
+        parts.append(names.make_part(query, head, slice(turn, None)))
+        parts.append(names.make_part(query, head, slice(0, turn), pairs=True))
+    yield HuggingFaceTensor(
+        f"{foreign_prefix}.{'q_b_proj' if rank else 'q_proj'}.weight", tuple(parts)
+    )
+    yield names.map_one(f"{foreign_prefix}.kv_b_proj.weight", f"{prefix}.kv.weight")
+    yield names.map_one(f"{foreign_prefix}.o_proj.weight", f"{prefix}.output.weight")
 
 
-def _map_mlp(names: _PartBuilder, ours: str, theirs: str) -> Iterator[HuggingFaceTensor]:
+def _map_mlp(names: _PartBuilder, prefix: str, foreign_prefix: str) -> Iterator[HuggingFaceTensor]:
     for which, name in enumerate(("gate_proj", "up_proj")):
         yield HuggingFaceTensor(
-            f"{theirs}.{name}.weight", (names.part(f"{ours}.up.weight", which),)
+            f"{foreign_prefix}.{name}.weight", (names.make_part(f"{prefix}.up.weight", which),)
         )
-    yield names.whole(f"{theirs}.down_proj.weight", f"{ours}.down.weight")
+    yield names.map_one(f"{foreign_prefix}.down_proj.weight", f"{prefix}.down.weight")
 
 
 def _map_experts(
-    names: _PartBuilder, model: ModelConfig, ours: str, theirs: str
+    names: _PartBuilder, model: ModelConfig, prefix: str, foreign_prefix: str
 ) -> Iterator[HuggingFaceTensor]:
     assert model.moe is not None
     mixtral = find_family(model) == "mixtral"
-    theirs += ".block_sparse_moe" if mixtral else ".mlp"
-    yield names.whole(f"{theirs}.gate.weight", f"{ours}.router.weight")
+    foreign_prefix += ".block_sparse_moe" if mixtral else ".mlp"
+    yield names.map_one(f"{foreign_prefix}.gate.weight", f"{prefix}.router.weight")
     if model.moe.balance == "bias":
-        yield names.whole(f"{theirs}.gate.e_score_correction_bias", f"{ours}.router.balance")
+        yield names.map_one(
+            f"{foreign_prefix}.gate.e_score_correction_bias", f"{prefix}.router.balance"
+        )
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for expert in range(model.moe.experts):
-        name = f"{theirs}.experts.{expert}"
+        name = f"{foreign_prefix}.experts.{expert}"
         for which, other in enumerate((gate, up)):
-            part = names.part(f"{ours}.experts.up.weight", expert, which)
+            part = names.make_part(f"{prefix}.experts.up.weight", expert, which)
             yield HuggingFaceTensor(f"{name}.{other}.weight", (part,))
         yield HuggingFaceTensor(
-            f"{name}.{down}.weight", (names.part(f"{ours}.experts.down.weight", expert),)
+            f"{name}.{down}.weight", (names.make_part(f"{prefix}.experts.down.weight", expert),)
         )
     if model.moe.shared:
-        yield from _map_mlp(names, f"{ours}.shared", f"{theirs}.shared_experts")
+        yield from _map_mlp(names, f"{prefix}.shared", f"{foreign_prefix}.shared_experts")

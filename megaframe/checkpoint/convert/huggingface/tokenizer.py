@@ -231,13 +231,13 @@ def _make_unigram_from_pieces(model: SentencePieceModel) -> Description:
     """Describe a unigram model. Text never matches a control token, an unknown one or a byte's name
     in SentencePiece; here all pieces can match, so these score less than any other division."""
     normal = [piece.score for _, piece in model.of_type(PieceType.NORMAL)]
-    best, worst = max(normal, default=0.0), min(normal, default=0.0)
+    highest, lowest = max(normal, default=0.0), min(normal, default=0.0)
     longest = max(len(piece.text) for piece in _list_unmatchable_pieces(model))
-    unreachable_score = (min(worst, 0.0) - 1.0) * (longest + 1)
+    unreachable_score = (min(lowest, 0.0) - 1.0) * (longest + 1)
 
     def score(piece: TextPiece) -> float:
         if piece.type == PieceType.USER_DEFINED:
-            return len(piece.text.encode()) * best - 0.1
+            return len(piece.text.encode()) * highest - 0.1
         return piece.score if piece.type == PieceType.NORMAL else unreachable_score
 
     return {

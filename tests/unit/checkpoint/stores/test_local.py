@@ -1,4 +1,5 @@
-"""Saves that are killed, that meet a full or read-only disk, and that two processes do together."""
+"""Checkpoints in folders: reads past the page cache, and saves that are killed, that meet a full or
+read-only disk, and that two processes do together."""
 
 import os
 import shutil
@@ -10,11 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from megaframe.checkpoint import CheckpointWriter, Slice, find_checkpoint, open_checkpoint
+from megaframe.checkpoint.stores.direct_io import ALIGNMENT, allocate_aligned
+from megaframe.checkpoint.stores.local import LOCAL_STORE
 
-CHILD = [sys.executable, str(Path(__file__).parents[2] / "support" / "checkpoint_child.py")]
+CHILD = [sys.executable, str(Path(__file__).parents[3] / "support" / "checkpoint_child.py")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -60,3 +65,19 @@ def test_two_processes_save_through_a_real_store(tmp_path):
         assert torch.equal(target, 2 * full[:, 1:])
         assert child.wait(60) == 0, child.stderr.read()
     assert store.get("second rank") == b"loaded"
+
+
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 20_000), st.integers(0, 20_000), st.booleans(), st.booleans())
+def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, sole_reader):
+    """A read may start and end anywhere, also past the end of the file; memory is aligned alike."""
+    path = tmp_path / "file"
+    if not path.exists():
+        path.write_bytes(os.urandom(15_000))
+    buffer = allocate_aligned(size + ALIGNMENT)[start % ALIGNMENT :][:size]
+    source = LOCAL_STORE.open(path, bypass_cache=fresh, sole_reader=sole_reader)
+    count = source.read_into(start, buffer.data)
+    source.close()
+    assert buffer[:count].tobytes() == path.read_bytes()[start : start + size]

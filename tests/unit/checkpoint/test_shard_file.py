@@ -1,14 +1,13 @@
 """Tensors saved under one partition load under any other, in any dtype."""
 
 import math
-import os
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_helpers import cut_slice, draw_partition, load_all, make_slice, save, shapes
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed import HashStore
@@ -21,8 +20,6 @@ from megaframe.checkpoint import (
     shard_file,
 )
 from megaframe.checkpoint.manifest import DTYPES
-from megaframe.checkpoint.stores.direct_io import ALIGNMENT, allocate_aligned
-from megaframe.checkpoint.stores.local import LOCAL_STORE
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -98,22 +95,6 @@ def test_state_comes_back_bit_for_bit(state):
         with open_checkpoint(path) as checkpoint:
             assert checkpoint.step == 7
             assert same(dict(checkpoint.state), state)
-
-
-@settings(
-    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.integers(0, 20_000), st.integers(0, 20_000), st.booleans(), st.booleans())
-def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, sole_reader):
-    """A read may start and end anywhere, also past the end of the file; memory is aligned alike."""
-    path = tmp_path / "file"
-    if not path.exists():
-        path.write_bytes(os.urandom(15_000))
-    room = allocate_aligned(size + ALIGNMENT)[start % ALIGNMENT :][:size]
-    source = LOCAL_STORE.open(path, bypass_cache=fresh, sole_reader=sole_reader)
-    count = source.read_into(start, room.data)
-    source.close()
-    assert room[:count].tobytes() == path.read_bytes()[start : start + size]
 
 
 def test_files_are_what_the_safetensors_library_reads(tmp_path):

@@ -1,4 +1,5 @@
-"""Untrusted checkpoints: bad content is refused, never executed, and allocates little memory."""
+"""Untrusted manifests and shard files: bad content is refused, never executed, and allocates little
+memory."""
 
 import copy as copies
 import json
@@ -121,7 +122,7 @@ def test_changed_manifests_and_headers_are_refused_or_harmless(good, data):
 
             reheaded(path / data.draw(st.sampled_from(FILES[1:])), edit)
         attempt(path)
-        assert sorted(path_.name for path_ in path.iterdir()) == FILES
+        assert sorted(file.name for file in path.iterdir()) == FILES
 
 
 def test_a_slice_of_a_file_with_holes_takes_no_memory(good, tmp_path):

@@ -1,0 +1,221 @@
+"""Keys of Hugging Face configs of dense families, and the parts of them that families with experts
+share: sizes, rotary bases and their scaling, and windows of attention by layer.
+
+Each `read` function turns a config into keys of `model`, each `write` function does the opposite.
+What is particular to one family is in its own function; `families.py` has the table.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megaframe.architecture.attention import get_window
+from megaframe.config import ModelConfig, RotaryScalingConfig
+from megaframe.errors import UserError
+
+Keys = dict[str, Any]
+
+_COMMON = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+"""Keys of `model` and of the config, for all families except GPT-2."""
+_GPT2 = {
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "ffn": "n_inner",
+    "vocab": "vocab_size",
+    "norm_eps": "layer_norm_epsilon",
+    "init_std": "initializer_range",
+}
+_LIKE_LLAMA = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu"}
+_DEFAULT_ROTARY_BASES = {"mixtral": 1e6}
+"""Rotary bases of families for which it is not 10000 unless the config gives another."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""The values of `layer_types`."""
+
+
+def read_gpt2(config: Mapping[str, Any]) -> Keys:
+    keys = {key: config.get(foreign_key) for key, foreign_key in _GPT2.items()}
+    return {
+        **{**keys, "norm": "layernorm", "position": "learned", "activation": "gelu_tanh"},
+        "positions": config["n_positions"],
+        **{"bias": True, "tie_embeddings": config.get("tie_word_embeddings", True)},
+    }
+
+
+def write_gpt2(model: ModelConfig) -> Keys:
+    return {foreign_key: getattr(model, key) for key, foreign_key in _GPT2.items()}
+
+
+def read_common(config: Mapping[str, Any]) -> Keys:
+    keys: Keys = {key: config.get(foreign_key) for key, foreign_key in _COMMON.items()}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = rope.get("rope_theta") or config.get("rope_theta")
+    keys["rotary_base"] = base or _DEFAULT_ROTARY_BASES.get(config["model_type"], 10000.0)
+    keys["rotary_scaling"] = _read_rope_scaling({k: v for k, v in rope.items() if v is not None})
+    keys["tie_embeddings"] = config.get("tie_word_embeddings", False)
+    return {**keys, **_LIKE_LLAMA}
+
+
+def read_attention(config: Mapping[str, Any]) -> Keys:
+    keys = read_common(config)
+    keys["kv_heads"] = config.get("num_key_value_heads")
+    keys["head_dim"] = config.get("head_dim")
+    if config.get("attention_bias"):
+        raise UserError(
+            "attention_bias=true has a bias of the output projection, which is not supported"
+        )
+    return keys
+
+
+def read_sliding(config: Mapping[str, Any]) -> Keys:
+    """Read the config of a family whose code uses the same window in all layers."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if kinds and window is not None and set(kinds) != {_SLIDING}:
+        family = config["model_type"]
+        raise UserError(
+            f"{family}: layer_types has {_FULL} in {kinds.count(_FULL)} of {len(kinds)} layers, "
+            f"and its code gives sliding_window={window} to all; ministral and qwen3 heed both"
+        )
+    return {**read_attention(config), "window": window}
+
+
+def _read_layer_types(config: Mapping[str, Any], window: int | None, num_full: int) -> Keys:
+    """Read the config of a family whose layers can differ.
+
+    Args:
+        window: The window of layers that have one.
+        num_full: Number of first layers without a window, used if the config has no `layer_types`.
+    """
+    layers, layer_types = config["num_hidden_layers"], config.get("layer_types")
+    if layer_types is None:
+        layer_types = [_FULL if window is None or n < num_full else _SLIDING for n in range(layers)]
+    if len(layer_types) != layers:
+        raise UserError(
+            f"layer_types has {len(layer_types)} layers, and num_hidden_layers is {layers}"
+        )
+    for kind in layer_types:
+        if kind not in (_FULL, _SLIDING):
+            raise UserError(f"layer_types: {reprlib.repr(kind)} is none of {_FULL}, {_SLIDING}")
+    if window is None and _SLIDING in layer_types:
+        raise UserError(
+            f"layer_types has {_SLIDING} layers, and there is no sliding_window for them"
+        )
+    windows = [window if kind == _SLIDING else None for kind in layer_types]
+    return {**read_attention(config), "window": find_shortest_pattern(windows)}
+
+
+def read_ministral(config: Mapping[str, Any]) -> Keys:
+    return _read_layer_types(config, config.get("sliding_window"), 0)
+
+
+def read_qwen(config: Mapping[str, Any]) -> Keys:
+    full = config.get("max_window_layers", 28)
+    variant = "qkv_bias" if config["model_type"] == "qwen2" else "qk_norm"
+    return {**_read_layer_types(config, read_qwen_window(config), full), variant: True}
+
+
+def read_qwen_window(config: Mapping[str, Any]) -> int | None:
+    if config.get("use_sliding_window") and "sliding_window" not in config:
+        raise UserError(f"{config['model_type']}: sliding_window is missing")
+    return config.get("sliding_window") if config.get("use_sliding_window") else None
+
+
+def write_common(model: ModelConfig) -> Keys:
+    keys: Keys = {foreign_key: getattr(model, key) for key, foreign_key in _COMMON.items()}
+    keys["rope_parameters"] = {
+        "rope_theta": model.rotary_base,
+        **_write_rope_scaling(model.rotary_scaling),
+    }
+    return keys
+
+
+def write_attention(model: ModelConfig) -> Keys:
+    return {
+        **write_common(model),
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+    }
+
+
+def write_sliding(model: ModelConfig) -> Keys:
+    return {**write_attention(model), "sliding_window": find_first_window(model)}
+
+
+def write_layer_types(model: ModelConfig) -> Keys:
+    kinds = [_FULL if window is None else _SLIDING for window in list_layer_windows(model)]
+    return {**write_sliding(model), "layer_types": kinds}
+
+
+def write_qwen(model: ModelConfig) -> Keys:
+    keys = write_layer_types(model)
+    kinds = [*keys["layer_types"], _SLIDING]
+    sliding = keys["sliding_window"] is not None
+    return {**keys, "use_sliding_window": sliding, "max_window_layers": kinds.index(_SLIDING)}
+
+
+def list_layer_windows(model: ModelConfig) -> list[int | None]:
+    return [get_window(model, layer) for layer in range(model.layers)]
+
+
+def find_shortest_pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
+    """Return the shortest `model.window` that gives the layers these windows."""
+    size = next(
+        size
+        for size in range(1, len(windows) + 1)
+        if all(windows[layer] == windows[layer % size] for layer in range(len(windows)))
+    )
+    return windows[0] if size == 1 else tuple(windows[:size])
+
+
+def find_first_window(model: ModelConfig) -> int | None:
+    """Return the window of the first layer that has one. `write_model_config` refuses models whose
+    layers have several different windows."""
+    return next((window for window in list_layer_windows(model) if window is not None), None)
+
+
+def _read_rope_scaling(rope: Mapping[str, Any]) -> Keys:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return {}
+    if rope_type not in ("llama3", "yarn"):
+        raise UserError(f"rope_type {reprlib.repr(rope_type)} is not one of default, llama3, yarn")
+    required = ["factor", "original_max_position_embeddings"]
+    required += ["low_freq_factor", "high_freq_factor"] if rope_type == "llama3" else []
+    if missing := [key for key in required if key not in rope]:
+        raise UserError(f"rope_type {rope_type!r} needs {', '.join(missing)}")
+    shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
+    if rope_type == "llama3":
+        frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}
+        renamed = {f"{name}_frequency": value for name, value in frequencies.items()}
+        return {"kind": "llama3", **shared, **renamed}
+    return {
+        **{"kind": "yarn", **shared, "mscale": rope.get("mscale", 1.0)},
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        "low_frequency": rope.get("beta_slow", 1),
+        "high_frequency": rope.get("beta_fast", 32),
+    }
+
+
+def _write_rope_scaling(scaling: RotaryScalingConfig) -> Keys:
+    if scaling.kind == "none":
+        return {"rope_type": "default"}
+    shared = {
+        "rope_type": scaling.kind,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+    low, high = scaling.low_frequency, scaling.high_frequency
+    if scaling.kind == "llama3":
+        return {**shared, "low_freq_factor": low, "high_freq_factor": high}
+    strengths = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    return {**shared, **strengths, "beta_slow": low, "beta_fast": high}

@@ -1,0 +1,26 @@
+"""Whole runs with an extension: resumed under another layout, and refused without it."""
+
+import pytest
+from entry_runs import read_losses, train
+from repo_copy import ROOT
+from tolerances import promised
+
+from megaframe.config.parts import Registry, use_registry
+
+RUN = {"optim__schedule": "constant", "checkpoint__every": 6}
+EXTENSION = {"run__extensions": f"[{ROOT / 'examples/optimizer.py'}]", "optim__name": "adabelief"}
+
+
+def test_a_run_is_resumed_under_another_layout_with_its_extension_and_refused_without(
+    pool, overrides, tmp_path, capsys
+):
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **RUN, **EXTENSION))
+    pool.run(2, train, overrides(train__steps=6, parallel__tensor=2, **RUN, **EXTENSION))
+    resume = {**RUN, "checkpoint__resume": "latest"}
+    with use_registry(Registry()), pytest.raises(SystemExit) as status:
+        train(overrides(**resume))
+    assert status.value.code == 2
+    message = capsys.readouterr().err
+    assert "1 are not loaded here" in message and EXTENSION["run__extensions"] in message
+    pool.run(2, train, overrides(parallel__zero=3, **resume, **EXTENSION))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))

@@ -1,0 +1,62 @@
+"""Attention with bounded scores, sinks and gated outputs gives the one-process answer to 1e-10 in
+fp64 under tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by
+neighbours of four tensor ranks.
+"""
+
+import pytest
+from parity_runs import FEW, assert_same, run
+
+SCORES = {"softcap": 2.0, "sinks": True}
+SHAPES = {
+    "scores": {
+        "norm": "rmsnorm",
+        "kv_heads": 2,
+        "init_std": 0.5,  # scores reach the bound
+        "blocks": [
+            {"mixer": {**SCORES, "window": 4, "output_gate": "element"}},
+            {"mixer": {**SCORES, "output_gate": "head"}, "norms": "both"},
+        ],
+    },
+    "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
+}
+RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
+ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
+LAYOUTS = [
+    (2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
+    (2, {"data": 2, "zero": 2}, "none"),
+    (4, {"tensor": 4}, "none"),
+    (4, {"tensor": 2, "data": 2, "zero": 3}, "full"),
+    (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, "none"),
+    (4, {"context": 2, **RING, "tensor": 2}, "selective"),
+    (4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 1}, "full"),
+    (4, {"context": 2, **ALL_TO_ALL, "tensor": 2}, "none"),
+    (4, {**ZB_V, "tensor": 2, "zero": 1}, "none"),
+    (4, {"pipeline": 2, "context": 2, **RING}, "selective"),
+]
+
+
+def run_layout(ranks, name, train, parallel, pool, stages):
+    """Train two steps of a model with two layers for each stage."""
+    packed = name.startswith("packed")
+    model = {**SHAPES[name], "layers": 2 * stages}
+    return pool.run(ranks, run, model, {**FEW, **train}, parallel, False, False, packed)
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    """Return the results of one process by (model, stages), with two layers for each stage."""
+    return {
+        (name, stages): run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0]
+        for name in SHAPES
+        for stages in (1, 2)
+    }
+
+
+@pytest.mark.quick(when=lambda parallel: parallel.get("tensor") == 4 or "context_heads" in parallel)
+@pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
+    train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
+    stages = parallel.get("pipeline", 1)
+    results = run_layout(ranks, name, train, parallel, pool, stages)
+    assert_same(results, expected[name, stages])
