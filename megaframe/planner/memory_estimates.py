@@ -6,13 +6,13 @@ many blocks as the fullest one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.optimizer_state import compute_state_bytes
 from megaframe.architecture.output_head import get_max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
@@ -102,19 +102,21 @@ class _PipelineRank:
 
 
 class _BlockTable:
-    """For each candidate, the elements of one block of each kind (with or without experts), and the
-    bytes that it keeps per sample. They are computed once per distinct combination of the few sizes
-    that they depend on, and then looked up."""
+    """For each candidate, the elements of one block of each kind, and the bytes that it keeps per
+    sample. They are computed once per distinct combination of the few sizes that they depend on,
+    and then looked up. Kinds are numbered, the one with most parameters first."""
 
     def __init__(self, config: RunConfig, c: LayoutSizes) -> None:
         model = config.model
-        kinds = [describe_block(model, n).feed_forward.name == "moe" for n in range(model.layers)]
-        self.layers = {kind: kinds.index(kind) for kind in set(kinds)}
-        self.number = {kind: kinds.count(kind) for kind in self.layers}
+        kinds = [_drop_window(describe_block(model, n)) for n in range(model.layers)]
+        sizes_of_kinds = {kind: _count_elements(kind) for kind in dict.fromkeys(kinds)}
+        largest_first = sorted(sizes_of_kinds, key=lambda kind: -sizes_of_kinds[kind])
+        self.layers = [kinds.index(kind) for kind in largest_first]
+        self.most = [_count_most([kind == each for each in kinds]) for kind in largest_first]
         keys = np.stack([c.tensor, c.context, c.expert, c.expert_tensor, c.recompute])
         combinations, row = np.unique(keys, axis=1, return_inverse=True)
         row = row.reshape(-1)
-        rows: dict[tuple[bool, str], list[int]] = {}
+        rows: dict[tuple[int, str], list[int]] = {}
         tables = []
         for tensor, context, expert, expert_tensor, recompute in combinations.T.tolist():
             layout = Layout(
@@ -126,7 +128,7 @@ class _BlockTable:
             sizes = _with_sizes(
                 config, tensor, context, expert, expert_tensor, RECOMPUTE[recompute]
             )
-            for kind, layer in self.layers.items():
+            for kind, layer in enumerate(self.layers):
                 parameters = count_parameters(
                     config, layout, [StagePlan(1, 3, range(layer, layer + 1))]
                 )
@@ -148,21 +150,46 @@ class _BlockTable:
         self.table = np.asarray(tables, dtype=float)[row]
         self.rotary = float(compute_rotary_bytes(_with_sizes(config, 1, 1, 1, 1, "none")))
         division = count_blocks_per_rank(config, c)
+        self.chunks = np.asarray(c.chunks, dtype=int)
         self.per_rank = {True: division.fullest, False: division.last}
 
-    def count(self, kind: bool, first: bool) -> Array:
-        """Return the number of blocks of a kind on a rank. kind: with experts. first: of the
-        fullest rank; otherwise of the rank with the last stage."""
-        routed = np.minimum(self.per_rank[first], self.number.get(True, 0))
-        return routed if kind else self.per_rank[first] - routed
+    def count(self, kind: int, first: bool) -> Array:
+        """Return the number of blocks of a kind on a rank: as many of the largest kinds as the
+        consecutive layers of each of its stages may have. first: of the fullest rank; otherwise of
+        the rank with the last stage."""
+        free = np.asarray(self.per_rank[first], dtype=int)
+        per_stage = -(-free // self.chunks)
+        for larger in range(kind):
+            free = free - np.minimum(free, self.chunks * self.most[larger][per_stage])
+        if kind == len(self.layers) - 1:
+            return free
+        return np.minimum(free, self.chunks * self.most[kind][per_stage])
 
     def sum_blocks(self, name: str, first: bool) -> Array:
         """Return the sum of a quantity over the blocks of a rank; first: as in `count`."""
-        return sum(self.count(kind, first) * self._of[kind, name] for kind in self.layers)
+        return sum(
+            self.count(kind, first) * self._of[kind, name] for kind in range(len(self.layers))
+        )
 
     def find_largest(self, name: str) -> Array:
         """Return a quantity of one block, of the kind that has more of it."""
-        return np.maximum.reduce([self._of[kind, name] for kind in self.layers])
+        return np.maximum.reduce([self._of[kind, name] for kind in range(len(self.layers))])
+
+
+def _drop_window(block: BlockDescription) -> BlockDescription:
+    """Return the block without its window, on which no memory depends."""
+    return replace(block, mixer=replace(block.mixer, window=None))
+
+
+def _count_elements(block: BlockDescription) -> int:
+    return sum(spec.size for spec in block.declare_parameters(""))
+
+
+def _count_most(marked: Sequence[bool]) -> Array:
+    """Return for each number from 0 the most marked items among so many consecutive ones."""
+    before = np.concatenate([[0], np.cumsum(marked)])
+    spans = (before[length:] - before[: len(before) - length] for length in range(len(before)))
+    return np.array([span.max() for span in spans])
 
 
 def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
