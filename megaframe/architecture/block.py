@@ -47,6 +47,7 @@ class BlockDescription:
         parallel: `none`, or whether both halves start from the same stream, with `one_norm` or
             `two_norms` before them.
         residual_scale: Factor of what each half adds.
+        drops: Whether parts of what each half adds are dropped at random in training.
     """
 
     mixer: MixerDescription
@@ -55,6 +56,7 @@ class BlockDescription:
     norms: str = "before"
     parallel: str = "none"
     residual_scale: float = 1.0
+    drops: bool = False
 
     @property
     def norms_before(self) -> bool:
@@ -154,13 +156,31 @@ class BlockDescription:
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
         parts = (self.mixer, self.feed_forward)
-        kept = (part.count_saved_for_weights(parallel, recompute) for part in parts)
-        return sum(kept, SavedActivations())
+        kept = sum(
+            (part.count_saved_for_weights(parallel, recompute) for part in parts),
+            SavedActivations(),
+        )
+        in_parallel, rows = self.parallel != "none", 0
+        if recompute == "selective" and self.norms_before:
+            # Each product of the input normalises it again, into memory of its own.
+            again = (part.input_products - 1 for part in parts if not part.keeps_normed_input)
+            rows += sum(again)
+        elif in_parallel and (self.shares_norm or not self.norms_before):
+            rows -= all(part.input_products for part in parts)  # both halves keep the same rows
+        if in_parallel and not (self.norms_after or self.drops or self.residual_scale != 1.0):
+            # The gradient of the stream is that of both outputs.
+            rows -= all(part.keeps_output_gradient for part in parts)
+        return kept + SavedActivations(values=rows * self.norm.width)
 
     @property
     def tensor_traffic(self) -> TensorTraffic:
         """What the rows of a token move over the tensor axis."""
         return self.mixer.tensor_traffic + self.feed_forward.tensor_traffic
+
+    def count_tensor_sums(self, samples: int) -> int:
+        """Return the elements that a forward pass sums over the ranks of a sample."""
+        parts = (self.mixer, self.feed_forward)
+        return sum(part.count_tensor_sums(samples) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -203,6 +223,7 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
         block.norms,
         block.parallel,
         block.residual_scale,
+        model.dropout > 0,
     )
 
 

@@ -129,8 +129,20 @@ class LayerDescription(ABC):
         whose gradients are scattered."""
         return 0
 
+    @property
+    def input_products(self) -> int:
+        """Number of products that multiply the layer's own input, and keep it for a weight pass."""
+        return 1
+
+    @property
+    def keeps_output_gradient(self) -> bool:
+        """Whether the gradient of the layer's output is kept for a weight pass, as after a
+        product."""
+        return True
+
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return what a backward pass leaves for a separate weight pass."""
+        """Return what a backward pass leaves for a separate weight pass, if the layer's input is
+        not normalised again by each product."""
         tensor = parallel.tensor
         kept = (linear.count_kept_for_weights(tensor) for linear in self.linears)
         return SavedActivations(values=sum(kept))
@@ -142,6 +154,11 @@ class LayerDescription(ABC):
         for linear in self.linears:
             total = total + linear.tensor_traffic
         return total
+
+    def count_tensor_sums(self, samples: int) -> int:
+        """Return the elements, in at least fp32, that a forward pass of `samples` samples sums over
+        the ranks that have tokens of the same samples, tensor ranks among them."""
+        return 0
 
 
 class FeedForwardDescription(LayerDescription):

@@ -118,11 +118,14 @@ class LatentAttentionDescription(SoftmaxAttention):
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. Queries without a latent use the
-        same normalised rows as `down`, unless each normalises its input again."""
-        kept = super().count_saved_for_weights(parallel, recompute)
-        if self.query_rank is None and recompute != "selective":
-            kept = kept + SavedActivations(values=-self.hidden)
-        return kept
+        same rows as `down`."""
+        shared = self.hidden * (self.input_products - 1)
+        return super().count_saved_for_weights(parallel, recompute) + SavedActivations(-shared)
+
+    @property
+    def input_products(self) -> int:
+        """`down`, and the queries if they have no latent."""
+        return 1 if self.query_rank else 2
 
     @property
     def exchanged_elements(self) -> int:

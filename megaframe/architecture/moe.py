@@ -169,10 +169,32 @@ class MoEDescription(FeedForwardDescription):
         if moe.jitter:
             elements += (1 + (arriving == 0 or moe.shared > 0)) * hidden
         balanced = moe.balance_loss > 0 and moe.balance != "none"
-        scores = moe.experts * (1 + balanced) + balanced
-        scores += (moe.top_k + 2) * moe.normalise + (moe.z_loss > 0)
-        kept = SavedActivations(elements, scores, 8 * moe.top_k + balanced)
+        penalised = moe.z_loss > 0
+        # The scores; the loads of their samples, unless all samples have the same; the logits.
+        scores = moe.experts * (1 + self.balances_samples + penalised) + balanced
+        scores += (moe.top_k + 2) * moe.normalise + penalised
+        has_label = balanced or penalised
+        kept = SavedActivations(elements, scores, 8 * moe.top_k + has_label)
         return kept if self.shared is None else kept + self.shared.count_saved(parallel, recompute)
+
+    @property
+    def balances_samples(self) -> bool:
+        """Whether the balance loss is one of the loads in each sample."""
+        return self.moe.balance_loss > 0 and self.moe.balance not in ("none", "global")
+
+    def count_tensor_sums(self, samples: int) -> int:
+        """Return the loads of all experts in each sample, and in the padding."""
+        return (samples + 1) * self.moe.experts * self.balances_samples
+
+    @property
+    def input_products(self) -> int:
+        """The router's, of rows without jitter, and that of the shared MLP."""
+        return (self.moe.jitter == 0) + (self.shared is not None)
+
+    @property
+    def keeps_output_gradient(self) -> bool:
+        """Only the shared MLP does; experts keep the rows that were routed to them."""
+        return self.shared is not None
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the rows of the experts and the gradients of their outputs, those of the shared

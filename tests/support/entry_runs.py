@@ -7,6 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
+from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
 
 
 def train(overrides):
@@ -25,3 +26,10 @@ def read_losses(folder):
     metrics = read_lines(folder)
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     return [line["loss"] for line in metrics]
+
+
+def rewrite_config(path, change):
+    """Change the config in a checkpoint to what another version would have written."""
+    manifest = decode_manifest((path / MANIFEST).read_bytes(), path)
+    change(manifest.state["config"])
+    (path / MANIFEST).write_bytes(encode_manifest(manifest))

@@ -1,0 +1,148 @@
+"""The state of a loader: runs resume where they were, also after their sources changed or moved."""
+
+import json
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_runs import is_same, list_samples, make_config, take, write_sources
+from token_files import make_counting_documents, write_token_file
+
+from megaframe.config.schema import BatchRampConfig
+from megaframe.data.loader import Loader
+from megaframe.errors import UserError
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_resume_at_every_step_equals_an_uninterrupted_run(paths, prefetch):
+    ramp = BatchRampConfig(start=2, increment=2, samples=20)
+    config = make_config(paths, train={"batch_ramp": ramp}, prefetch=prefetch)
+    loader = Loader(config, 0, 2)
+    steps = take(loader, 12)
+    loader.close()
+    for stop in range(12):
+        resumed = Loader(config, 0, 2)
+        resumed.load(json.loads(json.dumps(steps[stop].state)))
+        assert resumed.state == steps[stop].state
+        assert all(is_same(resumed.next(), step) for step in steps[stop + 1 :])
+        resumed.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_changed_blends_never_repeat_a_sample_within_an_epoch(data):
+    with TemporaryDirectory() as folder:
+        paths, state, samples_so_far = write_sources(folder), None, []
+        for _ in range(data.draw(st.integers(2, 5))):
+            chosen = data.draw(st.lists(st.sampled_from(paths), min_size=1, unique=True))
+            weights = data.draw(
+                st.lists(st.floats(0.1, 10), min_size=len(chosen), max_size=len(chosen))
+            )
+            loader = Loader(make_config(chosen, weights, train={"global_batch": 4}), 0, 1)
+            if state is not None:
+                loader.load(json.loads(json.dumps(state)))
+            steps = take(loader, data.draw(st.integers(1, 3)))
+            state = steps[-1].state
+            samples_so_far += list_samples(steps)
+    assert [number for number, _ in samples_so_far] == list(range(state["samples"]))
+    tokens = [token for _, token in samples_so_far]
+    for i, (path, windows) in enumerate(zip(paths, (25, 79, 13), strict=True)):
+        tokens_of_source = [token for token in tokens if token // 10_000 == i]
+        assert state["consumed"].get(path, 0) == len(tokens_of_source)
+        for start in range(0, len(tokens_of_source), windows):
+            assert len(set(tokens_of_source[start : start + windows])) == len(
+                tokens_of_source[start : start + windows]
+            )
+
+
+def move_sources(paths, folder):
+    """Copy each source with its parent folder into `folder`; return the new paths."""
+    new_paths = []
+    for path in map(Path, paths):
+        new_folder = folder / path.parent.name
+        new_folder.mkdir(parents=True, exist_ok=True)
+        for suffix in (".bin", ".idx"):
+            shutil.copy(f"{path}{suffix}", new_folder)
+        new_paths.append(str(new_folder / path.name))
+    return new_paths
+
+
+def test_sources_that_have_moved_continue_where_they_were(paths, tmp_path):
+    """Also with one source removed, another order, and a new weight for one source."""
+    steps = take(Loader(make_config(paths), 0, 1), 4)
+    new_paths = move_sources(paths, tmp_path / "elsewhere")
+    resumed = Loader(make_config(new_paths), 0, 1)
+    (note,) = resumed.load(json.loads(json.dumps(steps[1].state)))
+    assert all(f"{old} is now {new}" in note for old, new in zip(paths, new_paths, strict=True))
+    assert list_samples(take(resumed, 2)) == list_samples(steps[2:])
+    turned = Loader(make_config([new_paths[2], paths[0]], (1.0, 5.0)), 0, 1)
+    first_note, two = turned.load(steps[1].state)
+    assert f"{paths[2]} is now {new_paths[2]}" in first_note and f"removed {paths[1]}" in two
+    consumed = steps[1].state["consumed"]
+    assert turned.consumed == (consumed[paths[2]], consumed[paths[0]])
+
+
+def test_sources_of_one_name_are_told_apart_by_size_and_by_folder(tmp_path):
+    lengths = {"a": [30, 90], "b": [200, 30], "c": [30, 90]}
+    paths = []
+    for name, of in lengths.items():
+        (tmp_path / name).mkdir()
+        paths.append(write_token_file(tmp_path / name / "tokens", make_counting_documents(of)))
+    state = take(Loader(make_config(paths, (1.0, 2.0, 5.0)), 0, 1), 4)[-1].state
+    new_paths = move_sources(paths, tmp_path / "elsewhere")
+    for chosen in ([0, 1, 2], [1, 2], [2, 0]):
+        resumed = Loader(make_config([new_paths[i] for i in chosen]), 0, 1)
+        resumed.load(state)
+        assert resumed.consumed == tuple(state["consumed"][paths[i]] for i in chosen)
+
+
+def test_another_file_of_the_same_name_is_a_new_source(paths, tmp_path):
+    state = take(Loader(make_config(paths[:1]), 0, 1), 2)[-1].state
+    (tmp_path / "other").mkdir()
+    other = write_token_file(
+        tmp_path / "other" / Path(paths[0]).name, make_counting_documents([500])
+    )
+    loader = Loader(make_config([other]), 0, 1)
+    (note,) = loader.load(state)
+    assert f"added {other}; removed {paths[0]}" in note and loader.consumed == (0,)
+
+
+def test_a_changed_blend_is_one_note_and_the_same_blend_none(paths):
+    state = take(Loader(make_config(paths[:2]), 0, 1), 3)[-1].state
+    assert Loader(make_config(paths[:2]), 0, 1).load(state) == []
+    (note,) = Loader(make_config(paths[1:], (3.0, 1.0)), 0, 1).load(state)
+    added, removed = f"added {paths[2]}", f"removed {paths[0]}"
+    for part in ("after sample 24", added, removed, f"other weight {paths[1]}"):
+        assert part in note
+
+
+def test_another_cut_of_a_source_is_said(paths):
+    state = take(Loader(make_config(paths[:1]), 0, 1), 1)[-1].state
+    (note,) = Loader(make_config(paths[:1], train={"seq": 4}), 0, 1).load(state)
+    assert f"{paths[0]}: 51, before 25" in note
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("consumed"),
+        lambda state: state.pop("samples"),
+        lambda state: state.update(samples=-1),
+        lambda state: state.update(samples=1.5),
+        lambda state: state.update(consumed=[1]),
+        lambda state: state["consumed"].update({p: -3 for p in state["consumed"]}),
+        lambda state: state["base"].clear(),
+        lambda state: state["base"].update({p: 10**6 for p in state["base"]}),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(paths, damage):
+    loader = Loader(make_config(paths), 0, 1)
+    state = json.loads(json.dumps(loader.next().state))
+    before = loader.state
+    damage(state)
+    with pytest.raises(UserError, match="data state"):
+        loader.load(state)
+    assert loader.state == before
