@@ -5,6 +5,7 @@ neighbours of four tensor ranks.
 
 import pytest
 from parity_runs import FEW, assert_same, run
+from test_tensor import measure_block
 
 SCORES = {"softcap": 2.0, "sinks": True}
 SHAPES = {
@@ -60,3 +61,20 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     stages = parallel.get("pipeline", 1)
     results = run_layout(ranks, name, train, parallel, pool, stages)
     assert_same(results, expected[name, stages])
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("gate", ["head", "element"])
+def test_activations_and_bytes_are_the_closed_forms(gate, recompute, pool):
+    """A block keeps what is planned, divided by the ranks. The gates gather the stream like any
+    product of columns; sinks move nothing."""
+    tensor, hidden = 2, 64
+    mixer = {"output_gate": gate, "sinks": True, "softcap": 3.0}
+    moved_by_gates = 3 * hidden * 2 * 2 * 16 * (tensor - 1) // tensor
+    plain, gated = (
+        pool.run(tensor, measure_block, {"blocks": [{"mixer": m}]}, recompute, tensor, 1)
+        for m in ({}, mixer)
+    )
+    for (_, _, moved_plain), (saved, planned, moved) in zip(plain, gated, strict=True):
+        assert saved == planned
+        assert moved == moved_plain + moved_by_gates

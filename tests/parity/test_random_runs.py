@@ -58,22 +58,23 @@ def test_a_planted_fault_is_found_and_made_small(pool, monkeypatch):
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Return four hundred random runs, of which few were refused by the checks of a config."""
+    """Return random runs, of which few were refused by the checks of a config. From many seeds:
+    hypothesis varies what it has drawn from one."""
     runs, repaired = [], []
 
     def repair_and_count(sections, ranks):
         repaired.append(repair(sections, ranks))
         return repaired[-1]
 
-    @seed_with(1)
-    @settings(parity_fuzz.SETTINGS, max_examples=400)
+    @settings(parity_fuzz.SETTINGS, max_examples=30)
     @given(random_runs.random_runs())
     def draw(random_run):
         runs.append(random_run)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_runs, "repair", repair_and_count)
-        draw()
+        for seed in range(24):
+            seed_with(seed)(draw)()
     assert repaired.count(False) <= 0.02 * len(repaired)
     return runs
 

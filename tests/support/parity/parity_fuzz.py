@@ -30,6 +30,9 @@ from rank_pool import Pool
 
 BATCH = 50
 """Runs between two looks at the clock; each batch has a seed of its own."""
+REPEATED = 20
+"""Runs drawn for each one that is checked, at most. Hypothesis varies what it has drawn, and only
+the first of those that show the same mechanisms is checked."""
 PLAIN_TRAIN = {"recompute", "recompute_blocks", "offload"}
 """Keys of `train` that the run on one rank does not have."""
 SETTINGS = settings(
@@ -94,20 +97,24 @@ def search(check, examples, seed, end=None, ranks=8):
 
     Args:
         check: A `ParityCheck`.
-        examples: Number of runs.
+        examples: Number of runs, which show different mechanisms.
         seed: Anything from which the runs follow.
         end: When to stop, in seconds of `time.monotonic`; a failure is still made small.
         ranks: Ranks that a run has at most.
     """
-    failed = None
+    failed, shown, stop = None, set(), check.runs + examples
 
     @seed_with(str(seed))
-    @settings(SETTINGS, max_examples=examples)
+    @settings(SETTINGS, max_examples=REPEATED * examples)
     @given(random_runs(ranks))
     def check_one(random_run):
         nonlocal failed
-        if end is not None and failed is None and time.monotonic() > end:
-            raise SkipTest  # which hypothesis does not take for a failure
+        if failed is None:
+            if check.runs == stop or (end is not None and time.monotonic() > end):
+                raise SkipTest  # which hypothesis does not take for a failure
+            if random_run.mechanisms in shown:
+                return
+            shown.add(random_run.mechanisms)
         try:
             check.check(random_run)
         except Exception as error:

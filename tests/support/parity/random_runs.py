@@ -8,6 +8,8 @@ mended by leaving out a key that it names, unless it is one of `HELD`.
 import re
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
+from math import prod
 
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -62,14 +64,21 @@ class RandomRun:
     packed: bool = False
     ragged: bool = False
 
+    @property
+    def mechanisms(self):
+        """What the run shows, roughly: the axes and choices that are words, without sizes."""
+        model, parallel = self.sections["model"], self.sections["parallel"]
+        words = {value for value in parallel.values() if isinstance(value, str)}
+        axes = {key for key, size in parallel.items() if type(size) is int and size > 1}
+        parts = {"blocks", "latent", "moe"} & {*model}
+        return frozenset(words | axes | parts | {self.sections["train"].get("recompute")})
+
 
 @st.composite
 def random_runs(draw, most_ranks=8):
     """Draw a legal `RandomRun`."""
     ranks = draw(st.sampled_from([number for number in RANKS if number <= most_ranks]))
-    sizes = dict.fromkeys(AXES, 1)
-    for factor in list_prime_factors(ranks):
-        sizes[draw(st.sampled_from(AXES))] *= factor
+    sizes = dict(zip(AXES, draw(st.sampled_from(list_axis_sizes(ranks))), strict=True))
     parallel = {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
     schedule, chunks, microbatches = "1f1b", 1, draw(st.sampled_from((2, 1, 3)))
     if sizes["pipeline"] > 1:
@@ -91,6 +100,7 @@ def random_runs(draw, most_ranks=8):
         TrainConfig,
         {"TrainConfig.recompute_blocks": make_per_stage(stages)},
         {*NOT_PROMISED["train"], *NOT_DRAWN["train"], "seq", "global_batch", "microbatch"},
+        {"recompute"},
     )
     train |= {"seq": seq, "global_batch": global_batch, "microbatch": microbatch}
     optim = draw(st.sampled_from(({"name": "sgd"}, {"name": "adamw", "eps": 1e-3})))
@@ -117,7 +127,8 @@ def draw_layout_options(draw, sizes, stages, layers, ranks, moe):
     """Return the keys of `parallel` beside the sizes of the four axes and what goes with them."""
     drawn = {*AXES, "context_kind", "context_heads", "chunks", "schedule"}
     of_stage = ranks // sizes["pipeline"]
-    expert_ranks = draw(st.sampled_from(list_divisors(of_stage if moe else 1)))
+    several = list_divisors(of_stage)[1:]
+    expert_ranks = draw(st.sampled_from([1, *several, *several])) if moe else 1
     expert = draw(st.sampled_from(list_divisors(expert_ranks)))
     replicas = list_divisors(sizes["data"])
     values = {
@@ -167,6 +178,8 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         tensor: Tensor ranks, which divide heads and widths.
         exchanging: Context ranks that exchange heads for tokens.
     """
+    # Whatever is drawn late is often the simplest: hypothesis draws short examples, too.
+    kind = draw(st.sampled_from(("", "blocks", "moe", "blocks", "latent", "latent moe")))
     pairs = list_heads(tensor, exchanging)
     heads, kv_heads = draw(st.sampled_from(pairs))
     hidden = heads * draw(st.sampled_from([w for w in (4, 2, 6, 8) if heads * w <= 32] or [2]))
@@ -203,21 +216,19 @@ def draw_model(draw, layers, seq, tensor, exchanging):
     }
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
     sizes["vocab"] = draw(st.integers(max(tensor, 11), 41))
-    model = draw_keys(draw, ModelConfig, values, {*NOT_DRAWN["model"], *sizes}) | sizes
-    parts = {"latent": draw(st.integers(0, 3)) == 3, "moe": draw(st.booleans())}
-    if draw(st.booleans()):
-        blocks = draw(
-            st.lists(st.composite(draw_keys)(BlockConfig, values), min_size=1, max_size=3)
-        )
-        model["blocks"] = blocks
-        model["layers"] = max(layers, sum(block.get("repeat", 1) for block in blocks))
-        parts_of_blocks = [part for keys in blocks for part in keys.values()]
-        kinds = {part.get("kind") for part in parts_of_blocks if isinstance(part, dict)}
-        parts = {key: key in kinds for key in parts}
-    for key, used in parts.items():
-        if used:
-            section = find_section(ModelConfig.model_fields[key].annotation)
-            model[key] = draw_keys(draw, section, values)
+    model = {}
+    if kind == "blocks":
+        block = st.composite(draw_keys)(BlockConfig, values, given=("mixer", "feed_forward"))
+        model["blocks"] = draw(st.lists(block, min_size=1, max_size=3))
+        sizes["layers"] = max(layers, sum(keys.get("repeat", 1) for keys in model["blocks"]))
+        parts = [keys[half] for keys in model["blocks"] for half in ("mixer", "feed_forward")]
+        used = {part.get("kind") for part in parts}
+    else:
+        used = {*kind.split()}
+    for key in sorted(used & {"latent", "moe"}):
+        section = find_section(ModelConfig.model_fields[key].annotation)
+        model[key] = draw_keys(draw, section, values)
+    model |= draw_keys(draw, ModelConfig, values, {*NOT_DRAWN["model"], *sizes}) | sizes
     if "latent" in model:
         model |= {"kv_heads": heads, "qkv_bias": False, "position": "rotary"}
     return model
@@ -257,15 +268,12 @@ def list_step_sizes(schedule, pipeline):
     ]
 
 
-def list_prime_factors(number):
-    """Return the prime factors of a number, each as often as it divides it."""
-    factors, prime = [], 2
-    while number > 1:
-        while number % prime == 0:
-            factors.append(prime)
-            number //= prime
-        prime += 1
-    return factors
+@cache
+def list_axis_sizes(ranks):
+    """Return all sizes of the four axes for a number of ranks, those of few axes first."""
+    divisors = list_divisors(ranks)
+    sizes = [some for some in product(divisors, repeat=len(AXES)) if prod(some) == ranks]
+    return sorted(sizes, key=lambda some: sum(size > 1 for size in some))
 
 
 def repair(sections, ranks):
