@@ -15,7 +15,7 @@ from megaframe.errors import UserError
 from megaframe.extensions import load_extensions
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.planner.memory import optimizer_state_bytes
+from megaframe.planner.memory import compute_optimizer_state_bytes
 from megaframe.training.extension_check import check_same_extensions
 from megaframe.training.train_step import TrainStep
 
@@ -83,7 +83,7 @@ def test_the_plan_counts_the_state_to_a_byte():
         mesh.close()
         memory = optimizer.count_memory_bytes()
         elements = memory["weights"] // 4
-        assert memory["optimizer"] == optimizer_state_bytes(config.optim, elements, 0, 4)
+        assert memory["optimizer"] == compute_optimizer_state_bytes(config.optim, elements, 0, 4)
 
 
 def differ_by_rank():

@@ -19,6 +19,7 @@ from megaframe.config.blocks import (
 from megaframe.config.describe import get_config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
+from megaframe.config.parts import Part
 from megaframe.config.section import MOST
 from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError
@@ -44,7 +45,11 @@ def make_strategy(annotation, bounds=()):
     if origin is Annotated:
         return make_strategy(args[0], [b for field in args[1:] for b in field.metadata])
     if origin in (Union, UnionType):
-        return st.one_of(st.none() if a is type(None) else make_strategy(a, bounds) for a in args)
+        # Parts of extensions exist only where one is named.
+        members = [a for a in args if not (isinstance(a, type) and issubclass(a, Part))]
+        return st.one_of(
+            st.none() if a is type(None) else make_strategy(a, bounds) for a in members
+        )
     if origin is Literal:
         return st.sampled_from(args)
     if origin is tuple and args[-1] is Ellipsis:
