@@ -55,7 +55,7 @@ def test_a_class_name_has_one_meaning():
 
 def test_no_module_lies_outside_the_rooms():
     beside = {path.name for path in (ROOT / "megaframe").iterdir() if path.is_file()}
-    assert beside == {"__init__.py", "errors.py", "extensions.py", "layout.py", "py.typed"}
+    assert beside == {"__init__.py", "errors.py", "layout.py", "py.typed"}
 
 
 def test_the_import_contract_has_at_most_twelve_layers():

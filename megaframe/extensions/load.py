@@ -1,4 +1,4 @@
-"""What an extension may use to bring parts of its own, and how extensions are loaded.
+"""How extensions are loaded.
 
 An extension is a Python file, or an importable package, with a function `register(registry)` that
 calls `registry.register(Section)` for each part. It is loaded because a user's config or command
@@ -22,27 +22,10 @@ from pathlib import Path
 from types import ModuleType
 
 from megaframe.config.load import load, read_extension_names
-from megaframe.config.parts import (
-    Extension,
-    OptimizerPart,
-    Part,
-    Registry,
-    SchedulePart,
-    activate,
-)
+from megaframe.config.parts import Extension, Registry, activate
 from megaframe.config.read import ConfigMistake
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
-
-__all__ = [
-    "OptimizerPart",
-    "Part",
-    "Registry",
-    "SchedulePart",
-    "find_mistakes",
-    "load_extensions",
-    "load_with_extensions",
-]
 
 _LINES = 4
 """Lines of a traceback that a message repeats."""
