@@ -5,7 +5,8 @@ python tools/options.py > docs/reference/options.md
 
 from __future__ import annotations
 
-from megaframe.config.describe import COMMON, ConfigKey, get_config_keys
+from megaframe.config.describe import COMMON
+from megaframe.config.keys import ConfigKey, get_config_keys
 
 _BEGIN = """\
 # Options

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
-from megaframe.config.describe import format_value
+from megaframe.config.keys import format_value
 from megaframe.config.migration import upgrade_keys
 from megaframe.config.parts import get_registry
 from megaframe.config.schema import DataConfig

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from pydantic import BaseModel
 
-from megaframe.config.describe import format_value
+from megaframe.config.keys import format_value
 
 TRAINING_ONLY = frozenset(
     {

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megaframe.config.describe import (
+from megaframe.config.keys import (
     describe_type_at,
     drop_kinds,
     format_value,

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megaframe.config.describe import get_config_keys, suggest_keys
+from megaframe.config.keys import get_config_keys, suggest_keys
 from megaframe.config.url import find_text_mistake
 from megaframe.io.untrusted import PlainLoader, open_file, to_plain_data
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.config.describe import format_value
+from megaframe.config.keys import format_value
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import Chip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.describe import format_value
+from megaframe.config.keys import format_value
 from megaframe.config.schema import RunConfig
 
 NO_SOURCES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.describe import format_value
+from megaframe.config.keys import format_value
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parts import get_part_name
 from megaframe.errors import join_or

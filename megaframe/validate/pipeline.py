@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.describe import format_value
+from megaframe.config.keys import format_value
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, join_or
 from megaframe.schedule import find_schedule_mistakes

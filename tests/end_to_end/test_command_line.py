@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from entry_runs import pretrain_gpt, rewrite_config, train
 
-from megaframe.config.describe import get_config_keys
+from megaframe.config.keys import get_config_keys
 
 
 class TestMistakes:

@@ -12,7 +12,8 @@ import pytest
 from repo_copy import ROOT, copy_tracked
 
 from megaframe.config import RunConfig, load
-from megaframe.config.describe import COMMON, get_config_keys
+from megaframe.config.describe import COMMON
+from megaframe.config.keys import get_config_keys
 from megaframe.errors import UserError
 
 NOT_HERE = {

@@ -8,13 +8,8 @@ from megaframe.config import (
     describe_unknown_options,
     explain,
 )
-from megaframe.config.describe import (
-    COMMON,
-    WIDTH,
-    find_nearest_keys,
-    get_config_keys,
-    suggest_keys,
-)
+from megaframe.config.describe import COMMON, WIDTH
+from megaframe.config.keys import find_nearest_keys, get_config_keys, suggest_keys
 from megaframe.errors import UserError
 
 

@@ -16,7 +16,7 @@ from megaframe.config.blocks import (
     MLPConfig,
     MoEMixtureConfig,
 )
-from megaframe.config.describe import get_config_keys
+from megaframe.config.keys import get_config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.parts import Part

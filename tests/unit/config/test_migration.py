@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import explain, load
-from megaframe.config.describe import get_config_keys
+from megaframe.config.keys import get_config_keys
 from megaframe.config.migration import (
     RENAMED_KEYS,
     SETTINGS_ELSEWHERE,

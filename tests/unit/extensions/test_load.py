@@ -8,7 +8,7 @@ import yaml
 
 from megaframe.checkpoint.train_state import check_same_run, describe_resumption
 from megaframe.config import describe_all_keys, dump, explain, load
-from megaframe.config.describe import get_config_keys
+from megaframe.config.keys import get_config_keys
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parts import ROLES, Registry, get_registry, use_registry
 from megaframe.errors import UserError

@@ -1,0 +1,314 @@
+"""The keys of the schema: their types, ranges and defaults in words, and the nearest key to a name.
+
+Error messages, `--explain` and `--help` all use this one walk over the pydantic models, so that
+what a key takes is written down once, in the schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import Tag
+from pydantic.fields import FieldInfo
+
+from megaframe.config.migration import translate_setting
+from megaframe.config.parts import Extensible, Part, is_part
+from megaframe.config.schema import RunConfig, Section
+from megaframe.config.section import MOST
+from megaframe.errors import join_or
+
+MAX_NAME = 100
+"""Number of characters of an unknown key that are compared with the known ones."""
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """One dotted key.
+
+    Attributes:
+        name: `section.key`.
+        field: Its pydantic field.
+        section: The class of the keys beneath it, None for a key that holds a value.
+    """
+
+    name: str
+    field: FieldInfo
+    section: type[Section] | None
+
+    @property
+    def nullable(self) -> bool:
+        """Whether `null` is one of its values."""
+        return type(None) in get_args(self.field.annotation)
+
+    @property
+    def several(self) -> bool:
+        """Whether its values may be of more than one type, not counting null."""
+        return len(_list_non_null_members(self.field.annotation)) > 1
+
+    @property
+    def text(self) -> str:
+        """Its documentation as one paragraph."""
+        return " ".join((self.field.description or "").split())
+
+    @property
+    def allowed(self) -> str:
+        """The values that it takes, in words."""
+        return describe_type(self.field.annotation, tuple(self.field.metadata))
+
+    @property
+    def default(self) -> str:
+        """Its default as written in a config; `derived` if it follows from other keys."""
+        if self.field.is_required():
+            return "required"
+        return "derived" if self.field.default_factory else format_value(self.field.default)
+
+
+@lru_cache
+def get_config_keys() -> Mapping[str, ConfigKey]:
+    """Return all keys by dotted name, in the order of the schema, each section before its keys."""
+    return {key.name: key for key in _collect_keys(RunConfig, "")}
+
+
+def _collect_keys(section: type[Section], prefix: str) -> list[ConfigKey]:
+    keys = []
+    for name, field in section.model_fields.items():
+        inner = _find_section_class(field.annotation)
+        keys.append(ConfigKey(prefix + name, field, inner))
+        if inner:
+            keys += _collect_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
+    """Return the keys of the items of a list of sections, and of parts of extensions; none for
+    other keys. Keys that only one kind of section has are named with the kind:
+    `mixer[attention].window`."""
+    keys: list[ConfigKey] = []
+    for kind, part in _sections_by_kind(key.field.annotation, key.field.metadata).items():
+        keys += _collect_keys(part, f"{key.name}[{kind}].")
+    if keys:
+        return keys
+    for annotation in (key.field.annotation, *_list_union_members(key.field.annotation)):
+        if get_origin(annotation) is tuple and (
+            section := _find_section_class(get_args(annotation)[0])
+        ):
+            return _collect_kinds(section, f"{key.name}.")
+    return []
+
+
+def _collect_kinds(section: type[Section], prefix: str) -> list[ConfigKey]:
+    keys = []
+    for name, field in section.model_fields.items():
+        kinds = _sections_by_kind(field.annotation, field.metadata)
+        keys.append(ConfigKey(prefix + name, field, _find_section_class(field.annotation)))
+        for kind, kind_section in kinds.items():
+            keys += _collect_keys(kind_section, f"{prefix}{name}[{kind}].")
+    return keys
+
+
+def _sections_by_kind(annotation: Any, metadata: Iterable[Any] = ()) -> dict[str, type[Section]]:
+    """Return the sections of a union in which `kind` says which one is meant; empty for others.
+
+    Args:
+        annotation: The type.
+        metadata: What pydantic has taken off it.
+    """
+    if get_origin(annotation) is Annotated:
+        metadata = (*metadata, *get_args(annotation)[1:])
+        annotation = get_args(annotation)[0]
+    kinds: dict[str, type[Section]] = {}
+    for extensible in metadata:
+        if isinstance(extensible, Extensible):
+            kinds |= extensible.kinds
+    for member in _list_union_members(annotation):
+        tags = get_args(member)[1:] if get_origin(member) is Annotated else ()
+        for tag in tags:
+            if isinstance(tag, Tag):
+                kinds[str(tag.tag)] = get_args(member)[0]
+    return kinds
+
+
+def _find_section_class(annotation: Any) -> type[Section] | None:
+    """Return the section class in `annotation`, which may be nullable; None if there is none."""
+    for kind in (annotation, *_list_union_members(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section) and not is_part(kind):
+            return kind
+    return None
+
+
+def _list_union_members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+
+
+def _list_non_null_members(annotation: Any) -> list[Any]:
+    """Return the types of a union except null; none if it is not a union."""
+    members = _list_union_members(annotation)
+    return [kind for kind in members if kind is not type(None) and not is_part(kind)]
+
+
+def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
+    """Describe the values of a type annotation in words, e.g. `a whole number >= 1`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = (item for field in args[1:] for item in getattr(field, "metadata", (field,)))
+        return describe_type(args[0], (*bounds, *inner))
+    if any(isinstance(bound, Extensible) for bound in bounds):
+        own = [describe_type(kind) for kind in _list_non_null_members(annotation)]
+        if kinds := _sections_by_kind(annotation, bounds):
+            names = join_or(kinds)
+            own += [names, f"or keys of a part, of kind {names}"]
+        return ", ".join(own)
+    if kinds := _sections_by_kind(annotation):
+        return f"keys of a part, of kind {join_or(kinds)}"
+    if _list_union_members(annotation):
+        # Lists come last: what follows a list would read as one of its items.
+        ordered = sorted(args, key=lambda kind: get_origin(kind) is tuple)
+        return " or ".join("null" if a is type(None) else describe_type(a, bounds) for a in ordered)
+    if origin is Literal:
+        return args[0] if len(args) == 1 else "one of " + ", ".join(args)
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return f"a list, each {describe_type(args[0])}"
+        return f"a list of {len(args)}, each {describe_type(args[0])}"
+    if _find_section_class(annotation):
+        fields = (
+            f"{key.name}: {key.allowed} (default {key.default})"
+            if not key.field.is_required()
+            else f"{key.name}: {key.allowed}"
+            for key in _collect_keys(annotation, "")
+        )
+        return "{" + ", ".join(fields) + "}"
+    return _describe_scalar(annotation, bounds)
+
+
+def describe_type_at(key: ConfigKey, path: Sequence[int | str]) -> str:
+    """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")`."""
+    return describe_type(*_resolve(key, path)[:2])
+
+
+def drop_kinds(key: ConfigKey, path: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Return a path inside a key's value without the kinds of sections that pydantic names in it,
+    as it is written in a config."""
+    return _resolve(key, path)[2]
+
+
+def _resolve(
+    key: ConfigKey, path: Sequence[int | str]
+) -> tuple[Any, tuple[Any, ...], tuple[int | str, ...]]:
+    """Return the type at `path`, its bounds, and the path without kinds of sections. It ends at a
+    key that does not exist."""
+    annotation, bounds = key.field.annotation, tuple(key.field.metadata)
+    written: list[int | str] = []
+    for part in path:
+        kinds = _sections_by_kind(annotation, bounds)
+        if str(part) in kinds:
+            annotation, bounds = kinds[str(part)], ()
+            continue
+        written.append(part)
+        alternatives = _list_non_null_members(annotation)
+        annotation = (
+            alternatives[0] if len(alternatives) == 1 else annotation
+        )  # null has nothing inside
+        section, items = _find_section_class(annotation), get_args(annotation)
+        if section is not None:
+            field = section.model_fields.get(str(part))
+            if field is None:
+                break
+            annotation, bounds = field.annotation, tuple(field.metadata)
+        else:
+            annotation, bounds = items[0 if items[-1] is Ellipsis else int(part)], ()
+    return annotation, bounds, tuple(written)
+
+
+def _describe_scalar(kind: type, bounds: tuple[Any, ...]) -> str:
+    if kind is bool:
+        return "true or false"
+    if kind is str:
+        return "text"
+    limits = {
+        name: getattr(bound, name)
+        for bound in bounds
+        for name in ("gt", "ge", "lt", "le")
+        if getattr(bound, name, None) not in (None, MOST)  # a limit that nobody needs to know
+    }
+    if kind is int:
+        if "gt" in limits:
+            limits["ge"] = limits.pop("gt") + 1
+        noun = "a whole number"
+    else:
+        noun = "a number"
+    if {"ge", "le"} <= limits.keys():
+        return f"{noun} from {_format_bound(limits['ge'])} to {_format_bound(limits['le'])}"
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    parts = [
+        f"{sign} {_format_bound(limits[name])}" for name, sign in signs.items() if name in limits
+    ]
+    return " ".join([noun, " and ".join(parts)]).strip()
+
+
+def _format_bound(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+
+
+def format_value(value: Any) -> str:
+    """Return a value as it is written in a config."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Section):
+        if isinstance(value, Part) and value.model_fields_set <= {"kind"}:
+            return value.name
+        given = value.model_fields_set | {"kind"}
+        # In the order of the schema; a set of names has none.
+        shown = {key: getattr(value, key) for key in type(value).model_fields if key in given}
+        return format_value(shown)
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def find_nearest_keys(name: str) -> str:
+    """Return the known key most similar to `name`, compared as a whole and by its last part;
+    several keys if they are equally similar."""
+    name = name[:MAX_NAME]
+
+    def compute_likeness(key: str) -> float:
+        whole_ratio = SequenceMatcher(None, name, key).ratio()
+        last_ratio = SequenceMatcher(None, name.rpartition(".")[2], key.rpartition(".")[2]).ratio()
+        return max(whole_ratio, 0.95 * last_ratio) + 0.01 * whole_ratio
+
+    # A section that `name` already starts with is no help.
+    likely = {
+        key: compute_likeness(key) for key in _list_all_names() if not name.startswith(f"{key}.")
+    }
+    return join_or(key for key, ratio in likely.items() if ratio == max(likely.values()))
+
+
+def suggest_keys(name: str) -> str:
+    """Return how a message about the unknown key `name` ends: what other programs call so, or else
+    the nearest keys."""
+    return translate_setting(name[:MAX_NAME]) or f"did you mean {find_nearest_keys(name)}?"
+
+
+def _list_all_names() -> list[str]:
+    """Return all dotted names, including those of items in a list of sections."""
+    return [*get_config_keys(), *(drop_kind(item.name) for item in list_all_item_keys())]
+
+
+def list_all_item_keys() -> list[ConfigKey]:
+    """Return the keys of the items of all lists of sections."""
+    return [item for key in get_config_keys().values() for item in list_item_keys(key)]
+
+
+def drop_kind(name: str) -> str:
+    """Return the name of a key without the kind of part that has it."""
+    return re.sub(r"\[.*?\]", "", name)
