@@ -10,7 +10,6 @@ query or key head, V width of a value head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +17,16 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from megaframe.ops import cpu_attention
+from megaframe.ops.attention_plain import (
+    attend_in_rows,
+    attend_in_rows_backward,
+    attend_plain,
+    attend_plain_backward,
+    to_bias,
+)
 
 _HOSTS = ("cpu", "meta")
 """Devices with the fused attention for CPUs. Meta tensors use it for their shapes only."""
-_QUERIES_PER_STEP = 128
-"""Queries whose scores exist at once where they are bounded, which no fused attention does."""
 
 
 def should_compute_in_blocks(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
@@ -58,7 +62,7 @@ def attend(
     """
     query, key, value = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
     if softcap is not None and not query.is_meta:
-        out, lse = _attend_in_rows(query, key, value, mask, causal, (scale, softcap))
+        out, lse = attend_in_rows(query, key, value, mask, causal, (scale, softcap))
         return out.transpose(1, 2), lse
     if should_compute_in_blocks(query_BQND, key_BKGD, mask):
         out, lse = cpu_attention.attend(query, key, value, causal=causal, scale=scale)
@@ -66,16 +70,16 @@ def attend(
     alike = _pad_to_one_width(query, key, value)
     if query.device.type in _HOSTS:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *alike, 0.0, causal, attn_mask=_to_bias(mask, query.dtype), scale=scale
+            *alike, 0.0, causal, attn_mask=to_bias(mask, query.dtype), scale=scale
         )
     elif _can_use_flash(*alike, mask, causal):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             *alike, 0.0, causal, scale=scale
         )
     else:
-        # In torch's default type; `_scores` converts it to that of the scores.
-        bias = _to_bias(_make_causal(mask, query, causal), None)
-        out, lse = _attend_plain(query, key, value, bias, (scale, None))
+        # In torch's default type; `attend_plain` converts it to that of the scores.
+        bias = to_bias(_make_causal(mask, query, causal), None)
+        out, lse = attend_plain(query, key, value, bias, (scale, None))
     # A query that sees no key gets -inf, so its output has weight 0 when tiles are merged.
     if mask is not None:
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
@@ -118,7 +122,7 @@ def attend_backward(
     d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
     gradients: tuple[Tensor, ...]
     if softcap is not None and not query.is_meta:
-        gradients = _attend_in_rows_backward(
+        gradients = attend_in_rows_backward(
             d_out, *heads, out, lse_BNQ, mask, causal, (scale, softcap)
         )
         return _move_heads_back(gradients, heads)
@@ -138,14 +142,14 @@ def attend_backward(
             lse_BNQ,
             0.0,
             causal,
-            attn_mask=_to_bias(mask, query.dtype),
+            attn_mask=to_bias(mask, query.dtype),
             scale=scale,
         )
     elif _can_use_flash(*alike, mask, causal):
         gradients = _attend_flash_backward(d_alike, *alike, out_alike, lse_BNQ, causal, scale)
     else:
-        bias = _to_bias(_make_causal(mask, query, causal), None)
-        gradients = _attend_plain_backward(d_out, *heads, out, lse_BNQ, bias, (scale, None))
+        bias = to_bias(_make_causal(mask, query, causal), None)
+        gradients = attend_plain_backward(d_out, *heads, out, lse_BNQ, bias, (scale, None))
     return _move_heads_back(gradients, heads)
 
 
@@ -227,15 +231,6 @@ def _pad_head(head: Tensor, width: int) -> Tensor:
     return F.pad(head, (0, missing)) if missing else head
 
 
-def _to_bias(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a bias that is 0 where the mask is true and -inf elsewhere, with the batch and head
-    dims that torch expects. dtype: None for `torch.get_default_dtype()`."""
-    if mask is None:
-        return None
-    mask = mask if mask.dim() == 4 else mask[None, None]
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-
-
 def _make_causal(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:
     if not causal:
         return mask
@@ -280,139 +275,3 @@ def _attend_flash_backward(
         nothing,
         scale=scale,
     )
-
-
-_Scores = tuple[float, float | None]
-"""How scores follow from products: their factor, and their bound if they have one."""
-
-
-def _iterate_rows(
-    queries: int, keys: int, mask: Tensor | None, causal: bool, query: Tensor
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield some queries of a tile, the keys that they may see, and a bias for these; so few that
-    their scores take little memory."""
-    for start in range(0, queries, _QUERIES_PER_STEP):
-        rows = slice(start, min(start + _QUERIES_PER_STEP, queries))
-        visible = slice(0, rows.stop if causal else keys)
-        part = None if mask is None else mask[..., rows, visible]
-        if causal:
-            ones = torch.ones(rows.stop - start, rows.stop, dtype=torch.bool, device=query.device)
-            part = ones.tril(start)
-        yield rows, visible, _to_bias(part, query.dtype)
-
-
-def _attend_in_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    rule: _Scores,
-) -> tuple[Tensor, Tensor]:
-    """Compute a tile like `_attend_plain`, some queries at a time."""
-    parts = [
-        _attend_plain(query[:, :, rows], key[:, :, keys], value[:, :, keys], bias, rule)
-        for rows, keys, bias in _iterate_rows(query.shape[2], key.shape[2], mask, causal, query)
-    ]
-    outs, lses = zip(*parts, strict=True)
-    # Tokens first in memory, so that the caller's transpose back gives a contiguous tensor.
-    out = torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
-    return out, torch.cat(lses, 2)
-
-
-def _attend_in_rows_backward(
-    d_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    rule: _Scores,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of a tile like `_attend_plain_backward`, some queries at a time."""
-    d_query = torch.empty_like(query)
-    # Summed in at least fp32, and rounded once.
-    d_key, d_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
-    for rows, keys, bias in _iterate_rows(query.shape[2], key.shape[2], mask, causal, query):
-        d_query[:, :, rows], d_some_keys, d_some_values = _attend_plain_backward(
-            d_out[:, :, rows],
-            query[:, :, rows],
-            key[:, :, keys],
-            value[:, :, keys],
-            out[:, :, rows],
-            lse[:, :, rows],
-            bias,
-            rule,
-        )
-        d_key[:, :, keys] += d_some_keys
-        d_value[:, :, keys] += d_some_values
-    return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
-
-
-def _attend_plain(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, rule: _Scores
-) -> tuple[Tensor, Tensor]:
-    """Return softmax(scores + bias) v and the log-sum-exp, by matrix products; heads come
-    first."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores, _ = _compute_scores(query, key, bias, rule, wide)
-    lse = scores.logsumexp(-1)
-    # A query that sees no key has lse = -inf, and -inf - -inf would be NaN.
-    shares = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
-    # Weights are rounded to the type of the values, as in the fused attention.
-    out = _group_heads(shares.to(query.dtype), key.shape[1]) @ value[:, :, None]
-    return out.flatten(1, 2), lse
-
-
-def _attend_plain_backward(
-    d_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    rule: _Scores,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """With weights p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq =
-    ds k, dk = ds^T q. With a bound c, ds is times 1 - (score / c)^2. Gradients of keys and values
-    are summed over the query heads that share them."""
-    wide, groups = lse.dtype, key.shape[1]
-    # Weights among all keys of all tiles, because lse is merged over them.
-    scores, slope = _compute_scores(query, key, bias, rule, wide)
-    # A query that sees no key has lse = -inf, and -inf - -inf would be NaN.
-    shares = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
-    d_shares = (_group_heads(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
-    # Equals sum(p dp) over all keys, also those of other tiles, because out is merged too.
-    mean = (d_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    d_scores = shares * (d_shares - mean) * rule[0]
-    if slope is not None:
-        d_scores *= slope
-    d_scores_grouped = _group_heads(d_scores.to(query.dtype), groups)
-    shares_grouped = _group_heads(shares.to(query.dtype), groups)
-    d_query = (d_scores_grouped @ key[:, :, None]).flatten(1, 2)
-    # Query heads that share a key head each contribute to its gradient.
-    d_key = (d_scores_grouped.mT @ _group_heads(query, groups)).sum(2)
-    d_value = (shares_grouped.mT @ _group_heads(d_out, groups)).sum(2)
-    return d_query, d_key, d_value
-
-
-def _compute_scores(
-    query: Tensor, key: Tensor, bias: Tensor | None, rule: _Scores, wide: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Return the scores [B, N, Q, K], scaled, bounded and with the bias; and the derivative of the
-    bounded scores, None without a bound."""
-    scale, softcap = rule
-    product = _group_heads(query, key.shape[1]) @ key[:, :, None].mT
-    scores, slope = product.flatten(1, 2).to(wide) * scale, None
-    if softcap is not None:
-        bounded = (scores / softcap).tanh_()
-        scores, slope = bounded * softcap, 1.0 - bounded.square()
-    return (scores if bias is None else scores + bias.to(wide)), slope
-
-
-def _group_heads(x: Tensor, groups: int) -> Tensor:
-    """View [B, N, ...] as [B, G, N / G, ...]."""
-    return x.unflatten(1, (groups, -1))

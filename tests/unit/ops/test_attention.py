@@ -19,7 +19,7 @@ from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.distributed.collectives import Ring
 from megaframe.model.attention import _attend_locally
 from megaframe.model.forward_context import RunContext, make_microbatch_context
-from megaframe.ops import attention_mask, attention_tiles, cpu_attention
+from megaframe.ops import attention_mask, attention_plain, attention_tiles, cpu_attention
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
 from megaframe.ops.attention_tiles import attend, attend_backward, merge
 
@@ -30,21 +30,21 @@ SCALE = 0.7
 
 
 def attend_plain(query, key, value, mask, *, causal, scale):
-    bias = attention_tiles._to_bias(
+    bias = attention_plain.to_bias(
         attention_tiles._make_causal(mask, query.transpose(1, 2), causal), None
     )
-    out, lse = attention_tiles._attend_plain(
+    out, lse = attention_plain.attend_plain(
         *attention_tiles._move_heads_first(query, key, value), bias, (scale, None)
     )
     return out.transpose(1, 2), lse
 
 
 def backward_plain(d_out, query, key, value, out, lse, mask, *, causal, scale):
-    bias = attention_tiles._to_bias(
+    bias = attention_plain.to_bias(
         attention_tiles._make_causal(mask, query.transpose(1, 2), causal), None
     )
     heads_first = attention_tiles._move_heads_first(query, key, value)
-    gradients = attention_tiles._attend_plain_backward(
+    gradients = attention_plain.attend_plain_backward(
         d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, (scale, None)
     )
     return [gradient.transpose(1, 2) for gradient in gradients]
