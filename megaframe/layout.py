@@ -260,6 +260,7 @@ def count_ranks_per_node(groups: Iterable[Sequence[int]], node_size: int) -> int
     every one of `groups`, and otherwise 1.
 
     Args:
+        groups: World ranks of each group.
         node_size: Ranks per node.
     """
     counts: set[int] = set()

@@ -94,7 +94,11 @@ class BlockDescription:
         return {self.feed_forward.name: self.feed_forward}
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield the specs of all parameters. name: the path of the block in the model."""
+        """Yield the specs of all parameters.
+
+        Args:
+            name: Dotted path of the block in the model.
+        """
         for part_name, part in (*self.first_half.items(), *self.second_half.items()):
             yield from part.declare_parameters(f"{name}.{part_name}")
 

@@ -49,7 +49,12 @@ def describe_token_table(model: ModelConfig) -> TableDescription:
 
 
 def describe_position_table(model: ModelConfig, seq: int) -> TableDescription | None:
-    """Return the table of learned positions, if the model has one. seq: tokens of a sample."""
+    """Return the table of learned positions, if the model has one.
+
+    Args:
+        model: Has the kind of positions and their number.
+        seq: Tokens of a sample, the number of positions if the model does not say it.
+    """
     if model.position != "learned":
         return None
     return TableDescription(model.positions or seq, model.hidden, model.init_std, split=False)

@@ -40,7 +40,11 @@ class SavedActivations:
         )
 
     def count_bytes(self, width: int) -> Number:
-        """Return the bytes per token. width: bytes of a value."""
+        """Return the bytes per token.
+
+        Args:
+            width: Bytes of a value.
+        """
         return self.values * width + self.statistics * max(4, width) + self.other_bytes
 
 
@@ -69,7 +73,11 @@ class HasParameters(Protocol):
     """A part of a layer that declares parameters."""
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield their specs; name: the path of the part in the model."""
+        """Yield the specs of all parameters.
+
+        Args:
+            name: Dotted path of the part in the model.
+        """
         ...
 
 
@@ -99,7 +107,11 @@ class LayerDescription(ABC):
         """
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield the specs of all parameters. name: the path of the layer in the model."""
+        """Yield the specs of all parameters.
+
+        Args:
+            name: Dotted path of the layer in the model.
+        """
         for part_name, part in self.parts.items():
             yield from part.declare_parameters(f"{name}.{part_name}")
 

@@ -31,7 +31,12 @@ def compute_moment_bytes(optim: OptimConfig, master: int) -> float:
 
 def compute_state_bytes(optim: OptimConfig, master: int) -> float:
     """Return the bytes of optimizer state per element, including a moving average of the weights;
-    for Muon, of matrices. master: bytes of an element in master precision."""
+    for Muon, of matrices.
+
+    Args:
+        optim: The optimizer.
+        master: Bytes of an element in master precision.
+    """
     moments = count_moments(optim) * compute_moment_bytes(optim, master)
     return moments + (master if optim.ema is not None else 0)
 

@@ -43,6 +43,7 @@ def build_forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Sched
 
     Args:
         rank_of: Rank of each stage.
+        microbatches: Number of microbatches.
     """
     ranks = range(max(rank_of) + 1)
     return Schedule(

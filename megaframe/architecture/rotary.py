@@ -26,8 +26,13 @@ class RotaryDescription:
 def describe_rotary(
     model: ModelConfig, width: int, base: float | None = None
 ) -> RotaryDescription | None:
-    """Return the tables for heads with `width` rotated dims, None if there are none. base: in place
-    of `model.rotary_base`."""
+    """Return the tables for heads with `width` rotated dims, None if there are none.
+
+    Args:
+        model: Has the base and the scaling.
+        width: Rotated dims of a head.
+        base: Base of the wavelengths in place of `model.rotary_base`.
+    """
     if not width:
         return None
     return RotaryDescription(width, base or model.rotary_base, model.rotary_scaling)

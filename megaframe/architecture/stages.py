@@ -82,6 +82,7 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     Args:
         blocks: The work of each block.
         head: The work of the head, which is on the last stage.
+        stages: Number of stages.
     """
     ends = [0.0]
     for work in blocks:

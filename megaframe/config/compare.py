@@ -27,7 +27,11 @@ def find_differences(
 ) -> Iterator[str]:
     """Yield a line for each key that differs between two sections, or two values, called `name`.
 
-    Keys in `free`, and everything inside them, are not compared.
+    Args:
+        old: The section or value there, such as in a checkpoint.
+        new: The section or value here.
+        free: Dotted keys that are not compared, nor anything inside them.
+        name: Dotted key of both.
     """
     if name in free:
         return

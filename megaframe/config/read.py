@@ -96,6 +96,7 @@ class ConfigReader:
         """Return the keys of a file, which replace those of the files that it extends.
 
         Args:
+            path: Path or URL of the file.
             chain: The files that led here through `extends`. A file that cannot be used adds a
                 mistake and has no keys.
         """

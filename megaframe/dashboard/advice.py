@@ -36,7 +36,11 @@ _ADVICE = {
 
 
 def suggest_remedies(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield causes and advice, the largest loss first. losses: shares of the peak by cause."""
+    """Yield causes and advice, the largest loss first.
+
+    Args:
+        losses: shares of the peak by cause.
+    """
     causes = sorted(losses, key=lambda cause: -losses[cause])
     num_suggested = 0
     for cause in causes:

@@ -24,8 +24,13 @@ def list_bucket_starts(length: int, most: int) -> NDArray[np.int64]:
 def compute_bucket_means(
     values: Floats, starts: NDArray[np.int64], weights: Floats | None = None
 ) -> Floats:
-    """Return the mean of the finite values of each bucket, NaN if it has none. weights: of the
-    values, if they are to be weighted."""
+    """Return the mean of the finite values of each bucket, NaN if it has none.
+
+    Args:
+        values: the values [n].
+        starts: index of the first value of each bucket, increasing.
+        weights: of the values, if they are to be weighted [n].
+    """
     if not len(starts):
         return np.empty(0)
     good = np.isfinite(values)

@@ -58,8 +58,12 @@ _PAGE = """<!doctype html>
 
 
 def render_page(data: Mapping[str, Any], token: str = "") -> str:
-    """Return the HTML of the page. token: of the server that a live page polls for new data; empty
-    for a saved page."""
+    """Return the HTML of the page.
+
+    Args:
+        data: what the page shows; is embedded as JSON.
+        token: of the server that a live page polls for new data; empty for a saved page.
+    """
     return _PAGE.format(
         token=f' data-token="{escape(token)}"' if token else "",
         policy=CONTENT_SECURITY_POLICY,
@@ -78,7 +82,11 @@ def embed_json(data: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that nobody sees a part of it. Raises `UserError` if it cannot be written."""
+    """Write a file so that nobody sees a part of it.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     partial = path.parent / f"{path.name}.partial"
     try:
         partial.write_text(text, encoding="utf-8")

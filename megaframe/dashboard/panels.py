@@ -193,8 +193,12 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
 
 
 def compute_predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of the peak of a predicted step by cause. prediction: has `step_seconds`,
-    `mfu` and `breakdown`: seconds by part, with exposed communication under the names of axes."""
+    """Return the shares of the peak of a predicted step by cause.
+
+    Args:
+        prediction: has `step_seconds`, `mfu` and `breakdown`: seconds by part, with exposed
+            communication under the names of axes.
+    """
     seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")
     losses: dict[str, float] = {}
     for part, spent in prediction["breakdown"].items():

@@ -41,8 +41,13 @@ td, li, h1 { overflow-wrap: anywhere }
 def render_report(
     run: RunFolder, prediction: Mapping[str, Any] | None = None, planner: Sequence[str] = ()
 ) -> str:
-    """Return the report as Markdown. prediction: as `panels.predicted` takes it. planner: the
-    planner's suggestions, or why it has none."""
+    """Return the report as Markdown.
+
+    Args:
+        run: the run.
+        prediction: as `panels.compute_predicted_losses` takes it, if there is one.
+        planner: the planner's suggestions, or why it has none.
+    """
     return "\n".join(_render_lines(run, prediction, planner)) + "\n"
 
 

@@ -162,7 +162,11 @@ class TrialRun:
         return values
 
     def describe_failure(self, status: int) -> str:
-        """Return why the run failed, in one line. status: its exit status."""
+        """Return why the run failed, in one line.
+
+        Args:
+            status: its exit status.
+        """
         tail = (self.folder / CONSOLE).read_bytes()[-_TAIL:].decode(errors="replace")
         lines = [line for line in tail.splitlines() if line.strip()] or ["nothing was printed"]
         mistakes = [line for line in lines if line.startswith("error: ")]
@@ -171,7 +175,11 @@ class TrialRun:
 
 def parse_run(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return the config of a command line of `pretrain_gpt.py`, and that line with an absolute path
-    of the config file. Raises `UserError` for a mistake in the config."""
+    of the config file.
+
+    Raises:
+        UserError: there is a mistake in the config.
+    """
     parser = argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False)
     parser.add_argument("--config")
     parser.add_argument("overrides", nargs="*")
@@ -233,7 +241,16 @@ def _parse_values(text: str, listed: str) -> list[str]:
 
 def make_trials(space: Space, times: int, seed: int) -> list[Trial]:
     """Return every combination of the lists' values, `times` times, each time with new numbers from
-    the ranges. Raises `UserError` if that would repeat trials."""
+    the ranges.
+
+    Args:
+        space: values of each key, a list or a range.
+        times: number of times.
+        seed: of the numbers from the ranges.
+
+    Raises:
+        UserError: this would repeat trials.
+    """
     if times < 1:
         raise UserError(f"--trials {times} is too few; use 1 or more")
     ranges = {key: values for key, values in space.items() if isinstance(values, Range)}
@@ -258,7 +275,11 @@ def build_trial_command(
 ) -> list[str]:
     """Return the command that runs a trial, and is asked to leave when its parent ends.
 
-    words: command line of the run. run: folder of the trial.
+    Args:
+        words: command line of the run.
+        keys: values of the trial's keys, which override those of the run.
+        run: folder of the trial.
+        ranks: processes of the trial.
     """
     prefix = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -316,8 +337,17 @@ def _format(value: Any) -> str:
 
 
 def write_page(path: Path, results: Sequence[Result], space: Space, metric: str) -> None:
-    """Write a page with the metric over the values of each key, which needs no network. Raises
-    `UserError` if plotly is not installed."""
+    """Write a page with the metric over the values of each key, which needs no network.
+
+    Args:
+        path: the HTML file.
+        results: the trials; those without the metric are left out.
+        space: keys that were varied, one plot for each.
+        metric: key of the results that is shown.
+
+    Raises:
+        UserError: plotly is not installed.
+    """
     try:
         from plotly.subplots import make_subplots
     except ImportError:

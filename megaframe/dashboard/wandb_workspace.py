@@ -25,7 +25,11 @@ _INSTEAD = {
 
 
 def build_workspace(entity: str, project: str) -> Any:
-    """Return the workspace, not yet saved. Raises `UserError` if the extra `wandb` is missing."""
+    """Return the workspace, not yet saved.
+
+    Raises:
+        UserError: the extra `wandb` is missing.
+    """
     try:
         import wandb_workspaces.reports.v2 as blocks
         import wandb_workspaces.workspaces as workspaces
@@ -47,7 +51,11 @@ def build_workspace(entity: str, project: str) -> Any:
 
 
 def save_workspace(entity: str, project: str) -> str:
-    """Save the workspace in the project, and return its URL. Raises `UserError` if that fails."""
+    """Save the workspace in the project, and return its URL.
+
+    Raises:
+        UserError: the extra `wandb` is missing, or W&B refused or could not be reached.
+    """
     panels = build_workspace(entity, project)
     import wandb
 

@@ -260,7 +260,12 @@ ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
 
 def estimate_hop_seconds(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Return the seconds of a message from one member to the next over the slowest tier of the
-    group: alpha + n beta; 0 for a group of one rank."""
+    group: alpha + n beta; 0 for a group of one rank.
+
+    Args:
+        size: bytes of the message.
+        group: levels of the group.
+    """
     p, alpha, bandwidth = _find_slowest_tier(group)
     return np.where(p > 1, alpha + size / bandwidth, 0.0)
 
@@ -268,8 +273,15 @@ def estimate_hop_seconds(size: Number, group: Sequence[GroupLevel]) -> Number:
 def estimate_collective_seconds(
     operation: str, size: Number, group: Sequence[GroupLevel], algorithms: Sequence[str] = ()
 ) -> Number:
-    """Return the seconds of `operation` by the fastest algorithm for this size and group; 0 for a
-    group of one rank. algorithms: names of the algorithms to choose from; empty for all."""
+    """Return the seconds of a collective by the fastest algorithm for this size and group; 0 for a
+    group of one rank.
+
+    Args:
+        operation: a key of `ALGORITHMS`.
+        size: bytes of the whole buffer.
+        group: levels of the group.
+        algorithms: names of the algorithms to choose from; empty for all.
+    """
     best: Number = np.inf
     for name, formula in ALGORITHMS[operation].items():
         if not algorithms or name in algorithms:
@@ -279,7 +291,14 @@ def estimate_collective_seconds(
 
 def compute_bus_bandwidth(operation: str, size: float, members: int, seconds: float) -> float:
     """Return the bus bandwidth in bytes/s: what a link carried, which can be compared with the
-    link's nominal bandwidth for any number of ranks."""
+    link's nominal bandwidth for any number of ranks.
+
+    Args:
+        operation: a key of `ALGORITHMS`.
+        size: bytes of the whole buffer.
+        members: ranks of the group.
+        seconds: duration of one collective.
+    """
     factor = {"all_reduce": 2.0, "broadcast": members / max(1, members - 1)}.get(operation, 1.0)
     return factor * size * (members - 1) / members / seconds
 

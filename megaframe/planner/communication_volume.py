@@ -29,6 +29,12 @@ def compute_communication_bytes(
     "data" has the gradients and values of dense parameters, over data and context ranks. At ZeRO 3
     it counts every value in every pass; in fact blocks whose values are still present are not
     fetched again.
+
+    Args:
+        config: model, precision and microbatch.
+        layout: the sizes of the axes.
+        plans: the stages of the rank.
+        actions: the lowered actions of the rank in one step.
     """
     train, tensor = config.train, layout.tensor
     width = DTYPE_BYTES[train.precision]

@@ -82,6 +82,8 @@ def compare_run(
     """Return the prediction for a run with this config file and environment.
 
     Args:
+        config: path of the run's config file.
+        environment: content of the run's environment.json.
         cluster: name of the cluster to assume, if given.
 
     Raises:

@@ -178,7 +178,11 @@ such a chip."""
 
 
 def get_family_constants(family: str) -> Constants:
-    """Return the constants of a chip family. Raises `UserError` if the family is unknown."""
+    """Return the constants of a chip family.
+
+    Raises:
+        UserError: no constants of this family are known.
+    """
     if family not in CONSTANTS:
         raise UserError(
             f"no constants are known of chips of the family {family}; use one of "

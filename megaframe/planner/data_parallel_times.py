@@ -342,6 +342,11 @@ def estimate_muon_seconds(
 
 def compute_muon_bytes(machine: Machine, elements: Number) -> tuple[Number, Number]:
     """Return the bytes that a rank sends to owners (its part of the gradients), and those that it
-    gets back from them (for everything that it keeps of the weights). elements: as above."""
+    gets back from them (for everything that it keeps of the weights).
+
+    Args:
+        machine: sizes of the axes, and rates of the kernels.
+        elements: elements of the rank's matrices before data ranks divide them.
+    """
     size, sizes = machine.rate.width * elements, machine.sizes
     return size / sizes.shard, np.where(sizes.zero == 0, size, size / sizes.shard)

@@ -114,6 +114,12 @@ def suggest_changes(
     The smallest come first: recompute, ZeRO stage and microbatch on the same axes, as few of them
     as possible; then the optimizer's state in 8 bits; then the fastest layout. If the speed of the
     chip is not known, they are ordered by that of another one, and no step is told.
+
+    Args:
+        config: the config that does not fit.
+        gpus: number of GPUs.
+        cluster: the chips and links; if it has fewer GPUs, there are no suggestions.
+        constants: what kernels and collectives reach there.
     """
     if gpus > cluster.size:
         return

@@ -136,12 +136,16 @@ def compute_daly_interval(stall: float, mean_between: float) -> float:
 def compute_effective_share(
     mix: FailureMix, ranks: int, costs: FailureCosts, interval: float
 ) -> float:
-    """Return the expected share of time in which a run on `ranks` ranks does lasting work, with a
-    save after every `interval` seconds of work.
+    """Return the expected share of time in which a run on `ranks` ranks does lasting work.
 
     Work of w seconds and its save of s seconds take E[e^(rD)] (e^(r(w+s)) - 1) / r seconds at r
     failures per second. Each failure costs D seconds of downtime, during which failures may occur
     too, and all work since the last save. A planned stop costs no work, because it saves first.
+
+    Args:
+        mix, costs: the failures, and what they and the saves cost.
+        ranks: ranks of the run.
+        interval: seconds of work between saves.
     """
     rate = mix.compute_failure_rate(ranks)
     total = sum(cause.count for cause in mix.causes)
@@ -202,8 +206,15 @@ def simulate_failures(
     failures: int = 10000,
     seed: int = 0,
 ) -> SimulatedGoodput:
-    """Replay `failures` random failures one after the other, with a save after every `interval`
-    seconds of work."""
+    """Replay random failures one after the other.
+
+    Args:
+        mix, costs: the failures, and what they and the saves cost.
+        ranks: ranks of the run.
+        interval: seconds of work between saves.
+        failures: number of failures to replay.
+        seed: of the random numbers.
+    """
     draw = random.Random(seed)
     rate, weights = mix.compute_failure_rate(ranks), [cause.count for cause in mix.causes]
     cycle = interval + costs.stall
@@ -279,8 +290,13 @@ def compute_gains_of_halving(
 def find_max_restart_seconds(
     mix: FailureMix, ranks: int, costs: FailureCosts, share: float
 ) -> float:
-    """Return how many seconds a restart may take to reach the effective share `share` at the best
-    interval, by bisection; 0 if no restart time reaches it."""
+    """Return the longest restart in seconds that reaches a share at the best interval, else 0.
+
+    Args:
+        mix, costs: the failures, and what they and the saves cost; `costs.restart` is ignored.
+        ranks: ranks of the run.
+        share: effective share to reach, from 0 to 1.
+    """
 
     def is_reached(restart: float) -> bool:
         tried = replace(costs, restart=restart)
@@ -300,8 +316,13 @@ def format_table_lines(
     mix: FailureMix, costs: FailureCosts, sizes: Sequence[int], seed: int = 0
 ) -> Iterator[str]:
     """Yield the lines of a table: for each number of ranks the time between failures, the best
-    interval and Daly's, the effective share by formula and by simulation, and what to improve
-    first."""
+    interval and Daly's, the effective share computed and simulated, and what to improve first.
+
+    Args:
+        mix, costs: the failures, and what they and the saves cost.
+        sizes: numbers of ranks, one for each line.
+        seed: of the simulation.
+    """
     head = ("ranks", "between failures", "save every", "Daly", "effective", "simulated", "next")
     yield _format_row(head)
     for ranks in sizes:

@@ -43,8 +43,16 @@ class KernelRates:
 
 
 def compute_kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
-    """Return the rates of a chip in the type `kind`. Raises `UserError` if the chip lacks it, or if
-    nothing is known of the chip's speed."""
+    """Return the rates of a chip in a type of values.
+
+    Args:
+        chip: the device.
+        constants: what kernels reach of its peaks.
+        kind: a value of `train.precision`.
+
+    Raises:
+        UserError: the chip lacks the type, or nothing is known of its speed.
+    """
     if not chip.has_rates:
         raise UserError(describe_unknown_chip(chip))
     sustained = chip.get_sustained_flops(kind)
@@ -69,7 +77,14 @@ def estimate_matmul_seconds(
     rate: KernelRates, rows: Number, outputs: Number, terms: Number
 ) -> Number:
     """Return the seconds of a product of [rows, terms] and [terms, outputs]: the time of
-    2 (terms + start) (rows outputs + wave) operations, or of moving the operands if longer."""
+    2 (terms + start) (rows outputs + wave) operations, or of moving the operands if longer.
+
+    Args:
+        rate: rates of the kernels on the chip.
+        rows: rows of the first operand and of the result, such as tokens.
+        outputs: columns of the second operand and of the result.
+        terms: products that each element of the result sums.
+    """
     compute = 2.0 * (terms + rate.start) * (rows * outputs + rate.wave) / rate.flops
     operand_bytes = rate.width * (rows * terms + terms * outputs + rows * outputs)
     return np.maximum(compute, operand_bytes / rate.read)
@@ -79,7 +94,13 @@ def estimate_grouped_matmul_seconds(
     rate: KernelRates, groups: Number, rows: Number, outputs: Number, terms: Number
 ) -> Number:
     """Return the seconds of `groups` products of the same size in one kernel, which has only one
-    last wave."""
+    last wave.
+
+    Args:
+        rate: rates of the kernels on the chip.
+        groups: number of products, such as experts.
+        rows, outputs, terms: sizes of one product, as in `estimate_matmul_seconds`.
+    """
     compute = 2.0 * (terms + rate.start) * (groups * rows * outputs + rate.wave) / rate.flops
     operand_bytes = rate.width * groups * (rows * terms + terms * outputs + rows * outputs)
     return np.maximum(compute, operand_bytes / rate.read)
@@ -91,6 +112,10 @@ def estimate_linear_seconds(
     """Return the seconds of a linear layer's forward, input gradient and weight gradient.
 
     Args:
+        rate: rates of the kernels on the chip.
+        rows: tokens of one layer.
+        outputs: width of the result.
+        terms: width of the input.
         groups: number of such layers in one kernel.
     """
     return (

@@ -210,7 +210,17 @@ def describe_no_fit(
     fixed: FixedKeys | None = None,
 ) -> str:
     """Return the message if nothing fits: the least memory that the model needs, the layout that
-    needs it, and what would work."""
+    needs it, and what would work.
+
+    Args:
+        config: the run; its layout is ignored.
+        gpus: number of GPUs.
+        cluster: the chips and links.
+        constants: what kernels and collectives reach there.
+        candidates: the layouts that were considered, at least one.
+        estimates: their estimates.
+        fixed: values of `candidates.SEARCHED_KEYS` that the search could not choose.
+    """
     index = int(np.argmin(estimates.memory_bytes))
     needed, capacity = estimates.memory_bytes[index] / _GIB, cluster.chip.memory / _GIB
     fixed_text = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
@@ -242,7 +252,11 @@ def suggest_alternatives(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys | None
 ) -> Iterator[str]:
     """Yield what would work if no layout fits: without the given keys, more GPUs, optimizer state
-    in 8 bits, a chip with more memory."""
+    in 8 bits, a chip with more memory.
+
+    Args:
+        config, gpus, cluster, constants, fixed: those of the search, as in `search`.
+    """
     if fixed:
         unfixed = _describe_fastest(config, gpus, cluster, constants)
         if unfixed:
@@ -290,7 +304,11 @@ def find_fastest(
     fixed: FixedKeys | None = None,
 ) -> tuple[Candidates, int, float] | None:
     """Return all candidates, the index of the one with the shortest estimated step that fits, and
-    its seconds; None if no layout is valid and fits."""
+    its seconds; None if no layout is valid and fits.
+
+    Args:
+        config, gpus, cluster, constants, fixed: as in `search`.
+    """
     candidates = enumerate_candidates(config, gpus, cluster, fixed)
     if not len(candidates):
         return None

@@ -150,16 +150,28 @@ class Machine:
     def estimate_collective_seconds(
         self, operation: str, size: Number, axis: str, times: Number = 1.0
     ) -> Number:
-        """Return the seconds of `times` equal collectives over the ranks of an axis, which move
-        `size` bytes in total."""
+        """Return the seconds of equal collectives over the ranks of an axis.
+
+        Args:
+            operation: a key of `collective_times.ALGORITHMS`.
+            size: bytes of all of them together.
+            axis: a key of `groups`.
+            times: number of collectives.
+        """
         algorithms = self.software.collectives
         return times * estimate_collective_seconds(
             operation, size / times, self.groups[axis], algorithms
         )
 
     def estimate_exchange_seconds(self, size: Number, axis: str, times: Number = 1.0) -> Number:
-        """Return the seconds of `times` equal exchanges of coded parts, which move `size` bytes in
-        total: in the steps of `layout.exchange_steps`, or between all pairs of ranks."""
+        """Return the seconds of equal exchanges of coded parts over the ranks of an axis: in the
+        steps of `layout.exchange_steps`, or between all pairs of ranks.
+
+        Args:
+            size: bytes of all of them together.
+            axis: a key of `groups`.
+            times: number of exchanges.
+        """
         in_steps = self.software.exchange_in_steps
         formula = stepped_exchange if in_steps else pairwise_all_to_all
         return times * formula(size / times, self.groups[axis])

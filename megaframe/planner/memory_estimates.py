@@ -155,8 +155,12 @@ class _BlockTable:
 
     def count(self, kind: int, first: bool) -> Array:
         """Return the number of blocks of a kind on a rank: as many of the largest kinds as the
-        consecutive layers of each of its stages may have. first: of the fullest rank; otherwise of
-        the rank with the last stage."""
+        consecutive layers of each of its stages may have.
+
+        Args:
+            kind: index into `layers`, the largest kind first.
+            first: of the fullest rank; otherwise of the rank with the last stage.
+        """
         free = np.asarray(self.per_rank[first], dtype=int)
         per_stage = -(-free // self.chunks)
         for larger in range(kind):
@@ -166,7 +170,12 @@ class _BlockTable:
         return np.minimum(free, self.chunks * self.most[kind][per_stage])
 
     def sum_blocks(self, name: str, first: bool) -> Array:
-        """Return the sum of a quantity over the blocks of a rank; first: as in `count`."""
+        """Return the sum of a quantity over the blocks of a rank.
+
+        Args:
+            name: a quantity of a block, such as "kept".
+            first: as in `count`.
+        """
         return sum(
             self.count(kind, first) * self._of[kind, name] for kind in range(len(self.layers))
         )

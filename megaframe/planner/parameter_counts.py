@@ -119,7 +119,11 @@ class RankParameters:
 
     def merge_into_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> RankParameters:
         """Return the same parameters with an entry for each bucket instead of each part of a block.
-        plans: the stages of this rank."""
+
+        Args:
+            config: has the size of buckets.
+            plans: the stages of this rank.
+        """
         parts, merged, stop = self._parts, [], 0
         for group in self.group_blocks(config, plans):
             stop = 2 * group.stop
@@ -131,7 +135,12 @@ class RankParameters:
         return replace(self, split=split, experts=experts, replicated=replicated, shared=shared)
 
     def make_units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageBuckets]:
-        """Return the units of each stage with their buckets. plans: the stages of this rank."""
+        """Return the units of each stage, by its number, with their buckets.
+
+        Args:
+            config: has the size of buckets, and whether embeddings are tied.
+            plans: the stages of this rank.
+        """
         parts = self._parts
         blocks: list[UnitBuckets] = []
         for group in self.group_blocks(config, plans):

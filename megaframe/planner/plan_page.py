@@ -54,10 +54,17 @@ def write_page(
     cluster: Cluster,
     constants: Constants,
 ) -> None:
-    """Write the page to `path`. Raises `UserError` if plotly is not installed.
+    """Write the page of a plan, which needs no network.
 
     Args:
+        path: the HTML file.
+        choice: the layout that is described.
         result: the search that made the choice, if any; with it the page lists the alternatives.
+        cluster: the chips and links.
+        constants: what kernels and collectives reach there.
+
+    Raises:
+        UserError: plotly is not installed.
     """
     try:
         import plotly.graph_objects as graph
@@ -292,6 +299,12 @@ def compute_communication_rooflines(
 
     Bytes and operations are those of the last block for one microbatch. What data ranks exchange
     once per step counts divided by the number of microbatches.
+
+    Args:
+        config: the run.
+        layout: the sizes of its axes.
+        cluster: the chips and links.
+        constants: what kernels and collectives reach there.
     """
     machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     model, width = config.model, machine.rate.width

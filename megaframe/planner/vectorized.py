@@ -61,7 +61,14 @@ class Estimates:
 def estimate(
     config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
 ) -> Estimates:
-    """Estimate all candidates, at least 100,000 per second."""
+    """Estimate all candidates, at least 100,000 per second.
+
+    Args:
+        config: the run; its layout is ignored.
+        cluster: the chips and links.
+        constants: what kernels and collectives reach there.
+        candidates: the layouts.
+    """
     rounds = [
         _estimate_round(
             config, cluster, constants, candidates.select(slice(start, start + _AT_ONCE))

@@ -18,7 +18,14 @@ alternates, so that a rank at either end has two consecutive stages where it tur
 
 
 def get_stage_of_chunk(rank: int, chunk: int, ranks: int, placement: Placement) -> int:
-    """Return the stage that is chunk `chunk` of `rank`."""
+    """Return the stage that is chunk `chunk` of `rank`.
+
+    Args:
+        rank: Pipeline rank.
+        chunk: Number of the chunk on its rank.
+        ranks: Pipeline ranks.
+        placement: How stages are placed on ranks: "vee" reverses every other pass over them.
+    """
     reversed_direction = placement == "vee" and chunk % 2
     return chunk * ranks + (ranks - 1 - rank if reversed_direction else rank)
 
@@ -38,7 +45,9 @@ def list_passes(kind: ActionKind, stages: Sequence[int], turns: Iterable[int]) -
     microbatches.
 
     Args:
-        turns: Microbatches of each turn.
+        kind: Kind of all actions.
+        stages: Stages in the order of a turn.
+        turns: Number of microbatches of each turn.
     """
     actions: list[Action] = []
     first = 0

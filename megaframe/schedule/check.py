@@ -83,10 +83,13 @@ def explain_deadlock(encoded: EncodedSchedule, events: EventTimes) -> UserError:
 def draw_marked_grid(
     rows: Sequence[Sequence[str]], centres: Sequence[int], marked: Iterable[int], reach: int = 5
 ) -> str:
-    """Return a text grid of the cells around `centres` (one column for each row), with only the
-    `marked` rows and those near them. The centre of a marked row is shown as `>cell<`.
+    """Return a text grid of the cells around `centres`, with only the `marked` rows and those near
+    them. The centre of a marked row is shown as `>cell<`.
 
     Args:
+        rows: Cells of each rank; rows may differ in length.
+        centres: Centre column of each row.
+        marked: Numbers of the rows to mark.
         reach: Number of columns shown before the centre, and from the centre on.
     """
     marked = set(marked)

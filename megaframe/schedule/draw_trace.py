@@ -82,6 +82,13 @@ def make_slice_event(
     """Return the event for something with a duration.
 
     Viewers choose its colour by name and category, so an action has the same colour in every trace.
+
+    Args:
+        rank: Number of the process in the viewer.
+        thread: Number of the row within the rank.
+        name: Text on the slice.
+        category: Kind of the action.
+        start, end: Seconds from the beginning of the trace.
     """
     begin = _to_microseconds(start)
     duration = _to_microseconds(end) - begin

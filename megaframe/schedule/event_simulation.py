@@ -159,6 +159,7 @@ def simulate_events(
     Takes about half a microsecond per action.
 
     Args:
+        encoded: The schedule.
         durations: Duration of each action, by code.
         comm: Duration of a transfer between ranks.
     """
@@ -211,6 +212,7 @@ def find_deadlock_cycle(
     """Return a cycle of a deadlock as (rank, waiting code, code that it waits for).
 
     Args:
+        encoded: The schedule.
         stuck: Where the ranks of a complete schedule are stuck.
     """
     size = encoded.microbatches

@@ -28,9 +28,13 @@ def generate(
     memory_limit: Seconds | None = None,
     placement: Placement | None = None,
 ) -> Schedule:
-    """Return the compute actions of schedule `name` (one of `NAMES`, or `file:PATH`).
+    """Return the compute actions of a schedule.
 
     Args:
+        name: One of `NAMES`, or `file:PATH`.
+        ranks: Pipeline ranks.
+        chunks: Stages per rank.
+        microbatches: Microbatches per step.
         group: Microbatches per turn of a chunk; for `interleaved` only, default `ranks`.
         costs, memory_limit, placement: For `search_schedule` only, see there.
 
@@ -55,6 +59,9 @@ def find_schedule_mistakes(
     """Return a message for each reason why `generate` would refuse, an empty list if it would not.
 
     For `file:PATH`, the file is read and checked.
+
+    Args:
+        name, ranks, chunks, microbatches, group: As in `generate`.
     """
     if not name.startswith(FILE_PREFIX):
         return list(find_name_mistakes(name, ranks, chunks, microbatches, group))

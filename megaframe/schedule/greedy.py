@@ -60,7 +60,14 @@ class SchedulingProblem:
     def from_costs(
         cls, rank_of: tuple[int, ...], microbatches: int, costs: ActionCosts, capacity: int
     ) -> SchedulingProblem:
-        """Return the problem for `costs`."""
+        """Return the problem for `costs`.
+
+        Args:
+            rank_of: Rank of each stage.
+            microbatches: Microbatches per step.
+            costs: Durations of actions and transfers.
+            capacity: Activations that a rank may hold, one per chunk and microbatch.
+        """
         forward, backward, weight = (
             [float(value) for value in values] for values in costs.list_by_stage(len(rank_of))
         )
@@ -169,7 +176,14 @@ class _GreedyRun:
         return best, soonest
 
     def start(self, rank: int, now: float, kind: int, stage: int) -> None:
-        """Start an action, and record when its result arrives."""
+        """Start an action, and record when its result arrives.
+
+        Args:
+            rank: Rank that runs it.
+            now: Time at which it starts.
+            kind: 0 for F, 1 for B, 2 for W.
+            stage: Its stage; the action is of the stage's next microbatch.
+        """
         problem = self.problem
         number = self.num_started[kind][stage]
         self.num_started[kind][stage] = number + 1

@@ -48,7 +48,15 @@ FILE_PREFIX = "file:"
 def find_name_mistakes(
     name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> Iterator[str]:
-    """Yield a message for each reason why there is no schedule `name` of this size."""
+    """Yield a message for each reason why there is no schedule `name` of this size.
+
+    Args:
+        name: Name of a schedule, which may be unknown.
+        ranks: Pipeline ranks.
+        chunks: Stages per rank.
+        microbatches: Microbatches per step.
+        group: Microbatches per turn of a chunk, for `interleaved` only.
+    """
     for key, size in (("parallel.pipeline", ranks), ("parallel.chunks", chunks)):
         if size < 1:
             yield f"{key}={size} must be a whole number >= 1"

@@ -26,7 +26,15 @@ from megaframe.schedule.schedule import Schedule
 def build_named_schedule(
     name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> Schedule:
-    """Return the schedule `name`, whose limits the caller has checked (`find_name_mistakes`)."""
+    """Return the schedule `name`, whose limits the caller has checked (`find_name_mistakes`).
+
+    Args:
+        name: A key of `GENERATORS`.
+        ranks: Pipeline ranks.
+        chunks: Stages per rank.
+        microbatches: Microbatches per step.
+        group: Microbatches per turn of a chunk, for `interleaved` only; default `ranks`.
+    """
     size = (ranks, chunks, microbatches)
     if name == "interleaved":
         lists = [interleaved(rank, *size, group) for rank in range(ranks)]
@@ -36,7 +44,17 @@ def build_named_schedule(
 
 
 def count_min_live_activations(name: str, ranks: int, chunks: int, microbatches: int) -> Fraction:
-    """Return a lower bound on the live activations of a named schedule, without making it."""
+    """Return a lower bound on the live activations of a named schedule, without making it.
+
+    Args:
+        name: A key of `GENERATORS`.
+        ranks: Pipeline ranks.
+        chunks: Stages per rank.
+        microbatches: Microbatches per step.
+
+    Returns:
+        The bound in units of a rank's share of the layers.
+    """
     bounds = {
         "gpipe": Fraction(microbatches),
         "breadth-first": Fraction(microbatches),
@@ -49,7 +67,14 @@ def count_min_live_activations(name: str, ranks: int, chunks: int, microbatches:
 
 
 def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al. 2019). Bubble (p-1)(F+B+W); live m."""
+    """All forwards, then all backwards (Huang et al. 2019). Bubble (p-1)(F+B+W); live m.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Not used; there is one stage per rank.
+        microbatches: Microbatches per step (m).
+    """
     return breadth_first(rank, ranks, 1, microbatches)
 
 
@@ -57,6 +82,12 @@ def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: i
     """1F1B (Narayanan et al. 2019, PipeDream-Flush). Bubble (p-1)(F+B+W); live p - rank.
 
     With one rank this is gradient accumulation.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Not used; there is one stage per rank.
+        microbatches: Microbatches per step (m).
     """
     return _order_one_stage(rank, microbatches, warm_up=ranks - 1 - rank)
 
@@ -64,9 +95,18 @@ def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: i
 def interleaved(
     rank: int, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021): chunks take turns of `group` >= p microbatches
-    (default p), or a few more if m is not divisible. Bubble (p-1)(F+B+W)/v. With turns of at most
-    g, live is (2p-1 + (v-1)g)/v, at most m; for g = p this is p + (p-1)/v."""
+    """Interleaved 1F1B (Narayanan et al. 2021): chunks take turns of g microbatches.
+
+    Bubble (p-1)(F+B+W)/v. With turns of at most g, live is (2p-1 + (v-1)g)/v, at most m; for g = p
+    this is p + (p-1)/v.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Stages per rank (v).
+        microbatches: Microbatches per step (m).
+        group: Microbatches per turn (g >= p, default p), or a few more if m is not divisible.
+    """
     turns = divide_into_turns(microbatches, ranks if group is None else group)
     forwards, backwards = _list_looped_passes(rank, ranks, chunks, turns)
     return alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * max(turns))
@@ -76,6 +116,12 @@ def breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list
     """All microbatches of one chunk before the next chunk, all forwards first (Lamy-Poirier 2022).
 
     Bubble (p-1)(F+B+W)/v for m >= p; live m. Each stage needs its weights only twice per step.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Stages per rank (v).
+        microbatches: Microbatches per step (m).
     """
     forwards, backwards = _list_looped_passes(rank, ranks, chunks, [microbatches])
     return forwards + backwards
@@ -84,7 +130,14 @@ def breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list
 def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """1F1B with weight gradients deferred as far as the memory of 1F1B's first rank allows
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
-    W <= F, B; live p."""
+    W <= F, B; live p.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Not used; there is one stage per rank.
+        microbatches: Microbatches per step (m).
+    """
     return split_backwards(
         _order_one_stage(rank, microbatches, ranks - 1 - rank), deferred=range(rank)
     )
@@ -94,6 +147,12 @@ def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     """Like zb-h1, with enough forwards in the warm-up to fill the pipeline.
 
     Bubble (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Not used; there is one stage per rank.
+        microbatches: Microbatches per step (m).
     """
     return split_backwards(
         _order_one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), deferred=range(2 * rank)
@@ -106,6 +165,12 @@ def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     Bubble (p-1)(B-W) for m >= 2p-1 and W <= F <= B, so 0 at F=B=W; live p. At the end, weight
     gradients are deferred until after the backwards that come back through the V, except after the
     first of these backwards.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Not used; there are two stages per rank.
+        microbatches: Microbatches per step (m).
     """
     order = _order_vee(rank, ranks, microbatches)
     first = 2 * microbatches - _count_trailing_backwards(order) + 1
@@ -114,7 +179,14 @@ def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
 
 def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """DualPipe (DeepSeek-AI 2024) cut in half: the order of zb-v, in which only the first p-1-rank
-    and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p."""
+    and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Not used; there are two stages per rank.
+        microbatches: Microbatches per step (m).
+    """
     order = _order_vee(rank, ranks, microbatches)
     tail = range(max(0, 2 * microbatches - ranks), 2 * microbatches)
     return split_backwards(
@@ -126,7 +198,14 @@ def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action
     """Two chunks in a V whose activations live half as long as in 1F1B (Qi et al. 2024, "Pipeline
     Parallelism with Controllable Memory"). A block of six slots repeats. A chunk's forward and
     backward together take three slots to move on by one rank. At F=B=W=1, bubble (7p-4)/4 for even
-    p and 7(p-1)/4 for odd p; live (p+2)//2."""
+    p and 7(p-1)/4 for odd p; live (p+2)//2.
+
+    Args:
+        rank: Rank whose actions are listed.
+        ranks: Pipeline ranks (p).
+        chunks: Not used; there are two stages per rank.
+        microbatches: Microbatches per step (m).
+    """
     apart = 3 * (1 - ranks % 2)
     slots = {
         (ActionKind.F, 0): 2 * rank,

@@ -67,6 +67,9 @@ def search_schedule(
     It is never slower than a named schedule with the same limit and placement.
 
     Args:
+        ranks: Pipeline ranks.
+        chunks: Stages per rank.
+        microbatches: Microbatches per step.
         costs: Must be bitwise equal on all ranks.
         memory_limit: Live activations of a rank in units of its share of the layers; default
             `ranks`, as on 1F1B's first rank.
@@ -109,7 +112,14 @@ def search_schedule(
 def generate_named_candidates(
     ranks: int, chunks: int, microbatches: int, limit: Seconds
 ) -> Iterator[EncodedSchedule]:
-    """Yield the named schedules of this size, except those that are known to exceed the limit."""
+    """Yield the named schedules of this size, except those that are known to exceed the limit.
+
+    Args:
+        ranks: Pipeline ranks.
+        chunks: Stages per rank.
+        microbatches: Microbatches per step.
+        limit: Live activations of a rank in units of its share of the layers.
+    """
     for name in GENERATORS:
         fits = count_min_live_activations(name, ranks, chunks, microbatches) <= limit
         if fits and not any(find_name_mistakes(name, ranks, chunks, microbatches)):

@@ -21,7 +21,12 @@ _REPLACED = {
 
 
 def find_block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
-    """Yield a message for each mistake in model.blocks. tensor: tensor ranks."""
+    """Yield a message for each mistake in model.blocks.
+
+    Args:
+        model: The model to check.
+        tensor: Tensor ranks.
+    """
     if model.blocks is None:
         return
     if not model.blocks:

@@ -28,6 +28,7 @@ def find_graph_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Iterato
     """Yield what in a config cannot be recorded, with what to use instead.
 
     Args:
+        config: The config of the run.
         sizes: Size of each axis.
     """
     yield from _find_transfer_obstacles(config, sizes)

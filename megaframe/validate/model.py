@@ -21,6 +21,7 @@ def find_model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
     """Yield a message for each mistake in heads, widths, positions and windows.
 
     Args:
+        model: The model to check.
         seq: Tokens per sample.
     """
     yield from find_window_mistakes(model)
