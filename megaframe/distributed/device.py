@@ -118,9 +118,13 @@ def explain_unusable_gpu(root: Path = Path("/")) -> str | None:
 
 
 def explain_hidden_gpu(root: Path = Path("/")) -> str | None:
-    """Return why a run uses the CPU beside a GPU that torch is not meant to see, or None: the user
-    hides it by a variable, or only its driver is here, as in a container without GPUs. root: as for
-    `explain_unusable_gpu`."""
+    """Return why a run uses the CPU beside a GPU that torch is not meant to see, or None.
+
+    The user hides it by a variable, or only its driver is here, as in a container without GPUs.
+
+    Args:
+        root: The root of the file system.
+    """
     hiding = _find_hiding_variable()
     if hiding is not None and any(_find_gpu_makers(root)):
         return f"{hiding}={os.environ[hiding]} hides the GPUs of this machine"

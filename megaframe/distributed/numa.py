@@ -144,9 +144,17 @@ def divide_cores(
     allowed: Iterable[int],
     root: Path,
 ) -> NumaBinding:
-    """Return the cores of each local rank: an equal share of its node's allowed cores. Hardware
-    threads of one core stay together. If a node has fewer cores than ranks, they share all of
-    them."""
+    """Return the cores of each local rank: an equal share of its node's allowed cores.
+
+    Hardware threads of one core stay together. If a node has fewer cores than ranks, they share all
+    of them.
+
+    Args:
+        nodes: NUMA node of each local rank; None if it is not known.
+        cores_of_node: The cores of each node, as from `read_node_cores`.
+        allowed: The cores that this process may use.
+        root: The root of the file system to read.
+    """
     cores_of_rank: list[tuple[int, ...]] = []
     for rank, node in enumerate(nodes):
         ranks = [other for other, of in enumerate(nodes) if of == node]

@@ -34,8 +34,13 @@ class WaitTimer(Protocol):
     ) -> None: ...
 
     def record_arrival(self, started: Any, size: int, late: bool) -> None:
-        """Record that the wait that just ended was for `size` bytes. late: as far as is known, they
-        had not arrived before the wait."""
+        """Record that a wait has just ended.
+
+        Args:
+            started: What `start` returned when the transfer started.
+            size: Bytes that were waited for.
+            late: As far as is known, they had not arrived before the wait.
+        """
 
 
 class NoWaitTimer:

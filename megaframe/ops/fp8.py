@@ -44,8 +44,15 @@ class Fp8Matmul:
     kernels: Kernels
 
     def explain_refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why the reference would multiply in 8 bits on this device, whatever the shapes, or
-        None. dtype: that of the operands before they are rounded."""
+        """Return why the reference would multiply in 8 bits on this device, whatever the shapes.
+
+        Args:
+            device: Where the operands are.
+            dtype: Type of the operands before they are rounded.
+
+        Returns:
+            The reason, or None if a kernel takes such operands.
+        """
         # Shapes only select an implementation here; nothing is multiplied.
         x, kind = (
             torch.empty(_PROBE, _PROBE, device=device, dtype=dtype),
