@@ -65,9 +65,11 @@ def retract_checkpoint(root: StorePath, bad: StorePath, before: str | None, atte
     left; if none is left, it is deleted.
 
     Args:
+        root: The folder of checkpoints.
         bad: The checkpoint to delete.
         before: What `read_pointer` returned before the commit. If the commit replaced the
             checkpoint of that name, its `.replaced` copy is named.
+        attempt: Id of the save that undoes the commit.
     """
     store = store_of(root)
     remaining = [path.name for path in list_checkpoints(root) if path != bad]
@@ -84,8 +86,12 @@ def prune_checkpoints(
 ) -> None:
     """Delete old checkpoints that are not in use.
 
-    Kept are the one just written, the `keep - 1` newest others, and those whose steps are multiples
-    of `every` (0: none).
+    Args:
+        root: The folder of checkpoints.
+        written: The one just written, which is kept.
+        keep: Number of checkpoints to keep: that one and the `keep - 1` newest others.
+        every: Checkpoints whose steps are multiples of this are kept, too; 0: none.
+        attempt: Id of the save.
     """
     store = store_of(root)
     checkpoints = list_checkpoints(root)
@@ -142,6 +148,7 @@ def locate_checkpoint(
     A checkpoint that is given itself is not checked here; opening it does that.
 
     Args:
+        location: The path or URL.
         key: The config key or the option that gives it, for messages.
         note: Called with a reason if the latest checkpoint is not intact, and the newest intact one
             is returned.

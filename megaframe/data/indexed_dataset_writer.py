@@ -59,13 +59,25 @@ class IndexedDatasetWriter:
             self._files.truncate(tokens * self._dtype.itemsize, HEADER.size + 4 * documents)
 
     def append(self, document: ArrayLike) -> None:
-        """Add one document: token ids [tokens]."""
+        """Add one document.
+
+        Args:
+            document: Token ids [tokens].
+        """
         tokens = np.asarray(document)
         self.append_batch(tokens, np.array([tokens.size]))
 
     def append_batch(self, tokens: NDArray, lengths: NDArray[np.integer]) -> None:
-        """Add several documents. tokens: their tokens, back to back. lengths: number of tokens of
-        each."""
+        """Add several documents.
+
+        Args:
+            tokens: Their token ids, back to back [tokens].
+            lengths: Number of tokens of each [documents].
+
+        Raises:
+            UserError: If a document is longer than the format can hold, or a write fails.
+            ValueError: If the lengths do not add up to the number of tokens.
+        """
         if lengths.size and int(lengths.max()) > _LONGEST_DOCUMENT:
             raise UserError(
                 f"{self._files.prefix}: a document has {int(lengths.max())} tokens; the format "

@@ -62,12 +62,20 @@ def _shift(x_BS: Tensor, by: int, filling: int) -> Tensor:
 
 
 def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
-    """Return part `index` of the last dim of x: of 2 * parts equal pieces, those numbered `index`
-    and 2 * parts - 1 - index. If the size is not divisible, x is first padded at its end with
-    `filling`. With one part, x is returned as it is.
+    """Return part `index` of the last dim of x.
 
-    Under a causal mask, the work for a token grows with the number of tokens before it, so all
-    parts have the same amount of work.
+    Of 2 * parts equal pieces, these are those numbered `index` and 2 * parts - 1 - index. Under a
+    causal mask, the work for a token grows with the number of tokens before it, so all parts have
+    the same amount of work.
+
+    Args:
+        x: [..., S]. With one part, it is returned as it is.
+        index: Number of the part.
+        parts: Number of parts.
+        filling: Value with which x is first padded at its end if S is not divisible.
+
+    Returns:
+        [..., S / parts], with S rounded up to a multiple of 2 * parts if there are several parts.
     """
     if parts == 1:
         return x

@@ -46,8 +46,12 @@ class Blend:
 
     @staticmethod
     def start(weights: Sequence[float], consumed: Sequence[int] | None = None) -> Blend:
-        """Return a blend whose weights count from now on. consumed: samples that each source has
-        given before; None: none."""
+        """Return a blend whose weights count from now on.
+
+        Args:
+            weights: Relative shares of the sources.
+            consumed: Samples that each source has given before; None: none.
+        """
         counts = tuple(consumed) if consumed is not None else (0,) * len(weights)
         return Blend(round_weights(weights), counts, counts)
 
@@ -89,9 +93,13 @@ def schedule_earliest_deadlines(
 ) -> NDArray[np.int64]:
     """Return the sources of the next `size` samples, int64[size].
 
-    samples_given: number of samples that each source has given so far. Ties go to the source listed
-    first. There is always a source that may give, because not all of them can be ahead of their
-    shares.
+    Ties go to the source listed first. There is always a source that may give, because not all of
+    them can be ahead of their shares.
+
+    Args:
+        weights: Relative shares of the sources, positive integers.
+        samples_given: Number of samples that each source has given so far.
+        size: Number of samples to schedule.
     """
     total, now = sum(weights), sum(samples_given)
     counts = list(samples_given)

@@ -199,10 +199,12 @@ class MetricsLogger:
             print_note(self._config, f"rank {self._mesh.rank}: {text}")
 
     def close(self, ending: Sequence[tuple[str, str]] = ()) -> None:
-        """Write the last line and the summary, at the end of a run. A run that fails does not need
-        this: what it has written is already on its way to the disk.
+        """Write the last line and the summary, at the end of a run.
 
-        ending: names and texts to add to the summary.
+        A run that fails does not need this: what it has written is already on its way to the disk.
+
+        Args:
+            ending: Names and texts to add to the summary.
         """
         self._profiler.close()
         self._trace.close()

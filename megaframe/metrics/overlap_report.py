@@ -55,9 +55,15 @@ class IdleGap:
 
 
 def measure_overlap(path: Path, gaps: int = 0) -> list[DeviceOverlap]:
-    """Return one `DeviceOverlap` for each device, in order, with up to `gaps` of its longest gaps.
-    path: a trace (Chrome's JSON, with or without gzip). Raises `UserError` if it is no trace, or
-    has no events of a GPU."""
+    """Return one `DeviceOverlap` for each device, in order.
+
+    Args:
+        path: A trace (Chrome's JSON, with or without gzip).
+        gaps: Most gaps to list for a device, the longest ones.
+
+    Raises:
+        UserError: If it is no trace, or has no events of a GPU.
+    """
     spans: dict[int, dict[str, list[Interval]]] = {}
     events = _read_events(path)
     for device, kind, span in _read_device_intervals(path, events):

@@ -69,8 +69,12 @@ def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
 
 
 def find_chip_peak(name: str, kind: str) -> float | None:
-    """Return the dense peak in TFLOP/s of the chip that torch calls `name`; None if it is not
-    known or does not have the type. kind: fp8, fp16, bf16, tf32, fp32 or fp64."""
+    """Return the dense peak of a chip in TFLOP/s; None if it is not known or lacks the type.
+
+    Args:
+        name: What torch calls the chip.
+        kind: fp8, fp16, bf16, tf32, fp32 or fp64.
+    """
     chip = find_chip(name)
     peak = None if chip is None else chip.peaks.get(kind)
     return None if peak is None else peak / 1e12

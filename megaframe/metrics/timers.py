@@ -172,8 +172,12 @@ class StepTimer:
         return TransferTimer(self, COMMUNICATION + axes, axes)
 
     def time_messages(self, ends: tuple[int, int], free: float) -> TransferTimer:
-        """Return the context of waits for messages over a link of the pipeline. free: seconds that
-        a message takes if nothing else is on the link."""
+        """Return the context of waits for messages over a link of the pipeline.
+
+        Args:
+            ends: The numbers of the two ends of the link.
+            free: Seconds that a message takes if nothing else is on the link.
+        """
         part = f"message/{ends[0]}>{ends[1]}"
         self._transit[part] = round(free * 1e9)
         return TransferTimer(self, part, "pipeline")

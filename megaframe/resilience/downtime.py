@@ -81,8 +81,15 @@ class DowntimeLedger:
         self._write({"event": "saved", "step": step})
 
     def record_step(self, number: int, saving: float) -> dict[str, float]:
-        """Record that step `number` is done. saving: seconds of it that were spent waiting for
-        saves. Returns the seconds lost since the previous step, by cause, for the metrics line."""
+        """Record that a step is done.
+
+        Args:
+            number: The step's number.
+            saving: Seconds of it that were spent waiting for saves.
+
+        Returns:
+            The seconds lost since the previous step, by cause, for the metrics line.
+        """
         now = self._clock()
         if number <= self._reached:
             self.add_lost_time("repeat", now - self._mark - saving)

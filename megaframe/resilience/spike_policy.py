@@ -51,8 +51,13 @@ class SpikePolicy:
         return first in self._skipped_data
 
     def judge(self, first: int, loss: float, finite: bool) -> StepDecision:
-        """Decide what to do after the step that began with sample number `first`. finite: whether
-        its update was finite and therefore made."""
+        """Decide what to do after a step.
+
+        Args:
+            first: Number of the step's first sample.
+            loss: Its loss.
+            finite: Whether its update was finite and therefore made.
+        """
         return self._judge_loss(first, loss) if finite else self._judge_not_finite(first)
 
     def _judge_not_finite(self, first: int) -> StepDecision:

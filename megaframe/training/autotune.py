@@ -116,8 +116,12 @@ def tune(
 
 
 def make_named_routines(dtype: torch.dtype, library: str) -> CPURoutines:
-    """Return the routines if one library is named for all products. library: `torch`, or `onednn`
-    where torch would use MKL."""
+    """Return the routines if one library is named for all products.
+
+    Args:
+        dtype: Type of the operands.
+        library: `torch`, or `onednn` where torch would use MKL.
+    """
     default = matmul.get_default_library(dtype)
     if library == "onednn" and (default != "torch" or dtype is torch.float32):
         named: MatmulLibrary = "onednn" if dtype is torch.float32 else "fp32-onednn"

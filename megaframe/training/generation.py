@@ -130,8 +130,15 @@ class SamplingOptions:
             )
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """Return the id of the next token. logits_V: scores, on the CPU. Raises `UserError` if they
-        are not finite."""
+        """Return the id of the next token.
+
+        Args:
+            logits_V: Scores of the vocabulary [V], on the CPU.
+            generator: The source of random numbers; not used at temperature 0 (greedy).
+
+        Raises:
+            UserError: If the scores are not finite.
+        """
         best = float(logits_V.max())
         if not math.isfinite(best):
             raise UserError(

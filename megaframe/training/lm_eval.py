@@ -135,8 +135,19 @@ class HarnessModel(TemplateLM):
 def evaluate_tasks(
     stage: Stage, tokenizer: Tokenizer, tasks: TaskOptions, *, context: int, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each task, with the harness's names. Raises `UserError` for tasks that
-    the harness does not know and for tasks whose data is not on this machine."""
+    """Return the metrics of each task, with the harness's names.
+
+    Args:
+        stage: The model, as one stage.
+        tokenizer: The tokenizer of its data.
+        tasks: Which tasks, and how many questions.
+        context: Tokens of a window.
+        batch: Windows per forward pass.
+
+    Raises:
+        UserError: For tasks that the harness does not know and for tasks whose data is not on this
+            machine.
+    """
     manager = TaskManager(include_path=tasks.folder, include_defaults=tasks.folder is None)
     known = set(manager.all_tasks)
     missing = [name for name in tasks.names if name not in known]

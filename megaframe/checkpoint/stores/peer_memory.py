@@ -74,6 +74,7 @@ class MemoryFolder:
         """Create the folder in `memory`, or use the existing one.
 
         Args:
+            memory: Folder of a file system in memory: `checkpoint.memory_dir`.
             run: Path of the run's own folder.
 
         Raises:

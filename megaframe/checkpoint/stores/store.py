@@ -132,7 +132,9 @@ class Store(ABC, Generic[P]):
         """Return the name of a rank's file.
 
         Args:
+            rank: The rank that writes it.
             part: Number of the file, if a rank has several files.
+            attempt: Id of the save.
         """
 
     @abstractmethod
@@ -177,6 +179,8 @@ class Store(ABC, Generic[P]):
         """Create a file of `size` bytes.
 
         Args:
+            file: Where to create it.
+            size: Bytes of the whole file.
             reserved: Bytes left out at the start, to be written by `WriteHandle.finish`.
             aligned_data: Everything that will be written, in aligned memory (see
                 `allocate_aligned`) that does not change until the file is closed; None if the
@@ -192,6 +196,10 @@ class Store(ABC, Generic[P]):
         It replaces any checkpoint of the same step.
 
         Args:
+            draft: Path of the draft: `draft_path`.
+            step: The step of the checkpoint.
+            attempt: Id of the save.
+            manifest: Content of the manifest.
             file_names: Names of the draft's files.
 
         Returns:

@@ -80,8 +80,13 @@ class PreprocessJournal:
     def start(self, manifest: JournalEntry, overwrite: bool) -> None:
         """Continue the interrupted run with this manifest, or begin a new one.
 
-        Raises `UserError` if the folder contains an unfinished run with another manifest, or the
-        output exists, unless `overwrite` is given.
+        Args:
+            manifest: Describes the job; a run continues only with an equal one.
+            overwrite: Drop an unfinished run with another manifest, and replace existing output.
+
+        Raises:
+            UserError: If the folder contains an unfinished run with another manifest, or the output
+                exists, unless `overwrite` is given.
         """
         journal = self._read()
         previous = journal[0][0] if journal else None
@@ -109,8 +114,12 @@ class PreprocessJournal:
         )
 
     def append(self, counts: CorpusCounts, batches: Iterable[EncodedDocuments]) -> None:
-        """Append the next part. counts: counts of its input; those of the batches are added
-        here."""
+        """Append the next part.
+
+        Args:
+            counts: Counts of its input; those of the batches are added here.
+            batches: The encoded documents of the part, in order.
+        """
         tokens, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
         for batch in batches:
             self._writer.append_batch(batch.tokens, batch.lengths)
@@ -214,10 +223,17 @@ def _list_checksum_ranges(path: str, offset: int, sizes: Iterable[int]) -> Itera
 def open_journal(
     output: str, dtype: np.dtype, manifest: JournalEntry, overwrite: bool
 ) -> Iterator[PreprocessJournal]:
-    """Create or continue `OUTPUT.parts` and lock it. Raises `UserError`, also for failed writes and
-    if another process has locked it.
+    """Create or continue `OUTPUT.parts` and lock it.
 
-    dtype: dtype of the tokens in `OUTPUT`. manifest, overwrite: see `PreprocessJournal.start`.
+    Args:
+        output: Path of the output, without suffix.
+        dtype: Dtype of the tokens in `OUTPUT`.
+        manifest: See `PreprocessJournal.start`.
+        overwrite: See `PreprocessJournal.start`.
+
+    Raises:
+        UserError: From `PreprocessJournal.start`, for failed writes, and if another process has
+            locked it.
     """
     folder = PreprocessJournal(output, dtype)
     try:

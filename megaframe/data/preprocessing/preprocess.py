@@ -100,9 +100,18 @@ def preprocess(
     """Encode a corpus into `job.output`.bin and .idx, or continue an interrupted run of the same
     job.
 
-    report: called at the start and after each part with the counts so far and the bytes on disk of
-    all inputs. Raises `UserError`. After an error in the input nothing is left. After a failed
-    write or a killed worker the finished parts remain, and the same call continues from them.
+    After an error in the input nothing is left. After a failed write or a killed worker the
+    finished parts remain, and the same call continues from them.
+
+    Args:
+        job: What to encode, and how.
+        workers: Number of worker processes.
+        overwrite: See `PreprocessJournal.start`.
+        report: Called at the start and after each part with the counts so far and the bytes on disk
+            of all inputs.
+
+    Raises:
+        UserError: For an error in the input, a failed write, or a killed worker.
     """
     tokenizer = load_tokenizer(job.tokenizer)
     manifest = _describe_job(job, tokenizer.fingerprint)

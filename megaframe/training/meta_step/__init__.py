@@ -114,8 +114,11 @@ class _PeakBetweenActions:
         self.peak = self.actions = self.before = 0
 
     def begin(self, count_buffers: Callable[[], int]) -> None:
-        """Start the step. count_buffers: returns the bytes of what
-        stays: buffers, staging buffers and state."""
+        """Start the step.
+
+        Args:
+            count_buffers: Returns the bytes of what stays: buffers, staging buffers and state.
+        """
         self._count_buffers = count_buffers
         self.before = self._tracker.live - count_buffers()
         self._tracker.mark()

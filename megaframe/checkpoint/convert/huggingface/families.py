@@ -79,6 +79,7 @@ def read_model_config(
     """Return the `model` section for a Hugging Face config.
 
     Args:
+        config: The content of its `config.json`.
         shapes: Those of the model's tensors. No size may be more than they can hold.
 
     Raises:
