@@ -50,10 +50,21 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What the machine code of one kernel needs: registers per thread, everything else in bytes.
+    """What the machine code of one kernel needs.
 
-    matrix: the instruction of its products. serial: the assembler makes each of them wait for the
-    one before, because registers do not suffice for several in flight. columns: of tensor memory.
+    Attributes:
+        kernel: name of the kernel.
+        example: the launch that it was compiled for.
+        chip: compute capability, such as 90.
+        registers: per thread.
+        stack: bytes.
+        shared: bytes of shared memory.
+        spill_stores: bytes.
+        spill_loads: bytes.
+        matrix: the instruction of its products.
+        serial: the assembler makes each of them wait for the one before, because registers do not
+            suffice for several in flight.
+        columns: of tensor memory.
     """
 
     kernel: str

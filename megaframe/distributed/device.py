@@ -33,8 +33,16 @@ _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 def read_launcher_number(name: str, default: int, least: int = 0) -> int:
-    """Return a number from the environment that a launcher has set. Raises `UserError` if it is not
-    a whole number from `least` on."""
+    """Return a number from the environment that a launcher has set.
+
+    Args:
+        name: Name of the variable.
+        default: The number if the variable is not set.
+        least: The least number that is allowed.
+
+    Raises:
+        UserError: If the variable is not a whole number from `least` on.
+    """
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
         raise UserError(

@@ -32,8 +32,12 @@ _PREFERRED = 1
 
 @dataclass(frozen=True)
 class NumaBinding:
-    """Where the ranks of a machine are put. nodes: NUMA node of each local rank, None if it is not
-    known. cores: those of each local rank, empty if it is not bound."""
+    """Where the ranks of a machine are put.
+
+    Attributes:
+        nodes: NUMA node of each local rank, None if it is not known.
+        cores: The cores of each local rank, empty if it is not bound.
+    """
 
     nodes: tuple[int | None, ...]
     cores: tuple[tuple[int, ...], ...]

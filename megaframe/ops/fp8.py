@@ -37,8 +37,15 @@ Blocks = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Fp8Matmul:
-    """Matrix products in 8 bits. scaling: what shares a scale. Numbers are e4m3, but with one scale
-    per tensor gradients are e5m2, because their range is wider (Micikevicius et al. 2022)."""
+    """Matrix products in 8 bits.
+
+    Numbers are e4m3, but with one scale per tensor gradients are e5m2, because their range is wider
+    (Micikevicius et al. 2022).
+
+    Attributes:
+        scaling: What shares a scale.
+        kernels: The kernels of the run.
+    """
 
     scaling: Scaling
     kernels: Kernels

@@ -218,7 +218,11 @@ def make_momentum_options(optim: OptimConfig, rates: GroupRates) -> MomentumOpti
 def find_frozen_names(config: RunConfig) -> frozenset[str]:
     """Return the names of the parameters that `optim.frozen` matches.
 
-    Raises `UserError` if a pattern matches none, or if no parameter is left to train.
+    Args:
+        config: The config of the run.
+
+    Raises:
+        UserError: If a pattern matches none, or if no parameter is left to train.
     """
     patterns = config.optim.frozen
     if not patterns:

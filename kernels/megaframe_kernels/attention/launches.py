@@ -23,8 +23,14 @@ them."""
 
 @dataclass(frozen=True)
 class Tiling:
-    """Size of a kernel's blocks. queries, keys: per block. warps, stages: Triton's launch
-    options."""
+    """Size of a kernel's blocks.
+
+    Attributes:
+        queries: per block.
+        keys: per block.
+        warps: Triton's launch option.
+        stages: Triton's launch option.
+    """
 
     queries: int
     keys: int
@@ -78,7 +84,13 @@ def scale_or_default(query: Tensor, scale: float | None) -> float:
 
 
 def choose_blocks(table: Table, x: Tensor, wide_numbers: Tiling = WIDE_NUMBERS) -> Tiling:
-    """Return the blocks for the head width and type of x. wide_numbers: the blocks for fp32."""
+    """Return the blocks for the head width and type of x.
+
+    Args:
+        table: blocks by head width, for 16-bit types.
+        x: the queries.
+        wide_numbers: the blocks for fp32.
+    """
     if x.dtype == torch.float32:
         return wide_numbers
     return table[min(wide for wide in table if wide >= x.shape[-1])]

@@ -156,7 +156,15 @@ def _quantise_row(
 def launch_quantise(
     x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """Quantise x like the reference."""
+    """Quantise x like the reference.
+
+    Args:
+        x_RC: [R, C].
+        dtype: the 8-bit type.
+        rows: rows that share a scale; at most 0 means all.
+        columns: columns that share a scale; at most 0 means all.
+        power_of_two: round scales up to a power of two.
+    """
     x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
     if rows <= 0 and columns <= 0:
         return _launch_whole(x, dtype, power_of_two)
@@ -297,6 +305,7 @@ def refuse_chip(x: Tensor) -> str | None:
 
 
 def format_capability(x: Tensor) -> str:
+    """Return the compute capability of the device of x, such as 9.0."""
     return ".".join(map(str, read_capability(x.device.index)))
 
 
