@@ -132,12 +132,16 @@ def find_checkpoint(
 ) -> StorePath | None:
     """Find the checkpoint that `checkpoint.resume` asks for.
 
-    Raises what `locate_checkpoint` raises.
-
     Args:
+        root: The folder of the run's checkpoints.
         resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
-            pointer in `root` names. If that is not intact, the newest intact one is returned and
-            `note` is called with the reason; if there is none yet, None is returned.
+            pointer in `root` names. If that is not intact, the newest intact one is returned; if
+            there is none yet, None is returned.
+        note: Called with the reason if the checkpoint asked for is not intact and another one is
+            returned.
+
+    Raises:
+        UserError: As `locate_checkpoint`.
     """
     if resume != "latest":
         return locate_checkpoint(resume, "checkpoint.resume", note)

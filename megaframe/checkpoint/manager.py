@@ -110,6 +110,7 @@ class CheckpointManager:
         All ranks must call this, and get the same one.
 
         Args:
+            source: The checkpoint that cannot be read.
             error: What is wrong with `source`.
 
         Raises:

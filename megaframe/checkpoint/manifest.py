@@ -131,7 +131,11 @@ def merge_tensors(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, Saved
 
 
 def find_problem(manifest: Manifest) -> str | None:
-    """Check what the types cannot express. Returns the first problem of the manifest, or None."""
+    """Check what the types cannot express.
+
+    Returns:
+        The first problem of the manifest, or None.
+    """
     bytes_per_file: defaultdict[str, int] = defaultdict(int)
     for name, tensor in manifest.tensors.items():
         if not name.isprintable():

@@ -235,8 +235,14 @@ def allocate_buffers(requests: Iterable[SliceRequest]) -> list[Tensor]:
 
 
 def verify_shard_file(path: StorePath, saved: SavedFile) -> dict[str, SavedTensor]:
-    """Read a whole file back and check it, with the code that loads it. Returns the tensors in it.
-    Raises UnreadableFile."""
+    """Read a whole file back and check it, with the code that loads it.
+
+    Returns:
+        The tensors in it.
+
+    Raises:
+        UnreadableFile: If it is damaged or cannot be read.
+    """
     # Bypass the page cache; otherwise only memory would be verified.
     with ShardReader(path, saved, bypass_cache=True) as reader:
         tensors = reader.tensors()

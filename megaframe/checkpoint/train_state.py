@@ -80,8 +80,12 @@ def make_initial_train_state(config: RunConfig) -> TrainState:
 
 
 def read_train_state(checkpoint: Checkpoint) -> TrainState:
-    """Return the state in a checkpoint. Raises `UserError` if it is not a state of a run, or if its
-    config has keys that this version does not know."""
+    """Return the state in a checkpoint.
+
+    Raises:
+        UserError: If it is not a state of a run, or if its config has keys that this version does
+            not know.
+    """
     try:
         state_json = checkpoint.state
         if isinstance(state_json, dict) and isinstance(state_json.get("config"), dict):

@@ -83,7 +83,8 @@ class GPTDataset:
     def read(self, windows_W: NDArray[np.int64]) -> NDArray[np.integer]:
         """Return the tokens of these windows, [W, T], in the file's dtype.
 
-        Raises `UserError` for a token id that is negative or not below the vocabulary size.
+        Raises:
+            UserError: For a token id that is negative or not below the vocabulary size.
         """
         tokens_WT = self._rows_WT[windows_W]
         self._check(tokens_WT, windows_W)

@@ -188,12 +188,17 @@ class SamplerState:
 def restore_sampler(
     state: Mapping[str, Any], sources: BlendSources
 ) -> tuple[SamplerState, list[str]]:
-    """Restore the state of a sampler for `sources`. Returns it with lines for the run log.
+    """Restore the state of a sampler for `sources`.
 
     With the same sources and weights the sequence continues as if it had not been interrupted.
     Otherwise the weights count from now on, each known source continues after the samples that it
-    has given, a new one starts at its first, and a line says so. Raises `UserError` for a malformed
-    state.
+    has given, a new one starts at its first, and a line says so.
+
+    Returns:
+        The state, and lines for the run log.
+
+    Raises:
+        UserError: For a malformed state.
     """
     _check(state)
     moved = _find_moved(state["sizes"], sources)

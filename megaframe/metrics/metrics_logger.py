@@ -124,9 +124,11 @@ class MetricsLogger:
 
     def flush(self, step: int) -> list[StepValues]:
         """End step `step`: start reducing its values, and write the line of the step before.
-        Returns the values of the steps whose lines were written, in order: one or none.
 
         Rates need `tokens` to have been recorded: the tokens of the step over all ranks.
+
+        Returns:
+            The values of the steps whose lines were written, in order: one or none.
         """
         split = self._timer.take()
         self._trace.end(step, split)

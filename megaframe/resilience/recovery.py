@@ -253,11 +253,14 @@ class FaultHandler:
         return False
 
     def compare_replicas(self, step: int) -> bool:
-        """Compare the weights after `step` with their replicas. Returns whether the run has gone
-        back to a checkpoint because they differ.
+        """Compare the weights after `step` with their replicas.
 
-        Raises `BadDevice` if they differ at this step for the second time, or there is no earlier
-        checkpoint.
+        Returns:
+            Whether the run has gone back to a checkpoint because they differ.
+
+        Raises:
+            BadDevice: If they differ at this step for the second time, or there is no earlier
+                checkpoint.
         """
         mismatch, before = self._replicas.compare(), self._mismatches.pop(step, None)
         if mismatch is None:

@@ -94,8 +94,11 @@ class SpikePolicy:
         return StepDecision()
 
     def count_rollback(self, step: int) -> bool:
-        """Count that the run goes back to the checkpoint of `step`. Returns whether it still
-        may."""
+        """Count that the run goes back to the checkpoint of `step`.
+
+        Returns:
+            Whether it still may.
+        """
         self._rollbacks = self._rollbacks + 1 if step == self._rolled_back_to else 1
         self._rolled_back_to = step
         return self._rollbacks <= _MAX_ROLLBACKS

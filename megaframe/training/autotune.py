@@ -226,8 +226,11 @@ def _write_cache(path: Path, machine: dict[str, str | int], measured: CPURoutine
 
 
 def measure(dtype: torch.dtype) -> CPURoutines:
-    """Return the fastest routines for a type, in at most about `BUDGET` seconds. Raises
-    `MachineBusyError` if one of them could not be measured."""
+    """Return the fastest routines for a type, in at most about `BUDGET` seconds.
+
+    Raises:
+        MachineBusyError: If one of them could not be measured.
+    """
     end = time.perf_counter() + BUDGET
     methods = cpu_attention.list_methods(dtype)
     default = make_named_routines(dtype, "torch")

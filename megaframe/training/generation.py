@@ -70,8 +70,11 @@ def load_model(
 
 
 def load_run_tokenizer(config: RunConfig, name: str | None = None) -> Tokenizer:
-    """Return the tokenizer called `name`, by default that of the run. Raises `UserError` if there
-    is none, and if it has more ids than the model has rows."""
+    """Return the tokenizer called `name`, by default that of the run.
+
+    Raises:
+        UserError: If there is none, and if it has more ids than the model has rows.
+    """
     name = name or config.data.tokenizer
     if name is None:
         raise UserError("the run had no data.tokenizer; name one with --tokenizer KIND:PATH")

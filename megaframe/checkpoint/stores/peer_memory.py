@@ -365,7 +365,11 @@ class _IncomingFile:
             self.error = _describe_error(error, self.folder.path(self.step, self.rank), self.size)
 
     def finish(self, record: Tensor) -> list[str]:
-        """Write the record, if the file is complete. Returns the error, if there was one."""
+        """Write the record, if the file is complete.
+
+        Returns:
+            The error, if there was one.
+        """
         if self.size and not self.error:
             try:
                 self.folder.commit(self.step, self.rank, record.numpy().tobytes())

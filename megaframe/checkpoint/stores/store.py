@@ -103,8 +103,11 @@ class ReadHandle(Protocol):
     """Best number of threads to read with."""
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Fill `buffer` from byte `start` on. Returns the number of bytes read: fewer than asked
-        for only if the file ends."""
+        """Fill `buffer` from byte `start` on.
+
+        Returns:
+            The number of bytes read: fewer than asked for only if the file ends.
+        """
 
     def close(self) -> None: ...
 
@@ -164,6 +167,7 @@ class Store(ABC, Generic[P]):
         """Open a regular file for reading.
 
         Args:
+            file: The file.
             lock: Mark the file's checkpoint as in use while the file is open.
             bypass_cache: Read from storage, not from the page cache.
             sole_reader: No other process of this machine will read the same data.
@@ -221,7 +225,11 @@ class Store(ABC, Generic[P]):
     @abstractmethod
     def compare_and_swap(self, file: P, old: bytes | None, new: bytes | None) -> bool:
         """Replace the whole content of a small file if it is still `old`. None stands for no file;
-        the folder is created if needed. Returns whether the file now has the content `new`."""
+        the folder is created if needed.
+
+        Returns:
+            Whether the file now has the content `new`.
+        """
 
     def read_small_file(self, file: P, max_bytes: int) -> bytes | None:
         """Return the first bytes of a file, at most `max_bytes`, or None if there is no such

@@ -91,8 +91,11 @@ class InputShard:
 
 
 def measure_input(path: str) -> tuple[int, int]:
-    """Return a file's size in bytes and modification time in nanoseconds. Raises `InputError` if it
-    cannot be read."""
+    """Return a file's size in bytes and modification time in nanoseconds.
+
+    Raises:
+        InputError: If it cannot be read.
+    """
     try:
         with open_file(path) as file:
             status = os.fstat(file.fileno())
@@ -102,8 +105,11 @@ def measure_input(path: str) -> tuple[int, int]:
 
 
 def format_of(path: str, corpus_format: CorpusFormat) -> Format:
-    """Return the format of a file, from `corpus_format` or its suffix. Raises `InputError` for an
-    unknown suffix."""
+    """Return the format of a file, from `corpus_format` or its suffix.
+
+    Raises:
+        InputError: For an unknown suffix.
+    """
     if corpus_format.format != "auto":
         return corpus_format.format
     stem, suffix = os.path.splitext(path)

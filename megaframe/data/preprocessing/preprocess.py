@@ -254,7 +254,8 @@ def encode_documents(
 ) -> EncodedDocuments:
     """Encode documents into the form in which a token file stores them.
 
-    Raises `UserError` for an id that is negative or not below the tokenizer's vocabulary size.
+    Raises:
+        UserError: For an id that is negative or not below the tokenizer's vocabulary size.
     """
     documents = [ids for ids in tokenizer.encode_batch(texts) if ids.size]
     end = np.array([tokenizer.eod] * append_eod, np.int32)
@@ -289,8 +290,10 @@ def map_ordered(
     """Yield `function(*task)` for every task, in order.
 
     At most two tasks per worker are taken from `tasks` ahead of their results. An exception of a
-    task is raised in place of its result, and tasks that have not begun are dropped. Raises
-    `UserError` if a worker dies.
+    task is raised in place of its result, and tasks that have not begun are dropped.
+
+    Raises:
+        UserError: If a worker dies.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker)

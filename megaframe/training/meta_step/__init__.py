@@ -55,11 +55,14 @@ class RankMeasurement:
 
 
 def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasurement:
-    """Run one step of `rank`. Raises `ValueError` for a rank outside the layout.
+    """Run one step of `rank`.
 
     Paired passes (`parallel.expert_overlap`) run one after the other; fused products over symmetric
     memory, kernels and compiled pieces run as plain code; and no step is a CUDA graph. All of these
     need a device or ranks that are missing here.
+
+    Raises:
+        ValueError: For a rank outside the layout.
     """
     parallel = {"expert_overlap": False, "symmetric_memory": "off"}
     train: dict[str, object] = {"compile": "none", "cuda_graph": False}

@@ -113,6 +113,7 @@ def write_model_config(model: ModelConfig, positions: int) -> Keys:
     """Return the config of the Hugging Face model that computes the same.
 
     Args:
+        model: The `model` section of the config.
         positions: How many tokens of a text the model can see, or was trained to see.
 
     Raises:

@@ -72,6 +72,8 @@ def export_model(
     """Write a checkpoint's weights as a folder that `from_pretrained` can load, with its tokenizer.
 
     Args:
+        checkpoint: The checkpoint.
+        folder: The folder to create.
         dtype: One of fp64, fp32, bf16 or fp16; by default the precision of the run.
         tokenizer: KIND:PATH, `bytes` or `none`; by default that of the run, if it lies with the
             checkpoint.
