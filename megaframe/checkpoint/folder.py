@@ -55,6 +55,13 @@ def read_pointer(root: StorePath) -> str | None:
 
 
 def move_pointer(root: StorePath, name: str, attempt: str) -> None:
+    """Let the file `latest` name a checkpoint.
+
+    Args:
+        root: The folder of checkpoints.
+        name: Name of the checkpoint.
+        attempt: Id of the save.
+    """
     store_of(root).replace_file(root / POINTER, f"{name}\n".encode("ascii"), attempt)
 
 

@@ -66,6 +66,7 @@ class SavedSlice(JsonRecord):
 
     @property
     def box(self) -> Box:
+        """Offset and shape within the tensor."""
         return self.offset, self.shape
 
 
@@ -77,6 +78,7 @@ class SavedTensor(JsonRecord):
     slices: tuple[SavedSlice, ...]
 
     def bytes_of(self, shape: Shape) -> int:
+        """Return the bytes of a box of this shape."""
         return prod(shape) * DTYPES[self.dtype].itemsize
 
 
@@ -104,6 +106,7 @@ SAVED_TENSORS = TypeAdapter(dict[str, SavedTensor])
 
 
 def checksum(data: bytes | memoryview) -> str:
+    """Return the XXH3 checksum of 64 bits, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 

@@ -55,11 +55,12 @@ def get_dtype_code(dtype: np.dtype) -> int:
 class DatasetIndex:
     """The contents of a checked `.idx`, mapped into memory.
 
-    dtype:     dtype of the tokens.
-    lengths:   tokens of each sequence, i32[S].
-    pointers:  byte offset of each sequence in `.bin`, i64[S].
-    documents: first sequence of each document, then S; i64[D].
-    bin_bytes: size of `.bin` in bytes.
+    Attributes:
+        dtype: Dtype of the tokens.
+        lengths: Tokens of each sequence, i32[S].
+        pointers: Byte offset of each sequence in `.bin`, i64[S].
+        documents: First sequence of each document, then S; i64[D].
+        bin_bytes: Size of `.bin` in bytes.
     """
 
     dtype: np.dtype

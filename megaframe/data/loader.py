@@ -77,10 +77,11 @@ class Prefetch(Generic[T]):
 class StepBatch:
     """The data of one rank for one optimizer step.
 
-    microbatches: this rank's microbatches, each of `train.microbatch` samples.
-    samples:      size of the global batch, over all ranks.
-    valid:        number of this rank's tokens that have a label.
-    state:        state of the loader after this step, as JSON values.
+    Attributes:
+        microbatches: This rank's microbatches, each of `train.microbatch` samples.
+        samples: Size of the global batch, over all ranks.
+        valid: Number of this rank's tokens that have a label.
+        state: State of the loader after this step, as JSON values.
     """
 
     microbatches: tuple[Microbatch, ...]

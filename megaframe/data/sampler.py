@@ -35,9 +35,10 @@ _RESOLUTION = 2**40
 class Blend:
     """The state of a weighted blend of sources: a few integers per source.
 
-    weights:  relative shares, positive integers.
-    consumed: number of samples that each source has given; its next sample has this number.
-    base:     `consumed` at the moment from which the current weights count.
+    Attributes:
+        weights: Relative shares, positive integers.
+        consumed: Number of samples that each source has given; its next sample has this number.
+        base: `consumed` at the moment from which the current weights count.
     """
 
     weights: tuple[int, ...]
@@ -140,6 +141,7 @@ class BlendSources:
     sizes: tuple[int, ...]
 
     def by_path(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return the values, one per source, by the path of the source."""
         return dict(zip(self.paths, values, strict=True))
 
 
@@ -147,8 +149,11 @@ class BlendSources:
 class SamplerState:
     """A position in the data of a run.
 
-    blend: how many samples each source has given. samples: samples seen in total. removed: by path,
-    samples given by sources that are no longer in the blend.
+    Attributes:
+        sources: The sources of the run.
+        blend: How many samples each source has given.
+        samples: Samples seen in total.
+        removed: By path, samples given by sources that are no longer in the blend.
     """
 
     sources: BlendSources
@@ -158,6 +163,7 @@ class SamplerState:
 
     @staticmethod
     def start(sources: BlendSources) -> SamplerState:
+        """Return the state before the first sample."""
         return SamplerState(sources, Blend.start(sources.weights), 0, {})
 
     def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], SamplerState]:

@@ -102,9 +102,10 @@ _LARGEST_FILE = 1 << 30
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    vocab_size:  all ids are smaller.
-    eod:         the id that ends a document.
-    fingerprint: equal for tokenizers of the same kind and file.
+    Attributes:
+        vocab_size: All ids are smaller.
+        eod: The id that ends a document.
+        fingerprint: Equal for tokenizers of the same kind and file.
     """
 
     vocab_size: int

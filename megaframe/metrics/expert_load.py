@@ -22,8 +22,13 @@ Record = tuple[str, Tensor, ReduceType]
 
 
 class ExpertLoadMetrics:
-    """Makes the records of a step. specs: of the whole model, whose layers with experts they name.
-    ranks: number of ranks that divide the experts."""
+    """Makes the records of a step.
+
+    Args:
+        config: The config of the run.
+        specs: Those of the whole model, whose layers with experts they name.
+        ranks: Number of ranks that divide the experts.
+    """
 
     def __init__(self, config: RunConfig, specs: Iterable[ParamSpec], ranks: int) -> None:
         moe = config.model.moe

@@ -25,8 +25,13 @@ _SECONDS_PER_SIZE = 0.1
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """The peak of a device. tflops: None if unknown. note: describes it in the run log. measured:
-    on this machine, at the start of the run."""
+    """The peak of a device.
+
+    Attributes:
+        tflops: In TFLOP/s; None if unknown.
+        note: Describes it in the run log.
+        measured: On this machine, at the start of the run.
+    """
 
     tflops: float | None
     note: str

@@ -35,8 +35,10 @@ _TAIL_BYTES = 1 << 18
 class DowntimeLedger:
     """The ledger of the run in a folder. Create it before any file of an earlier start is changed.
 
-    keep: True on the first rank only; on others the ledger counts and writes nothing. clock:
-    returns seconds since the epoch.
+    Args:
+        run: The folder of the run.
+        keep: True on the first rank only; on others the ledger counts and writes nothing.
+        clock: Returns seconds since the epoch.
     """
 
     def __init__(self, run: Path, *, keep: bool, clock: Callable[[], float] = time.time) -> None:

@@ -28,8 +28,12 @@ Choice = Literal["go_on", "go_back", "stop"]
 
 @dataclass(frozen=True)
 class StepDecision:
-    """choice: what to do after a step. why: the reason in words, empty if there is nothing to
-    say."""
+    """What to do after a step, and why.
+
+    Attributes:
+        choice: What to do.
+        why: The reason in words, empty if there is nothing to say.
+    """
 
     choice: Choice = "go_on"
     why: str = ""

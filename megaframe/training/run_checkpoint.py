@@ -41,7 +41,13 @@ from megaframe.training.train_step import TrainStep
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded from a checkpoint. notes: lines to log, on what differs from it."""
+    """What was loaded from a checkpoint.
+
+    Attributes:
+        step: The step of the checkpoint.
+        state: Its state.
+        notes: Lines to log, on what differs from it.
+    """
 
     step: int
     state: TrainState

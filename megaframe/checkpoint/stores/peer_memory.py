@@ -186,6 +186,7 @@ class PeerRanks:
 
     @staticmethod
     def for_rank(rank: int, world: int, node_size: int) -> PeerRanks:
+        """Return the peers of a rank, among `world` ranks on nodes of `node_size` each."""
         keepers = [find_peer(source, world, node_size) for source in range(world)]
         sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
         return PeerRanks(keepers[rank], tuple(sources))

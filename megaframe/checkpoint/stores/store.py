@@ -32,16 +32,22 @@ LOCK_BYTES = 4096
 
 
 def format_checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def is_temporary(name: str) -> bool:
+    """Return whether a name is that of an unfinished save."""
     return name.endswith(".tmp")
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A folder or file under a URL. url: has no trailing slash and contains no secrets."""
+    """A folder or file under a URL.
+
+    Attributes:
+        url: Has no trailing slash and contains no secrets.
+    """
 
     url: str
 
@@ -53,10 +59,12 @@ class RemotePath:
 
     @property
     def name(self) -> str:
+        """The last part of the path."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
+        """The folder that contains it."""
         return RemotePath(self.url.rpartition("/")[0])
 
 

@@ -35,9 +35,12 @@ _FINISHING: JournalEntry = {"finishing": True}
 class CorpusCounts:
     """Counts of one part, or sums over several.
 
-    empty:      number of documents without a token, which are left out.
-    size:       bytes of input after decompression.
-    disk_bytes: bytes of input as stored on disk.
+    Attributes:
+        documents: Number of documents in the token file.
+        empty: Number of documents without a token, which are left out.
+        tokens: Number of tokens.
+        size: Bytes of input after decompression.
+        disk_bytes: Bytes of input as stored on disk.
     """
 
     documents: int = 0
@@ -54,9 +57,10 @@ class CorpusCounts:
 class EncodedDocuments:
     """Consecutive documents in the form in which the token file stores them.
 
-    tokens:  tokens of all documents, back to back.
-    lengths: number of tokens of each document, i32[documents].
-    empty:   number of documents without a token, which are left out.
+    Attributes:
+        tokens: Tokens of all documents, back to back.
+        lengths: Number of tokens of each document, i32[documents].
+        empty: Number of documents without a token, which are left out.
     """
 
     tokens: NDArray
@@ -138,9 +142,11 @@ class PreprocessJournal:
         self.remove()
 
     def close(self) -> None:
+        """Close the token file and leave what is finished, so that the job can be continued."""
         self._writer.abandon()
 
     def remove(self) -> None:
+        """Delete the folder."""
         shutil.rmtree(self.path)
 
     def remove_if_new(self) -> None:

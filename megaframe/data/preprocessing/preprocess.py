@@ -55,11 +55,12 @@ Report = Callable[[CorpusCounts, int], None]
 class PreprocessJob:
     """What to encode, and how.
 
-    inputs:     input files, in the order of their documents in the result.
-    tokenizer:  KIND:PATH.
-    output:     path of the token file without suffix.
-    corpus_format: how to read the inputs.
-    append_eod: whether to end each document with the tokenizer's `eod`.
+    Attributes:
+        inputs: Input files, in the order of their documents in the result.
+        tokenizer: KIND:PATH.
+        output: Path of the token file without suffix.
+        corpus_format: How to read the inputs.
+        append_eod: Whether to end each document with the tokenizer's `eod`.
     """
 
     inputs: tuple[str, ...]
@@ -71,8 +72,12 @@ class PreprocessJob:
 
 @dataclass(frozen=True)
 class PreprocessResult:
-    """total: counts of the whole corpus. resumed: counts of what an interrupted run had
-    finished."""
+    """What was encoded.
+
+    Attributes:
+        total: Counts of the whole corpus.
+        resumed: Counts of what an interrupted run had finished.
+    """
 
     total: CorpusCounts
     resumed: CorpusCounts

@@ -58,6 +58,7 @@ class DCPDataFile:
         self._last: tuple[ByteRange, NDArray[Any]] | None = None
 
     def close(self) -> None:
+        """Close the file."""
         self._last = None
         self._memory.close()
 

@@ -250,6 +250,7 @@ class _BoxReader:
         self._parts: list[Tensor] = []
 
     def bytes_of(self, entry: FileEntry) -> memoryview:
+        """Return the bytes of an entry, in row-major order."""
         origin, part_index = self._source[entry.name, entry.offset]
         if isinstance(origin, ParamSpec):
             assert isinstance(origin.init, Constant)
