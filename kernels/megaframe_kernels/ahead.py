@@ -123,7 +123,12 @@ def _compile(launch: Launch, example: str, chip: int) -> Usage:
 
 def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
     """Describe a value as Triton's launcher would: its type, and whether it is divisible by 16.
-    special: whether the kernel is specialised on the value being 1 or divisible by 16."""
+
+    Args:
+        value: the argument.
+        constant: whether it is a `tl.constexpr`.
+        special: whether the kernel is specialised on the value being 1 or divisible by 16.
+    """
     if constant or value is None or (special and isinstance(value, int) and value == 1):
         return "constexpr", False
     if isinstance(value, Tensor):

@@ -120,8 +120,17 @@ def read_node_cores(root: Path) -> dict[int, frozenset[int]]:
 
 
 def find_node_at(address: str, nodes: Iterable[int], root: Path) -> int | None:
-    """Return the NUMA node of the device at a PCI address, such as 0000:3b:00.0; None if the
-    system, or what emulates it, does not know (-1). On a machine with one node, it is that one."""
+    """Return the NUMA node of the device at a PCI address.
+
+    Args:
+        address: Of the device, such as 0000:3b:00.0.
+        nodes: The nodes of the machine.
+        root: The root of the file system to read.
+
+    Returns:
+        The node; None if the system, or what emulates it, does not know (-1). On a machine with one
+        node, it is that one.
+    """
     only = [*nodes]
     if len(only) == 1:
         return only[0]
@@ -136,8 +145,16 @@ def find_node_at(address: str, nodes: Iterable[int], root: Path) -> int | None:
 def assign_nodes(
     count: int, cores_of_node: dict[int, frozenset[int]], allowed: Iterable[int]
 ) -> list[int | None]:
-    """Return a NUMA node for each of `count` local ranks, in order and as evenly as possible, of
-    the nodes that have allowed cores."""
+    """Return a NUMA node for each local rank, in order and as evenly as possible.
+
+    Args:
+        count: Number of local ranks.
+        cores_of_node: The cores of each node, as from `read_node_cores`.
+        allowed: The cores that this process may use; nodes without any of them get no rank.
+
+    Returns:
+        The node of each local rank; None for all if no node has allowed cores.
+    """
     nodes = [node for node, cores in sorted(cores_of_node.items()) if not cores.isdisjoint(allowed)]
     return [nodes[rank * len(nodes) // count] if nodes else None for rank in range(count)]
 

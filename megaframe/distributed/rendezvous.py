@@ -108,8 +108,12 @@ def _collect_answers(store: Store, name: str, world: int, timeout: float) -> Sto
 
 
 def _poll_pauses(timeout: float, requests: int) -> Iterator[float]:
-    """Yield the seconds to pause before the next look into the store, twice as long each time,
-    until `timeout` seconds have passed. requests: how many the looks of all ranks make."""
+    """Yield the seconds to pause before the next look into the store, twice as long each time.
+
+    Args:
+        timeout: Seconds after which no more pauses come.
+        requests: How many requests the looks of all ranks make.
+    """
     deadline, pause = time.monotonic() + timeout, _PAUSE_RANGE[0]
     while time.monotonic() < deadline:
         yield min(pause, compute_polling_interval(_PAUSE_RANGE[1], requests))

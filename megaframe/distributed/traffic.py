@@ -132,8 +132,14 @@ class CapturedTransfers:
 def capture_transfers(
     name: str, progress: RankProgress, traffics: Sequence[Traffic]
 ) -> Iterator[CapturedTransfers]:
-    """Return a context in which transfers over these traffics are recorded and not counted; each
-    call of `CapturedTransfers.replay` reports them."""
+    """Return a context in which transfers are recorded and not counted; each call of
+    `CapturedTransfers.replay` reports them.
+
+    Args:
+        name: Name of the work, for the watchdog.
+        progress: Records the waits of this rank.
+        traffics: The traffic of the groups that transfer in the context.
+    """
     before = [(traffic.bytes, traffic.calls) for traffic in traffics]
     with progress.capture_waits() as waits:
         captured = CapturedTransfers(name, progress, waits)

@@ -109,8 +109,15 @@ class Fp8Matmul:
         return self.multiply(dy_TO.t(), x_TI.t(), gradient=True, matrix=False)
 
     def multiply_grouped(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        """Return each row times the transposed matrix of its expert, [P, O], in the type of the
-        rows. For each expert the result is that of `product`."""
+        """Return each row times the transposed matrix of its expert, [P, O].
+
+        For each expert the result is that of `multiply`, in the type of the rows.
+
+        Args:
+            x_PI: The rows, [P, I], sorted by expert.
+            matrices_EOI: The matrix of each expert, [E, O, I].
+            ends_E: Where each expert's rows end.
+        """
         return self._multiply_grouped_rounded(
             x_PI, *self._quantise_matrices(matrices_EOI), ends_E, gradient=False
         )
@@ -118,8 +125,16 @@ class Fp8Matmul:
     def compute_grouped_input_gradient(
         self, dy_PO: Tensor, matrices_EOI: Tensor, ends_E: Tensor
     ) -> Tensor:
-        """Return each row times the matrix of its expert, [P, I]. The summed dimension must be
-        contiguous, so the 8-bit matrices are written transposed; the 16-bit ones are not."""
+        """Return each row times the matrix of its expert, [P, I].
+
+        The summed dimension must be contiguous, so the 8-bit matrices are written transposed; the
+        16-bit ones are not.
+
+        Args:
+            dy_PO: Gradient of the outputs, [P, O], sorted by expert.
+            matrices_EOI: The matrix of each expert, [E, O, I].
+            ends_E: Where each expert's rows end.
+        """
         experts, outputs, inputs = matrices_EOI.shape
         if self.scaling == "block":  # the scales of square blocks are transposed too
             flat, scales = self._quantise_matrices(matrices_EOI)

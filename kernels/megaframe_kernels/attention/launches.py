@@ -115,9 +115,13 @@ def _make_adjacent(x: Tensor) -> Tensor:
 
 
 def _count_together(pairs: int, rows: Tensor, shared: float) -> int:
-    """Return how many pairs of a head and a sample start together. shared: how many pairs read the
-    same head of `rows` [B, length, heads, D] and of a second tensor of this shape; below 1 if a
-    pair reads several heads."""
+    """Return how many pairs of a head and a sample start together.
+
+    Args:
+        pairs: number of pairs.
+        rows: what a pair reads, [B, length, heads, D], besides a second tensor of this shape.
+        shared: how many pairs read the same head of both; below 1 if a pair reads several heads.
+    """
     # Both tensors that a pair reads, divided by the pairs that read the same.
     read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
     return max(min(int(_CACHED / max(read, 1)), pairs), 1)

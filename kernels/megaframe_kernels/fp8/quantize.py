@@ -75,7 +75,13 @@ def run_reference(
 
 
 def restore(quantised_RC: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
-    """Return the fp32 numbers that 8-bit numbers and scales represent."""
+    """Return the fp32 numbers that 8-bit numbers and scales represent.
+
+    Args:
+        quantised_RC: [R, C] in 8 bits.
+        scales: as `run_reference` returns them.
+        block: (rows, columns) that share a scale, as in `run_reference`.
+    """
     rows, columns = _block(quantised_RC, block)
     by = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return quantised_RC.to(torch.float32) * by[: quantised_RC.shape[0], : quantised_RC.shape[1]]
