@@ -50,10 +50,21 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What the machine code of one kernel needs: registers per thread, everything else in bytes.
+    """What the machine code of one kernel needs.
 
-    matrix: the instruction of its products. serial: the assembler makes each of them wait for the
-    one before, because registers do not suffice for several in flight. columns: of tensor memory.
+    Attributes:
+        kernel: name of the kernel.
+        example: the launch that it was compiled for.
+        chip: compute capability, such as 90.
+        registers: per thread.
+        stack: bytes.
+        shared: bytes of shared memory.
+        spill_stores: bytes.
+        spill_loads: bytes.
+        matrix: the instruction of its products.
+        serial: the assembler makes each of them wait for the one before, because registers do not
+            suffice for several in flight.
+        columns: of tensor memory.
     """
 
     kernel: str
@@ -112,7 +123,12 @@ def _compile(launch: Launch, example: str, chip: int) -> Usage:
 
 def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
     """Describe a value as Triton's launcher would: its type, and whether it is divisible by 16.
-    special: whether the kernel is specialised on the value being 1 or divisible by 16."""
+
+    Args:
+        value: the argument.
+        constant: whether it is a `tl.constexpr`.
+        special: whether the kernel is specialised on the value being 1 or divisible by 16.
+    """
     if constant or value is None or (special and isinstance(value, int) and value == 1):
         return "constexpr", False
     if isinstance(value, Tensor):

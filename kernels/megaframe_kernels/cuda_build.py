@@ -47,7 +47,11 @@ def hash_sources(compiler: str = "") -> str:
 
 def find_nvcc() -> str:
     """Return the path of nvcc: from CUDA_HOME or CUDA_PATH, from PATH, or where CUDA is usually
-    installed. Raises `BuildError` if there is none."""
+    installed.
+
+    Raises:
+        BuildError: if there is none.
+    """
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
         if home and Path(home, "bin", "nvcc").is_file():
             return str(Path(home, "bin", "nvcc"))
@@ -64,7 +68,15 @@ def read_nvcc_version() -> str:
 
 
 def build(library: Path, chips: Sequence[int]) -> None:
-    """Compile the library for these chips. Raises `BuildError` with the compiler's first error."""
+    """Compile the library for these chips.
+
+    Args:
+        library: where to put the library.
+        chips: compute capabilities, such as 90.
+
+    Raises:
+        BuildError: if the compiler fails, with its first error.
+    """
     targets = [f"-gencode=arch=compute_{chip},code=sm_{chip}" for chip in chips]
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:

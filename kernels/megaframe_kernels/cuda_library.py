@@ -34,8 +34,14 @@ _SIGNATURES = {
 
 
 def load(library: Path) -> ctypes.CDLL:
-    """Load a built library and declare the types of its functions. Raises `BuildError` if it does
-    not load."""
+    """Load a built library and declare the types of its functions.
+
+    Args:
+        library: path of the library.
+
+    Raises:
+        BuildError: if it does not load.
+    """
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
@@ -79,8 +85,17 @@ def explain_missing_library() -> str | None:
 
 
 def call(name: str, like: Tensor, *arguments: object) -> None:
-    """Call a function of the library on the tensor's GPU, passing that GPU's stream as the last
-    argument. Raises `RuntimeError` if it returns a CUDA error."""
+    """Call a function of the library on a tensor's GPU; the GPU's stream is its last argument.
+
+    Args:
+        name: the function's name.
+        like: a tensor on the GPU.
+        arguments: those before the stream.
+
+    Raises:
+        BuildError: if there is no library.
+        RuntimeError: if the function returns a CUDA error.
+    """
     library = _find()
     if isinstance(library, str):
         raise BuildError(library)

@@ -14,7 +14,14 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 def multiply_add(
     a: tl.tensor, b: tl.tensor, add: tl.tensor, PRECISION: tl.constexpr = "tf32"
 ) -> tl.tensor:
-    """Return add + a b in fp32; `add` may be None."""
+    """Return add + a b in fp32.
+
+    Args:
+        a: [rows, depth].
+        b: [depth, columns].
+        add: [rows, columns], or None for 0.
+        PRECISION: of products of fp32 operands, in Triton's sense.
+    """
     # The interpreter would multiply the bits of bf16 as integers. In fp32 the products are the same
     # numbers.
     if INTERPRETED and a.dtype == tl.bfloat16:

@@ -23,8 +23,14 @@ def bypass_dispatcher(
     keep: Keep | None = None,
     differentiate: Differentiate | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that calls `operator`, or, when nothing is being traced, the `function`
-    behind it. keep, differentiate: as registered with the operator, if it has a gradient."""
+    """Return a function that calls an operator or, when nothing is being traced, what is behind it.
+
+    Args:
+        operator: the operator, as registered with `torch.library`.
+        function: the function behind it.
+        keep: as registered with the operator, if it has a gradient.
+        differentiate: as registered with the operator, if it has a gradient.
+    """
     plain = function
     if keep is not None and differentiate is not None:
         plain = _make_function(function, keep, differentiate)

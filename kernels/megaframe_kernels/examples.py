@@ -23,7 +23,13 @@ from megaframe_kernels.update import adamw, square_sum
 
 @dataclass(frozen=True)
 class Example:
-    """A call with real sizes. least_chip: lowest compute capability on which it can run."""
+    """A call with real sizes.
+
+    Attributes:
+        name: of the example.
+        call: makes the launch.
+        least_chip: lowest compute capability on which it can run, such as 80.
+    """
 
     name: str
     call: Callable[[], None]

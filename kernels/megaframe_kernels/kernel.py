@@ -26,8 +26,11 @@ class KernelError(ValueError):
 class Implementation:
     """One way to compute a kernel, with the signature of its reference.
 
-    missing: returns why this machine cannot run it at all, or None. refuses: takes the arguments
-    and returns why it cannot run with them, or None.
+    Attributes:
+        name: of the implementation.
+        run: computes the kernel.
+        missing: returns why this machine cannot run it at all, or None.
+        refuses: takes the arguments and returns why it cannot run with them, or None.
     """
 
     name: str
@@ -48,7 +51,12 @@ class Implementation:
 class Kernel:
     """A function, its implementations by name, and how exact they are.
 
-    constant: the c of the tolerance, about the number of roundings between an input and an output.
+    Attributes:
+        name: of the kernel.
+        reference: computes it in plain torch.
+        implementations: by name.
+        constant: the c of the tolerance, about the number of roundings between an input and an
+            output.
     """
 
     name: str

@@ -62,8 +62,14 @@ def run_reference_parts(
 def compute_token_losses(
     partition_T: Tensor, label_T: Tensor, labels_T: Tensor, z_loss: float
 ) -> Tensor:
-    """Return the loss of each token, given its numbers over the whole vocabulary; 0 where the label
-    is IGNORE."""
+    """Return the loss of each token, given its numbers over the whole vocabulary.
+
+    Args:
+        partition_T: log-partitions.
+        label_T: smoothed logits of the labels.
+        labels_T: the labels; IGNORE gives a loss of 0.
+        z_loss: factor of partition^2.
+    """
     loss = partition_T - label_T + z_loss * partition_T.square()
     return torch.where(labels_T == IGNORE, 0.0, loss)
 
@@ -141,10 +147,23 @@ def run_reference(
     gradient: bool = True,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, [T] in at least fp32, and the logits. With `gradient`, these
-    have been overwritten by the gradient of the sum of the losses, times the scalar `scale` if
-    there is one. Tokens with negative labels have no loss. Options are as in
-    `cross_entropy`."""
+    """Return the loss of each token and the logits, or the gradient in their place.
+
+    Args:
+        logits_TV: logits of the words from `start` on.
+        labels_T: numbers of words in the whole vocabulary; tokens with negative ones have no loss.
+        label_smoothing: as in `cross_entropy`.
+        z_loss: as in `cross_entropy`.
+        softcap: as in `cross_entropy`.
+        start: number of the first word.
+        vocab: size of the whole vocabulary, by default V.
+        join: combines the numbers of all parts of the vocabulary.
+        gradient: overwrite the logits by the gradient of the sum of the losses.
+        scale: factor of that gradient, a scalar; None for 1.
+
+    Returns:
+        The losses, [T] in at least fp32, and `logits_TV`.
+    """
     options: dict[str, Any] = {
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,

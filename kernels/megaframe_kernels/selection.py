@@ -35,10 +35,13 @@ class KernelChoice:
     """Calls a kernel by the first implementation of `order` that takes the arguments, else by its
     reference.
 
-    order: implementations available on this machine, best first. absent: the preferred ones that
-    are not used, each with the reason. named: whether the implementation was requested by name.
-    on_refusal: is called for every implementation that refuses arguments, unless it was requested
-    by name.
+    Attributes:
+        kernel: the kernel.
+        order: implementations available on this machine, best first.
+        absent: the preferred ones that are not used, each with the reason.
+        named: whether the implementation was requested by name.
+        on_refusal: is called for every implementation that refuses arguments, unless it was
+            requested by name.
     """
 
     kernel: Kernel
@@ -52,8 +55,11 @@ class KernelChoice:
         return self.find(*arguments, **options)(*arguments, **options)
 
     def find(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """Return the function that runs for these arguments. Raises `KernelError` if an
-        implementation requested by name does not take them."""
+        """Return the function that runs for these arguments.
+
+        Raises:
+            KernelError: if an implementation requested by name does not take them.
+        """
         for number, implementation in enumerate(self.order):
             reason = implementation.refuses(*arguments, **options)
             if reason is None:
@@ -90,10 +96,13 @@ def select(
 ) -> dict[str, KernelChoice]:
     """Return a choice for each kernel.
 
-    kernels: those that will be used; if an order names CUDA kernels, they are built here.
-    overrides: names of implementations, by kernel. chip: a key of the table, by default
-    `read_chip_name()`. Raises `KernelError` if an override names something that does not exist or
-    is not available here.
+    Args:
+        kernels: those that will be used; if an order names CUDA kernels, they are built here.
+        overrides: names of implementations, by kernel.
+        chip: a key of the table, by default `read_chip_name()`.
+
+    Raises:
+        KernelError: if an override names something that does not exist or is not available here.
     """
     overrides = overrides or {}
     for name in overrides:

@@ -63,6 +63,7 @@ class SaveCoordinator:
         return self._find(self._make_key("attempt"))
 
     def send_report(self, attempt: str, topic: str, message: Message) -> None:
+        """Send this rank's message about a topic to the leader."""
         self._store.set(self._make_key(attempt, topic, self._rank), json.dumps(message))
 
     def collect_reports(self, attempt: str, topic: str) -> list[Message]:
@@ -83,6 +84,7 @@ class SaveCoordinator:
         self._store.set(self._make_key(attempt, "go", stage), "")
 
     def has_started(self, attempt: str, stage: str) -> bool:
+        """Return whether the leader has let the ranks begin a stage."""
         return self._find(self._make_key(attempt, "go", stage)) is not None
 
     def end_attempt(self, attempt: str, failure: str) -> None:
@@ -94,6 +96,7 @@ class SaveCoordinator:
                 self._store.delete_key(self._make_key(attempt, topic, rank))
 
     def outcome(self, attempt: str) -> str | None:
+        """Return how an attempt ended (empty: with success), or None if it has not ended."""
         return self._find(self._make_key(attempt, "end"))
 
     def poll(self, timeout: float) -> Iterator[None]:

@@ -55,6 +55,13 @@ def read_pointer(root: StorePath) -> str | None:
 
 
 def move_pointer(root: StorePath, name: str, attempt: str) -> None:
+    """Let the file `latest` name a checkpoint.
+
+    Args:
+        root: The folder of checkpoints.
+        name: Name of the checkpoint.
+        attempt: Id of the save.
+    """
     store_of(root).replace_file(root / POINTER, f"{name}\n".encode("ascii"), attempt)
 
 
@@ -65,9 +72,11 @@ def retract_checkpoint(root: StorePath, bad: StorePath, before: str | None, atte
     left; if none is left, it is deleted.
 
     Args:
+        root: The folder of checkpoints.
         bad: The checkpoint to delete.
         before: What `read_pointer` returned before the commit. If the commit replaced the
             checkpoint of that name, its `.replaced` copy is named.
+        attempt: Id of the save that undoes the commit.
     """
     store = store_of(root)
     remaining = [path.name for path in list_checkpoints(root) if path != bad]
@@ -84,8 +93,12 @@ def prune_checkpoints(
 ) -> None:
     """Delete old checkpoints that are not in use.
 
-    Kept are the one just written, the `keep - 1` newest others, and those whose steps are multiples
-    of `every` (0: none).
+    Args:
+        root: The folder of checkpoints.
+        written: The one just written, which is kept.
+        keep: Number of checkpoints to keep: that one and the `keep - 1` newest others.
+        every: Checkpoints whose steps are multiples of this are kept, too; 0: none.
+        attempt: Id of the save.
     """
     store = store_of(root)
     checkpoints = list_checkpoints(root)
@@ -119,12 +132,16 @@ def find_checkpoint(
 ) -> StorePath | None:
     """Find the checkpoint that `checkpoint.resume` asks for.
 
-    Raises what `locate_checkpoint` raises.
-
     Args:
+        root: The folder of the run's checkpoints.
         resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
-            pointer in `root` names. If that is not intact, the newest intact one is returned and
-            `note` is called with the reason; if there is none yet, None is returned.
+            pointer in `root` names. If that is not intact, the newest intact one is returned; if
+            there is none yet, None is returned.
+        note: Called with the reason if the checkpoint asked for is not intact and another one is
+            returned.
+
+    Raises:
+        UserError: As `locate_checkpoint`.
     """
     if resume != "latest":
         return locate_checkpoint(resume, "checkpoint.resume", note)
@@ -142,6 +159,7 @@ def locate_checkpoint(
     A checkpoint that is given itself is not checked here; opening it does that.
 
     Args:
+        location: The path or URL.
         key: The config key or the option that gives it, for messages.
         note: Called with a reason if the latest checkpoint is not intact, and the newest intact one
             is returned.

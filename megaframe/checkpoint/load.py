@@ -49,10 +49,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """The step after which the checkpoint was saved."""
         return self._manifest.step
 
     @property
     def state(self) -> Mapping[str, JsonValue]:
+        """The state of the run, as JSON values."""
         return self._manifest.state
 
     @property
@@ -73,6 +75,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
+        """Close the checkpoint; a writer may delete it from now on."""
         self._file.close()
 
     def load(self, slices: Sequence[Slice], unshared: Collection[tuple[str, Box]] = ()) -> None:

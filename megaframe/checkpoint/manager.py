@@ -110,6 +110,7 @@ class CheckpointManager:
         All ranks must call this, and get the same one.
 
         Args:
+            source: The checkpoint that cannot be read.
             error: What is wrong with `source`.
 
         Raises:
@@ -143,10 +144,10 @@ class CheckpointManager:
     def create_writers(self, source: Checkpoint | None, saved: Callable[[int], None]) -> None:
         """Create the writers.
 
-        All ranks must call this, once none of them needs any saved checkpoint but `source`, from
-        which the run continues.
+        All ranks must call this, once none of them needs any saved checkpoint but `source`.
 
         Args:
+            source: The checkpoint from which the run continues, if any.
             saved: Called on the first rank with the step of each complete checkpoint.
         """
         config, mesh = self._config, self._mesh
@@ -198,8 +199,16 @@ class CheckpointManager:
         state: dict[str, JsonValue],
         note: Callable[[str], None],
     ) -> None:
-        """Start a save once the previous one is finished. The slices must not change before the
-        writer's `wait_for_copy` returns."""
+        """Start a save once the previous one is finished.
+
+        Args:
+            writer: The writer of files, or that of copies in memory.
+            step: The step to save.
+            slices: What this rank saves. They must not change before the writer's `wait_for_copy`
+                returns.
+            state: The state of the run, as JSON values.
+            note: Called with failures of the previous save, and if the wait for it was long.
+        """
         began = time.monotonic()
         self._report(writer.wait, note)
         waited = time.monotonic() - began

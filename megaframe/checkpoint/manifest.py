@@ -66,6 +66,7 @@ class SavedSlice(JsonRecord):
 
     @property
     def box(self) -> Box:
+        """Offset and shape within the tensor."""
         return self.offset, self.shape
 
 
@@ -77,6 +78,7 @@ class SavedTensor(JsonRecord):
     slices: tuple[SavedSlice, ...]
 
     def bytes_of(self, shape: Shape) -> int:
+        """Return the bytes of a box of this shape."""
         return prod(shape) * DTYPES[self.dtype].itemsize
 
 
@@ -104,6 +106,7 @@ SAVED_TENSORS = TypeAdapter(dict[str, SavedTensor])
 
 
 def checksum(data: bytes | memoryview) -> str:
+    """Return the XXH3 checksum of 64 bits, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -128,7 +131,11 @@ def merge_tensors(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, Saved
 
 
 def find_problem(manifest: Manifest) -> str | None:
-    """Check what the types cannot express. Returns the first problem of the manifest, or None."""
+    """Check what the types cannot express.
+
+    Returns:
+        The first problem of the manifest, or None.
+    """
     bytes_per_file: defaultdict[str, int] = defaultdict(int)
     for name, tensor in manifest.tensors.items():
         if not name.isprintable():

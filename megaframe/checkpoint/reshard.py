@@ -57,8 +57,16 @@ def reshard_checkpoint(source: Checkpoint, folder: StorePath, files: int) -> Sto
 
 
 def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, JsonValue]) -> None:
-    """Raise `UserError` if there is a secret in what would be copied from a source: the names of
-    its tensors and its state. No run saves one."""
+    """Refuse to copy a secret. No run saves one.
+
+    Args:
+        source: What is copied, for the message.
+        names: Names of its tensors.
+        state: Its state.
+
+    Raises:
+        UserError: If there is a secret in the names or the state.
+    """
     text = json.dumps([names, dict(state)])
     if mask_secrets(text) != text:
         raise UserError(f"{source} has a password or key in its state; it is not copied")

@@ -274,6 +274,14 @@ def commit_checkpoint(
     """Make the files of a draft the newest checkpoint of `root`: write the manifest, publish the
     draft, and last move the pointer.
 
+    Args:
+        draft: Folder with the files.
+        root: The folder of checkpoints.
+        step: The step of the checkpoint.
+        state: The state of the run, as JSON values.
+        files: By name, the size and the header's checksum of each file.
+        attempt: Id of the save.
+
     Returns:
         The path of the checkpoint.
 

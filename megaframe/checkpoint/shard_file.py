@@ -153,6 +153,7 @@ def write_shard_file(
     """Write the bytes of entries, back to back, to a new file.
 
     Args:
+        path: Where to write the file.
         entries: The boxes to write; their byte ranges are assigned anew.
         bytes_of: Returns the bytes of an entry.
         aligned_data: See `Store.create_file`.

@@ -168,8 +168,20 @@ class ShardReader:
     def read(
         self, name: str, tensor: SavedTensor, saved_slice: SavedSlice, buffer: Tensor
     ) -> Tensor:
-        """Read one slice into `buffer` (a tensor of bytes) and check it. Returns a view of
-        `buffer`."""
+        """Read one slice and check it.
+
+        Args:
+            name: Name of the tensor.
+            tensor: Shape and type of the tensor.
+            saved_slice: The slice to read, with its checksum.
+            buffer: Receives the bytes: a tensor of bytes with room to align them.
+
+        Returns:
+            A view of `buffer`, with the shape and the type of the slice.
+
+        Raises:
+            UnreadableFile: If the bytes do not have the slice's checksum.
+        """
         size = tensor.bytes_of(saved_slice.shape)
         start = self._data_start + self._find_position(name, tensor, saved_slice, size)
         # Use the same offset from a multiple of the alignment in memory as in the file.
@@ -223,8 +235,14 @@ def allocate_buffers(requests: Iterable[SliceRequest]) -> list[Tensor]:
 
 
 def verify_shard_file(path: StorePath, saved: SavedFile) -> dict[str, SavedTensor]:
-    """Read a whole file back and check it, with the code that loads it. Returns the tensors in it.
-    Raises UnreadableFile."""
+    """Read a whole file back and check it, with the code that loads it.
+
+    Returns:
+        The tensors in it.
+
+    Raises:
+        UnreadableFile: If it is damaged or cannot be read.
+    """
     # Bypass the page cache; otherwise only memory would be verified.
     with ShardReader(path, saved, bypass_cache=True) as reader:
         tensors = reader.tensors()

@@ -48,10 +48,12 @@ class Slice:
 
     @property
     def box(self) -> Box:
+        """Offset and shape within the tensor."""
         return self.offset, tuple(self.tensor.shape)
 
 
 def is_inside(shape: Shape, box: Box) -> bool:
+    """Return whether a box (offset and shape) lies within a tensor of this shape."""
     offset, size = box
     return len(shape) == len(offset) == len(size) and all(
         extent >= 1 and start >= 0 and length >= 0 and start + length <= extent

@@ -80,8 +80,12 @@ def make_initial_train_state(config: RunConfig) -> TrainState:
 
 
 def read_train_state(checkpoint: Checkpoint) -> TrainState:
-    """Return the state in a checkpoint. Raises `UserError` if it is not a state of a run, or if its
-    config has keys that this version does not know."""
+    """Return the state in a checkpoint.
+
+    Raises:
+        UserError: If it is not a state of a run, or if its config has keys that this version does
+            not know.
+    """
     try:
         state_json = checkpoint.state
         if isinstance(state_json, dict) and isinstance(state_json.get("config"), dict):
@@ -198,6 +202,8 @@ def describe_resumption(
 
     Args:
         saved: The config of the checkpoint.
+        config: The config of the run that continues.
+        step: The step of the checkpoint.
         source: The checkpoint, in words.
         extensions: Those of the checkpoint, with the hashes of their sources.
     """
@@ -237,8 +243,18 @@ def check_same_run(
     path: StorePath,
     extensions: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise `UserError` if a checkpoint is of another run: another model, seed, sequence length, or
-    split of the data, or without some of its extensions."""
+    """Check that a checkpoint belongs to this run.
+
+    Args:
+        saved: The config of the checkpoint.
+        config: The config of the run.
+        path: The checkpoint, for messages.
+        extensions: Those of the checkpoint, with the hashes of their sources.
+
+    Raises:
+        UserError: If it is of another run: another model, seed, sequence length, or split of the
+            data, or without some of its extensions.
+    """
     _refuse_missing_extensions(extensions, path)
     changes = [
         *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),

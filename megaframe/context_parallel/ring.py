@@ -111,8 +111,14 @@ class RingMask:
         )
 
     def get_spans(self, tile: Tile, source: int, batch: int, device: torch.device) -> Spans:
-        """Return what the queries of a tile see, as spans. They are linear in the length, and kept
-        for all blocks."""
+        """Return what the queries of a tile see, as spans, which are kept for all blocks.
+
+        Args:
+            tile: One of `get_tiles(source)`.
+            source: Ring rank that has the keys.
+            batch: Number of samples.
+            device: Device of the spans.
+        """
         if (tile, source) not in self._spans:
             queries = self._compute_positions(self.ring.index, device)[tile.queries]
             keys = self._compute_positions(source, device)[tile.keys]

@@ -83,10 +83,12 @@ class BlendedDataset:
     def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
         """Read these samples, in this order, as one microbatch.
 
-        sources_N: index of each sample's source. numbers_N: its number within the source, over all
-        epochs. samples_N: its number in the training order, passed on as `samples_B`.
-
         The numbers of each source must be ascending, and N at least 1.
+
+        Args:
+            sources_N: Index of each sample's source.
+            numbers_N: Its number within the source, over all epochs.
+            samples_N: Its number in the training order, passed on as `samples_B`.
         """
         data, shape = self._data, (sources_N.size, self._seq)
         tokens_NS, labels_NS = np.empty(shape, np.int64), np.empty(shape, np.int64)

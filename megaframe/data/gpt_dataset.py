@@ -28,16 +28,19 @@ _CHECKED_AT_ONCE = 1 << 20
 class GPTDataset:
     """The windows of one split of a token file.
 
-    path:    path of the token file without suffix.
-    split:   which of the three ranges of documents, or of the tokens of a single document.
-    shares:  shares of the documents for training, validation and test.
-    seq:     inputs per window, S.
-    vocab:   token ids that are not below this, and negative ones, are refused when they are read.
-    Raises `UserError` if the file cannot be read, or the split is empty, shorter than a window, or
-    not contiguous in the file.
-
     `tokens` has the tokens of the split, in the file's dtype; `find_document_starts()` returns
     where in it the documents begin.
+
+    Args:
+        path: Path of the token file without suffix.
+        split: Which of the three ranges of documents, or of the tokens of a single document.
+        shares: Shares of the documents for training, validation and test.
+        seq: Inputs per window, S.
+        vocab: Token ids that are not below this, and negative ones, are refused when they are read.
+
+    Raises:
+        UserError: If the file cannot be read, or the split is empty, shorter than a window, or not
+            contiguous in the file.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class GPTDataset:
     def read(self, windows_W: NDArray[np.int64]) -> NDArray[np.integer]:
         """Return the tokens of these windows, [W, T], in the file's dtype.
 
-        Raises `UserError` for a token id that is negative or not below the vocabulary size.
+        Raises:
+            UserError: For a token id that is negative or not below the vocabulary size.
         """
         tokens_WT = self._rows_WT[windows_W]
         self._check(tokens_WT, windows_W)

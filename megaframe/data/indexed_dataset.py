@@ -55,11 +55,12 @@ def get_dtype_code(dtype: np.dtype) -> int:
 class DatasetIndex:
     """The contents of a checked `.idx`, mapped into memory.
 
-    dtype:     dtype of the tokens.
-    lengths:   tokens of each sequence, i32[S].
-    pointers:  byte offset of each sequence in `.bin`, i64[S].
-    documents: first sequence of each document, then S; i64[D].
-    bin_bytes: size of `.bin` in bytes.
+    Attributes:
+        dtype: Dtype of the tokens.
+        lengths: Tokens of each sequence, i32[S].
+        pointers: Byte offset of each sequence in `.bin`, i64[S].
+        documents: First sequence of each document, then S; i64[D].
+        bin_bytes: Size of `.bin` in bytes.
     """
 
     dtype: np.dtype
@@ -103,7 +104,8 @@ def _read_file_size(path: str) -> int:
 def read_header(path: str) -> tuple[np.dtype, int, int]:
     """Read the header of an `.idx`: dtype, number of sequences, number of document indices.
 
-    Raises `UserError` if it is not a header that can be read, or does not match the file's size.
+    Raises:
+        UserError: If it is not a header that can be read, or does not match the file's size.
     """
     size = _read_file_size(path)
     try:
@@ -222,8 +224,11 @@ class IndexedDataset:
         return self.lengths.size
 
     def sequence(self, number: int) -> NDArray:
-        """Return the tokens of a sequence as a view of the file. Raises `IndexError` if `number` is
-        not in 0 ... S - 1."""
+        """Return the tokens of a sequence as a view of the file.
+
+        Raises:
+            IndexError: If `number` is not in 0 ... S - 1.
+        """
         if not 0 <= number < len(self):
             raise IndexError(f"{self.prefix}: sequence {number} of {len(self)}")
         start = int(self.pointers[number])

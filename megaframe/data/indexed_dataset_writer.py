@@ -33,12 +33,18 @@ class IndexedDatasetWriter:
 
     Use it in a `with` block: leaving the block finishes the files, an exception removes them.
 
-    sync: wait until everything is on the disk. Otherwise the files survive a kill, but not a power
-          failure.
-    resume_prefix: prefix of the unfinished files. With it they are kept after an exception, and the
-          writer continues after the first `documents` documents in them, which have `tokens`
-          tokens.
-    Raises `UserError` if the disk is full or a token does not fit `dtype`.
+    Args:
+        prefix: Path of the files without suffix.
+        dtype: Dtype of the tokens.
+        sync: Wait until everything is on the disk. Otherwise the files survive a kill, but not a
+            power failure.
+        resume_prefix: Prefix of the unfinished files. With it they are kept after an exception, and
+            the writer continues after the documents in them that are counted here.
+        documents: Number of documents in the unfinished files.
+        tokens: Number of tokens in the unfinished files.
+
+    Raises:
+        UserError: If the disk is full or a token does not fit `dtype`.
     """
 
     def __init__(
@@ -59,13 +65,25 @@ class IndexedDatasetWriter:
             self._files.truncate(tokens * self._dtype.itemsize, HEADER.size + 4 * documents)
 
     def append(self, document: ArrayLike) -> None:
-        """Add one document: token ids [tokens]."""
+        """Add one document.
+
+        Args:
+            document: Token ids [tokens].
+        """
         tokens = np.asarray(document)
         self.append_batch(tokens, np.array([tokens.size]))
 
     def append_batch(self, tokens: NDArray, lengths: NDArray[np.integer]) -> None:
-        """Add several documents. tokens: their tokens, back to back. lengths: number of tokens of
-        each."""
+        """Add several documents.
+
+        Args:
+            tokens: Their token ids, back to back [tokens].
+            lengths: Number of tokens of each [documents].
+
+        Raises:
+            UserError: If a document is longer than the format can hold, or a write fails.
+            ValueError: If the lengths do not add up to the number of tokens.
+        """
         if lengths.size and int(lengths.max()) > _LONGEST_DOCUMENT:
             raise UserError(
                 f"{self._files.prefix}: a document has {int(lengths.max())} tokens; the format "
@@ -136,9 +154,11 @@ class IndexedDatasetWriter:
 class _UnfinishedFiles:
     """The two files of `prefix` under temporary names, until `commit` or `discard`.
 
-    resume_prefix: prefix of the temporary names. Existing files are then opened as they are, and
-    `discard` does not remove them. If it is empty, the names contain the process id and the files
-    are new.
+    Args:
+        prefix: Path of the files without suffix.
+        resume_prefix: Prefix of the temporary names. Existing files are then opened as they are,
+            and `discard` does not remove them. If it is empty, the names contain the process id
+            and the files are new.
     """
 
     def __init__(self, prefix: str, resume_prefix: str) -> None:
@@ -175,10 +195,12 @@ class _UnfinishedFiles:
                 file.seek(size)
 
     def flush(self) -> None:
+        """Hand what was written to the operating system."""
         for file in self._open:
             file.flush()
 
     def write_header(self, dtype: np.dtype, sequences: int, documents: int) -> None:
+        """Write the header at the start of the index."""
         self.index.seek(0)
         self.index.write(HEADER.pack(MAGIC, VERSION, get_dtype_code(dtype), sequences, documents))
 
@@ -198,6 +220,7 @@ class _UnfinishedFiles:
             flush_folder(os.path.dirname(self.prefix) or ".")
 
     def discard(self) -> None:
+        """Close the files, and remove them unless `resume_prefix` was given."""
         for file in self._open:
             with suppress(OSError):
                 file.close()

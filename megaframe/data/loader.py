@@ -77,10 +77,11 @@ class Prefetch(Generic[T]):
 class StepBatch:
     """The data of one rank for one optimizer step.
 
-    microbatches: this rank's microbatches, each of `train.microbatch` samples.
-    samples:      size of the global batch, over all ranks.
-    valid:        number of this rank's tokens that have a label.
-    state:        state of the loader after this step, as JSON values.
+    Attributes:
+        microbatches: This rank's microbatches, each of `train.microbatch` samples.
+        samples: Size of the global batch, over all ranks.
+        valid: Number of this rank's tokens that have a label.
+        state: State of the loader after this step, as JSON values.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -151,8 +152,11 @@ class Loader:
         return dict(zip(self._dataset.names, self._dataset.sizes.tolist(), strict=True))
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue after the step that `state` belongs to. Returns lines for the run log; see
-        `restore_sampler`."""
+        """Continue after the step that `state` belongs to.
+
+        Returns:
+            Lines for the run log; see `restore_sampler`.
+        """
         state_restored, notes = restore_sampler(state, self._sources)
         self.close()
         self._state_returned = self._state_read = state_restored
@@ -163,7 +167,11 @@ class Loader:
         return compute_batch_size(self._config.train, samples_seen)
 
     def next(self) -> StepBatch:
-        """Return the next step. Raises `UserError` for token ids outside of the vocabulary."""
+        """Return the next step.
+
+        Raises:
+            UserError: For token ids outside of the vocabulary.
+        """
         step, self._state_returned = self._peeked or self._advance_step()
         self._peeked = None
         return step
@@ -196,8 +204,10 @@ class Loader:
         The samples are the same each time, for any number of ranks and any `run.seed`; fewer if a
         source has no more. All ranks get the same number of microbatches with the same sizes. If
         the last samples of a source cannot be divided evenly, the positions left over repeat a
-        sample with all labels `IGNORE`. samples_B counts from 0 in the order of the blend. Raises
-        `UserError` if no source has a validation split, or one is too small.
+        sample with all labels `IGNORE`. samples_B counts from 0 in the order of the blend.
+
+        Raises:
+            UserError: If no source has a validation split, or one is too small.
         """
         if self._validation is None:
             self._validation = BlendedDataset(self._config, "validation", _EVALUATION_SEED)

@@ -19,19 +19,20 @@ IGNORE = -1
 class Microbatch:
     """Token ids and everything that the model needs to know about them.
 
-    tokens_BS:    int64, inputs.
-    labels_BS:    int64, the next token of each position, or `IGNORE`.
-    samples_B:    int64, number of each sample in the training order. Together with the position in
-                  the sample it identifies a token globally, as the key of dropout masks.
-    positions_BS: int64, or None for 0..S-1. Restarts at documents with `data.reset_positions`.
-                  [1, S] if all samples have the same positions.
-    documents_BS: int64 or None. Tokens attend only to tokens with the same number
-                  (`data.reset_attention`).
-    whole:        tokens of a whole sample if this is one context rank's part, else None.
-                  `documents_BS` then still covers whole samples, because attention sees the keys
-                  of other ranks.
-    ahead:        filled by `look_ahead`: for each distance from 1 on, the tokens and labels that
-                  are this far ahead of each position.
+    Attributes:
+        tokens_BS: int64, inputs.
+        labels_BS: int64, the next token of each position, or `IGNORE`.
+        samples_B: int64, number of each sample in the training order. Together with the position in
+            the sample it identifies a token globally, as the key of dropout masks.
+        positions_BS: int64, or None for 0..S-1. Restarts at documents with `data.reset_positions`.
+            [1, S] if all samples have the same positions.
+        documents_BS: int64 or None. Tokens attend only to tokens with the same number
+            (`data.reset_attention`).
+        whole: Tokens of a whole sample if this is one context rank's part, else None.
+            `documents_BS` then still covers whole samples, because attention sees the keys of other
+            ranks.
+        ahead: Filled by `look_ahead`: for each distance from 1 on, the tokens and labels that are
+            this far ahead of each position.
     """
 
     tokens_BS: Tensor
@@ -62,12 +63,20 @@ def _shift(x_BS: Tensor, by: int, filling: int) -> Tensor:
 
 
 def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
-    """Return part `index` of the last dim of x: of 2 * parts equal pieces, those numbered `index`
-    and 2 * parts - 1 - index. If the size is not divisible, x is first padded at its end with
-    `filling`. With one part, x is returned as it is.
+    """Return part `index` of the last dim of x.
 
-    Under a causal mask, the work for a token grows with the number of tokens before it, so all
-    parts have the same amount of work.
+    Of 2 * parts equal pieces, these are those numbered `index` and 2 * parts - 1 - index. Under a
+    causal mask, the work for a token grows with the number of tokens before it, so all parts have
+    the same amount of work.
+
+    Args:
+        x: [..., S]. With one part, it is returned as it is.
+        index: Number of the part.
+        parts: Number of parts.
+        filling: Value with which x is first padded at its end if S is not divisible.
+
+    Returns:
+        [..., S / parts], with S rounded up to a multiple of 2 * parts if there are several parts.
     """
     if parts == 1:
         return x

@@ -35,9 +35,10 @@ _RESOLUTION = 2**40
 class Blend:
     """The state of a weighted blend of sources: a few integers per source.
 
-    weights:  relative shares, positive integers.
-    consumed: number of samples that each source has given; its next sample has this number.
-    base:     `consumed` at the moment from which the current weights count.
+    Attributes:
+        weights: Relative shares, positive integers.
+        consumed: Number of samples that each source has given; its next sample has this number.
+        base: `consumed` at the moment from which the current weights count.
     """
 
     weights: tuple[int, ...]
@@ -46,8 +47,12 @@ class Blend:
 
     @staticmethod
     def start(weights: Sequence[float], consumed: Sequence[int] | None = None) -> Blend:
-        """Return a blend whose weights count from now on. consumed: samples that each source has
-        given before; None: none."""
+        """Return a blend whose weights count from now on.
+
+        Args:
+            weights: Relative shares of the sources.
+            consumed: Samples that each source has given before; None: none.
+        """
         counts = tuple(consumed) if consumed is not None else (0,) * len(weights)
         return Blend(round_weights(weights), counts, counts)
 
@@ -89,9 +94,13 @@ def schedule_earliest_deadlines(
 ) -> NDArray[np.int64]:
     """Return the sources of the next `size` samples, int64[size].
 
-    samples_given: number of samples that each source has given so far. Ties go to the source listed
-    first. There is always a source that may give, because not all of them can be ahead of their
-    shares.
+    Ties go to the source listed first. There is always a source that may give, because not all of
+    them can be ahead of their shares.
+
+    Args:
+        weights: Relative shares of the sources, positive integers.
+        samples_given: Number of samples that each source has given so far.
+        size: Number of samples to schedule.
     """
     total, now = sum(weights), sum(samples_given)
     counts = list(samples_given)
@@ -132,6 +141,7 @@ class BlendSources:
     sizes: tuple[int, ...]
 
     def by_path(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return the values, one per source, by the path of the source."""
         return dict(zip(self.paths, values, strict=True))
 
 
@@ -139,8 +149,11 @@ class BlendSources:
 class SamplerState:
     """A position in the data of a run.
 
-    blend: how many samples each source has given. samples: samples seen in total. removed: by path,
-    samples given by sources that are no longer in the blend.
+    Attributes:
+        sources: The sources of the run.
+        blend: How many samples each source has given.
+        samples: Samples seen in total.
+        removed: By path, samples given by sources that are no longer in the blend.
     """
 
     sources: BlendSources
@@ -150,6 +163,7 @@ class SamplerState:
 
     @staticmethod
     def start(sources: BlendSources) -> SamplerState:
+        """Return the state before the first sample."""
         return SamplerState(sources, Blend.start(sources.weights), 0, {})
 
     def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], SamplerState]:
@@ -174,12 +188,17 @@ class SamplerState:
 def restore_sampler(
     state: Mapping[str, Any], sources: BlendSources
 ) -> tuple[SamplerState, list[str]]:
-    """Restore the state of a sampler for `sources`. Returns it with lines for the run log.
+    """Restore the state of a sampler for `sources`.
 
     With the same sources and weights the sequence continues as if it had not been interrupted.
     Otherwise the weights count from now on, each known source continues after the samples that it
-    has given, a new one starts at its first, and a line says so. Raises `UserError` for a malformed
-    state.
+    has given, a new one starts at its first, and a line says so.
+
+    Returns:
+        The state, and lines for the run log.
+
+    Raises:
+        UserError: For a malformed state.
     """
     _check(state)
     moved = _find_moved(state["sizes"], sources)

@@ -39,10 +39,13 @@ def sample_indices(numbers: Numbers, sizes: Numbers | int, keys: Words | int) ->
 
     Each epoch, a run of `sizes` consecutive numbers, visits every index once, in a different order.
 
-    numbers: int64[N], counted from 0 over all epochs of a source.
-    sizes:   samples of the source, 1 to 2**40; one value for all, or int64[N].
-    keys:    `derive_source_key` of the source; one value for all, or uint64[N].
-    Returns int64[N], indices in [0, size).
+    Args:
+        numbers: int64[N], counted from 0 over all epochs of a source.
+        sizes: Samples of the source, 1 to 2**40; one value for all, or int64[N].
+        keys: `derive_source_key` of the source; one value for all, or uint64[N].
+
+    Returns:
+        int64[N], indices in [0, size).
     """
     sizes = np.atleast_1d(np.asarray(sizes, np.int64))
     epochs, numbers = np.divmod(np.atleast_1d(np.asarray(numbers, np.int64)), sizes)
@@ -55,9 +58,16 @@ def sample_indices(numbers: Numbers, sizes: Numbers | int, keys: Words | int) ->
 def permute(numbers: Numbers, sizes: Numbers, keys: Words) -> Numbers:
     """Apply a keyed bijection of [0, size) onto itself to each element.
 
-    numbers: int64[N] in [0, size). sizes: int64[N] or [1]. keys: uint64[N] or [1]. Returns
-    int64[N]. This is a modular Feistel network with cycle walking: Black and Rogaway, "Ciphers with
-    arbitrary finite domains" (2002). Fewer than one value in sqrt(size) needs to be walked.
+    This is a modular Feistel network with cycle walking: Black and Rogaway, "Ciphers with arbitrary
+    finite domains" (2002). Fewer than one value in sqrt(size) needs to be walked.
+
+    Args:
+        numbers: int64[N] in [0, size).
+        sizes: int64[N] or [1].
+        keys: uint64[N] or [1].
+
+    Returns:
+        int64[N].
     """
     bounds = sizes.astype(np.uint64)
     lefts = np.ceil(np.sqrt(bounds.astype(np.float64))).astype(np.uint64)

@@ -61,8 +61,12 @@ the right one for these two."""
 
 
 def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
-    """Parse a rank file into ranks by token. Raises `UserError` for invalid lines, ranks that are
-    used twice, and bytes without a rank, because some text could then not be encoded."""
+    """Parse a rank file into ranks by token.
+
+    Raises:
+        UserError: For invalid lines, ranks that are used twice, and bytes without a rank, because
+            some text could then not be encoded.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
@@ -102,9 +106,10 @@ _LARGEST_FILE = 1 << 30
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    vocab_size:  all ids are smaller.
-    eod:         the id that ends a document.
-    fingerprint: equal for tokenizers of the same kind and file.
+    Attributes:
+        vocab_size: All ids are smaller.
+        eod: The id that ends a document.
+        fingerprint: Equal for tokenizers of the same kind and file.
     """
 
     vocab_size: int
@@ -309,8 +314,9 @@ _SUFFIXES = {".model": "sentencepiece", ".json": "hf", ".tiktoken": "tiktoken"}
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer `KIND:PATH`, or `bytes`.
 
-    Raises `UserError` for an unknown kind, a file that is missing or of another format, a
-    vocabulary without an end of document, or a library that is not installed.
+    Raises:
+        UserError: For an unknown kind, a file that is missing or of another format, a vocabulary
+            without an end of document, or a library that is not installed.
     """
     kind, colon, path = name.partition(":")
     if name == "bytes":
@@ -343,8 +349,11 @@ def import_library(name: str, extra: str) -> ModuleType:
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a tokenizer's file. Raises `UserError` if it is empty, too large or
-    unreadable."""
+    """Return the content of a tokenizer's file.
+
+    Raises:
+        UserError: If it is empty, too large or unreadable.
+    """
     try:
         size = os.stat(path).st_size
         if not 0 < size <= _LARGEST_FILE:

@@ -45,7 +45,12 @@ class GradientReducer:
     """
 
     def __init__(self, group: Group, buffers: BufferPool | None = None) -> None:
-        """Prepare sums. buffers: lends memory for what arrives on a CPU."""
+        """Prepare sums.
+
+        Args:
+            group: The ranks that sum.
+            buffers: Lends memory for what arrives on a CPU.
+        """
         self.group, self._buffers = group, buffers
         self.state: dict[str, Tensor] = {}
 

@@ -37,7 +37,12 @@ class ReducerConfig:
 
     @classmethod
     def from_parallel(cls, parallel: ParallelConfig, *, compress: bool) -> ReducerConfig:
-        """Return what a config selects. compress: False if compression is not worth it."""
+        """Return what a config selects.
+
+        Args:
+            parallel: The section of the config.
+            compress: False if compression is not worth it.
+        """
         reducer = cls(parallel.reduce_precision, parallel.compress if compress else "none")
         keep = parallel.compress_keep
         if keep is None:

@@ -185,7 +185,14 @@ def start_collective(
 
 
 def barrier(group: Group) -> None:
-    """Wait until every rank of the group has called this. Raises `LostRanks` if one does not."""
+    """Wait until every rank of the group has called this.
+
+    Args:
+        group: The ranks to wait for.
+
+    Raises:
+        LostRanks: If one of them does not call it.
+    """
     if group.handle is not None:
         group.check_collective("barrier", None)
         start = partial(dist.barrier, group.handle, async_op=True)

@@ -33,8 +33,16 @@ _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 def read_launcher_number(name: str, default: int, least: int = 0) -> int:
-    """Return a number from the environment that a launcher has set. Raises `UserError` if it is not
-    a whole number from `least` on."""
+    """Return a number from the environment that a launcher has set.
+
+    Args:
+        name: Name of the variable.
+        default: The number if the variable is not set.
+        least: The least number that is allowed.
+
+    Raises:
+        UserError: If the variable is not a whole number from `least` on.
+    """
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
         raise UserError(
@@ -118,9 +126,13 @@ def explain_unusable_gpu(root: Path = Path("/")) -> str | None:
 
 
 def explain_hidden_gpu(root: Path = Path("/")) -> str | None:
-    """Return why a run uses the CPU beside a GPU that torch is not meant to see, or None: the user
-    hides it by a variable, or only its driver is here, as in a container without GPUs. root: as for
-    `explain_unusable_gpu`."""
+    """Return why a run uses the CPU beside a GPU that torch is not meant to see, or None.
+
+    The user hides it by a variable, or only its driver is here, as in a container without GPUs.
+
+    Args:
+        root: The root of the file system.
+    """
     hiding = _find_hiding_variable()
     if hiding is not None and any(_find_gpu_makers(root)):
         return f"{hiding}={os.environ[hiding]} hides the GPUs of this machine"

@@ -37,8 +37,13 @@ def record_end(folder: Path, text: str) -> None:
 
 
 def dump_stacks(folder: Path | None, rank: int, describe: Callable[[], str]) -> None:
-    """Write the stacks of all threads of this process to standard error, and below what `describe`
-    returns to a file in the folder, if there is one that can be written."""
+    """Write the stacks of all threads of this process to standard error and to a file.
+
+    Args:
+        folder: Where the file is written, if that is possible; None for no file.
+        rank: The rank of this process, which names the file.
+        describe: Returns what the file says above the stacks.
+    """
     faulthandler.dump_traceback()
     if folder is not None:
         with suppress(OSError):

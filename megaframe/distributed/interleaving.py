@@ -80,6 +80,7 @@ class _Alternation:
         self._working = {0, 1}
 
     def run(self, thread: int, work: Callable[[HandOver], None]) -> None:
+        """Do the work of a thread in its turns; `work` gets what hands over to the other one."""
         self._await_turn(thread)
         try:
             work(lambda: self._hand_over(thread))

@@ -258,9 +258,15 @@ class Mesh(ProcessGroups):
         return dist.PrefixStore("megaframe", store)
 
     def _reserve_open_files(self, axis_sets: Iterable[tuple[str, ...]], to_store: int) -> None:
-        """Raise the limits of open files if the groups over `axis_sets` need that, or, on the first
-        rank, the store. to_store: connections of each rank to it. Raises `UserError` if the system
-        does not allow it."""
+        """Raise the limits of open files where connections need that.
+
+        Args:
+            axis_sets: The axes of each group.
+            to_store: Connections of each rank to the store, which the first rank may hold.
+
+        Raises:
+            UserError: If the system does not allow it.
+        """
         world = self.layout.world
         own = {self.layout.list_members(self.rank, *axes) for axes in axis_sets}
         sizes = [] if self.nccl is not None else [len(ranks) for ranks in own if len(ranks) > 1]

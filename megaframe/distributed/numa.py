@@ -32,8 +32,12 @@ _PREFERRED = 1
 
 @dataclass(frozen=True)
 class NumaBinding:
-    """Where the ranks of a machine are put. nodes: NUMA node of each local rank, None if it is not
-    known. cores: those of each local rank, empty if it is not bound."""
+    """Where the ranks of a machine are put.
+
+    Attributes:
+        nodes: NUMA node of each local rank, None if it is not known.
+        cores: The cores of each local rank, empty if it is not bound.
+    """
 
     nodes: tuple[int | None, ...]
     cores: tuple[tuple[int, ...], ...]
@@ -116,8 +120,17 @@ def read_node_cores(root: Path) -> dict[int, frozenset[int]]:
 
 
 def find_node_at(address: str, nodes: Iterable[int], root: Path) -> int | None:
-    """Return the NUMA node of the device at a PCI address, such as 0000:3b:00.0; None if the
-    system, or what emulates it, does not know (-1). On a machine with one node, it is that one."""
+    """Return the NUMA node of the device at a PCI address.
+
+    Args:
+        address: Of the device, such as 0000:3b:00.0.
+        nodes: The nodes of the machine.
+        root: The root of the file system to read.
+
+    Returns:
+        The node; None if the system, or what emulates it, does not know (-1). On a machine with one
+        node, it is that one.
+    """
     only = [*nodes]
     if len(only) == 1:
         return only[0]
@@ -132,8 +145,16 @@ def find_node_at(address: str, nodes: Iterable[int], root: Path) -> int | None:
 def assign_nodes(
     count: int, cores_of_node: dict[int, frozenset[int]], allowed: Iterable[int]
 ) -> list[int | None]:
-    """Return a NUMA node for each of `count` local ranks, in order and as evenly as possible, of
-    the nodes that have allowed cores."""
+    """Return a NUMA node for each local rank, in order and as evenly as possible.
+
+    Args:
+        count: Number of local ranks.
+        cores_of_node: The cores of each node, as from `read_node_cores`.
+        allowed: The cores that this process may use; nodes without any of them get no rank.
+
+    Returns:
+        The node of each local rank; None for all if no node has allowed cores.
+    """
     nodes = [node for node, cores in sorted(cores_of_node.items()) if not cores.isdisjoint(allowed)]
     return [nodes[rank * len(nodes) // count] if nodes else None for rank in range(count)]
 
@@ -144,9 +165,17 @@ def divide_cores(
     allowed: Iterable[int],
     root: Path,
 ) -> NumaBinding:
-    """Return the cores of each local rank: an equal share of its node's allowed cores. Hardware
-    threads of one core stay together. If a node has fewer cores than ranks, they share all of
-    them."""
+    """Return the cores of each local rank: an equal share of its node's allowed cores.
+
+    Hardware threads of one core stay together. If a node has fewer cores than ranks, they share all
+    of them.
+
+    Args:
+        nodes: NUMA node of each local rank; None if it is not known.
+        cores_of_node: The cores of each node, as from `read_node_cores`.
+        allowed: The cores that this process may use.
+        root: The root of the file system to read.
+    """
     cores_of_rank: list[tuple[int, ...]] = []
     for rank, node in enumerate(nodes):
         ranks = [other for other, of in enumerate(nodes) if of == node]

@@ -38,8 +38,18 @@ _ROUNDS = 8
 
 
 def gather_bytes(data: bytes, group: Group, device: torch.device) -> list[bytes]:
-    """Return the data of each rank, in order, on the first rank, and an empty list elsewhere. The
-    first rank receives from one rank after the other, so it never has more than one in flight."""
+    """Gather the data of each rank on the first one.
+
+    The first rank receives from one rank after the other, so it never has more than one in flight.
+
+    Args:
+        data: The data of this rank; may be empty.
+        group: The ranks.
+        device: Device of the tensors that carry the data.
+
+    Returns:
+        The data of each rank, in order, on the first rank, and an empty list elsewhere.
+    """
     if group.handle is None:
         return [data]
     size = torch.tensor([len(data)], device=device)

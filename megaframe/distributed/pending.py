@@ -67,7 +67,11 @@ class Pending(Generic[T]):
         self._started = timer.start()
 
     def wait(self) -> T:
-        """Wait for the result and return it. Raises `LostRanks` if the transfer fails."""
+        """Wait for the result and return it.
+
+        Raises:
+            LostRanks: If the transfer fails.
+        """
         if self._work is self._before is self._finish_result is None:
             return self._value
         # Asked before the wait, because afterwards everything has arrived.

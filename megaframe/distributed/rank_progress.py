@@ -69,6 +69,7 @@ class _TimedAction:
     end: DeviceEvent | None = None
 
     def measure_seconds(self) -> float:
+        """Return the seconds from begin to end without waits; the device has passed the end."""
         assert self.end is not None, "its step is over"
         waited = sum(start.elapsed_time(end) for start, end in self.waits)
         return (self.begin.elapsed_time(self.end) - waited) / 1e3

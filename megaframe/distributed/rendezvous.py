@@ -39,7 +39,14 @@ def get_launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, in
 
     The store is kept for the life of the process, so that a later mesh need not connect to it
     again: connecting before the store exists means waits of up to a second between tries.
-    Raises `RuntimeError` if the store cannot be reached in time.
+
+    Args:
+        rank: The rank of this process.
+        world: Number of ranks.
+        timeout: Limit of every request to the store, in seconds.
+
+    Raises:
+        RuntimeError: If the store cannot be reached in time.
     """
     where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(rank), str(world))
     limit = timedelta(seconds=timeout)
@@ -57,7 +64,15 @@ def find_fresh_store(store: Store, rank: int, world: int, timeout: float) -> Sto
     may be answered too, but nobody repeats that answer. All answers are in one key, which rank 0
     alone reads, and it repeats all of them in one request: what the store has to do is proportional
     to the number of ranks.
-    Raises `RuntimeError` if not all ranks answer in time; on rank 0 it names those that do not.
+
+    Args:
+        store: The launcher's store, which an earlier start may have used.
+        rank: The rank of this process.
+        world: Number of ranks.
+        timeout: Seconds within which all ranks must answer.
+
+    Raises:
+        RuntimeError: If not all ranks answer in time; on rank 0 it names those that do not.
     """
     token = secrets.token_hex(8)
     if rank == 0:
@@ -93,8 +108,12 @@ def _collect_answers(store: Store, name: str, world: int, timeout: float) -> Sto
 
 
 def _poll_pauses(timeout: float, requests: int) -> Iterator[float]:
-    """Yield the seconds to pause before the next look into the store, twice as long each time,
-    until `timeout` seconds have passed. requests: how many the looks of all ranks make."""
+    """Yield the seconds to pause before the next look into the store, twice as long each time.
+
+    Args:
+        timeout: Seconds after which no more pauses come.
+        requests: How many requests the looks of all ranks make.
+    """
     deadline, pause = time.monotonic() + timeout, _PAUSE_RANGE[0]
     while time.monotonic() < deadline:
         yield min(pause, compute_polling_interval(_PAUSE_RANGE[1], requests))

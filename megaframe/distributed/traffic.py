@@ -34,8 +34,13 @@ class WaitTimer(Protocol):
     ) -> None: ...
 
     def record_arrival(self, started: Any, size: int, late: bool) -> None:
-        """Record that the wait that just ended was for `size` bytes. late: as far as is known, they
-        had not arrived before the wait."""
+        """Record that a wait has just ended.
+
+        Args:
+            started: What `start` returned when the transfer started.
+            size: Bytes that were waited for.
+            late: As far as is known, they had not arrived before the wait.
+        """
 
 
 class NoWaitTimer:
@@ -127,8 +132,14 @@ class CapturedTransfers:
 def capture_transfers(
     name: str, progress: RankProgress, traffics: Sequence[Traffic]
 ) -> Iterator[CapturedTransfers]:
-    """Return a context in which transfers over these traffics are recorded and not counted; each
-    call of `CapturedTransfers.replay` reports them."""
+    """Return a context in which transfers are recorded and not counted; each call of
+    `CapturedTransfers.replay` reports them.
+
+    Args:
+        name: Name of the work, for the watchdog.
+        progress: Records the waits of this rank.
+        traffics: The traffic of the groups that transfer in the context.
+    """
     before = [(traffic.bytes, traffic.calls) for traffic in traffics]
     with progress.capture_waits() as waits:
         captured = CapturedTransfers(name, progress, waits)

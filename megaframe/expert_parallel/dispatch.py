@@ -128,10 +128,12 @@ class _Assignment:
 
     @property
     def rows(self) -> int:
+        """Number of rows, R."""
         return self.chosen_RK.shape[0]
 
     @property
     def choices(self) -> int:
+        """Number of experts that each row chooses, K."""
         return self.chosen_RK.shape[1]
 
 

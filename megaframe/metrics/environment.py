@@ -23,8 +23,13 @@ from megaframe.parameters.parameter import PRECISIONS
 
 
 def write_environment(config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any]) -> None:
-    """Write the environment into the run folder, over that of an earlier process. kernels: which
-    are used, and why not faster ones."""
+    """Write the environment into the run folder, over that of an earlier process.
+
+    Args:
+        config: The config of the run.
+        mesh: The mesh of its ranks.
+        kernels: Which are used, and why not faster ones.
+    """
     path = Path(config.run.dir) / ENVIRONMENT_FILE
     try:
         environment = {**describe_environment(config, mesh), "kernels": kernels}

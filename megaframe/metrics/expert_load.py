@@ -22,8 +22,13 @@ Record = tuple[str, Tensor, ReduceType]
 
 
 class ExpertLoadMetrics:
-    """Makes the records of a step. specs: of the whole model, whose layers with experts they name.
-    ranks: number of ranks that divide the experts."""
+    """Makes the records of a step.
+
+    Args:
+        config: The config of the run.
+        specs: Those of the whole model, whose layers with experts they name.
+        ranks: Number of ranks that divide the experts.
+    """
 
     def __init__(self, config: RunConfig, specs: Iterable[ParamSpec], ranks: int) -> None:
         moe = config.model.moe
@@ -43,10 +48,15 @@ class ExpertLoadMetrics:
         tokens: int,
         step: int,
     ) -> Iterator[Record]:
-        """Yield the records of step `step`, in which `tokens` tokens had a loss. loads: for each
-        router on this rank the name of its balance parameter, its load [E] in the whole step, and
-        the parameter's value [E]. statistics: of this rank's stages. Rows are in the order of the
-        layers that have experts."""
+        """Yield the records of a step. Rows are in the order of the layers that have experts.
+
+        Args:
+            loads: For each router on this rank the name of its balance parameter, its load [E] in
+                the whole step, and the parameter's value [E].
+            statistics: Those of this rank's stages.
+            tokens: Number of tokens of the step that had a loss.
+            step: The step's number.
+        """
         loads_and_biases = {name: (load_E.double(), bias_E) for name, load_E, bias_E in loads}
         device = next((load.device for load, _ in loads_and_biases.values()), torch.device("cpu"))
         rows = {

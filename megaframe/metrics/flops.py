@@ -23,8 +23,11 @@ from megaframe.config import RunConfig
 class Flops:
     """Operations per token, forward and backward.
 
-    model: with causal, windowed attention; the headline. full_attention: with every query attending
-    to all `train.seq` keys, as many published tables count. hardware: `model` plus recompute.
+    Attributes:
+        model: With causal, windowed attention; the headline.
+        full_attention: With every query attending to all `train.seq` keys, as many published tables
+            count.
+        hardware: `model` plus recompute.
     """
 
     model: float

@@ -54,8 +54,14 @@ def explain_out_of_memory(
     rank: int, bytes_by_kind: Mapping[str, int], device: torch.device, folder: Path
 ) -> UserError:
     """Return the error for a device without enough memory: what held it, and how to reduce the two
-    largest kinds. On a GPU, also write the allocator's figures and all blocks to files in
-    `folder`."""
+    largest kinds.
+
+    Args:
+        rank: This rank.
+        bytes_by_kind: Bytes of what stays in memory, by kind; the rest of the peak is activations.
+        device: The device.
+        folder: Where to write, on a GPU, the allocator's figures and all blocks.
+    """
     activations = max(0, int(measure_peak_memory(device)) - sum(bytes_by_kind.values()))
     kinds = {**bytes_by_kind, "activations": activations}
     order = sorted(kinds, key=lambda kind: -kinds[kind])

@@ -124,9 +124,11 @@ class MetricsLogger:
 
     def flush(self, step: int) -> list[StepValues]:
         """End step `step`: start reducing its values, and write the line of the step before.
-        Returns the values of the steps whose lines were written, in order: one or none.
 
         Rates need `tokens` to have been recorded: the tokens of the step over all ranks.
+
+        Returns:
+            The values of the steps whose lines were written, in order: one or none.
         """
         split = self._timer.take()
         self._trace.end(step, split)
@@ -199,10 +201,12 @@ class MetricsLogger:
             print_note(self._config, f"rank {self._mesh.rank}: {text}")
 
     def close(self, ending: Sequence[tuple[str, str]] = ()) -> None:
-        """Write the last line and the summary, at the end of a run. A run that fails does not need
-        this: what it has written is already on its way to the disk.
+        """Write the last line and the summary, at the end of a run.
 
-        ending: names and texts to add to the summary.
+        A run that fails does not need this: what it has written is already on its way to the disk.
+
+        Args:
+            ending: Names and texts to add to the summary.
         """
         self._profiler.close()
         self._trace.close()

@@ -29,10 +29,20 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceOverlap:
-    """Seconds of one device. span: from the start of the first operation to the end of the last; it
-    is the sum of compute, exposed communication, exposed copies and idle time. communication,
-    copies: all of them, whatever runs meanwhile. exposed_communication: while no compute runs.
-    exposed_copies: while neither compute nor communication runs. gaps: the longest idle times."""
+    """Seconds of one device.
+
+    Attributes:
+        device: The device's number.
+        span: From the start of the first operation to the end of the last; it is the sum of
+            compute, exposed communication, exposed copies and idle time.
+        compute: While compute runs.
+        communication: All of it, whatever runs meanwhile.
+        exposed_communication: While no compute runs.
+        copies: All of them, whatever runs meanwhile.
+        exposed_copies: While neither compute nor communication runs.
+        idle: While nothing runs.
+        gaps: The longest idle times.
+    """
 
     device: int
     span: float
@@ -55,9 +65,15 @@ class IdleGap:
 
 
 def measure_overlap(path: Path, gaps: int = 0) -> list[DeviceOverlap]:
-    """Return one `DeviceOverlap` for each device, in order, with up to `gaps` of its longest gaps.
-    path: a trace (Chrome's JSON, with or without gzip). Raises `UserError` if it is no trace, or
-    has no events of a GPU."""
+    """Return one `DeviceOverlap` for each device, in order.
+
+    Args:
+        path: A trace (Chrome's JSON, with or without gzip).
+        gaps: Most gaps to list for a device, the longest ones.
+
+    Raises:
+        UserError: If it is no trace, or has no events of a GPU.
+    """
     spans: dict[int, dict[str, list[Interval]]] = {}
     events = _read_events(path)
     for device, kind, span in _read_device_intervals(path, events):

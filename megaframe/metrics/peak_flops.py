@@ -25,8 +25,13 @@ _SECONDS_PER_SIZE = 0.1
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """The peak of a device. tflops: None if unknown. note: describes it in the run log. measured:
-    on this machine, at the start of the run."""
+    """The peak of a device.
+
+    Attributes:
+        tflops: In TFLOP/s; None if unknown.
+        note: Describes it in the run log.
+        measured: On this machine, at the start of the run.
+    """
 
     tflops: float | None
     note: str
@@ -69,8 +74,12 @@ def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
 
 
 def find_chip_peak(name: str, kind: str) -> float | None:
-    """Return the dense peak in TFLOP/s of the chip that torch calls `name`; None if it is not
-    known or does not have the type. kind: fp8, fp16, bf16, tf32, fp32 or fp64."""
+    """Return the dense peak of a chip in TFLOP/s; None if it is not known or lacks the type.
+
+    Args:
+        name: What torch calls the chip.
+        kind: fp8, fp16, bf16, tf32, fp32 or fp64.
+    """
     chip = find_chip(name)
     peak = None if chip is None else chip.peaks.get(kind)
     return None if peak is None else peak / 1e12

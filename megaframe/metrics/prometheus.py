@@ -17,8 +17,15 @@ from megaframe.metrics.sinks import Line, flatten
 
 
 class PrometheusSink:
-    """Serves /metrics until it is closed. port: 0 takes a free one. run: name of the run, a label
-    of every value. Raises `UserError` if the port is taken."""
+    """Serves /metrics until it is closed.
+
+    Args:
+        port: The port; 0 takes a free one.
+        run: Name of the run, a label of every value.
+
+    Raises:
+        UserError: If the port is taken.
+    """
 
     def __init__(self, port: int, run: str) -> None:
         self._text, self._run = b"", run

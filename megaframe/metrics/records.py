@@ -49,7 +49,9 @@ class StepRecords:
         Within the step and over ranks, `sum` adds, `mean` averages all recorded values, and `max`
         and `min` take the extreme. `last` keeps this rank's latest value and is not communicated;
         the first rank's is the one that is written. All other names must be the same on all ranks.
-        Raises `ValueError` if a name is recorded in two ways.
+
+        Raises:
+            ValueError: If a name is recorded in two ways.
         """
         if isinstance(value, Tensor):
             value = value.detach().to(torch.float64, copy=True)
@@ -102,8 +104,12 @@ class PendingReduction:
         )
 
     def wait(self) -> dict[str, float | list[float]]:
-        """Return the reduced values by name, rows as lists. Raises `RuntimeError` if ranks recorded
-        different names, and `LostRanks` if the transfers were ended meanwhile."""
+        """Return the reduced values by name, rows as lists.
+
+        Raises:
+            RuntimeError: If ranks recorded different names.
+            LostRanks: If the transfers were ended meanwhile.
+        """
         vectors = self._wait_for_copies()
         self._progress.check_not_ended()
         last, sums, largest = (iter(vector.tolist()) for vector in vectors)

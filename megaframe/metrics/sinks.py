@@ -52,7 +52,8 @@ class Sink(Protocol):
 def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
     """Return the sinks that the config asks for, set to continue after `start_step`.
 
-    Raises `UserError` if an extra is missing or the run folder cannot be used.
+    Raises:
+        UserError: If an extra is missing or the run folder cannot be used.
     """
     folder = Path(config.run.dir)
     try:
@@ -135,7 +136,8 @@ class JsonlSink:
 def truncate_metrics(path: Path, step: int) -> None:
     """Drop the lines of steps after `step`, and an incomplete last line, by one atomic replacement.
 
-    Raises `UserError` if any other line is not one of a metrics file; the file is then unchanged.
+    Raises:
+        UserError: If any other line is not one of a metrics file; the file is then unchanged.
     """
     if not path.exists():
         return
@@ -158,9 +160,15 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
-    """Keep the lines of a run that begins anew, by renaming their file to the next free name such
-    as `metrics.1.jsonl`. Returns the new path and the number of lines, or None if there are no
-    lines. Raises what `truncate_metrics` raises."""
+    """Keep the lines of a run that begins anew, by renaming their file to the next free name, such
+    as `metrics.1.jsonl`.
+
+    Returns:
+        The new path and the number of lines, or None if there are no lines.
+
+    Raises:
+        UserError: As `truncate_metrics`.
+    """
     try:
         truncate_metrics(path, sys.maxsize)
         lines = path.read_bytes().count(b"\n") if path.exists() else 0

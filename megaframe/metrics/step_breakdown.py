@@ -24,8 +24,13 @@ _WORK = ("compute", "optimizer", "data", "other")
 
 
 class StepBreakdown:
-    """Records the same names on all ranks of a mesh, whatever their steps contained. more: returns
-    further values of a rank by name; the names are the same on all ranks."""
+    """Records the same names on all ranks of a mesh, whatever their steps contained.
+
+    Args:
+        config: The config of the run.
+        mesh: The mesh of its ranks.
+        more: Returns further values of a rank by name; the names are the same on all ranks.
+    """
 
     def __init__(
         self, config: RunConfig, mesh: Mesh, more: Callable[[], Mapping[str, float]] = dict

@@ -55,8 +55,17 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """One transfer over `axes`: when it was started, and when the wait for it began and ended.
-    part: what the wait was charged to. late: it had not arrived when the wait began."""
+    """One transfer: when it was started, and when the wait for it began and ended.
+
+    Attributes:
+        axes: The axes over which it went.
+        part: What the wait was charged to.
+        size: Its size in bytes.
+        started: When it was started.
+        waited: When the wait began.
+        ended: When the wait ended.
+        late: Whether it had not arrived when the wait began.
+    """
 
     axes: str
     part: str
@@ -69,10 +78,17 @@ class TransferRecord:
 
 @dataclass
 class StepTimeline:
-    """What a timer noted between two calls of `take()`. marks: parts and the moments at which they
-    end; the first part starts at `begin`. transit: nanoseconds that a message takes on a free link,
-    by the part that waits for it are charged to. actions: name, kind, start and end of each action,
-    if they are followed."""
+    """What a timer noted between two calls of `take()`.
+
+    Attributes:
+        begin: The moment at which the first part starts.
+        between: Returns the nanoseconds between two moments.
+        transit: Nanoseconds that a message takes on a free link, by the part that waits for it are
+            charged to.
+        marks: Parts and the moments at which they end.
+        transfers: The transfers that were waited for.
+        actions: Name, kind, start and end of each action, if they are followed.
+    """
 
     begin: Any
     between: Elapsed
@@ -130,8 +146,9 @@ class StepTimer:
     """Splits the time between two calls of `take()` into parts. Only one thread at a time, the one
     that runs the step, may use it.
 
-    clock: a monotonic clock, by default the host's in nanoseconds. between: returns the nanoseconds
-    between two of its moments.
+    Args:
+        clock: A monotonic clock, by default the host's in nanoseconds.
+        between: Returns the nanoseconds between two of its moments.
     """
 
     def __init__(self, clock: Clock = time.perf_counter_ns, between: Elapsed | None = None) -> None:
@@ -172,8 +189,12 @@ class StepTimer:
         return TransferTimer(self, COMMUNICATION + axes, axes)
 
     def time_messages(self, ends: tuple[int, int], free: float) -> TransferTimer:
-        """Return the context of waits for messages over a link of the pipeline. free: seconds that
-        a message takes if nothing else is on the link."""
+        """Return the context of waits for messages over a link of the pipeline.
+
+        Args:
+            ends: Source and target of the messages, as coordinates on the pipeline axis.
+            free: Seconds that a message takes if nothing else is on the link.
+        """
         part = f"message/{ends[0]}>{ends[1]}"
         self._transit[part] = round(free * 1e9)
         return TransferTimer(self, part, "pipeline")

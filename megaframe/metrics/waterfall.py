@@ -21,10 +21,13 @@ def attribute_losses(
 ) -> dict[str, float]:
     """Return the share of the peak that each cause loses, in the order in which they are drawn.
 
-    parts: seconds of a step, as a timer splits them. mfu: as a share; if it is None, because the
-    peak is unknown, `compute` stands for what is left. recompute: share of the hardware's
-    operations that are recompute. stragglers: seconds that the mean rank waits for late ranks, part
-    of its waits for transfers.
+    Args:
+        parts: Seconds of a step, as a timer splits them.
+        mfu: As a share; if it is None, because the peak is unknown, `compute` stands for what is
+            left.
+        recompute: Share of the hardware's operations that are recompute.
+        stragglers: Seconds that the mean rank waits for late ranks, part of its waits for
+            transfers.
     """
     seconds = sum(parts.values())
     if seconds <= 0:

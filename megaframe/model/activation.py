@@ -128,7 +128,14 @@ class _GatedActivation(torch.autograd.Function):
 
 
 def _compute_gated_gradient(kind: str, gate_up: Tensor, opened: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of (gate, up). opened: f(gate), which is overwritten."""
+    """Return the gradient of (gate, up).
+
+    Args:
+        kind: The activation.
+        gate_up: Both inputs, side by side in the last dim.
+        opened: f(gate), which is overwritten.
+        dy: Gradient of the result.
+    """
     gate, up = gate_up.chunk(2, -1)
     parts = _GATED_PARTS[kind]
     # One tensor for both gradients, written through two views, as the product after it reads them.

@@ -110,7 +110,16 @@ class TransformerBlock(Module):
 
 
 def build_layer(description: LayerDescription, block: str, run: RunContext) -> BlockLayer:
-    """Return the torch layer of a description. block: the name of the block in the model."""
+    """Return the torch layer of a description.
+
+    Args:
+        description: What the layer declares.
+        block: Name of the block in the model; the first part of the layer's name.
+        run: What the run fixes for layers.
+
+    Raises:
+        TypeError: If no layer is known for descriptions of this type.
+    """
     name = f"{block}.{description.name}"
     match description:
         case AttentionDescription():

@@ -72,8 +72,13 @@ class Dropout:
         return _Drop.apply(x_TC, self, place) if self.rate else x_TC
 
     def draw_jitter(self, like_TC: Tensor, place: str, width: float) -> Tensor:
-        """Return random factors between 1 - width and 1 + width for a tensor of the shape of
-        `like`."""
+        """Return random factors between 1 - width and 1 + width.
+
+        Args:
+            like_TC: A tensor of the shape, type and device of the factors.
+            place: Where in the model they are used; gives the key of the draw.
+            width: Largest distance of a factor from 1.
+        """
         uniform = self._draw_bits(like_TC, place).to(like_TC.dtype) / (1 << _BITS)
         return 1.0 + width * (2.0 * uniform - 1.0)
 

@@ -69,7 +69,15 @@ def make_run_context(
     kernels: Kernels = NO_KERNELS,
 ) -> RunContext:
     """Return what the config fixes for layers on a rank with these groups; by default, on a single
-    rank."""
+    rank.
+
+    Args:
+        config: The config of the run.
+        tensor: The ranks that divide matrices and rows.
+        context: The ranks that divide samples; None for one rank.
+        experts: The ranks that hold experts; None for one rank.
+        kernels: Fast kernels that replace plain code.
+    """
     parallel, train = config.parallel, config.train
     fp8 = None if train.fp8 == "none" else Fp8Matmul(train.fp8, kernels)
     node_size = parallel.node_size or read_local_world_size()

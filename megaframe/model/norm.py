@@ -51,7 +51,15 @@ class Norm(Module):
 
 
 def normalize(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    """Compute `Norm` in plain code."""
+    """Compute `Norm` in plain code.
+
+    Args:
+        x: The rows, [..., width].
+        gain: Factor of each column, [width].
+        bias: Added to each column, [width]; only a LayerNorm has one.
+        kind: "layernorm" or "rmsnorm".
+        eps: Added to the variance or the mean square.
+    """
     if kind == "rmsnorm":
         return _RMSNorm.apply(x, gain, eps)
     return F.layer_norm(x, gain.shape, gain, bias, eps)

@@ -264,7 +264,14 @@ class PostProcess:
     def evaluate(
         self, x: Tensor, microbatch: Microbatch, context: MicrobatchContext, values: UnitValues
     ) -> Tensor:
-        """Return the summed cross-entropy of the next token, without gradients."""
+        """Return the summed cross-entropy of the next token, without gradients.
+
+        Args:
+            x: The stream after the last block, [rows, hidden].
+            microbatch: The tokens and labels.
+            context: What the microbatch fixes for layers.
+            values: Provides the values of units.
+        """
         with values(self.head):
             normed = self.head.norm(x, self.head.run.kernels)
             return self.head.compute_loss(normed, microbatch.labels_BS, None, context).loss

@@ -73,8 +73,22 @@ def attend_tile_by_kernel(
     scale: float,
     softcap: float | None = None,
 ) -> TileResult | None:
-    """Compute a tile like `attention_tiles.attend`. Return None if no kernel takes these arguments.
-    The gradient of a tile computed here comes from `attend_tile_backward_by_kernel`."""
+    """Compute a tile like `attention_tiles.attend` by a kernel.
+
+    The gradient of a tile computed here comes from `attend_tile_backward_by_kernel`.
+
+    Args:
+        kernels: The kernels of the run.
+        query_BQND: The queries, [B, Q, N, D].
+        key_BKGD: The keys, [B, K, G, D].
+        value_BKGV: The values, [B, K, G, V].
+        make_spans: Returns what the queries see; not called if there is no kernel.
+        scale: Factor on the scores.
+        softcap: Bound of the scores; None for no bound.
+
+    Returns:
+        The output and log-sum-exp, or None if no kernel takes these arguments.
+    """
     if not (kernels.has("attention") and kernels.has("attention_backward")):
         return None
     if softcap is not None:
@@ -101,8 +115,23 @@ def attend_tile_backward_by_kernel(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Compute the gradients of a tile like `attention_tiles.attend_backward`. Return None if no
-    kernel takes these arguments."""
+    """Compute the gradients of a tile like `attention_tiles.attend_backward` by a kernel.
+
+    Args:
+        kernels: The kernels of the run.
+        d_out: Gradient of the output, [B, Q, N, V].
+        query_BQND: The queries, [B, Q, N, D].
+        key_BKGD: The keys, [B, K, G, D].
+        value_BKGV: The values, [B, K, G, V].
+        out_BQNV: The output merged over all tiles, [B, Q, N, V].
+        lse_BNQ: The log-sum-exp merged over all tiles, [B, N, Q].
+        make_spans: Returns what the queries see; not called if there is no kernel.
+        scale: Factor on the scores.
+        softcap: Bound of the scores; None for no bound.
+
+    Returns:
+        The gradients of queries, keys and values, or None if no kernel takes these arguments.
+    """
     # A tile that a kernel computed gets its gradient from one too, so both must be there.
     if softcap is not None:
         return None

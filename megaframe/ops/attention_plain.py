@@ -42,7 +42,19 @@ def attend_in_rows(
     causal: bool,
     rule: ScoreRule,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a tile like `attend_plain`, some queries at a time."""
+    """Compute a tile like `attend_plain`, some queries at a time.
+
+    Args:
+        query: The queries, [B, N, Q, D].
+        key: The keys, [B, G, K, D].
+        value: The values, [B, G, K, V].
+        mask: True where a query sees a key; None if nothing is hidden by a mask.
+        causal: With as many queries as keys, each query sees itself and what is before it.
+        rule: Factor of the scores, and their bound if they have one.
+
+    Returns:
+        The output [B, N, Q, V] and the log-sum-exp [B, N, Q].
+    """
     parts = [
         attend_plain(query[:, :, rows], key[:, :, keys], value[:, :, keys], bias, rule)
         for rows, keys, bias in _iterate_rows(query.shape[2], key.shape[2], mask, causal, query)
@@ -64,7 +76,22 @@ def attend_in_rows_backward(
     causal: bool,
     rule: ScoreRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of a tile like `attend_plain_backward`, some queries at a time."""
+    """Compute the gradients of a tile like `attend_plain_backward`, some queries at a time.
+
+    Args:
+        d_out: Gradient of the output, [B, N, Q, V].
+        query: The queries, [B, N, Q, D].
+        key: The keys, [B, G, K, D].
+        value: The values, [B, G, K, V].
+        out: The output merged over all tiles, [B, N, Q, V].
+        lse: The log-sum-exp merged over all tiles, [B, N, Q].
+        mask: True where a query sees a key; None if nothing is hidden by a mask.
+        causal: With as many queries as keys, each query sees itself and what is before it.
+        rule: Factor of the scores, and their bound if they have one.
+
+    Returns:
+        The gradients of queries, keys and values.
+    """
     d_query = torch.empty_like(query)
     # Summed in at least fp32, and rounded once.
     d_key, d_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
@@ -87,8 +114,19 @@ def attend_in_rows_backward(
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(scores + bias) v and the log-sum-exp, by matrix products; heads come
-    first."""
+    """Return softmax(scores + bias) v and the log-sum-exp, by matrix products; heads come first.
+
+    Args:
+        query: The queries, [B, N, Q, D].
+        key: The keys, [B, G, K, D].
+        value: The values, [B, G, K, V].
+        bias: As from `to_bias`; None if nothing is hidden.
+        rule: Factor of the scores, and their bound if they have one.
+
+    Returns:
+        The output [B, N, Q, V] and the log-sum-exp [B, N, Q]. The latter is in at least fp32, and
+        -inf where a query sees no key.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     scores, _ = _compute_scores(query, key, bias, rule, wide)
     lse = scores.logsumexp(-1)
@@ -109,9 +147,25 @@ def attend_plain_backward(
     bias: Tensor | None,
     rule: ScoreRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With weights p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq =
+    """Compute the gradients of a tile by matrix products.
+
+    With weights p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq =
     ds k, dk = ds^T q. With a bound c, ds is times 1 - (score / c)^2. Gradients of keys and values
-    are summed over the query heads that share them."""
+    are summed over the query heads that share them.
+
+    Args:
+        d_out: Gradient of the output, [B, N, Q, V].
+        query: The queries, [B, N, Q, D].
+        key: The keys, [B, G, K, D].
+        value: The values, [B, G, K, V].
+        out: The output merged over all tiles, [B, N, Q, V].
+        lse: The log-sum-exp merged over all tiles, [B, N, Q].
+        bias: As from `to_bias`; None if nothing is hidden.
+        rule: Factor of the scores, and their bound if they have one.
+
+    Returns:
+        The gradients of queries, keys and values.
+    """
     wide, groups = lse.dtype, key.shape[1]
     # Weights among all keys of all tiles, because lse is merged over them.
     scores, slope = _compute_scores(query, key, bias, rule, wide)
@@ -152,8 +206,15 @@ def _group_heads(x: Tensor, groups: int) -> Tensor:
 
 
 def to_bias(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a bias that is 0 where the mask is true and -inf elsewhere, with the batch and head
-    dims that torch expects. dtype: None for `torch.get_default_dtype()`."""
+    """Return a bias that is 0 where the mask is true and -inf elsewhere.
+
+    Args:
+        mask: True where a query sees a key, [Q, K] or [B, 1, Q, K]; None if nothing is hidden.
+        dtype: Type of the bias; None for `torch.get_default_dtype()`.
+
+    Returns:
+        The bias with the batch and head dims that torch expects, or None without a mask.
+    """
     if mask is None:
         return None
     mask = mask if mask.dim() == 4 else mask[None, None]

@@ -82,7 +82,18 @@ def is_faster(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
 def attend(
     query_BNQD: Tensor, key_BGKD: Tensor, value_BGKV: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, N, Q, V] and log-sum-exp [B, N, Q]."""
+    """Compute attention of a tile in blocks.
+
+    Args:
+        query_BNQD: The queries, [B, N, Q, D].
+        key_BGKD: The keys, [B, G, K, D].
+        value_BGKV: The values, [B, G, K, V].
+        causal: With as many queries as keys, each query sees itself and what is before it.
+        scale: Factor on the scores.
+
+    Returns:
+        The output [B, N, Q, V] and the log-sum-exp [B, N, Q]; the latter is in at least fp32.
+    """
     batch, heads, queries, _ = query_BNQD.shape
     wide = torch.promote_types(query_BNQD.dtype, torch.float32)
     # Tokens first in memory, so that the caller's transpose back gives a contiguous tensor.
@@ -126,9 +137,24 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries [B, N, Q, D], keys [B, G, K, D] and values [B, G, K, V]. With
-    weights p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq = ds k, dk
-    = ds^T q."""
+    """Compute what a tile adds to gradients, in blocks.
+
+    With weights p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq =
+    ds k, dk = ds^T q.
+
+    Args:
+        d_out_BNQV: Gradient of the output, [B, N, Q, V].
+        query_BNQD: The queries, [B, N, Q, D].
+        key_BGKD: The keys, [B, G, K, D].
+        value_BGKV: The values, [B, G, K, V].
+        out_BNQV: The output merged over all tiles, [B, N, Q, V].
+        lse_BNQ: The log-sum-exp merged over all tiles, [B, N, Q].
+        causal: With as many queries as keys, each query sees itself and what is before it.
+        scale: Factor on the scores.
+
+    Returns:
+        The gradients of queries [B, N, Q, D], keys [B, G, K, D] and values [B, G, K, V].
+    """
     dtype, wide = query_BNQD.dtype, lse_BNQ.dtype
     d_query = torch.empty_like(query_BNQD)
     # Sums over blocks of queries and over query heads are in at least fp32, and rounded once at the

@@ -37,15 +37,29 @@ Blocks = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Fp8Matmul:
-    """Matrix products in 8 bits. scaling: what shares a scale. Numbers are e4m3, but with one scale
-    per tensor gradients are e5m2, because their range is wider (Micikevicius et al. 2022)."""
+    """Matrix products in 8 bits.
+
+    Numbers are e4m3, but with one scale per tensor gradients are e5m2, because their range is wider
+    (Micikevicius et al. 2022).
+
+    Attributes:
+        scaling: What shares a scale.
+        kernels: The kernels of the run.
+    """
 
     scaling: Scaling
     kernels: Kernels
 
     def explain_refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why the reference would multiply in 8 bits on this device, whatever the shapes, or
-        None. dtype: that of the operands before they are rounded."""
+        """Return why the reference would multiply in 8 bits on this device, whatever the shapes.
+
+        Args:
+            device: Where the operands are.
+            dtype: Type of the operands before they are rounded.
+
+        Returns:
+            The reason, or None if a kernel takes such operands.
+        """
         # Shapes only select an implementation here; nothing is multiplied.
         x, kind = (
             torch.empty(_PROBE, _PROBE, device=device, dtype=dtype),
@@ -95,8 +109,15 @@ class Fp8Matmul:
         return self.multiply(dy_TO.t(), x_TI.t(), gradient=True, matrix=False)
 
     def multiply_grouped(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        """Return each row times the transposed matrix of its expert, [P, O], in the type of the
-        rows. For each expert the result is that of `product`."""
+        """Return each row times the transposed matrix of its expert, [P, O].
+
+        For each expert the result is that of `multiply`, in the type of the rows.
+
+        Args:
+            x_PI: The rows, [P, I], sorted by expert.
+            matrices_EOI: The matrix of each expert, [E, O, I].
+            ends_E: Where each expert's rows end.
+        """
         return self._multiply_grouped_rounded(
             x_PI, *self._quantise_matrices(matrices_EOI), ends_E, gradient=False
         )
@@ -104,8 +125,16 @@ class Fp8Matmul:
     def compute_grouped_input_gradient(
         self, dy_PO: Tensor, matrices_EOI: Tensor, ends_E: Tensor
     ) -> Tensor:
-        """Return each row times the matrix of its expert, [P, I]. The summed dimension must be
-        contiguous, so the 8-bit matrices are written transposed; the 16-bit ones are not."""
+        """Return each row times the matrix of its expert, [P, I].
+
+        The summed dimension must be contiguous, so the 8-bit matrices are written transposed; the
+        16-bit ones are not.
+
+        Args:
+            dy_PO: Gradient of the outputs, [P, O], sorted by expert.
+            matrices_EOI: The matrix of each expert, [E, O, I].
+            ends_E: Where each expert's rows end.
+        """
         experts, outputs, inputs = matrices_EOI.shape
         if self.scaling == "block":  # the scales of square blocks are transposed too
             flat, scales = self._quantise_matrices(matrices_EOI)

@@ -161,8 +161,19 @@ class Kernels:
         return self._compiler is not None or self.has("norm")
 
     def find(self, name: str, *arguments: Any, **options: Any) -> Callable[..., Any] | None:
-        """Return the function that computes a kernel for these arguments, or None if the plain code
-        should. Raises `UserError` if a named implementation does not support the arguments."""
+        """Return the function that computes a kernel for these arguments.
+
+        Args:
+            name: The kernel's name.
+            arguments: The positional arguments of a call.
+            options: The keyword arguments of a call.
+
+        Returns:
+            The function, or None if the plain code should compute it.
+
+        Raises:
+            UserError: If a named implementation does not support the arguments.
+        """
         choice = self._choices.get(name)
         if choice is None:
             return None

@@ -39,7 +39,11 @@ class LossScale:
         return float(self.value), int(self._good)
 
     def update(self, finite: Tensor) -> None:
-        """Adjust the scale to one step. finite: whether its gradients were, a bool scalar."""
+        """Adjust the scale to one step.
+
+        Args:
+            finite: Whether the gradients of the step were finite, a bool scalar on the device.
+        """
         if not self.dynamic:
             return
         # All branches are selects on the device: the host never learns which one was taken here.

@@ -92,7 +92,14 @@ class MatrixGather:
         return self._exchange(flat, self._returned, self._from_owners)
 
     def split_results(self, spread: Tensor) -> Iterator[tuple[int, tuple[slice, ...], Tensor]]:
-        """Yield what was spread: number of a piece that this rank receives, place in it, values."""
+        """Yield what the owners returned to this rank.
+
+        Args:
+            spread: The values that `spread` has transferred, flat.
+
+        Yields:
+            Number of a piece that this rank receives, place in it, and values.
+        """
         for cut, part in _split(spread, self._from_owners):
             yield cut.piece, cut.in_piece, part
 

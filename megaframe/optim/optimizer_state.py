@@ -84,8 +84,15 @@ class Moments:
         }
 
     def export(self, *, to_load: bool) -> dict[str, Tensor]:
-        """Return the values of each moment: the tensor that stores them or, for a codec in blocks,
-        a copy in host memory. to_load: `load` is to take back the copy after it was changed."""
+        """Return the values of each moment.
+
+        Args:
+            to_load: `load` is to take back the values after they were changed.
+
+        Returns:
+            By name, the tensor that stores the moment or, for a codec in blocks, a copy in host
+            memory.
+        """
         # The host reads these tensors, so nothing may still be on its way back.
         self._offload.synchronize()
         exported = {}

@@ -192,7 +192,13 @@ def make_state_offload(optim: OptimConfig, device: torch.device) -> StateOffload
 
 
 def group_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> ParameterGroup:
-    """Return how a parameter is trained. Muon trains matrices; AdamW trains the rest."""
+    """Return how a parameter is trained. Muon trains matrices; AdamW trains the rest.
+
+    Args:
+        optim: The section of the config.
+        spec: The parameter.
+        frozen: Names of parameters that are not trained, as from `find_frozen_names`.
+    """
     name = GROUPS[spec.role]
     if spec.name in frozen:
         return ParameterGroup(name, None, GroupRates())
@@ -218,7 +224,11 @@ def make_momentum_options(optim: OptimConfig, rates: GroupRates) -> MomentumOpti
 def find_frozen_names(config: RunConfig) -> frozenset[str]:
     """Return the names of the parameters that `optim.frozen` matches.
 
-    Raises `UserError` if a pattern matches none, or if no parameter is left to train.
+    Args:
+        config: The config of the run.
+
+    Raises:
+        UserError: If a pattern matches none, or if no parameter is left to train.
     """
     patterns = config.optim.frozen
     if not patterns:

@@ -32,7 +32,12 @@ class _StagingBuffer:
 
 @dataclass(frozen=True)
 class StagedChunk:
-    """A chunk on the device. parts: may be changed until they are written back."""
+    """A chunk on the device.
+
+    Attributes:
+        parts: The chunk; may be changed until it is written back.
+        buffer: The memory that it is in; None if it has not moved.
+    """
 
     parts: StateParts
     buffer: _StagingBuffer | None = None

@@ -19,9 +19,15 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 def fill_initial_values(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
-    """Write the initial values of the piece `box` of `spec` into `out`, which has the box's shape.
+    """Write the initial values of a piece of a parameter.
 
     Values are drawn in fp32 whatever the type of `out`, so all precisions start from the same draw.
+
+    Args:
+        out: Receives the values; has the shape of `box`.
+        spec: The parameter.
+        box: The piece of the parameter.
+        seed: Seed of the run; with the parameter's name it fixes the values.
     """
     if not isinstance(spec.init, Normal):
         out.fill_(spec.init.value)

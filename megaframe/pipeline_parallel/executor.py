@@ -273,8 +273,13 @@ class _ScheduleRun:
         self._executor.stages[number].compute_weight_gradients(microbatch, last=last)
 
     def interleave(self, forward: Action, backward: Action, next_unit: Module | None) -> None:
-        """Run a forward and a backward in turns. next_unit: the unit whose values are needed first
-        after both."""
+        """Run a forward and a backward in turns.
+
+        Args:
+            forward: The action of the forward pass.
+            backward: The action of the backward pass.
+            next_unit: The unit whose values are needed first after both.
+        """
         self._executor.interleaved.run(
             # Where the two hand over depends on the model alone, so all ranks start their transfers
             # in the same order.

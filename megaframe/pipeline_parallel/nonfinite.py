@@ -39,7 +39,15 @@ class PassMaximum:
 def measure_pass(
     backward: bool, stage: int, microbatch: int, result: Tensor, block: int | None = None
 ) -> PassMaximum:
-    """Return the maximum of a pass whose result is given: an output or a gradient."""
+    """Return the maximum of a pass.
+
+    Args:
+        backward: Whether the pass is a backward pass.
+        stage: The stage's number.
+        microbatch: The microbatch's number.
+        result: What the pass returned: an output or a gradient.
+        block: The block's number, if the pass is that of one block only; -1 is the embedding.
+    """
     # NaN and infinity both survive a maximum, and it stays on the device.
     largest = torch.linalg.vector_norm(result, torch.inf)
     return PassMaximum(backward, stage, microbatch, largest, block)

@@ -282,8 +282,12 @@ class Stage:
 
     @torch.no_grad()  # as in autograd's own backward pass, where this work would otherwise run
     def compute_weight_gradients(self, number: int, *, last: bool = False) -> None:
-        """Compute the weight gradients that the split backward of microbatch `number` left, and
-        reduce gradients. last: as in `backward`."""
+        """Compute and reduce the weight gradients that a microbatch's split backward has left.
+
+        Args:
+            number: The microbatch's number.
+            last: As in `backward`.
+        """
         activations = self._activations.pop(number)
         # One queue for all units: the first transfer of a unit overlaps with the work before it.
         queue = DeferredGradientQueue(
@@ -313,8 +317,7 @@ class Stage:
 
     @torch.no_grad()
     def compute_hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
-        """Return the residual stream [rows, hidden] after this stage's last block, without dropout
-        and gradients."""
+        """Return the stream [rows, hidden] after the last block, without dropout and gradients."""
         context, state = self._make_context(microbatch), self._make_pass_state()
         values = self._make_value_contexts(self.units, with_second_half=False)
         if self.embedding is not None:

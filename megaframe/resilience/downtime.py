@@ -35,8 +35,10 @@ _TAIL_BYTES = 1 << 18
 class DowntimeLedger:
     """The ledger of the run in a folder. Create it before any file of an earlier start is changed.
 
-    keep: True on the first rank only; on others the ledger counts and writes nothing. clock:
-    returns seconds since the epoch.
+    Args:
+        run: The folder of the run.
+        keep: True on the first rank only; on others the ledger counts and writes nothing.
+        clock: Returns seconds since the epoch.
     """
 
     def __init__(self, run: Path, *, keep: bool, clock: Callable[[], float] = time.time) -> None:
@@ -81,8 +83,15 @@ class DowntimeLedger:
         self._write({"event": "saved", "step": step})
 
     def record_step(self, number: int, saving: float) -> dict[str, float]:
-        """Record that step `number` is done. saving: seconds of it that were spent waiting for
-        saves. Returns the seconds lost since the previous step, by cause, for the metrics line."""
+        """Record that a step is done.
+
+        Args:
+            number: The step's number.
+            saving: Seconds of it that were spent waiting for saves.
+
+        Returns:
+            The seconds lost since the previous step, by cause, for the metrics line.
+        """
         now = self._clock()
         if number <= self._reached:
             self.add_lost_time("repeat", now - self._mark - saving)

@@ -22,7 +22,8 @@ def fit_layout(config: RunConfig, world: int) -> tuple[RunConfig, int]:
     """Return the config with a layout for at most `world` ranks, and the number of ranks that it
     uses. If the config's own layout fits, the config is returned unchanged.
 
-    Raises `UserError` if no layout fits.
+    Raises:
+        UserError: If no layout fits.
     """
     if not find_mistakes(config, world, data=False):
         return config, world

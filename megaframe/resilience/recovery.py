@@ -131,16 +131,23 @@ class FaultHandler:
             self._metrics.note(self._ledger.summarize())
 
     def start_after(self, step: int, state: TrainState | None) -> None:
-        """Announce that training continues after `step`. state: the state of the checkpoint that
-        was loaded, if any."""
+        """Announce that training continues after a step.
+
+        Args:
+            step: The last step that is done; 0 at the start of a run.
+            state: The state of the checkpoint that was loaded, if any.
+        """
         self._compared = step
         self._ledger.record_start(step)
         if state is not None:
             self.history.load(state.history)
 
     def begin(self, doing: str) -> None:
-        """Announce that something begins that must end within `faults.step_timeout`. doing: what it
-        is; empty for something without a time limit."""
+        """Announce that something begins that must end within `faults.step_timeout`.
+
+        Args:
+            doing: What it is; empty for something without a time limit.
+        """
         self._mesh.progress.begin_activity(doing)
 
     def is_skipped(self, batch: StepBatch) -> bool:
@@ -179,7 +186,14 @@ class FaultHandler:
     def add_step(
         self, step: int, batch: StepBatch, update: UpdateResult, maxima: Sequence[PassMaximum]
     ) -> None:
-        """Keep the outcome of a step until it can be judged (see `judge_steps`)."""
+        """Keep the outcome of a step until it can be judged (see `judge_steps`).
+
+        Args:
+            step: The step's number.
+            batch: This rank's data of the step.
+            update: The outcome of its optimizer step.
+            maxima: The largest magnitude of each pass on this rank.
+        """
         samples = [microbatch.samples_B for microbatch in batch.microbatches]
         self._unjudged.append(_UnjudgedStep(step, batch.first, samples, update, maxima))
 
@@ -239,11 +253,14 @@ class FaultHandler:
         return False
 
     def compare_replicas(self, step: int) -> bool:
-        """Compare the weights after `step` with their replicas. Returns whether the run has gone
-        back to a checkpoint because they differ.
+        """Compare the weights after `step` with their replicas.
 
-        Raises `BadDevice` if they differ at this step for the second time, or there is no earlier
-        checkpoint.
+        Returns:
+            Whether the run has gone back to a checkpoint because they differ.
+
+        Raises:
+            BadDevice: If they differ at this step for the second time, or there is no earlier
+                checkpoint.
         """
         mismatch, before = self._replicas.compare(), self._mismatches.pop(step, None)
         if mismatch is None:

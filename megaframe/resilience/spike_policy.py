@@ -28,8 +28,12 @@ Choice = Literal["go_on", "go_back", "stop"]
 
 @dataclass(frozen=True)
 class StepDecision:
-    """choice: what to do after a step. why: the reason in words, empty if there is nothing to
-    say."""
+    """What to do after a step, and why.
+
+    Attributes:
+        choice: What to do.
+        why: The reason in words, empty if there is nothing to say.
+    """
 
     choice: Choice = "go_on"
     why: str = ""
@@ -51,8 +55,13 @@ class SpikePolicy:
         return first in self._skipped_data
 
     def judge(self, first: int, loss: float, finite: bool) -> StepDecision:
-        """Decide what to do after the step that began with sample number `first`. finite: whether
-        its update was finite and therefore made."""
+        """Decide what to do after a step.
+
+        Args:
+            first: Number of the step's first sample.
+            loss: Its loss.
+            finite: Whether its update was finite and therefore made.
+        """
         return self._judge_loss(first, loss) if finite else self._judge_not_finite(first)
 
     def _judge_not_finite(self, first: int) -> StepDecision:
@@ -85,8 +94,11 @@ class SpikePolicy:
         return StepDecision()
 
     def count_rollback(self, step: int) -> bool:
-        """Count that the run goes back to the checkpoint of `step`. Returns whether it still
-        may."""
+        """Count that the run goes back to the checkpoint of `step`.
+
+        Returns:
+            Whether it still may.
+        """
         self._rollbacks = self._rollbacks + 1 if step == self._rolled_back_to else 1
         self._rolled_back_to = step
         return self._rollbacks <= _MAX_ROLLBACKS

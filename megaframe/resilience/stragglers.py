@@ -40,8 +40,9 @@ class SlowRank:
 def find_slow_ranks(times: Mapping[int, Sequence[float]], factor: float) -> Iterator[SlowRank]:
     """Find the slow ones among ranks that do the same work.
 
-    times: by rank, the seconds per step of each of `KINDS`. factor: multiple of the other ranks'
-    median above which a rank is slow.
+    Args:
+        times: By rank, the seconds per step of each of `KINDS`.
+        factor: Multiple of the other ranks' median above which a rank is slow.
     """
     for column, kind in enumerate(KINDS):
         for rank, own_times in times.items():

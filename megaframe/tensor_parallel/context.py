@@ -53,7 +53,14 @@ class TensorParallel:
     def add_weight_gradient(
         self, weight: Parameter, dy_TO: Tensor, x_TI: Tensor, of: int | None = None
     ) -> None:
-        """Add dy^T x to the gradient of a weight, or of its matrix `of` along dim 0."""
+        """Add dy^T x to the gradient of a weight.
+
+        Args:
+            weight: The weight, [O, I] or several such matrices along dim 0.
+            dy_TO: Gradient of the outputs, [T, O].
+            x_TI: The inputs, [T, I].
+            of: Index along dim 0 of the only matrix to add to; None if the weight is one matrix.
+        """
         if self.fp8 is None or not self.fp8.supports(dy_TO.shape[1], x_TI.shape[1]):
             weight.add_product(dy_TO, x_TI, matrix=of)
         elif not weight.frozen:

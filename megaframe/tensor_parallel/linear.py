@@ -216,8 +216,19 @@ def _backward_row(
     dy_parts: Iterator[Tensor],
     x: Tensor,
 ) -> Tensor:
-    """Compute the gradients of a row linear. dy_parts: `dy` of all ranks in parts; the first part
-    has been in transit while `x` was computed."""
+    """Compute the gradients of a row linear.
+
+    Args:
+        linear: The layer.
+        deferred: Takes the weight gradient if that is computed later.
+        dy: Gradient of this rank's rows of the outputs.
+        dy_parts: `dy` of all ranks in parts; the first part has been in transit while `x` was
+            computed.
+        x: The inputs, of all rows.
+
+    Returns:
+        The gradient of `x`.
+    """
     tensor, group = linear.tensor, linear.tensor.group
     total, deferring = len(dy) * group.size, deferred.deferring
     dy_TO, dx = RowAssembly(total, group.size), RowAssembly(total, group.size)

@@ -36,8 +36,11 @@ _SIMULATED = 8
 
 def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     """Return the config with a layout chosen if `parallel.auto` is set, and lines that say what is
-    known of the machine and explain the choice. Layout keys that the config sets are kept. Raises
-    `UserError` if no layout fits, or if nothing is known of the speed of this machine's chip."""
+    known of the machine and explain the choice. Layout keys that the config sets are kept.
+
+    Raises:
+        UserError: If no layout fits, or if nothing is known of the speed of this machine's chip.
+    """
     if not config.parallel.auto:
         return config, _describe_machine(config)
     saved = _load_saved_config(config)
@@ -162,7 +165,8 @@ def _load_saved_config(config: RunConfig) -> RunConfig | None:
 def resolve_vocab(config: RunConfig) -> RunConfig:
     """Return the config with `model.vocab` taken from the tokenizer if it was left out.
 
-    Raises `UserError` if there is no tokenizer either, or if it has more ids than `model.vocab`.
+    Raises:
+        UserError: If there is no tokenizer either, or if it has more ids than `model.vocab`.
     """
     model, name = config.model, config.data.tokenizer
     if name is None:

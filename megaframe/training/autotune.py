@@ -116,8 +116,12 @@ def tune(
 
 
 def make_named_routines(dtype: torch.dtype, library: str) -> CPURoutines:
-    """Return the routines if one library is named for all products. library: `torch`, or `onednn`
-    where torch would use MKL."""
+    """Return the routines if one library is named for all products.
+
+    Args:
+        dtype: Type of the operands.
+        library: `torch`, or `onednn` where torch would use MKL.
+    """
     default = matmul.get_default_library(dtype)
     if library == "onednn" and (default != "torch" or dtype is torch.float32):
         named: MatmulLibrary = "onednn" if dtype is torch.float32 else "fp32-onednn"
@@ -222,8 +226,11 @@ def _write_cache(path: Path, machine: dict[str, str | int], measured: CPURoutine
 
 
 def measure(dtype: torch.dtype) -> CPURoutines:
-    """Return the fastest routines for a type, in at most about `BUDGET` seconds. Raises
-    `MachineBusyError` if one of them could not be measured."""
+    """Return the fastest routines for a type, in at most about `BUDGET` seconds.
+
+    Raises:
+        MachineBusyError: If one of them could not be measured.
+    """
     end = time.perf_counter() + BUDGET
     methods = cpu_attention.list_methods(dtype)
     default = make_named_routines(dtype, "torch")

@@ -21,7 +21,10 @@ from megaframe.validate.run import find_warnings
 def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = None) -> str:
     """Describe the run as text, without allocating its tensors.
 
-    cluster: the machine of the run; by default some GPUs in one node.
+    Args:
+        config: The config of the run.
+        layout: The layout of its ranks.
+        cluster: The machine of the run; by default some GPUs in one node.
     """
     specs, train = list_model_specs(config), config.train
     microbatches = train.global_batch // (train.microbatch * layout.data)

@@ -250,8 +250,10 @@ def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat)
     Every document of a text ends with `eod`, as in token files. One more `eod` comes before the
     first document, so that every token of the text counts. A token file (PREFIX.bin) is used as it
     is, so all its tokens but the first count.
-    Raises `UserError` for a file that cannot be read or has nothing to predict, and for a text file
-    without a tokenizer.
+
+    Raises:
+        UserError: For a file that cannot be read or has nothing to predict, and for a text file
+            without a tokenizer.
     """
     if path.endswith((".bin", ".idx")):
         sequence = _read_token_file(path[:-4])
@@ -265,8 +267,11 @@ def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat)
 
 
 def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, TokenSequence]]:
-    """Yield the name of each source of a run and its documents of a split, end to end. Raises
-    `UserError` for sources that cannot be read, and if no source has a share of the split."""
+    """Yield the name of each source of a run and its documents of a split, end to end.
+
+    Raises:
+        UserError: For sources that cannot be read, and if no source has a share of the split.
+    """
     reader = BlendedDataset(config, split, seed=0)
     for name, source in zip(reader.names, reader.sources, strict=True):
         tokens = source.tokens.astype(np.int64)

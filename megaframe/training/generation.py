@@ -70,8 +70,11 @@ def load_model(
 
 
 def load_run_tokenizer(config: RunConfig, name: str | None = None) -> Tokenizer:
-    """Return the tokenizer called `name`, by default that of the run. Raises `UserError` if there
-    is none, and if it has more ids than the model has rows."""
+    """Return the tokenizer called `name`, by default that of the run.
+
+    Raises:
+        UserError: If there is none, and if it has more ids than the model has rows.
+    """
     name = name or config.data.tokenizer
     if name is None:
         raise UserError("the run had no data.tokenizer; name one with --tokenizer KIND:PATH")
@@ -130,8 +133,15 @@ class SamplingOptions:
             )
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """Return the id of the next token. logits_V: scores, on the CPU. Raises `UserError` if they
-        are not finite."""
+        """Return the id of the next token.
+
+        Args:
+            logits_V: Scores of the vocabulary [V], on the CPU.
+            generator: The source of random numbers; not used at temperature 0 (greedy).
+
+        Raises:
+            UserError: If the scores are not finite.
+        """
         best = float(logits_V.max())
         if not math.isfinite(best):
             raise UserError(

@@ -31,10 +31,11 @@ _MOST_GENERATED = 256
 class TaskOptions:
     """The tasks to evaluate.
 
-    names: names of tasks or groups.
-    folder: folder of YAML files that define tasks; None for the tasks included in the harness.
-    shots: examples before each question; None for the number that the task gives.
-    limit: questions of each task; None for all.
+    Attributes:
+        names: Names of tasks or groups.
+        folder: Folder of YAML files that define tasks; None for the tasks included in the harness.
+        shots: Examples before each question; None for the number that the task gives.
+        limit: Questions of each task; None for all.
     """
 
     names: Sequence[str]
@@ -46,9 +47,13 @@ class TaskOptions:
 class HarnessModel(TemplateLM):
     """The whole model on one rank, with the interface of the harness.
 
-    context: tokens of a window.
-    batch: windows that are scored at once.
     A text without a prefix is predicted from an end-of-document token, as in training.
+
+    Args:
+        stage: The model, as one stage.
+        tokenizer: The tokenizer of its data.
+        context: Tokens of a window.
+        batch: Windows that are scored at once.
     """
 
     def __init__(self, stage: Stage, tokenizer: Tokenizer, *, context: int, batch: int) -> None:
@@ -135,8 +140,19 @@ class HarnessModel(TemplateLM):
 def evaluate_tasks(
     stage: Stage, tokenizer: Tokenizer, tasks: TaskOptions, *, context: int, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each task, with the harness's names. Raises `UserError` for tasks that
-    the harness does not know and for tasks whose data is not on this machine."""
+    """Return the metrics of each task, with the harness's names.
+
+    Args:
+        stage: The model, as one stage.
+        tokenizer: The tokenizer of its data.
+        tasks: Which tasks, and how many questions.
+        context: Tokens of a window.
+        batch: Windows that are scored at once.
+
+    Raises:
+        UserError: For tasks that the harness does not know and for tasks whose data is not on this
+            machine.
+    """
     manager = TaskManager(include_path=tasks.folder, include_defaults=tasks.folder is None)
     known = set(manager.all_tasks)
     missing = [name for name in tasks.names if name not in known]

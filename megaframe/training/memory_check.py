@@ -55,8 +55,15 @@ def report_memory_fit(config: RunConfig, layout: Layout, *, force: bool = False)
     """Return the last lines of a dry run: whether the run fits in the memory of the machine that it
     is planned for, and if not, what does.
 
-    The machine is that of `parallel.cluster`, or else the likely one for the device. force: see
-    `check_memory`, and so is what this raises.
+    The machine is that of `parallel.cluster`, or else the likely one for the device.
+
+    Args:
+        config: The config of the run.
+        layout: The layout of its ranks.
+        force: Warn of what cannot fit.
+
+    Raises:
+        UserError: A GPU has less memory than its rank needs; names the nearest changes that fit.
     """
     cluster = find_cluster(config)
     fit = compute_fit(config, layout, cluster.chip)

@@ -34,13 +34,21 @@ def train(
 ) -> None:
     """Run this rank's part of a training run to its end.
 
-    notes: lines to log when the run starts.
-    nccl: what is set for groups over NCCL.
     While it runs, the first rank has the locks of the folders that the run writes.
-    Raises what `Mesh` and `Trainer` raise, and `UserError` if another run has one of the folders.
-    There are two exceptions. Once the mesh exists, `LostRanks` ends the process (`Mesh.leave`) or
-    starts a new attempt. If process groups cannot be closed without the other ranks (NCCL), any
-    other error is reported and ends the process at once.
+
+    There are two exceptions to what is raised. Once the mesh exists, `LostRanks` ends the process
+    (`Mesh.leave`) or starts a new attempt. If process groups cannot be closed without the other
+    ranks (NCCL), any other error is reported and ends the process at once.
+
+    Args:
+        config: The config of the run.
+        layout: The layout of its ranks.
+        notes: Lines to log when the run starts.
+        nccl: What is set for groups over NCCL.
+
+    Raises:
+        UserError: If another run has one of the folders.
+        Exception: What `Mesh` and `Trainer` raise.
     """
     if config.run.deterministic:
         set_deterministic()  # before the mesh: NCCL groups read this setting when they are made

@@ -41,7 +41,13 @@ from megaframe.training.train_step import TrainStep
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded from a checkpoint. notes: lines to log, on what differs from it."""
+    """What was loaded from a checkpoint.
+
+    Attributes:
+        step: The step of the checkpoint.
+        state: Its state.
+        notes: Lines to log, on what differs from it.
+    """
 
     step: int
     state: TrainState
@@ -70,8 +76,11 @@ class RunCheckpoint:
         self._folder = Path(config.run.dir)
 
     def restore_or_initialize(self, source: Checkpoint | None) -> Restored | None:
-        """Continue from a checkpoint, or draw the initial weights if there is none. Raises
-        `UserError` if the run must not start without one."""
+        """Continue from a checkpoint, or draw the initial weights if there is none.
+
+        Raises:
+            UserError: If the run must not start without one.
+        """
         if source is not None:
             return self.restore(source)
         if self._config.checkpoint.resume is None:

@@ -241,7 +241,19 @@ def run_triton_backward(
     scale: float | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `run_reference_backward` in Triton. fused: in one pass over the tiles."""
+    """Compute `run_reference_backward` in Triton.
+
+    Args:
+        d_out_BQND: as in `run_reference_backward`, and so are all others but `fused`.
+        query_BQND: queries.
+        key_BKGD: keys.
+        value_BKGD: values.
+        out_BQND: output.
+        lse_BNQ: log-sum-exp.
+        spans: which keys each query sees.
+        scale: factor of the scores.
+        fused: compute all gradients in one pass over the tiles.
+    """
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
     # None: the log-sum-exp of a ring's tile gets no gradient, and there are neither sinks nor a
     # softcap.
@@ -262,7 +274,19 @@ def run_triton(
     need_lse: bool = False,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the reference in Triton. fused: compute the gradients in one pass over the tiles."""
+    """Compute the reference in Triton.
+
+    Args:
+        query_BQND: as in `run_reference`, and so are all others but `fused`.
+        key_BKGD: keys.
+        value_BKGD: values.
+        spans: which keys each query sees.
+        scale: factor of the scores.
+        softcap: bound of the scores.
+        sinks_N: logits of the sinks.
+        need_lse: return the log-sum-exp too.
+        fused: compute the gradients in one pass over the tiles.
+    """
     arguments = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
     out, lse = _direct_forward(*arguments, scale, softcap, fused)
     return out, lse if need_lse else None

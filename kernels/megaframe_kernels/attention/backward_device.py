@@ -48,11 +48,26 @@ def prepare_backward(
     M: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Store what the other kernels need for each query, including padding: p = exp2(s - shift) and
-    d_s = p (d_p - delta).
+    """Store what the other kernels need for each query, including padding.
 
-    shift: the log-sum-exp in units of log 2; infinite for a query that sees nothing, so that p is
-    0. delta: sum(d_out out) - d_lse.
+    These are the two numbers of p = exp2(s - shift) and d_s = p (d_p - delta).
+
+    Args:
+        d_out: gradient of the output, [B, Q, N, D].
+        out: the output, [B, Q, N, D], contiguous.
+        lse: log-sum-exp, [B, N, Q].
+        d_lse: its gradient, [B, N, Q], or None.
+        shift: receives the log-sum-exp in units of log 2; infinite for a query that sees nothing,
+            so that p is 0.
+        delta: receives sum(d_out out) - d_lse.
+        queries: number of queries, Q.
+        heads: number of query heads, N.
+        width: of a head, D.
+        d_batch: elements of d_out from a sample to the next.
+        d_stride: elements of d_out from a query to the next.
+        d_head: elements of d_out from a head to the next.
+        M: queries of a program.
+        WIDTH: columns of a program, a power of two.
     """
     # Programs cover the padding too, so that other kernels can read it without a mask.
     padded = tl.cdiv(queries, PADDING) * PADDING
@@ -326,10 +341,12 @@ def backward_keys(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Compute the gradients of a block of keys and values. One program handles all query heads of a
-    group, so these sums have a fixed order and need no atomics. d_q: where each block of keys adds
-    its part of the gradients of queries, unscaled and in no fixed order; None if `backward_queries`
-    computes those."""
+    """Compute the gradients of a block of keys and values.
+
+    One program handles all query heads of a group, so these sums have a fixed order and need no
+    atomics. Each block of keys adds its part of the gradients of queries to `d_q`, unscaled and in
+    no fixed order, unless that is None because `backward_queries` computes those.
+    """
     blocks, groups = tl.cdiv(keys, N), heads // per_group
     # With a causal mask the first keys are seen by the most queries.
     own_block, group, sample = share_programs(blocks, together, groups)

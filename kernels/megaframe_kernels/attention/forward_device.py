@@ -43,8 +43,19 @@ def find_visits(
     length: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return low, high, whole_low and whole_high. Blocks low .. high - 1 contain everything in the
-    spans. Of these, blocks whole_low .. whole_high - 1 are inside every span."""
+    """Return which blocks the rows of a program visit: of keys, or of queries if the rows are keys.
+
+    Args:
+        start: where the span of each row starts.
+        stop: where it ends.
+        inside: whether the row exists, and is not beyond the last one.
+        length: what spans are in: number of keys, or of queries.
+        BLOCK: size of the blocks that are visited.
+
+    Returns:
+        low, high, whole_low and whole_high. Blocks low .. high - 1 contain everything in the spans.
+        Of these, blocks whole_low .. whole_high - 1 are inside every span.
+    """
     # Queries beyond the last one must not count: they raise no maximum and lower no minimum.
     low = tl.min(tl.where(inside, start, length), 0) // BLOCK
     high = tl.maximum(tl.cdiv(tl.max(tl.where(inside, stop, 0), 0), BLOCK), low)
@@ -71,8 +82,19 @@ def load_rows(
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Load a block of rows [row, D] of a matrix, with 0 for what is outside the matrix. MASK: rows
-    may be outside."""
+    """Load a block of rows [row, D] of a matrix, with 0 for what is outside the matrix.
+
+    Args:
+        base: where the matrix starts.
+        block: number of the block.
+        stride: elements from a row to the next.
+        length: rows of the matrix.
+        width: columns of the matrix, D.
+        MASK: rows may be outside.
+        ROWS: rows of a block.
+        WIDTH: columns that are loaded, a power of two.
+        EVEN: the matrix has WIDTH columns.
+    """
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     # One 64-bit base per block, and 32-bit offsets within it that stay in registers: 64-bit
     # products for every row would fill the registers and spill.
@@ -92,7 +114,14 @@ def load_rows(
 def scale_scores(
     product: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAP: tl.constexpr
 ) -> tl.tensor:
-    """Return scores in units of log 2, given the products of queries and keys."""
+    """Return scores in units of log 2.
+
+    Args:
+        product: the products of queries and keys.
+        scale: factor of the scores.
+        cap: bound of the scores; read only with CAP.
+        CAP: whether scores are bounded.
+    """
     if CAP:
         # cap tanh(s / cap), with both factors folded into the scales before and after.
         return tanh(product * (scale / cap)) * (cap * LOG2_E)

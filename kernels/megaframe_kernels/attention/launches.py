@@ -23,8 +23,14 @@ them."""
 
 @dataclass(frozen=True)
 class Tiling:
-    """Size of a kernel's blocks. queries, keys: per block. warps, stages: Triton's launch
-    options."""
+    """Size of a kernel's blocks.
+
+    Attributes:
+        queries: per block.
+        keys: per block.
+        warps: Triton's launch option.
+        stages: Triton's launch option.
+    """
 
     queries: int
     keys: int
@@ -78,7 +84,13 @@ def scale_or_default(query: Tensor, scale: float | None) -> float:
 
 
 def choose_blocks(table: Table, x: Tensor, wide_numbers: Tiling = WIDE_NUMBERS) -> Tiling:
-    """Return the blocks for the head width and type of x. wide_numbers: the blocks for fp32."""
+    """Return the blocks for the head width and type of x.
+
+    Args:
+        table: blocks by head width, for 16-bit types.
+        x: the queries.
+        wide_numbers: the blocks for fp32.
+    """
     if x.dtype == torch.float32:
         return wide_numbers
     return table[min(wide for wide in table if wide >= x.shape[-1])]
@@ -103,9 +115,13 @@ def _make_adjacent(x: Tensor) -> Tensor:
 
 
 def _count_together(pairs: int, rows: Tensor, shared: float) -> int:
-    """Return how many pairs of a head and a sample start together. shared: how many pairs read the
-    same head of `rows` [B, length, heads, D] and of a second tensor of this shape; below 1 if a
-    pair reads several heads."""
+    """Return how many pairs of a head and a sample start together.
+
+    Args:
+        pairs: number of pairs.
+        rows: what a pair reads, [B, length, heads, D], besides a second tensor of this shape.
+        shared: how many pairs read the same head of both; below 1 if a pair reads several heads.
+    """
     # Both tensors that a pair reads, divided by the pairs that read the same.
     read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
     return max(min(int(_CACHED / max(read, 1)), pairs), 1)

@@ -113,9 +113,19 @@ def _refuse_for_backend(
     spans: Spans,
     **options: Any,
 ) -> str | None:
-    """Return why a backend of torch cannot run, or None. can_use: torch's own check of what the
-    backend supports on this GPU (widths of heads, numbers of keys, deterministic algorithms).
-    Forcing a backend to run on anything else fails."""
+    """Return why a backend of torch cannot run, or None.
+
+    Forcing a backend to run on anything that it does not support fails.
+
+    Args:
+        can_use: torch's own check of what the backend supports on this GPU (widths of heads,
+            numbers of keys, deterministic algorithms).
+        query: the queries.
+        key: the keys.
+        value: the values.
+        spans: which keys each query sees.
+        options: the keyword arguments of the reference.
+    """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return "it takes bf16 and fp16 on a GPU"
     reason = _refuse_for_torch(query, key, value, spans, **options)

@@ -17,12 +17,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Spans:
-    """Query q of sample b sees keys starts[b, q] .. stops[b, q] - 1, or none if that range is
-    empty. Key k is seen by queries first[b, k] .. last[b, k] - 1. All are int32 and ascending along
-    a sample.
+    """Which keys each query sees, as ranges.
 
-    plain: there is only a causal mask (with `window`) over as many queries as keys, which other
-    libraries support directly.
+    Query q of sample b sees keys starts[b, q] .. stops[b, q] - 1, or none if that range is empty.
+    Key k is seen by queries first[b, k] .. last[b, k] - 1. All are int32 and ascending along a
+    sample.
+
+    Attributes:
+        starts: [B, Q].
+        stops: [B, Q].
+        first: [B, K].
+        last: [B, K].
+        plain: there is only a causal mask (with `window`) over as many queries as keys, which other
+            libraries support directly.
+        window: a query sees at most this many places, its own included; None for no window.
     """
 
     starts: Tensor

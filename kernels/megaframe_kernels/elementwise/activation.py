@@ -188,7 +188,13 @@ def launch_forward(x: Tensor, kind: str) -> Tensor:
 
 
 def launch_backward(d_y: Tensor, x: Tensor, kind: str) -> Tensor:
-    """Return the gradient of x."""
+    """Return the gradient of x.
+
+    Args:
+        d_y: gradient of the result.
+        x: the input.
+        kind: the activation.
+    """
     flat, d_flat = flatten_rows(x), flatten_rows(d_y)
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, width = d_flat.shape

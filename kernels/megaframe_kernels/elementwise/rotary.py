@@ -101,7 +101,14 @@ def _turn(
 
 
 def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """Return x rotated, or with `back` rotated in the opposite direction."""
+    """Return x rotated.
+
+    Args:
+        x: [B, S, N, D].
+        cos: [S, R] or [B, S, R] with 2R <= D.
+        sin: like cos.
+        back: rotate in the opposite direction, as the gradient is.
+    """
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     batch, length, heads, width = x.shape

@@ -74,6 +74,7 @@ def _multiply_transposed(
 
 
 def make_adjacent(x: Tensor) -> Tensor:
+    """Return x with the elements of its last dim adjacent in memory."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -84,7 +85,15 @@ def launch_weight_gradient(
     ends_E: Tensor,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Return the gradient of the weights."""
+    """Return the gradient of the weights, [E, N, H].
+
+    Args:
+        d_y: gradient of the product, [P, N].
+        x: the rows, [P, H].
+        weights_ENH: the weights; give shape and type of the result.
+        ends_E: where each expert's places end.
+        tiles: sizes of tiles; None for those of this type and chip.
+    """
     # Not zeros: the kernel writes every tile, also those of experts without rows.
     d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
     launch_weight_gradient_into(d_weights, d_y, x, ends_E, add=False, tiles=tiles)
@@ -208,6 +217,7 @@ def _refuse_for_torch(grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, *_: Any) 
 
 
 def refuse_place_for_torch(x: Tensor) -> str | None:
+    """Return why torch's grouped product is not used for this type and device, or None."""
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return "torch's grouped product takes bf16 on a GPU"
     if read_capability(x.device.index)[0] not in (9, 10):

@@ -187,7 +187,15 @@ def _choose_tile(tokens: int, experts: int) -> tuple[tuple[int], dict[str, int]]
 def launch_forward(
     logits_TE: Tensor, k: int, bias_E: Tensor | None, sigmoid: bool, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute the reference in Triton, with weights in fp32."""
+    """Compute the reference in Triton, with weights in fp32.
+
+    Args:
+        logits_TE: [T, E].
+        k: number of experts of a token.
+        bias_E: added to the scores for the choice only.
+        sigmoid: scores are the sigmoid of the logits, not their softmax.
+        normalise: divide the weights of a token by their sum.
+    """
     flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     tokens, count = flat.shape
     weights = flat.new_empty(tokens, k, dtype=torch.float32)

@@ -75,8 +75,20 @@ def find_tile(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the expert of a tile of rows (more than `count` if there is no such tile), the tile's
-    first place, and where the expert's places end."""
+    """Return which rows a tile has.
+
+    Args:
+        ends: where each expert's places end.
+        tile: number of the tile among those of all experts.
+        count: number of experts.
+        places: number of places.
+        ROWS: rows of a tile.
+        EXPERTS: a power of two above `count`.
+
+    Returns:
+        The expert of the tile (more than `count` if there is no such tile), the tile's first place,
+        and where the expert's places end.
+    """
     expert, start, end, tiles = _count_tiles(ends, count, places, ROWS, EXPERTS)
     # The tile's expert is the number of experts whose tiles all come before it.
     until = tl.cumsum(tiles, 0)
@@ -96,7 +108,15 @@ def find_tiles(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first tile of expert `selected`, below `count`, and its number of tiles."""
+    """Return the first tile of an expert, and its number of tiles.
+
+    Args:
+        ends: where each expert's places end.
+        selected: number of the expert, below `count`.
+        count: number of experts.
+        ROWS: rows of a tile.
+        EXPERTS: a power of two above `count`.
+    """
     expert, _, _, tiles = _count_tiles(ends, count, 0, ROWS, EXPERTS)
     before = tl.sum(tl.where(expert < selected, tiles, 0), 0)
     return before, tl.sum(tl.where(expert == selected, tiles, 0), 0)

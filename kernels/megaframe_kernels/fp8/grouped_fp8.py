@@ -82,11 +82,18 @@ def add_product(
     BLOCKS: tl.constexpr,
     FEW_BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Return total + a b. With BLOCKS, a b is first multiplied by the scales of this part of the
-    sum.
+    """Return total + a b.
 
-    FEW_BITS: matrix units keep few bits when they sum 8-bit numbers, as those of generation 9 do.
-    They then sum no more than the depth of a tile, and the sums of tiles are added outside of them.
+    Args:
+        total: the sum so far, fp32 [rows, columns].
+        a: [rows, depth] in 8 bits.
+        b: [depth, columns] in 8 bits.
+        down: scale of each row of a; read only with BLOCKS.
+        across: scale of each column of b; read only with BLOCKS.
+        BLOCKS: multiply a b by the scales of this part of the sum first.
+        FEW_BITS: matrix units keep few bits when they sum 8-bit numbers, as those of generation 9
+            do. They then sum no more than the depth of a tile, and the sums of tiles are added
+            outside of them.
     """
     if INTERPRETED:
         # The interpreter's products of e5m2 lose the smallest numbers; in fp32 they are exact.
@@ -175,7 +182,7 @@ def launch_multiply(
     ends_E: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `run_reference`."""
+    """Compute `run_reference`, whose arguments these are."""
     (places, inputs), (experts, outputs, _) = a_PK.shape, b_ENK.shape
     b = b_ENK if b_ENK.stride(2) == 1 else b_ENK.contiguous()
     out = torch.empty(places, outputs, dtype=dtype, device=a_PK.device)
@@ -271,6 +278,7 @@ def refuse_inputs(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> str | None:
+    """Return why the kernel cannot run with these arguments of `run_reference`, or None."""
     if ends_E.dtype != torch.int32:
         return f"ends are {ends_E.dtype}, not int32"
     if a.dtype not in TYPES or b.dtype not in TYPES:

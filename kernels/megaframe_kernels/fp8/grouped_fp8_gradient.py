@@ -132,7 +132,7 @@ def launch_gradient(
     ends_E: Tensor,
     add: bool,
 ) -> None:
-    """Compute `run_reference`."""
+    """Compute `run_reference`, whose arguments these are."""
     experts, outputs, inputs = grads_ENH.shape
     tiles = TILES[read_generation(a_NW)]
     launch(

@@ -75,7 +75,13 @@ def run_reference(
 
 
 def restore(quantised_RC: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
-    """Return the fp32 numbers that 8-bit numbers and scales represent."""
+    """Return the fp32 numbers that 8-bit numbers and scales represent.
+
+    Args:
+        quantised_RC: [R, C] in 8 bits.
+        scales: as `run_reference` returns them.
+        block: (rows, columns) that share a scale, as in `run_reference`.
+    """
     rows, columns = _block(quantised_RC, block)
     by = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return quantised_RC.to(torch.float32) * by[: quantised_RC.shape[0], : quantised_RC.shape[1]]
@@ -156,7 +162,15 @@ def _quantise_row(
 def launch_quantise(
     x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """Quantise x like the reference."""
+    """Quantise x like the reference.
+
+    Args:
+        x_RC: [R, C].
+        dtype: the 8-bit type.
+        rows: rows that share a scale; at most 0 means all.
+        columns: columns that share a scale; at most 0 means all.
+        power_of_two: round scales up to a power of two.
+    """
     x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
     if rows <= 0 and columns <= 0:
         return _launch_whole(x, dtype, power_of_two)
@@ -297,6 +311,7 @@ def refuse_chip(x: Tensor) -> str | None:
 
 
 def format_capability(x: Tensor) -> str:
+    """Return the compute capability of the device of x, such as 9.0."""
     return ".".join(map(str, read_capability(x.device.index)))
 
 

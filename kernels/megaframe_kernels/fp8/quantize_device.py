@@ -16,6 +16,12 @@ def round_to_fp8(
 
     The interpreter loses NaN, and the carry when a mantissa rounds up to the next power of two.
     There, numbers are first rounded to the grid of the type, and NaN is put back.
+
+    Args:
+        value: numbers in fp32.
+        scale: their scale.
+        MOST: the largest number of the type.
+        KIND: the 8-bit type.
     """
     value = value * tl.div_rn(1.0, scale)  # one division per scale
     # Saturated, because the product may round to just above the largest number. NaN stays NaN.
@@ -64,7 +70,16 @@ def find_largest_of_rows(
     x: tl.tensor, parts: tl.tensor, height: tl.tensor, width: tl.tensor, stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Find the largest magnitude of every num_programs-th row, one result per program."""
+    """Find the largest magnitude of every num_programs-th row, one result per program.
+
+    Args:
+        x: [height, width].
+        parts: receives the results, fp32 [num_programs].
+        height: rows of x.
+        width: columns of x.
+        stride: elements from a row to the next.
+        BLOCK: elements that are read at a time.
+    """
     top = tl.zeros([BLOCK], tl.int32)
     # A maximum does not depend on the order, so neither does the scale on the number of programs.
     for row in range(tl.program_id(0), height, tl.num_programs(0)):
@@ -87,7 +102,18 @@ def quantise_by(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Quantise by known scales: one per row, or one for all with a scale stride of 0."""
+    """Quantise by known scales.
+
+    Args:
+        x: [rows, width].
+        out: receives the result, 8 bits [rows, width].
+        scales: one per row, or one for all.
+        width: columns of x.
+        stride: elements from a row of x to the next.
+        scale_stride: 1 for one scale per row, 0 for one for all.
+        MOST: the largest number of the type.
+        BLOCK: columns of a program.
+    """
     across = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)

@@ -168,7 +168,7 @@ def launch_step(
     seed: int | None,
     first: int,
 ) -> None:
-    """Do the step of the reference by the Triton kernel."""
+    """Do the step of the reference by the Triton kernel. Arguments are those of `run_reference`."""
     launch(
         _step,
         (ceil_div(weights.numel(), _BLOCK),),

@@ -74,6 +74,7 @@ class MemoryFolder:
         """Create the folder in `memory`, or use the existing one.
 
         Args:
+            memory: Folder of a file system in memory: `checkpoint.memory_dir`.
             run: Path of the run's own folder.
 
         Raises:
@@ -185,6 +186,7 @@ class PeerRanks:
 
     @staticmethod
     def for_rank(rank: int, world: int, node_size: int) -> PeerRanks:
+        """Return the peers of a rank, among `world` ranks on nodes of `node_size` each."""
         keepers = [find_peer(source, world, node_size) for source in range(world)]
         sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
         return PeerRanks(keepers[rank], tuple(sources))
@@ -363,7 +365,11 @@ class _IncomingFile:
             self.error = _describe_error(error, self.folder.path(self.step, self.rank), self.size)
 
     def finish(self, record: Tensor) -> list[str]:
-        """Write the record, if the file is complete. Returns the error, if there was one."""
+        """Write the record, if the file is complete.
+
+        Returns:
+            The error, if there was one.
+        """
         if self.size and not self.error:
             try:
                 self.folder.commit(self.step, self.rank, record.numpy().tobytes())

@@ -130,7 +130,9 @@ def open_peer_memory(
     Collective; all ranks get the same result.
 
     Args:
+        folder: This rank's folder in memory.
         run: Id of the run.
+        group: All ranks of the run.
         newer_than: Only steps above this one are considered; None: all.
         log: Called with what was left out and why, and with the reason if there are no usable
             copies. Then None is returned.

@@ -32,16 +32,22 @@ LOCK_BYTES = 4096
 
 
 def format_checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def is_temporary(name: str) -> bool:
+    """Return whether a name is that of an unfinished save."""
     return name.endswith(".tmp")
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A folder or file under a URL. url: has no trailing slash and contains no secrets."""
+    """A folder or file under a URL.
+
+    Attributes:
+        url: Has no trailing slash and contains no secrets.
+    """
 
     url: str
 
@@ -53,10 +59,12 @@ class RemotePath:
 
     @property
     def name(self) -> str:
+        """The last part of the path."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
+        """The folder that contains it."""
         return RemotePath(self.url.rpartition("/")[0])
 
 
@@ -95,8 +103,11 @@ class ReadHandle(Protocol):
     """Best number of threads to read with."""
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Fill `buffer` from byte `start` on. Returns the number of bytes read: fewer than asked
-        for only if the file ends."""
+        """Fill `buffer` from byte `start` on.
+
+        Returns:
+            The number of bytes read: fewer than asked for only if the file ends.
+        """
 
     def close(self) -> None: ...
 
@@ -132,7 +143,9 @@ class Store(ABC, Generic[P]):
         """Return the name of a rank's file.
 
         Args:
+            rank: The rank that writes it.
             part: Number of the file, if a rank has several files.
+            attempt: Id of the save.
         """
 
     @abstractmethod
@@ -154,6 +167,7 @@ class Store(ABC, Generic[P]):
         """Open a regular file for reading.
 
         Args:
+            file: The file.
             lock: Mark the file's checkpoint as in use while the file is open.
             bypass_cache: Read from storage, not from the page cache.
             sole_reader: No other process of this machine will read the same data.
@@ -177,6 +191,8 @@ class Store(ABC, Generic[P]):
         """Create a file of `size` bytes.
 
         Args:
+            file: Where to create it.
+            size: Bytes of the whole file.
             reserved: Bytes left out at the start, to be written by `WriteHandle.finish`.
             aligned_data: Everything that will be written, in aligned memory (see
                 `allocate_aligned`) that does not change until the file is closed; None if the
@@ -192,6 +208,10 @@ class Store(ABC, Generic[P]):
         It replaces any checkpoint of the same step.
 
         Args:
+            draft: Path of the draft: `draft_path`.
+            step: The step of the checkpoint.
+            attempt: Id of the save.
+            manifest: Content of the manifest.
             file_names: Names of the draft's files.
 
         Returns:
@@ -205,7 +225,11 @@ class Store(ABC, Generic[P]):
     @abstractmethod
     def compare_and_swap(self, file: P, old: bytes | None, new: bytes | None) -> bool:
         """Replace the whole content of a small file if it is still `old`. None stands for no file;
-        the folder is created if needed. Returns whether the file now has the content `new`."""
+        the folder is created if needed.
+
+        Returns:
+            Whether the file now has the content `new`.
+        """
 
     def read_small_file(self, file: P, max_bytes: int) -> bytes | None:
         """Return the first bytes of a file, at most `max_bytes`, or None if there is no such

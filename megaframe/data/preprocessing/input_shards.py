@@ -53,9 +53,10 @@ class InputError(UserError):
 class CorpusFormat:
     """How to read a corpus.
 
-    key:               key of a jsonl object, or column of a Parquet file, that has the text.
-    format:            format of all files; `auto` goes by each file's suffix.
-    split_blank_lines: plain text has a document per paragraph, not per file.
+    Attributes:
+        key: Key of a jsonl object, or column of a Parquet file, that has the text.
+        format: Format of all files; `auto` goes by each file's suffix.
+        split_blank_lines: Plain text has a document per paragraph, not per file.
     """
 
     key: str = "text"
@@ -67,11 +68,16 @@ class CorpusFormat:
 class InputShard:
     """Consecutive documents of one file.
 
-    start, stop: byte range in which the documents of the shard begin; row groups of Parquet.
-    line:        number of the first line of `data`, from 1.
-    data:        contents of the shard, if the file cannot be read from `start` on.
-    size:        bytes of the shard after decompression (of a whole text file: before).
-    disk_bytes:  bytes on disk that the shard accounts for.
+    Attributes:
+        path: Path of the file.
+        format: Its format.
+        start: First byte of the range in which the documents of the shard begin; for Parquet, the
+            first row group.
+        stop: End of that range.
+        size: Bytes of the shard after decompression (of a whole text file: before).
+        disk_bytes: Bytes on disk that the shard accounts for.
+        line: Number of the first line of `data`, from 1.
+        data: Contents of the shard, if the file cannot be read from `start` on.
     """
 
     path: str
@@ -85,8 +91,11 @@ class InputShard:
 
 
 def measure_input(path: str) -> tuple[int, int]:
-    """Return a file's size in bytes and modification time in nanoseconds. Raises `InputError` if it
-    cannot be read."""
+    """Return a file's size in bytes and modification time in nanoseconds.
+
+    Raises:
+        InputError: If it cannot be read.
+    """
     try:
         with open_file(path) as file:
             status = os.fstat(file.fileno())
@@ -96,8 +105,11 @@ def measure_input(path: str) -> tuple[int, int]:
 
 
 def format_of(path: str, corpus_format: CorpusFormat) -> Format:
-    """Return the format of a file, from `corpus_format` or its suffix. Raises `InputError` for an
-    unknown suffix."""
+    """Return the format of a file, from `corpus_format` or its suffix.
+
+    Raises:
+        InputError: For an unknown suffix.
+    """
     if corpus_format.format != "auto":
         return corpus_format.format
     stem, suffix = os.path.splitext(path)
@@ -212,6 +224,15 @@ def _open_zstandard_stream(file: BinaryIO) -> Iterator[bytes]:
 
 
 def check_length(place: str, length: int) -> None:
+    """Refuse a document that is too long.
+
+    Args:
+        place: Where the document is, for the message.
+        length: Its length in bytes.
+
+    Raises:
+        InputError: If it has more than `LONGEST_DOCUMENT` bytes.
+    """
     if length > LONGEST_DOCUMENT:
         raise InputError(
             f"{place}: a document of more than {LONGEST_DOCUMENT} bytes, the most that is held in "
@@ -251,6 +272,12 @@ def open_parquet(path: str) -> Iterator[Any]:
 
 
 def suggest_keys(key: str, names: list[str]) -> str:
+    """Return a text, for the message about a missing key, that names those that there are.
+
+    Args:
+        key: The key that is missing.
+        names: The keys or columns that there are.
+    """
     nearest = get_close_matches(key, names, n=1, cutoff=0.0)
     listed = ", ".join(names[:20]) or "none"
     return f"there are: {listed}" + (f" (nearest: --key {nearest[0]})" if nearest else "")

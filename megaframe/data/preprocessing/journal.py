@@ -35,9 +35,12 @@ _FINISHING: JournalEntry = {"finishing": True}
 class CorpusCounts:
     """Counts of one part, or sums over several.
 
-    empty:      number of documents without a token, which are left out.
-    size:       bytes of input after decompression.
-    disk_bytes: bytes of input as stored on disk.
+    Attributes:
+        documents: Number of documents in the token file.
+        empty: Number of documents without a token, which are left out.
+        tokens: Number of tokens.
+        size: Bytes of input after decompression.
+        disk_bytes: Bytes of input as stored on disk.
     """
 
     documents: int = 0
@@ -54,9 +57,10 @@ class CorpusCounts:
 class EncodedDocuments:
     """Consecutive documents in the form in which the token file stores them.
 
-    tokens:  tokens of all documents, back to back.
-    lengths: number of tokens of each document, i32[documents].
-    empty:   number of documents without a token, which are left out.
+    Attributes:
+        tokens: Tokens of all documents, back to back.
+        lengths: Number of tokens of each document, i32[documents].
+        empty: Number of documents without a token, which are left out.
     """
 
     tokens: NDArray
@@ -80,8 +84,13 @@ class PreprocessJournal:
     def start(self, manifest: JournalEntry, overwrite: bool) -> None:
         """Continue the interrupted run with this manifest, or begin a new one.
 
-        Raises `UserError` if the folder contains an unfinished run with another manifest, or the
-        output exists, unless `overwrite` is given.
+        Args:
+            manifest: Describes the job; a run continues only with an equal one.
+            overwrite: Drop an unfinished run with another manifest, and replace existing output.
+
+        Raises:
+            UserError: If the folder contains an unfinished run with another manifest, or the output
+                exists, unless `overwrite` is given.
         """
         journal = self._read()
         previous = journal[0][0] if journal else None
@@ -109,8 +118,12 @@ class PreprocessJournal:
         )
 
     def append(self, counts: CorpusCounts, batches: Iterable[EncodedDocuments]) -> None:
-        """Append the next part. counts: counts of its input; those of the batches are added
-        here."""
+        """Append the next part.
+
+        Args:
+            counts: Counts of its input; those of the batches are added here.
+            batches: The encoded documents of the part, in order.
+        """
         tokens, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
         for batch in batches:
             self._writer.append_batch(batch.tokens, batch.lengths)
@@ -129,9 +142,11 @@ class PreprocessJournal:
         self.remove()
 
     def close(self) -> None:
+        """Close the token file and leave what is finished, so that the job can be continued."""
         self._writer.abandon()
 
     def remove(self) -> None:
+        """Delete the folder."""
         shutil.rmtree(self.path)
 
     def remove_if_new(self) -> None:
@@ -214,10 +229,17 @@ def _list_checksum_ranges(path: str, offset: int, sizes: Iterable[int]) -> Itera
 def open_journal(
     output: str, dtype: np.dtype, manifest: JournalEntry, overwrite: bool
 ) -> Iterator[PreprocessJournal]:
-    """Create or continue `OUTPUT.parts` and lock it. Raises `UserError`, also for failed writes and
-    if another process has locked it.
+    """Create or continue `OUTPUT.parts` and lock it.
 
-    dtype: dtype of the tokens in `OUTPUT`. manifest, overwrite: see `PreprocessJournal.start`.
+    Args:
+        output: Path of the output, without suffix.
+        dtype: Dtype of the tokens in `OUTPUT`.
+        manifest: See `PreprocessJournal.start`.
+        overwrite: See `PreprocessJournal.start`.
+
+    Raises:
+        UserError: From `PreprocessJournal.start`, for failed writes, and if another process has
+            locked it.
     """
     folder = PreprocessJournal(output, dtype)
     try:

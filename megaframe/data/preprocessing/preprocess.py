@@ -55,11 +55,12 @@ Report = Callable[[CorpusCounts, int], None]
 class PreprocessJob:
     """What to encode, and how.
 
-    inputs:     input files, in the order of their documents in the result.
-    tokenizer:  KIND:PATH.
-    output:     path of the token file without suffix.
-    corpus_format: how to read the inputs.
-    append_eod: whether to end each document with the tokenizer's `eod`.
+    Attributes:
+        inputs: Input files, in the order of their documents in the result.
+        tokenizer: KIND:PATH.
+        output: Path of the token file without suffix.
+        corpus_format: How to read the inputs.
+        append_eod: Whether to end each document with the tokenizer's `eod`.
     """
 
     inputs: tuple[str, ...]
@@ -71,8 +72,12 @@ class PreprocessJob:
 
 @dataclass(frozen=True)
 class PreprocessResult:
-    """total: counts of the whole corpus. resumed: counts of what an interrupted run had
-    finished."""
+    """What was encoded.
+
+    Attributes:
+        total: Counts of the whole corpus.
+        resumed: Counts of what an interrupted run had finished.
+    """
 
     total: CorpusCounts
     resumed: CorpusCounts
@@ -100,9 +105,18 @@ def preprocess(
     """Encode a corpus into `job.output`.bin and .idx, or continue an interrupted run of the same
     job.
 
-    report: called at the start and after each part with the counts so far and the bytes on disk of
-    all inputs. Raises `UserError`. After an error in the input nothing is left. After a failed
-    write or a killed worker the finished parts remain, and the same call continues from them.
+    After an error in the input nothing is left. After a failed write or a killed worker the
+    finished parts remain, and the same call continues from them.
+
+    Args:
+        job: What to encode, and how.
+        workers: Number of worker processes.
+        overwrite: See `PreprocessJournal.start`.
+        report: Called at the start and after each part with the counts so far and the bytes on disk
+            of all inputs.
+
+    Raises:
+        UserError: For an error in the input, a failed write, or a killed worker.
     """
     tokenizer = load_tokenizer(job.tokenizer)
     manifest = _describe_job(job, tokenizer.fingerprint)
@@ -240,7 +254,8 @@ def encode_documents(
 ) -> EncodedDocuments:
     """Encode documents into the form in which a token file stores them.
 
-    Raises `UserError` for an id that is negative or not below the tokenizer's vocabulary size.
+    Raises:
+        UserError: For an id that is negative or not below the tokenizer's vocabulary size.
     """
     documents = [ids for ids in tokenizer.encode_batch(texts) if ids.size]
     end = np.array([tokenizer.eod] * append_eod, np.int32)
@@ -275,8 +290,10 @@ def map_ordered(
     """Yield `function(*task)` for every task, in order.
 
     At most two tasks per worker are taken from `tasks` ahead of their results. An exception of a
-    task is raised in place of its result, and tasks that have not begun are dropped. Raises
-    `UserError` if a worker dies.
+    task is raised in place of its result, and tasks that have not begun are dropped.
+
+    Raises:
+        UserError: If a worker dies.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker)

@@ -37,10 +37,21 @@ def train_sentencepiece(
     kind: Kind,
     megabytes: float,
 ) -> int:
-    """Train on about `megabytes` of text from the inputs, taken in turn, and write `output`.model.
+    """Train a SentencePiece model on a sample of text, and write `output`.model.
 
-    Returns the number of characters used. Raises `UserError`, also if there is too little text for
-    the vocabulary size.
+    Args:
+        inputs: Paths of the corpus; text is taken from them in turn.
+        corpus_format: How they contain documents.
+        output: Path of the model, without suffix.
+        vocab: Size of the vocabulary, in tokens.
+        kind: Algorithm of SentencePiece.
+        megabytes: About how much text to train on, in MB (1e6 bytes).
+
+    Returns:
+        The number of characters used.
+
+    Raises:
+        UserError: If the text cannot be read, or is too little for the vocabulary size.
     """
     sample = _TrainingSample(inputs, corpus_format, int(megabytes * 1e6))
     model = io.BytesIO()

@@ -55,11 +55,14 @@ class RankMeasurement:
 
 
 def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasurement:
-    """Run one step of `rank`. Raises `ValueError` for a rank outside the layout.
+    """Run one step of `rank`.
 
     Paired passes (`parallel.expert_overlap`) run one after the other; fused products over symmetric
     memory, kernels and compiled pieces run as plain code; and no step is a CUDA graph. All of these
     need a device or ranks that are missing here.
+
+    Raises:
+        ValueError: For a rank outside the layout.
     """
     parallel = {"expert_overlap": False, "symmetric_memory": "off"}
     train: dict[str, object] = {"compile": "none", "cuda_graph": False}
@@ -114,8 +117,11 @@ class _PeakBetweenActions:
         self.peak = self.actions = self.before = 0
 
     def begin(self, count_buffers: Callable[[], int]) -> None:
-        """Start the step. count_buffers: returns the bytes of what
-        stays: buffers, staging buffers and state."""
+        """Start the step.
+
+        Args:
+            count_buffers: Returns the bytes of what stays: buffers, staging buffers and state.
+        """
         self._count_buffers = count_buffers
         self.before = self._tracker.live - count_buffers()
         self._tracker.mark()

@@ -39,7 +39,14 @@ class ComparisonRow:
 def compare_with_plan(
     config: RunConfig, layout: Layout, rank: int, measured: RankMeasurement
 ) -> list[ComparisonRow]:
-    """Return the rows for memory and bytes moved. The schedule of all ranks is checked first."""
+    """Return the rows for memory and bytes moved. The schedule of all ranks is checked first.
+
+    Args:
+        config: The config of the run.
+        layout: The layout of its ranks.
+        rank: The rank that was measured.
+        measured: What was counted in its step, in bytes.
+    """
     count = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, count))
     check(schedule)

@@ -217,6 +217,7 @@ class _ChunkReader:
         self._file: DCPDataFile | None = None
 
     def bytes_of(self, entry: FileEntry) -> memoryview:
+        """Return the bytes of an entry, in row-major order."""
         chunk = self._origin[entry.name, entry.offset]
         path = self._folder / chunk.extent.file
         if self._file is None or self._file.path != path:
@@ -225,6 +226,7 @@ class _ChunkReader:
         return self._file.read(entry.name, entry.dtype, chunk, (entry.offset, entry.shape))
 
     def close(self) -> None:
+        """Close the file that is open, if any."""
         if self._file is not None:
             self._file.close()
             self._file = None

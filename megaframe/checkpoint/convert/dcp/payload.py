@@ -58,11 +58,22 @@ class DCPDataFile:
         self._last: tuple[ByteRange, NDArray[Any]] | None = None
 
     def close(self) -> None:
+        """Close the file."""
         self._last = None
         self._memory.close()
 
     def read(self, name: str, dtype: DTypeName, chunk: StoredChunk, box: Box) -> memoryview:
-        """Return the bytes of a box within a chunk, in row-major order."""
+        """Return the bytes of a box within a chunk, in row-major order.
+
+        Args:
+            name: Name of the tensor, for messages.
+            dtype: Its type.
+            chunk: The chunk that contains the box.
+            box: Offset and shape within the tensor.
+
+        Raises:
+            UserError: If the file is damaged.
+        """
         try:
             if self._last is None or self._last[0] != chunk.extent:
                 self._last = chunk.extent, self._map_array(dtype, chunk)

@@ -86,6 +86,7 @@ class _PickleParser:
     memo: dict[int, Any] = field(default_factory=dict)
 
     def execute(self, code: str, argument: Any) -> None:
+        """Execute one instruction, or raise ValueError if it is not allowed."""
         if code in _VALUES:
             self.stack.append(argument)
         elif code in _CONSTANTS:
@@ -100,6 +101,7 @@ class _PickleParser:
             raise ValueError(f"it has the instruction {code}, which is not allowed")
 
     def pop(self) -> Any:
+        """Remove the value at the top of the stack and return it."""
         value = self.stack.pop()
         if value is _StackMark:
             raise ValueError("it is not a pickle: a mark in place of a value")

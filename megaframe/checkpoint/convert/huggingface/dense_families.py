@@ -44,6 +44,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_gpt2(config: Mapping[str, Any]) -> Keys:
+    """Return the keys of `model` for a config of GPT-2."""
     keys = {key: config.get(foreign_key) for key, foreign_key in _GPT2.items()}
     return {
         **{**keys, "norm": "layernorm", "position": "learned", "activation": "gelu_tanh"},
@@ -53,10 +54,12 @@ def read_gpt2(config: Mapping[str, Any]) -> Keys:
 
 
 def write_gpt2(model: ModelConfig) -> Keys:
+    """Return the keys of a config of GPT-2."""
     return {foreign_key: getattr(model, key) for key, foreign_key in _GPT2.items()}
 
 
 def read_common(config: Mapping[str, Any]) -> Keys:
+    """Return the keys of `model` that all families like Llama share."""
     keys: Keys = {key: config.get(foreign_key) for key, foreign_key in _COMMON.items()}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = rope.get("rope_theta") or config.get("rope_theta")
@@ -67,6 +70,11 @@ def read_common(config: Mapping[str, Any]) -> Keys:
 
 
 def read_attention(config: Mapping[str, Any]) -> Keys:
+    """Return these and the keys of grouped-query attention.
+
+    Raises:
+        UserError: If the output projection has a bias.
+    """
     keys = read_common(config)
     keys["kv_heads"] = config.get("num_key_value_heads")
     keys["head_dim"] = config.get("head_dim")
@@ -115,22 +123,30 @@ def _read_layer_types(config: Mapping[str, Any], window: int | None, num_full: i
 
 
 def read_ministral(config: Mapping[str, Any]) -> Keys:
+    """Return the keys of `model` for a config of Ministral."""
     return _read_layer_types(config, config.get("sliding_window"), 0)
 
 
 def read_qwen(config: Mapping[str, Any]) -> Keys:
+    """Return the keys of `model` for a config of Qwen2 or Qwen3."""
     full = config.get("max_window_layers", 28)
     variant = "qkv_bias" if config["model_type"] == "qwen2" else "qk_norm"
     return {**_read_layer_types(config, read_qwen_window(config), full), variant: True}
 
 
 def read_qwen_window(config: Mapping[str, Any]) -> int | None:
+    """Return the sliding window in tokens; None if it is not used.
+
+    Raises:
+        UserError: If it is used and missing.
+    """
     if config.get("use_sliding_window") and "sliding_window" not in config:
         raise UserError(f"{config['model_type']}: sliding_window is missing")
     return config.get("sliding_window") if config.get("use_sliding_window") else None
 
 
 def write_common(model: ModelConfig) -> Keys:
+    """Return the keys of a config that all families like Llama share."""
     keys: Keys = {foreign_key: getattr(model, key) for key, foreign_key in _COMMON.items()}
     keys["rope_parameters"] = {
         "rope_theta": model.rotary_base,
@@ -140,6 +156,7 @@ def write_common(model: ModelConfig) -> Keys:
 
 
 def write_attention(model: ModelConfig) -> Keys:
+    """Return these and the keys of grouped-query attention."""
     return {
         **write_common(model),
         "num_key_value_heads": model.kv_heads,
@@ -148,15 +165,18 @@ def write_attention(model: ModelConfig) -> Keys:
 
 
 def write_sliding(model: ModelConfig) -> Keys:
+    """Return these and the sliding window."""
     return {**write_attention(model), "sliding_window": find_first_window(model)}
 
 
 def write_layer_types(model: ModelConfig) -> Keys:
+    """Return these and the kind of attention of each layer."""
     kinds = [_FULL if window is None else _SLIDING for window in list_layer_windows(model)]
     return {**write_sliding(model), "layer_types": kinds}
 
 
 def write_qwen(model: ModelConfig) -> Keys:
+    """Return the keys of a config of Qwen2 or Qwen3."""
     keys = write_layer_types(model)
     kinds = [*keys["layer_types"], _SLIDING]
     sliding = keys["sliding_window"] is not None
@@ -164,6 +184,7 @@ def write_qwen(model: ModelConfig) -> Keys:
 
 
 def list_layer_windows(model: ModelConfig) -> list[int | None]:
+    """Return the sliding window of each layer, in tokens; None: full attention."""
     return [get_window(model, layer) for layer in range(model.layers)]
 
 

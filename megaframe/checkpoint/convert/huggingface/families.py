@@ -79,6 +79,7 @@ def read_model_config(
     """Return the `model` section for a Hugging Face config.
 
     Args:
+        config: The content of its `config.json`.
         shapes: Those of the model's tensors. No size may be more than they can hold.
 
     Raises:
@@ -112,6 +113,7 @@ def write_model_config(model: ModelConfig, positions: int) -> Keys:
     """Return the config of the Hugging Face model that computes the same.
 
     Args:
+        model: The `model` section of the config.
         positions: How many tokens of a text the model can see, or was trained to see.
 
     Raises:

@@ -72,6 +72,8 @@ def export_model(
     """Write a checkpoint's weights as a folder that `from_pretrained` can load, with its tokenizer.
 
     Args:
+        checkpoint: The checkpoint.
+        folder: The folder to create.
         dtype: One of fp64, fp32, bf16 or fp16; by default the precision of the run.
         tokenizer: KIND:PATH, `bytes` or `none`; by default that of the run, if it lies with the
             checkpoint.
@@ -250,6 +252,7 @@ class _BoxReader:
         self._parts: list[Tensor] = []
 
     def bytes_of(self, entry: FileEntry) -> memoryview:
+        """Return the bytes of an entry, in row-major order."""
         origin, part_index = self._source[entry.name, entry.offset]
         if isinstance(origin, ParamSpec):
             assert isinstance(origin.init, Constant)

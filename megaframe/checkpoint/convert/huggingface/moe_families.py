@@ -43,6 +43,7 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 
 def read_mixtral(config: Mapping[str, Any]) -> Keys:
+    """Return the keys of `model` for a config of Mixtral."""
     moe = {
         "experts": config["num_local_experts"],
         "top_k": config["num_experts_per_tok"],
@@ -54,6 +55,7 @@ def read_mixtral(config: Mapping[str, Any]) -> Keys:
 
 
 def write_mixtral(model: ModelConfig) -> Keys:
+    """Return the keys of a config of Mixtral."""
     assert model.moe is not None
     return {
         **write_sliding(model),
@@ -64,6 +66,7 @@ def write_mixtral(model: ModelConfig) -> Keys:
 
 
 def read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
+    """Return the keys of `model` for a config of Qwen3 with experts."""
     moe = {
         "experts": config.get("num_experts") or config.get("num_local_experts"),
         "top_k": config["num_experts_per_tok"],
@@ -79,6 +82,7 @@ def read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
 
 
 def write_qwen3_moe(model: ModelConfig) -> Keys:
+    """Return the keys of a config of Qwen3 with experts."""
     assert model.moe is not None
     return {
         **write_sliding(model),
@@ -91,6 +95,7 @@ def write_qwen3_moe(model: ModelConfig) -> Keys:
 
 
 def read_deepseek(config: Mapping[str, Any]) -> Keys:
+    """Return the keys of `model` for a config of DeepSeek."""
     keys = read_common(config)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if kv_heads not in (None, heads):
@@ -119,6 +124,11 @@ def read_deepseek(config: Mapping[str, Any]) -> Keys:
 
 
 def write_deepseek(model: ModelConfig) -> Keys:
+    """Return the keys of a config of DeepSeek.
+
+    Raises:
+        UserError: If the model has latent attention without experts.
+    """
     assert model.latent is not None
     keys = {
         **write_common(model),

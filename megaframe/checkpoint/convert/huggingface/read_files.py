@@ -45,7 +45,11 @@ def check_regular_file(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises `UserError` if there is none."""
+    """Return the object in a JSON file.
+
+    Raises:
+        UserError: If there is none.
+    """
     try:
         content = parse_json(read_file(path, _MAX_JSON))
     except OSError as error:
@@ -111,7 +115,11 @@ def check_type(name: str, header: TensorHeader) -> None:
 
 
 def read_tensor(name: str, header: TensorHeader) -> Tensor:
-    """Return a tensor of a folder in fp32. Raises `UserError` if an element is not finite."""
+    """Return a tensor of a folder in fp32.
+
+    Raises:
+        UserError: If an element is not finite.
+    """
     try:
         with safe_open(header.file, framework="pt") as file:
             tensor = file.get_tensor(name).float()

@@ -69,8 +69,11 @@ class SentencePieceModel:
 
 
 def parse_model(path: str, content: bytes) -> SentencePieceModel:
-    """Parse a model file that the library has loaded. Raises `UserError` for anything in it that
-    this reader does not know."""
+    """Parse a model file that the library has loaded.
+
+    Raises:
+        UserError: For anything in it that this reader does not know.
+    """
     try:
         fields = list(_parse_fields(content))
         messages = {

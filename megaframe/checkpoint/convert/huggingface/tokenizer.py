@@ -71,9 +71,10 @@ def check_tokenizer_path(recorded: str | None, checkpoint: StorePath) -> str | N
 
 
 def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTokenizer:
-    """Return the files of the tokenizer called `name`, or of none.
+    """Return the files of a tokenizer.
 
     Args:
+        name: KIND:PATH or `bytes`; `none` or None for no tokenizer.
         vocab: Rows of the model's embedding.
         positions: Longest text of the model in tokens.
 
