@@ -33,8 +33,14 @@ COMMUNICATION = "communication/"
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of the page. kind: lines, bars, waterfall or heat. keys: metrics drawn as lines; a
-    key that ends with a slash stands for all metrics with this prefix. scale: factor on values."""
+    """A panel of the page.
+
+    Attributes:
+        kind: lines, bars, waterfall or heat.
+        keys: metrics drawn as lines; a key that ends with a slash stands for all metrics with this
+            prefix.
+        scale: factor on values.
+    """
 
     id: str
     title: str

@@ -20,7 +20,11 @@ _LARGEST = 1 << 20
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something that happened at the end of a step. kind: restart, skip or checkpoint."""
+    """Something that happened at the end of a step.
+
+    Attributes:
+        kind: restart, skip or checkpoint.
+    """
 
     step: int
     kind: str

@@ -67,7 +67,11 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a sweep. keys: its values, in the format of a command line."""
+    """A run of a sweep.
+
+    Attributes:
+        keys: its values, in the format of a command line.
+    """
 
     keys: dict[str, str]
 
@@ -84,7 +88,9 @@ class Trial:
 class Sweep:
     """A run, what a sweep varies in it, and what its trials are compared by.
 
-    config, words: of the run that is varied, and its command line. metric: lower is better.
+    Attributes:
+        config, words: of the run that is varied, and its command line.
+        metric: lower is better.
     """
 
     config: RunConfig

@@ -247,7 +247,10 @@ def load_cluster(name: str = DEFAULT) -> Cluster:
 
     The chip is one of the table, of which `memory`, `bandwidth`, `units`, `watts`, `host_link` and
     `peaks` (by type) in the file override figures; or another one, which needs them. `constants`
-    are what was measured on it. Raises `UserError` with all mistakes.
+    are what was measured on it.
+
+    Raises:
+        UserError: naming all mistakes.
     """
     path = _resolve_cluster_path(name)
     raw = _read_description(name, path)

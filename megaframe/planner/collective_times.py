@@ -26,9 +26,15 @@ Number = Any
 
 @dataclass(frozen=True)
 class GroupLevel:
-    """The part of a group that meets on one tier. members: how many meet there. alpha: seconds per
-    message. bandwidth: bytes/s of each rank in one direction. rails: whether only ranks with the
-    same number in their nodes are connected. reduces: whether the switches can sum."""
+    """The part of a group that meets on one tier.
+
+    Attributes:
+        members: how many meet there.
+        alpha: seconds per message.
+        bandwidth: bytes/s of each rank in one direction.
+        rails: whether only ranks with the same number in their nodes are connected.
+        reduces: whether the switches can sum.
+    """
 
     members: Number
     alpha: float

@@ -26,11 +26,18 @@ _TILE = 128 * 256
 
 @dataclass(frozen=True)
 class KernelRates:
-    """What kernels reach. flops: FLOP/s of infinitely large products. start: overhead of a tile, in
-    terms of its sum. wave: elements wasted in the last wave of tiles, on average half a wave.
-    attention: FLOP/s of fused attention. memory: bytes/s of elementwise kernels. read: bytes/s at
-    which products move their operands. launch: seconds of the host per kernel. width: bytes of a
-    value."""
+    """What kernels reach.
+
+    Attributes:
+        flops: FLOP/s of infinitely large products.
+        start: overhead of a tile, in terms of its sum.
+        wave: elements wasted in the last wave of tiles, on average half a wave.
+        attention: FLOP/s of fused attention.
+        memory: bytes/s of elementwise kernels.
+        read: bytes/s at which products move their operands.
+        launch: seconds of the host per kernel.
+        width: bytes of a value.
+    """
 
     flops: float
     start: float

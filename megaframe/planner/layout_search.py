@@ -47,8 +47,11 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout, the config that has it, and its prediction. index: its number among the candidates
-    of a search, -1 outside of one."""
+    """A layout, the config that has it, and its prediction.
+
+    Attributes:
+        index: its number among the candidates of a search, -1 outside of one.
+    """
 
     config: RunConfig
     layout: Layout
@@ -58,9 +61,13 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. choices: simulated layouts that fit, best first. candidates, estimates:
-    all layouts that were considered. estimated_seconds, seconds: how long the estimates and the
-    whole search took."""
+    """Result of a search.
+
+    Attributes:
+        choices: simulated layouts that fit, best first.
+        candidates, estimates: all layouts that were considered.
+        estimated_seconds, seconds: how long the estimates and the whole search took.
+    """
 
     choices: tuple[LayoutChoice, ...]
     candidates: Candidates

@@ -92,8 +92,12 @@ def make_layout_sizes(config: RunConfig, layout: Layout) -> LayoutSizes:
 
 @dataclass(frozen=True)
 class BlocksPerRank:
-    """Numbers of blocks. fullest: of the rank that has most. last: of the rank with the last
-    stage."""
+    """Numbers of blocks.
+
+    Attributes:
+        fullest: of the rank that has most.
+        last: of the rank with the last stage.
+    """
 
     fullest: Array
     last: Array

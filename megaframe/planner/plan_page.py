@@ -118,8 +118,12 @@ def _format_list(title: str, lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. traces: what plotly draws, as (kind of trace, its data). axes: further arguments of
-    plotly's layout."""
+    """A chart.
+
+    Attributes:
+        traces: what plotly draws, as (kind of trace, its data).
+        axes: further arguments of plotly's layout.
+    """
 
     title: str
     traces: Sequence[tuple[str, dict[str, Any]]]
@@ -277,9 +281,15 @@ def _with_batch(config: RunConfig, batch: int) -> RunConfig:
 
 @dataclass(frozen=True)
 class CommunicationRoofline:
-    """The roofline of one axis of a layout. tier: the tier of its transfers. intensity: operations
-    of a rank per byte that it moves for this axis. ridge: operations in the time of one byte on the
-    tier. The axis is bound by compute if intensity is at least ridge."""
+    """The roofline of one axis of a layout.
+
+    The axis is bound by compute if intensity is at least ridge.
+
+    Attributes:
+        tier: the tier of its transfers.
+        intensity: operations of a rank per byte that it moves for this axis.
+        ridge: operations in the time of one byte on the tier.
+    """
 
     axis: str
     tier: str

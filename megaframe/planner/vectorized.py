@@ -122,7 +122,12 @@ def _compute_mean_block(machine: Machine) -> tuple[CostBreakdown, ParameterLoad]
 
 @dataclass(frozen=True)
 class BusiestRank:
-    """What the rank with most work has. blocks: its blocks. heads: 1 if it has the head, else 0."""
+    """What the rank with most work has.
+
+    Attributes:
+        blocks: its blocks.
+        heads: 1 if it has the head, else 0.
+    """
 
     blocks: Array
     heads: Array

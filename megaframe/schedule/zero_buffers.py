@@ -127,9 +127,15 @@ def compute_peak_zero_buffers(
 
 
 class _BucketPass(NamedTuple):
-    """A pass. kind, stage: those of the action. split: whether its weight pass comes later. last:
-    whether it is the stage's last pass that adds gradients, after which those of gains and biases
-    are reduced. following: the unit whose values the next pass needs first."""
+    """A pass.
+
+    Attributes:
+        kind, stage: Those of the action.
+        split: Whether its weight pass comes later.
+        last: Whether it is the stage's last pass that adds gradients, after which those of gains
+            and biases are reduced.
+        following: The unit whose values the next pass needs first.
+    """
 
     kind: ActionKind
     stage: int
@@ -158,10 +164,14 @@ def _list_passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_Buc
 
 
 class _BufferState(NamedTuple):
-    """State between two passes. in_flight: the buckets of each reduction that may not be done, in
-    the order of their starts. accumulating: buckets with gradients whose reduction has not started.
-    blocks: the buckets of blocks whose values are present, the most recently fetched last. present:
-    all buckets whose values are present."""
+    """State between two passes.
+
+    Attributes:
+        in_flight: The buckets of each reduction that may not be done, in the order of their starts.
+        accumulating: Buckets with gradients whose reduction has not started.
+        blocks: The buckets of blocks whose values are present, the most recently fetched last.
+        present: All buckets whose values are present.
+    """
 
     in_flight: tuple[tuple[BucketSize, ...], ...]
     accumulating: frozenset[BucketSize]
