@@ -109,7 +109,7 @@ def test_expert_ranks(both):
     """The host must know how many tokens come, and how many each expert has in plain code."""
     both(
         2,
-        ("_expert_owners", "_route_all_to_all", "_grouped", "into"),
+        ("_list_expert_owners", "_route_all_to_all", "_grouped", "into"),
         model__moe="{experts: 4, top_k: 2, ffn: 32}",
         parallel__expert=2,
         kernels__experts="reference",

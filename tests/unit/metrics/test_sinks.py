@@ -44,7 +44,7 @@ def test_flat_names():
 def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
     path = tmp_path / METRICS_FILE
     sink = JsonlSink(path, 0)
-    sink.write(make_line(1, grad_norm=math.inf, fields={"x": math.nan, "y": 2}))
+    sink.write(make_line(1, grad_norm=math.inf, more={"x": math.nan, "y": 2}))
     parsed = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert parsed == {**make_line(1), "grad_norm": None, "more": {"x": None, "y": 2}}
 

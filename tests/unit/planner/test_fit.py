@@ -11,6 +11,8 @@ import pytest
 
 from megaframe.config import load
 from megaframe.config.load import resolve_config_path
+from megaframe.config.parts import Registry, use_registry
+from megaframe.extensions import load_with_extensions
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import get_family_constants
@@ -83,7 +85,9 @@ class Command:
         arguments = words[words.index("--") :] if "--sweep" in words else words
         self.overrides = [word for word in arguments if re.match(r"[a-z]+\.[a-z_.]+=", word)]
         self.world = prod(int(after[n]) for n in self.COUNTS if after.get(n, "").isdigit())
-        self.cluster = load(self.config, self.overrides).parallel.cluster
+        with use_registry(Registry()):
+            config = load_with_extensions(self.config, self.overrides)
+        self.cluster = config.parallel.cluster
         if self.cluster is None and "plan" in line.partition("--config")[0]:
             self.cluster = after.get("--cluster", DEFAULT)
 
@@ -102,7 +106,8 @@ def list_documented_commands():
 @pytest.mark.parametrize("line", list_documented_commands())
 def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     command = Command(line)
-    config = load(command.config, command.overrides)
+    with use_registry(Registry()):
+        config = load_with_extensions(command.config, command.overrides)
     name = command.cluster or read_machine(Path(resolve_config_path(command.config)))[1]
     cluster = load_cluster(name)
     if command.searches:
