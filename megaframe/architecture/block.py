@@ -31,6 +31,7 @@ from megaframe.config.blocks import (
 )
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
+from megaframe.config.parts import FeedForwardPart, MixerPart
 
 
 @dataclass(frozen=True)
@@ -269,8 +270,11 @@ def count_kv_copies(model: ModelConfig, tensor: int) -> int:
 
 
 def _describe_feed_forward(
-    model: ModelConfig, config: MLPConfig | MoEMixtureConfig, output_std: float
+    model: ModelConfig, config: MLPConfig | MoEMixtureConfig | FeedForwardPart, output_std: float
 ) -> FeedForwardDescription:
+    if isinstance(config, FeedForwardPart):
+        description: FeedForwardDescription = config.describe(model, output_std)
+        return description
     if isinstance(config, MLPConfig):
         return MLPDescription(
             hidden=model.hidden,
@@ -293,8 +297,11 @@ def _describe_feed_forward(
 
 
 def _describe_mixer(
-    model: ModelConfig, config: AttentionConfig | LatentMixerConfig, output_std: float
+    model: ModelConfig, config: AttentionConfig | LatentMixerConfig | MixerPart, output_std: float
 ) -> MixerDescription:
+    if isinstance(config, MixerPart):
+        description: MixerDescription = config.describe(model, output_std)
+        return description
     if isinstance(config, LatentMixerConfig):
         latent = model.latent
         assert latent is not None, "a block with latent attention is refused without model.latent"

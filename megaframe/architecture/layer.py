@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.rotary import RotaryDescription
@@ -114,6 +114,16 @@ class LayerDescription(ABC):
         """
         for part_name, part in self.parts.items():
             yield from part.declare_parameters(f"{name}.{part_name}")
+
+    def make_layer(self, name: str, run: Any) -> Any:
+        """Return the torch layer of a description from outside. Layers of our own descriptions are
+        known to `megaframe.model.block.build_layer`, because nothing here imports torch.
+
+        Args:
+            name: Of the layer in the model.
+            run: What the run fixes (`RunContext`).
+        """
+        raise TypeError(f"{type(self).__name__} has no method make_layer(name, run)")
 
     @property
     def linears(self) -> list[LinearSpec]:

@@ -15,7 +15,7 @@ from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.keys import format_value
 from megaframe.config.migration import upgrade_keys
-from megaframe.config.parts import get_registry
+from megaframe.config.registry import get_registry
 from megaframe.config.schema import DataConfig
 from megaframe.errors import UserError
 from megaframe.ops.cpu_routines import CPURoutines

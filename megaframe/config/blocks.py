@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from megaframe.config.parts import FeedForwardPart, MixerPart
+from megaframe.config.registry import Extensible
 from megaframe.config.section import Positive, Section
 
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "swiglu_clamped"]
@@ -94,9 +96,11 @@ FeedForwardConfig = Annotated[
 class BlockConfig(Section):
     repeat: Positive = 1
     """Number of consecutive layers like this one."""
-    mixer: MixerConfig = AttentionConfig()
+    mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
     """What mixes tokens: `attention` or `latent`, and its keys."""
-    feed_forward: FeedForwardConfig = MLPConfig()
+    feed_forward: Annotated[FeedForwardConfig | FeedForwardPart, Extensible("feed_forward")] = (
+        MLPConfig()
+    )
     """What follows it: `mlp` or `moe`, and its keys."""
     norms: Literal["before", "after", "both", "none"] = "before"
     """Where the stream's norms are: before each half of the block, after it (on what it adds to the

@@ -18,7 +18,8 @@ from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from megaframe.config.migration import translate_setting
-from megaframe.config.parts import Extensible, Part, is_part
+from megaframe.config.parts import Part
+from megaframe.config.registry import Extensible, is_part
 from megaframe.config.schema import RunConfig, Section
 from megaframe.config.section import MOST
 from megaframe.errors import join_or

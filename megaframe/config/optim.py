@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaframe.config.parts import Extensible, OptimizerPart, SchedulePart
+from megaframe.config.parts import OptimizerPart, SchedulePart
+from megaframe.config.registry import Extensible
 from megaframe.config.section import NonNegative, Positive, Section
 
 

@@ -1,9 +1,18 @@
 """What an extension may use to bring parts of its own (docs/guides/extensions.md)."""
 
-from megaframe.config.parts import OptimizerPart, Part, Registry, SchedulePart
+from megaframe.config.parts import (
+    FeedForwardPart,
+    MixerPart,
+    OptimizerPart,
+    Part,
+    SchedulePart,
+)
+from megaframe.config.registry import Registry
 from megaframe.extensions.load import find_mistakes, load_extensions, load_with_extensions
 
 __all__ = [
+    "FeedForwardPart",
+    "MixerPart",
     "OptimizerPart",
     "Part",
     "Registry",

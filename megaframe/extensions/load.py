@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 
 from megaframe.config.load import load, read_extension_names
-from megaframe.config.parts import Extension, Registry, activate
 from megaframe.config.read import ConfigMistake
+from megaframe.config.registry import Extension, Registry, activate
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 

@@ -118,7 +118,7 @@ def build_layer(description: LayerDescription, block: str, run: RunContext) -> B
         run: What the run fixes for layers.
 
     Raises:
-        TypeError: If no layer is known for descriptions of this type.
+        TypeError: If no layer is known for descriptions of this type, and they make none.
     """
     name = f"{block}.{description.name}"
     match description:
@@ -130,7 +130,8 @@ def build_layer(description: LayerDescription, block: str, run: RunContext) -> B
             return MLP(name, description, run.tensor)
         case MoEDescription():
             return MixtureOfExperts(name, description, run)
-    raise TypeError(f"no layer is known for a {type(description).__name__}")
+    layer: BlockLayer = description.make_layer(name, run)
+    return layer
 
 
 _WAKE_UP_SECONDS = 2e-4

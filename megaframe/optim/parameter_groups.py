@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
-from megaframe.config.parts import OptimizerPart, get_part_name
+from megaframe.config.parts import OptimizerPart
+from megaframe.config.registry import get_part_name
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.bucket_layout import BucketingRule
 from megaframe.data_parallel.partition import BucketPartition

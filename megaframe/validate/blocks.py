@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from megaframe.architecture.spec import count_copies
 from megaframe.config.blocks import AttentionConfig, BlockConfig, MLPConfig
 from megaframe.config.model import ModelConfig
+from megaframe.config.section import Section
 
 _REPLACED = {
     "heads": "heads",
@@ -57,7 +58,7 @@ def find_block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
         used = [
             number
             for number, block in enumerate(model.blocks)
-            if kind in (block.mixer.kind, block.feed_forward.kind)
+            if kind in (_get_kind(block.mixer), _get_kind(block.feed_forward))
         ]
         if used and section is None:
             yield (
@@ -76,6 +77,10 @@ def find_block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
                 f"{block.norms}; use parallel=two_norms, or norms=before or both"
             )
     yield from _find_copy_mistakes(model, tensor)
+
+
+def _get_kind(section: Section) -> object:
+    return getattr(section, "kind", None)
 
 
 def _find_copy_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
@@ -113,7 +118,7 @@ def check_each_block(
 
 def make_model_of_block(model: ModelConfig, block: BlockConfig) -> ModelConfig:
     """Return a model all of whose blocks are like this one, without `model.blocks`."""
-    changes: dict[str, object] = {"blocks": None, "window": block.mixer.window}
+    changes: dict[str, object] = {"blocks": None, "window": getattr(block.mixer, "window", None)}
     mixer, feed_forward = block.mixer, block.feed_forward
     if isinstance(mixer, AttentionConfig):
         changes["latent"] = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaframe.config.keys import format_value
 from megaframe.config.optim import OptimConfig
-from megaframe.config.parts import get_part_name
+from megaframe.config.registry import get_part_name
 from megaframe.errors import join_or
 
 

@@ -5,7 +5,7 @@ from entry_runs import read_losses, train
 from repo_copy import ROOT
 from tolerances import promised
 
-from megaframe.config.parts import Registry, use_registry
+from megaframe.config.registry import Registry, use_registry
 
 RUN = {"optim__schedule": "constant", "checkpoint__every": 6}
 EXTENSION = {"run__extensions": f"[{ROOT / 'examples/optimizer.py'}]", "optim__name": "adabelief"}

@@ -9,7 +9,7 @@ from parity_runs import FEW, MODELS, assert_same, run
 from repo_copy import ROOT
 
 from megaframe.config import RunConfig
-from megaframe.config.parts import Extension, Registry, use_registry
+from megaframe.config.registry import Extension, Registry, use_registry
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.errors import UserError
 from megaframe.extensions import load_extensions

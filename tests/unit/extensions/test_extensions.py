@@ -10,7 +10,8 @@ from megaframe.checkpoint.train_state import check_same_run, describe_resumption
 from megaframe.config import describe_all_keys, dump, explain, load
 from megaframe.config.keys import get_config_keys
 from megaframe.config.optim import OptimConfig
-from megaframe.config.parts import ROLES, Registry, get_registry, use_registry
+from megaframe.config.parts import ROLES
+from megaframe.config.registry import Registry, get_registry, use_registry
 from megaframe.errors import UserError
 from megaframe.extensions import load_with_extensions
 from megaframe.optim.lr_schedule import compute_learning_rate

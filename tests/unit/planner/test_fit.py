@@ -11,7 +11,7 @@ import pytest
 
 from megaframe.config import load
 from megaframe.config.load import resolve_config_path
-from megaframe.config.parts import Registry, use_registry
+from megaframe.config.registry import Registry, use_registry
 from megaframe.extensions import load_with_extensions
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
