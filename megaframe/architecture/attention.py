@@ -80,6 +80,7 @@ class SoftmaxAttention(MixerDescription):
     output_std: float
 
     name = "attention"
+    has_scores = True
 
     @property
     def rotary_dim(self) -> int:

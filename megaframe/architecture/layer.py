@@ -26,26 +26,31 @@ class SavedActivations:
         values: Elements in the precision of the model.
         statistics: Elements in at least fp32.
         other_bytes: Bytes of integers and masks.
+        states: Elements in at least fp32 that a sample keeps once, however many tokens it has.
     """
 
     values: Number = 0
     statistics: Number = 0
     other_bytes: Number = 0
+    states: Number = 0
 
     def __add__(self, other: SavedActivations) -> SavedActivations:
         return SavedActivations(
             self.values + other.values,
             self.statistics + other.statistics,
             self.other_bytes + other.other_bytes,
+            self.states + other.states,
         )
 
-    def count_bytes(self, width: int) -> Number:
+    def count_bytes(self, width: int, seq: int) -> Number:
         """Return the bytes per token.
 
         Args:
             width: Bytes of a value.
+            seq: Tokens of a sample.
         """
-        return self.values * width + self.statistics * max(4, width) + self.other_bytes
+        wide = self.statistics + self.states / seq
+        return self.values * width + wide * max(4, width) + self.other_bytes
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,10 @@ class MixerDescription(LayerDescription):
     window: int | None = None
     rotary: RotaryDescription | None = None
 
+    has_scores = False
+    """Whether each token scores all that it sees, as attention does; so the microbatch has a mask
+    for its window."""
+
     @property
     def exchanged_elements(self) -> int:
         """Elements per token that context ranks exchange if they divide heads (all-to-all)."""
@@ -230,4 +239,11 @@ class MixerDescription(LayerDescription):
     @property
     def ring_width(self) -> int:
         """Elements per token of what goes around a ring."""
+        return 0
+
+    @property
+    def passed_elements(self) -> int:
+        """Elements, in at least fp32, by which a piece of a sample changes the state that it is
+        passed (`megaframe.context_parallel.states.pass_states`): those of a state and its decay.
+        Each context rank sends those of its two pieces to all others."""
         return 0

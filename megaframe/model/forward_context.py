@@ -20,7 +20,7 @@ from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, find_document_ends
-from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.microbatch import IGNORE, Microbatch, zigzag
 from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
@@ -106,8 +106,13 @@ class MicrobatchContext:
         length: Tokens of a sample on this context rank, S.
         rows: Which of the B * S tokens are this tensor rank's rows of the residual stream.
         labels_T: Labels of all tokens, int64 [B * S].
-        masks: For each window of the model, what tokens attend to: in whole samples, or around a
-            ring.
+        masks: For each window of the model's attention, what tokens attend to: in whole samples, or
+            around a ring.
+        positions_BS: Position of each token in its sample, or in its document with
+            `data.reset_positions`, int64 [B, S] or a shape that broadcasts to it.
+        begins_BS: Whether a token is the first of a sample or of a document
+            (`data.reset_attention`), and so sees nothing before it, bool [B, S]. The token before
+            it may be on another context rank.
         rotary: Rotate queries and keys, for each kind of rotation in the model.
         dropout: Dropout masks of this rank's rows; None if nothing is random in this pass.
         gradient_scale: Factor of the gradients of losses, fp64 scalar; None in evaluation.
@@ -118,6 +123,8 @@ class MicrobatchContext:
     rows: RowPartition
     labels_T: Tensor
     masks: Mapping[int | None, SequenceMask | RingMask]
+    positions_BS: Tensor
+    begins_BS: Tensor
     rotary: Mapping[RotaryDescription, Rotary] = field(default_factory=dict)
     dropout: Dropout | None = None
     gradient_scale: Tensor | None = None
@@ -176,6 +183,8 @@ def make_microbatch_context(
         rows,
         microbatch.labels_BS.flatten(),
         _make_masks(model, microbatch, run),
+        positions_BS,
+        _find_beginnings(microbatch, run.context),
         rotary,
         dropout,
         gradient_scale,
@@ -190,6 +199,17 @@ def get_token_positions(microbatch: Microbatch) -> Tensor:
         return microbatch.positions_BS
     tokens = microbatch.tokens_BS
     return torch.arange(tokens.shape[1], device=tokens.device)
+
+
+def _find_beginnings(microbatch: Microbatch, context: ContextParallel) -> Tensor:
+    """Return which of this rank's tokens are the first of a sample or document."""
+    tokens, documents_BS = microbatch.tokens_BS, microbatch.documents_BS
+    if documents_BS is None:
+        places = context.compute_positions(tokens.shape[1], tokens.device)
+        return (places == 0).expand(tokens.shape)
+    # Documents cover whole samples, so that the token before a piece is known.
+    begins_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
+    return zigzag(begins_BS, context.index, context.size, True)
 
 
 def _make_masks(
@@ -207,7 +227,7 @@ def _make_masks(
         window: AttentionMask(
             None if window is None or window >= sample_length else window, documents
         )
-        for window in {mixer.window for mixer in list_mixers(model)}
+        for window in {mixer.window for mixer in list_mixers(model) if mixer.has_scores}
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device

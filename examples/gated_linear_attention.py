@@ -1,0 +1,166 @@
+"""A mixer from outside: linear attention with data-dependent decay (Yang et al. 2023, "Gated Linear
+Attention Transformers"), with one decay for each head as in Mamba-2 (Dao and Gu 2024).
+
+Each head has a matrix S: S_t = a_t S_{t-1} + k_t^T v_t and o_t = q_t S_t, with a_t =
+sigmoid(w x_t)^(1/16). Tokens of a chunk see each other through products, as in attention, and what
+is before the chunk through the state. Decays are sums of logarithms, and nothing is divided by one.
+
+Shapes: B samples, S tokens, N heads, X numbers of a token for a head; P pieces of samples, C chunks
+of L tokens.
+
+python pretrain_gpt.py --config configs/demo.yaml "model.blocks=[{mixer: gated_linear}]" \
+    "run.extensions=[examples/gated_linear_attention.py]"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaframe.architecture.layer import BatchedProduct, MixerDescription, SavedActivations
+from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.norm import NormDescription
+from megaframe.config import ModelConfig, ParallelConfig
+from megaframe.config.section import Positive
+from megaframe.context_parallel.states import join_chunks, pass_states, scan_states, split_chunks
+from megaframe.extensions import MixerPart, Registry
+from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.norm import Norm
+from megaframe.model.pass_state import PassState
+from megaframe.ops.autograd import recompute
+from megaframe.parameters.parameter import Module
+from megaframe.tensor_parallel.linear import Elementwise, Linear
+
+
+class GatedLinearConfig(MixerPart):
+    kind: Literal["gated_linear"] = "gated_linear"
+    """Gated linear attention, with `model.heads` heads of `model.head_dim`."""
+    chunk: Positive = 64
+    """Tokens that see each other through products."""
+
+    def describe(self, model: ModelConfig, output_std: float) -> GatedLinearDescription:
+        """Return what the layer is made of."""
+        sizes, stds = (model.hidden, model.heads, model.head_dim), (model.init_std, output_std)
+        return GatedLinearDescription(*sizes, self.chunk, *stds)
+
+
+@dataclass(frozen=True)
+class GatedLinearDescription(MixerDescription):
+    """One product makes queries, keys, values, gates of the output and decays."""
+
+    hidden: int
+    heads: int
+    width: int
+    chunk: int
+    std: float
+    output_std: float
+
+    name = "linear_attention"
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        """The product, the norm of each head's output, and the product back to the stream."""
+        hidden, heads, width, widths = (self.hidden,), self.heads, self.width, (*[self.width] * 4, 1)
+        fused = {1: widths}
+        return {
+            "input": LinearSpec(hidden, (heads, sum(widths)), self.std, split=0, fused=fused),
+            "norm": NormDescription(width, "rmsnorm", 1e-6),
+            "output": LinearSpec((heads, width), hidden, self.output_std, split=1),
+        }
+
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the results of the first product and the inputs of the last. Each context rank
+        also keeps what all pieces do to the state, and the states that its own two begin with."""
+        elements = self.parts["input"].results + self.parts["output"].terms
+        pieces = 2 * parallel.context * (parallel.context > 1)
+        begun = self.heads * self.width**2
+        states = pieces * (parallel.context * self.passed_elements + begun)
+        return SavedActivations(elements, states=states)
+
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+        """Return those of each chunk: two within it, what it adds to the state and reads there."""
+        length, width = min(self.chunk, seq), self.width
+        shapes = (length, length, width), (length, width, length), (width, width, length)
+        number = self.heads * -(-seq // length)
+        return tuple(BatchedProduct(number, *each) for each in (*shapes, (length, width, width)))
+
+    @property
+    def passed_elements(self) -> int:
+        """The state of each head, and its decay."""
+        return self.heads * (self.width**2 + 1)
+
+    def make_layer(self, name: str, run: RunContext) -> GatedLinearAttention:
+        """Return the layer."""
+        return GatedLinearAttention(name, self, run)
+
+
+class GatedLinearAttention(Module):
+    """The heads of this tensor rank for the tokens of this context rank."""
+
+    def __init__(self, name: str, description: GatedLinearDescription, run: RunContext) -> None:
+        parts, self.chunk, self.run = description.parts, description.chunk, run
+        self.widths = parts["input"].fused[1]
+        self.input = Linear(f"{name}.input", parts["input"], run.tensor)
+        self.norm = Norm(f"{name}.norm", parts["norm"])
+        self.output = Linear(f"{name}.output", parts["output"], run.tensor)
+
+    def __call__(
+        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+    ) -> Tensor:
+        """Return what the layer adds to this rank's rows of the stream."""
+        rows = context.rows.remove_padding(self.input(x, state.deferred, norm))
+        heads_BSNX = rows.view(context.batch, context.length, -1, sum(self.widths))
+
+        def end_pieces(heads_BSNX: Tensor) -> tuple[Tensor, ...]:
+            *_, before, added = self.cut(heads_BSNX, context.begins_BS)
+            decay = before[..., -1:, :]
+            ends = decay.prod(1), scan_states(decay, added)[:, -1]
+            return tuple(end.unflatten(0, (context.batch, -1)) for end in ends)
+
+        def mix(heads_BSNX: Tensor, *begun_BPNDV: Tensor) -> Tensor:
+            query, key, value, within, before, added = self.cut(heads_BSNX, context.begins_BS)
+            initial = begun_BPNDV[0].flatten(0, 1) if begun_BPNDV else None
+            states = scan_states(before[..., -1:, :], added, initial)[:, :-1].to(query)
+            out = (query @ key.mT * within) @ value + query * before.to(query) @ states
+            out_BSNV = join_chunks(out.transpose(2, 3), context.batch, context.length)
+            gate_BSNV = heads_BSNX.split(self.widths, -1)[3]
+            return self.norm(out_BSNV, self.run.kernels) * F.silu(gate_BSNV)
+
+        begun = ()
+        if self.run.context.size > 1:
+            begun = (pass_states(*recompute(end_pieces, heads_BSNX), self.run.context),)
+        heads_TV = recompute(mix, heads_BSNX, *begun).flatten(0, 1).flatten(1)
+        return self.output(context.rows.pad(heads_TV), state.deferred)
+
+    def cut(self, heads_BSNX: Tensor, begins_BS: Tensor) -> tuple[Tensor, ...]:
+        """Return by chunk [P, C, N, L, ...] queries, keys, values, the factors with which tokens
+        see each other and the state before the chunk, and what the chunk adds to the state."""
+        query, key, value, _, decay = heads_BSNX.split(self.widths, -1)
+        wide = torch.promote_types(decay.dtype, torch.float32)
+        falls, begins = F.logsigmoid(decay.to(wide)) / 16, begins_BS[..., None, None].int()
+        pieces = len(self.run.context.own_pieces)
+        query, key, value, falls, begins = (
+            split_chunks(x, self.chunk, pieces).transpose(2, 3)
+            for x in (query * query.shape[-1] ** -0.5, key, value, falls, begins)
+        )
+        # Since the chunk's start: logarithms of decays, and how many documents have begun.
+        falls, number = falls.cumsum(-2), begins.cumsum(-2)
+        within = compute_decay(falls - falls.mT, (number == number.mT).tril()).to(key)
+        after = compute_decay(falls[..., -1:, :] - falls, number[..., -1:, :] == number).to(key)
+        added = ((key * after).mT @ value).to(wide)
+        return query, key, value, within, compute_decay(falls, number == 0), added
+
+
+def compute_decay(falls: Tensor, sees: Tensor) -> Tensor:
+    """Return exp(falls), and zero for what is of another document or comes later."""
+    return falls.masked_fill(~sees, -torch.inf).exp()
+
+
+def register(registry: Registry) -> None:
+    """Give the mixer to megaframe."""
+    registry.register(GatedLinearConfig)
