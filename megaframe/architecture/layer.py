@@ -247,3 +247,18 @@ class MixerDescription(LayerDescription):
         passed (`megaframe.context_parallel.states.pass_states`): those of a state and its decay.
         Each context rank sends those of its two pieces to all others."""
         return 0
+
+    def count_context_bytes(
+        self, parallel: ParallelConfig, width: int, seq: int
+    ) -> tuple[float, float]:
+        """Return the bytes that all tensor and context ranks of a sample together send over the
+        context axis, in a forward pass and in a backward pass.
+
+        Args:
+            parallel: The layout.
+            width: Bytes of a value.
+            seq: Tokens of a sample.
+        """
+        ranks = parallel.context
+        passed = 2 * ranks * (ranks - 1) * self.passed_elements * max(4, width)
+        return passed, passed

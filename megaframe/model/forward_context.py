@@ -108,11 +108,9 @@ class MicrobatchContext:
         labels_T: Labels of all tokens, int64 [B * S].
         masks: For each window of the model's attention, what tokens attend to: in whole samples, or
             around a ring.
-        positions_BS: Position of each token in its sample, or in its document with
-            `data.reset_positions`, int64 [B, S] or a shape that broadcasts to it.
-        begins_BS: Whether a token is the first of a sample or of a document
-            (`data.reset_attention`), and so sees nothing before it, bool [B, S]. The token before
-            it may be on another context rank.
+        context: The ranks that divide samples.
+        given_positions_BS: As the microbatch brings them; see `positions_BS`.
+        documents_BS: Document numbers of whole samples; None without documents.
         rotary: Rotate queries and keys, for each kind of rotation in the model.
         dropout: Dropout masks of this rank's rows; None if nothing is random in this pass.
         gradient_scale: Factor of the gradients of losses, fp64 scalar; None in evaluation.
@@ -123,11 +121,35 @@ class MicrobatchContext:
     rows: RowPartition
     labels_T: Tensor
     masks: Mapping[int | None, SequenceMask | RingMask]
-    positions_BS: Tensor
-    begins_BS: Tensor
+    context: ContextParallel = field(default_factory=ContextParallel)
+    given_positions_BS: Tensor | None = None
+    documents_BS: Tensor | None = None
     rotary: Mapping[RotaryDescription, Rotary] = field(default_factory=dict)
     dropout: Dropout | None = None
     gradient_scale: Tensor | None = None
+
+    # What follows is made when a layer asks for it, so that no pass keeps it for its backward pass.
+
+    @property
+    def positions_BS(self) -> Tensor:
+        """Position of each token in its sample, or with `data.reset_positions` in its document,
+        int64 [B, S] or a shape that broadcasts to it."""
+        if self.given_positions_BS is not None:
+            return self.given_positions_BS
+        return torch.arange(self.length, device=self.labels_T.device)
+
+    @property
+    def begins_BS(self) -> Tensor:
+        """Whether each token is the first of a sample, or of a document if tokens see only their
+        own (`data.reset_attention`), bool [B, S]. So a state starts anew there. The token before
+        it may be on another context rank."""
+        context, documents_BS = self.context, self.documents_BS
+        if documents_BS is None:
+            first = context.compute_positions(self.length, self.labels_T.device) == 0
+            return first.expand(self.batch, self.length)
+        # Documents cover whole samples, so that the token before a piece is known.
+        begins_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
+        return zigzag(begins_BS, context.index, context.size, True)
 
     @property
     def has_label_R(self) -> Tensor:
@@ -183,8 +205,9 @@ def make_microbatch_context(
         rows,
         microbatch.labels_BS.flatten(),
         _make_masks(model, microbatch, run),
-        positions_BS,
-        _find_beginnings(microbatch, run.context),
+        run.context,
+        microbatch.positions_BS,
+        microbatch.documents_BS,
         rotary,
         dropout,
         gradient_scale,
@@ -199,17 +222,6 @@ def get_token_positions(microbatch: Microbatch) -> Tensor:
         return microbatch.positions_BS
     tokens = microbatch.tokens_BS
     return torch.arange(tokens.shape[1], device=tokens.device)
-
-
-def _find_beginnings(microbatch: Microbatch, context: ContextParallel) -> Tensor:
-    """Return which of this rank's tokens are the first of a sample or document."""
-    tokens, documents_BS = microbatch.tokens_BS, microbatch.documents_BS
-    if documents_BS is None:
-        places = context.compute_positions(tokens.shape[1], tokens.device)
-        return (places == 0).expand(tokens.shape)
-    # Documents cover whole samples, so that the token before a piece is known.
-    begins_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
-    return zigzag(begins_BS, context.index, context.size, True)
 
 
 def _make_masks(
