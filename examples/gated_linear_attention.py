@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import NormDescription
 from megaframe.config import ModelConfig, ParallelConfig
 from megaframe.config.section import Positive
-from megaframe.context_parallel.states import join_chunks, pass_states, scan_states, split_chunks
+from megaframe.context_parallel.states import join_chunks, pass_states, split_chunks
 from megaframe.extensions import MixerPart, Registry
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm
@@ -74,13 +75,8 @@ class GatedLinearDescription(MixerDescription):
         }
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return the results of the first product and the inputs of the last. Each context rank
-        also keeps what all pieces do to the state, and the states that its own two begin with."""
-        elements = self.parts["input"].results + self.parts["output"].terms
-        pieces = 2 * parallel.context * (parallel.context > 1)
-        begun = self.heads * self.width**2
-        states = pieces * (parallel.context * self.passed_elements + begun)
-        return SavedActivations(elements, states=states)
+        """Return the results of the first product and the inputs of the last one."""
+        return SavedActivations(self.parts["input"].results + self.parts["output"].terms)
 
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return those of each chunk: two within it, what it adds to the state and reads there."""
@@ -115,48 +111,34 @@ class GatedLinearAttention(Module):
         """Return what the layer adds to this rank's rows of the stream."""
         rows = context.rows.remove_padding(self.input(x, state.deferred, norm))
         heads_BSNX = rows.view(context.batch, context.length, -1, sum(self.widths))
+        # Only the result of the product is kept, and all that follows is computed again from it.
+        out_BSNV = recompute(partial(self.mix, context), heads_BSNX)
+        out_TV = context.rows.pad(out_BSNV.flatten(0, 1).flatten(1))
+        return self.output(out_TV, state.deferred)
 
-        def end_pieces(heads_BSNX: Tensor) -> tuple[Tensor, ...]:
-            *_, before, added = self.cut(heads_BSNX, context.begins_BS)
-            decay = before[..., -1:, :]
-            ends = decay.prod(1), scan_states(decay, added)[:, -1]
-            return tuple(end.unflatten(0, (context.batch, -1)) for end in ends)
-
-        def mix(heads_BSNX: Tensor, *begun_BPNDV: Tensor) -> Tensor:
-            query, key, value, within, before, added = self.cut(heads_BSNX, context.begins_BS)
-            initial = begun_BPNDV[0].flatten(0, 1) if begun_BPNDV else None
-            states = scan_states(before[..., -1:, :], added, initial)[:, :-1].to(query)
-            out = (query @ key.mT * within) @ value + query * before.to(query) @ states
-            out_BSNV = join_chunks(out.transpose(2, 3), context.batch, context.length)
-            gate_BSNV = heads_BSNX.split(self.widths, -1)[3]
-            return self.norm(out_BSNV, self.run.kernels) * F.silu(gate_BSNV)
-
-        begun = ()
-        if self.run.context.size > 1:
-            begun = (pass_states(*recompute(end_pieces, heads_BSNX), self.run.context),)
-        heads_TV = recompute(mix, heads_BSNX, *begun).flatten(0, 1).flatten(1)
-        return self.output(context.rows.pad(heads_TV), state.deferred)
-
-    def cut(self, heads_BSNX: Tensor, begins_BS: Tensor) -> tuple[Tensor, ...]:
-        """Return by chunk [P, C, N, L, ...] queries, keys, values, the factors with which tokens
-        see each other and the state before the chunk, and what the chunk adds to the state."""
-        query, key, value, _, decay = heads_BSNX.split(self.widths, -1)
+    def mix(self, context: MicrobatchContext, heads_BSNX: Tensor) -> Tensor:
+        """Return the gated outputs of heads, [B, S, N, V]."""
+        query, key, value, gate_BSNV, decay = heads_BSNX.split(self.widths, -1)
         wide = torch.promote_types(decay.dtype, torch.float32)
-        falls, begins = F.logsigmoid(decay.to(wide)) / 16, begins_BS[..., None, None].int()
+        begins, falls = context.begins_BS[..., None, None].int(), F.logsigmoid(decay.to(wide)) / 16
         pieces = len(self.run.context.own_pieces)
         query, key, value, falls, begins = (
-            split_chunks(x, self.chunk, pieces).transpose(2, 3)
-            for x in (query * query.shape[-1] ** -0.5, key, value, falls, begins)
+            split_chunks(each, self.chunk, pieces).transpose(2, 3)  # [P, C, N, L, ...]
+            for each in (query * query.shape[-1] ** -0.5, key, value, falls, begins)
         )
         # Since the chunk's start: logarithms of decays, and how many documents have begun.
         falls, number = falls.cumsum(-2), begins.cumsum(-2)
-        within = compute_decay(falls - falls.mT, (number == number.mT).tril()).to(key)
-        after = compute_decay(falls[..., -1:, :] - falls, number[..., -1:, :] == number).to(key)
-        added = ((key * after).mT @ value).to(wide)
-        return query, key, value, within, compute_decay(falls, number == 0), added
+        within = compute_decays(falls - falls.mT, (number == number.mT).tril()).to(key)
+        before = compute_decays(falls, number == 0)
+        after = compute_decays(falls[..., -1:, :] - falls, number[..., -1:, :] == number).to(key)
+        added = (key * after).mT @ value
+        states = pass_states(before[..., -1:, :], added, self.run.context).to(key)
+        out = (query @ key.mT * within) @ value + (query * before.to(key)) @ states
+        out_BSNV = join_chunks(out.transpose(2, 3), context.batch, context.length)
+        return self.norm(out_BSNV, self.run.kernels) * F.silu(gate_BSNV)
 
 
-def compute_decay(falls: Tensor, sees: Tensor) -> Tensor:
+def compute_decays(falls: Tensor, sees: Tensor) -> Tensor:
     """Return exp(falls), and zero for what is of another document or comes later."""
     return falls.masked_fill(~sees, -torch.inf).exp()
 

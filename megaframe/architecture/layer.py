@@ -26,31 +26,26 @@ class SavedActivations:
         values: Elements in the precision of the model.
         statistics: Elements in at least fp32.
         other_bytes: Bytes of integers and masks.
-        states: Elements in at least fp32 that a sample keeps once, however many tokens it has.
     """
 
     values: Number = 0
     statistics: Number = 0
     other_bytes: Number = 0
-    states: Number = 0
 
     def __add__(self, other: SavedActivations) -> SavedActivations:
         return SavedActivations(
             self.values + other.values,
             self.statistics + other.statistics,
             self.other_bytes + other.other_bytes,
-            self.states + other.states,
         )
 
-    def count_bytes(self, width: int, seq: int) -> Number:
+    def count_bytes(self, width: int) -> Number:
         """Return the bytes per token.
 
         Args:
             width: Bytes of a value.
-            seq: Tokens of a sample.
         """
-        wide = self.statistics + self.states / seq
-        return self.values * width + wide * max(4, width) + self.other_bytes
+        return self.values * width + self.statistics * max(4, width) + self.other_bytes
 
 
 @dataclass(frozen=True)
@@ -243,16 +238,17 @@ class MixerDescription(LayerDescription):
 
     @property
     def passed_elements(self) -> int:
-        """Elements, in at least fp32, by which a piece of a sample changes the state that it is
-        passed (`megaframe.context_parallel.states.pass_states`): those of a state and its decay.
-        Each context rank sends those of its two pieces to all others."""
+        """Elements, in at least fp32, that say what a piece of a sample does to the state that it
+        is passed (`megaframe.context_parallel.states.pass_states`): a state and its decay."""
         return 0
 
     def count_context_bytes(
         self, parallel: ParallelConfig, width: int, seq: int
     ) -> tuple[float, float]:
         """Return the bytes that all tensor and context ranks of a sample together send over the
-        context axis, in a forward pass and in a backward pass.
+        context axis, in a forward pass and in a backward pass. By default each rank sends all
+        others what its two pieces do to a state: forward, once more where the backward pass
+        computes it again (`megaframe.ops.autograd.recompute`), and the gradients of it.
 
         Args:
             parallel: The layout.
@@ -261,4 +257,4 @@ class MixerDescription(LayerDescription):
         """
         ranks = parallel.context
         passed = 2 * ranks * (ranks - 1) * self.passed_elements * max(4, width)
-        return passed, passed
+        return passed, 2 * passed

@@ -1,12 +1,12 @@
 """States that layers pass from token to token, such as linear attention's, across the pieces of a
 sample that context ranks have.
 
-What a piece does to a state S is S' = decay S + state, with which it is described completely: so
-ranks gather decay and state of every piece, once and at the same time, and each computes the states
-that its own pieces begin with (Sun et al. 2025, "LASP-2"). No rank waits for the one before it.
+What a piece of a sample does to a state S is S' = decay S + added, whatever S is. So ranks gather
+both numbers of all pieces at once, and each computes the states that its own pieces begin with (Sun
+et al. 2025, "LASP-2"). No rank waits for the one before it.
 
-Shape legend: B samples, S tokens of this rank, C chunks or pieces, P pieces of this rank, L tokens
-of a chunk.
+Shape legend: B samples, S tokens of this rank, P its pieces of samples, C chunks of a piece, L
+tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.ops.autograd import recompute
 
 
 def split_chunks(x_BS: Tensor, size: int, pieces: int) -> Tensor:
@@ -27,7 +26,7 @@ def split_chunks(x_BS: Tensor, size: int, pieces: int) -> Tensor:
     Args:
         x_BS: Numbers of tokens, [B, S, ...].
         size: Tokens of a chunk, at most; a shorter piece is one chunk.
-        pieces: Pieces of this rank (`ContextParallel.own_pieces`), P.
+        pieces: Pieces of this rank (`len(ContextParallel.own_pieces)`), P.
 
     Returns:
         [B * P, C, L, ...]; the last chunk of each piece is filled with zeros.
@@ -55,48 +54,42 @@ def join_chunks(x_PCL: Tensor, batch: int, length: int) -> Tensor:
     return x_PCL.flatten(1, 2)[:, :tokens].unflatten(0, (batch, -1)).flatten(1, 2)
 
 
-def scan_states(decay_BC: Tensor, state_BC: Tensor, initial_B: Tensor | None = None) -> Tensor:
-    """Return the states before each of consecutive chunks, and after the last one, [B, C + 1, ...].
+def pass_states(decay_PC: Tensor, added_PC: Tensor, context: ContextParallel) -> Tensor:
+    """Return the state before each chunk, [B * P, C, ...], if each makes S' = decay S + added.
+
+    All context ranks call this together, whatever `parallel.context_kind` is. A rank sends what its
+    two pieces do to a state to all others, and in the backward pass as much of gradients, in at
+    least fp32. A description says how much that is (`MixerDescription.passed_elements`).
 
     Args:
-        decay_BC: Factor of the state within each chunk, [B, C, ...]; it broadcasts to `state_BC`.
-        state_BC: What each chunk adds to it, [B, C, ...].
-        initial_B: The state before the first one, [B, ...]; None for zero.
-    """
-    state_B = torch.zeros_like(state_BC[:, 0]) if initial_B is None else initial_B
-    states = [state_B]
-    for decay_B, added_B in zip(decay_BC.unbind(1), state_BC.unbind(1), strict=True):
-        state_B = decay_B * state_B + added_B
-        states.append(state_B)
-    return torch.stack(states, 1)
-
-
-def pass_states(decay_BP: Tensor, state_BP: Tensor, context: ContextParallel) -> Tensor:
-    """Return the states that this rank's pieces begin with, [B, P, ...], in at least fp32.
-
-    All context ranks call this together, whatever `parallel.context_kind` is. A rank sends the
-    decay and the state of its two pieces to all others, and as much of gradients in the backward
-    pass; a description says so with `MixerDescription.passed_elements`. The numbers of all pieces
-    are kept for the backward pass.
-
-    Args:
-        decay_BP: Factor of the state within each of this rank's pieces, [B, P, ...] as in
-            `scan_states`. It is zero where a document begins in the piece.
-        state_BP: What each piece makes of a state of zero, [B, P, ...].
+        decay_PC: Factor of the state within each chunk of `split_chunks`, [B * P, C, ...]; it
+            broadcasts to `added_PC`. It is zero where a sample or document begins in the chunk.
+        added_PC: What each chunk makes of a state of zero, [B * P, C, ...].
         context: The ranks that divide samples (`RunContext.context`).
     """
-    own, shapes = context.own_pieces, (decay_BP.shape[2:], state_BP.shape[2:])
-    sizes = [math.prod(shape) for shape in shapes]
-
-    def select_own(pieces_BC: Tensor) -> Tensor:
-        parts = pieces_BC.split(sizes, 2)
-        decay_BC, state_BC = (
-            part.unflatten(2, shape) for part, shape in zip(parts, shapes, strict=True)
-        )
-        before_BC = scan_states(decay_BC, state_BC)
-        return torch.stack([before_BC[:, piece] for piece in own], 1)
-
-    wide = torch.promote_types(state_BP.dtype, torch.float32)
+    wide = torch.promote_types(added_PC.dtype, torch.float32)
+    decay_PC, added_PC = decay_PC.to(wide), added_PC.to(wide)
+    states_PC = _scan(decay_PC, added_PC)
+    if context.size == 1:
+        return states_PC[:, :-1]
+    # From the start of a piece to the start of each chunk, and to the end of the piece.
+    decays_PC = torch.cat((torch.ones_like(decay_PC[:, :1]), decay_PC.cumprod(1)), 1)
+    ends = decays_PC[:, -1], states_PC[:, -1]
     # One message for both.
-    both_BP = torch.cat([part.to(wide).flatten(2) for part in (decay_BP, state_BP)], 2)
-    return recompute(select_own, context.gather_pieces(both_BP))
+    ends_BPX = torch.cat([end.flatten(1) for end in ends], 1).unflatten(0, (-1, 2))
+    shapes = [end.shape[1:] for end in ends]
+    parts = context.gather_pieces(ends_BPX).split([math.prod(shape) for shape in shapes], 2)
+    decay_BP, added_BP = (x.unflatten(2, shape) for x, shape in zip(parts, shapes, strict=True))
+    before_BP = _scan(decay_BP, added_BP)
+    own_BP = torch.stack([before_BP[:, piece] for piece in context.own_pieces], 1)
+    # Each piece was begun with zero; what it really begins with is what its chunks leave of it.
+    return states_PC[:, :-1] + decays_PC[:, :-1] * own_BP.flatten(0, 1)[:, None]
+
+
+def _scan(decay_C: Tensor, added_C: Tensor) -> Tensor:
+    """Return the states before each of consecutive chunks or pieces, beginning with zero, and after
+    the last one, [., C + 1, ...]."""
+    states = [torch.zeros_like(added_C[:, 0])]
+    for decay, added in zip(decay_C.unbind(1), added_C.unbind(1), strict=True):
+        states.append(decay * states[-1] + added)
+    return torch.stack(states, 1)

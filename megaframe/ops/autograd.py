@@ -8,7 +8,7 @@ half a second. This module calls the engine beneath it, which does not need that
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,9 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 def backward(output: Tensor | GradientEdge, gradient: Tensor) -> None:
     """Backpropagate `gradient`, which has the shape of `output`, and accumulate into the `grad` of
     every leaf that `output` was computed from. The graph is freed."""
-    _run_engine((output,), (gradient,))
-
-
-def _run_engine(
-    outputs: tuple[Tensor | GradientEdge, ...], gradients: tuple[Tensor, ...]
-) -> None:
     _engine_run_backward(
-        outputs,
-        gradients,
+        (output,),
+        (gradient,),
         False,  # keep_graph
         False,  # create_graph
         (),  # inputs: all leaves
@@ -35,16 +29,13 @@ def _run_engine(
     )
 
 
-Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
-
-
-def recompute(function: Callable[..., Result], *tensors: Tensor) -> Result:
+def recompute(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return function(*tensors) and keep only the tensors for the backward pass, which calls the
     function again. So a layer keeps what its description can say in one line.
 
     Args:
-        function: Returns a new tensor, or several, and computes the same each time, without
-            communication. Parameters that it uses (`Parameter.use`) get their gradients.
+        function: Returns a new tensor, the same each time. Parameters that it uses
+            (`Parameter.use`) get their gradients, and what it communicates is sent again.
         tensors: Its arguments.
     """
     return _Recompute.apply(function, *tensors)
@@ -52,7 +43,7 @@ def recompute(function: Callable[..., Result], *tensors: Tensor) -> Result:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Result], *tensors: Tensor) -> Result:
+    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ctx.function = function
         ctx.save_for_backward(*tensors)
         return function(*tensors)
@@ -65,6 +56,6 @@ class _Recompute(torch.autograd.Function):
             for tensor in ctx.saved_tensors
         ]
         with torch.enable_grad():
-            results = ctx.function(*leaves)
-        _run_engine(results if isinstance(results, tuple) else (results,), gradients)
+            output = ctx.function(*leaves)
+        backward(output, gradients[0])
         return None, *(leaf.grad for leaf in leaves)

@@ -131,8 +131,7 @@ def compute_weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
     train, width = config.train, DTYPE_BYTES[config.train.precision]
     blocks = (describe_block(config.model, layer) for layer in layers)
     saved = (block.count_saved_for_weights(config.parallel, train.recompute) for block in blocks)
-    kept = sum(each.count_bytes(width, train.seq) for each in saved)
-    return round(train.microbatch * train.seq * kept)
+    return round(train.microbatch * train.seq * sum(each.count_bytes(width) for each in saved))
 
 
 def compute_rotary_bytes(config: RunConfig) -> int:
@@ -161,11 +160,11 @@ def compute_predictor_bytes(config: RunConfig, index: int) -> int:
 def _compute_norm_bytes(config: RunConfig) -> int:
     """Return the bytes of statistics that a norm of the stream keeps per token."""
     saved = describe_norm(config.model).saved_statistics
-    return round(saved.count_bytes(DTYPE_BYTES[config.train.precision], config.train.seq))
+    return round(saved.count_bytes(DTYPE_BYTES[config.train.precision]))
 
 
 def compute_block_bytes(config: RunConfig, layer: int) -> int:
     """Return the bytes that one block keeps of a microbatch besides its input."""
     train, width = config.train, DTYPE_BYTES[config.train.precision]
     saved = describe_block(config.model, layer).count_saved(config.parallel, train.recompute)
-    return round(train.microbatch * train.seq * saved.count_bytes(width, train.seq))
+    return train.microbatch * train.seq * round(saved.count_bytes(width))

@@ -86,7 +86,7 @@ def estimate_context_parallel_times(
         states = machine.estimate_collective_seconds(
             "all_gather", max(4, width) * gathered, "context"
         )
-        return PassTimes(states, states, 0.0).scale(1.0 if mixer.passed_elements else 0.0)
+        return PassTimes(states, 2 * states, 0.0).scale(1.0 if mixer.passed_elements else 0.0)
     if machine.config.parallel.context_kind == "all_to_all":
         size = width * machine.tokens * mixer.exchanged_elements / sizes.tensor
         exchange = machine.estimate_collective_seconds("all_to_all", size, "context")

@@ -290,14 +290,14 @@ def _compare(
                     f"shape of {key}{on_rank}", _find_shape(spec, rank, tensor), shape, *members
                 )
 
-    saved = part.count_saved(config.parallel, train.recompute).count_bytes(width, train.seq)
+    saved = part.count_saved(config.parallel, train.recompute).count_bytes(width)
     compare(
         f"bytes kept for backward with recompute={train.recompute}, {train.precision}",
         round(saved * tokens),
         sum(measurement.saved_bytes for measurement in measured),
         "count_saved",
     )
-    left = part.count_saved_for_weights(config.parallel, train.recompute).count_bytes(width, train.seq)
+    left = part.count_saved_for_weights(config.parallel, train.recompute).count_bytes(width)
     compare(
         f"bytes kept for a weight pass with recompute={train.recompute}, {train.precision}",
         round(left * tokens),
