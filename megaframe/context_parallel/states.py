@@ -20,18 +20,18 @@ from torch import Tensor
 from megaframe.context_parallel.context import ContextParallel
 
 
-def split_chunks(x_BS: Tensor, size: int, pieces: int) -> Tensor:
+def split_chunks(x_BS: Tensor, size: int, context: ContextParallel) -> Tensor:
     """Divide each of this rank's pieces into chunks.
 
     Args:
         x_BS: Numbers of tokens, [B, S, ...].
         size: Tokens of a chunk, at most; a shorter piece is one chunk.
-        pieces: Pieces of this rank (`len(ContextParallel.own_pieces)`), P.
+        context: The ranks that divide samples, whose pieces they have.
 
     Returns:
         [B * P, C, L, ...]; the last chunk of each piece is filled with zeros.
     """
-    x_PS = x_BS.unflatten(1, (pieces, -1)).flatten(0, 1)
+    x_PS = x_BS.unflatten(1, (len(context.own_pieces), -1)).flatten(0, 1)
     length = min(size, x_PS.shape[1])
     missing = -x_PS.shape[1] % length
     if missing:
