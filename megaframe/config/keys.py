@@ -164,7 +164,8 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         if kinds := _sections_by_kind(annotation, bounds):
             names = join_or(kinds)
             own += [names, f"or keys of a part, of kind {names}"]
-        return ", ".join(own)
+        null = " or null" * (type(None) in args)
+        return ", ".join(own) + null
     if kinds := _sections_by_kind(annotation):
         return f"keys of a part, of kind {join_or(kinds)}"
     if _list_union_members(annotation):
