@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megaframe.architecture.activation import ActivationDescription, describe_activation
 from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
+from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
 from megaframe.config.blocks import MLPConfig
 from megaframe.config.model import ModelConfig
@@ -37,6 +38,11 @@ class MLPDescription(FeedForwardDescription):
     output_std: float
 
     name = "mlp"
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The width."""
+        return (Limit("tensor", self.width, f"model.ffn={self.width}", even=False),)
 
     @property
     def gated(self) -> bool:
