@@ -86,6 +86,10 @@ class MoEMixtureConfig(Section):
     """Experts, as `model.moe` describes them."""
 
 
+def _expand_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
 def _kind_of(value: Any) -> str | None:
     return value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
 
@@ -101,10 +105,12 @@ def _feed_forward_kind(value: Any) -> str | None:
 MixerConfig = Annotated[
     Annotated[AttentionConfig, Tag("attention")] | Annotated[LatentMixerConfig, Tag("latent")],
     Discriminator(_mixer_kind),
+    BeforeValidator(_expand_kind),
 ]
 FeedForwardConfig = Annotated[
     Annotated[MLPConfig, Tag("mlp")] | Annotated[MoEMixtureConfig, Tag("moe")],
     Discriminator(_feed_forward_kind),
+    BeforeValidator(_expand_kind),
 ]
 
 
