@@ -18,7 +18,7 @@ from megaframe.architecture.attention import SoftmaxAttention
 from megaframe.architecture.layer import SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
-from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.norm import RMSNormDescription
 from megaframe.architecture.rotary import describe_rotary
 from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config import ModelConfig, ParallelConfig
@@ -97,7 +97,7 @@ class DifferentialDescription(SoftmaxAttention):
         return {
             "qkv": LinearSpec(stream, qkv, self.init_std, split=0, fused=fused),
             "factors": Factors(self.width),
-            "norm": NormDescription(self.value_width, "rmsnorm", self.norm_eps),
+            "norm": RMSNormDescription(self.value_width, self.norm_eps),
             "output": LinearSpec(values, stream, self.output_std, split=1, bias=self.bias),
         }
 
