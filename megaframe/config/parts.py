@@ -90,6 +90,32 @@ class FeedForwardPart(Part):
         `MixerPart.describe`."""
 
 
+class LossPart(Part):
+    """The loss of a token in training: the key `train.loss`. It is summed over the tokens that have
+    a label and divided by their number, like ours; evaluations stay cross-entropy."""
+
+    @abstractmethod
+    def compute_losses(self, logits: Any, labels: Any, vocabulary: Any) -> Any:
+        """Return the loss of each token, [T], as torch code that autograd can differentiate.
+
+        It is the same on all ranks, except that each has its own part of the logits: whatever is
+        computed from all words goes through `vocabulary`.
+
+        Args:
+            logits: Those of this rank's part of the vocabulary, after `model.logit_softcap`: fp32,
+                or fp64 in fp64 runs, [T, V].
+            labels: A word for each token, int64 [T]. What is returned for a token without a label
+                is left out.
+            vocabulary: Picks and sums logits over the parts of all ranks (`Vocabulary` of
+                `megaframe.model.vocabulary`).
+        """
+
+    def count_logit_tensors(self) -> int:
+        """Return how many tensors as large as the logits exist at once while they are turned into
+        their gradient, besides the logits. The plan counts them, for a small part of a chunk."""
+        return 5
+
+
 @dataclass(frozen=True)
 class Role:
     """What a part can be.
@@ -112,5 +138,6 @@ ROLES: dict[str, Role] = {
     "schedule": Role(
         SchedulePart, "optim.schedule", ("constant", "cosine", "linear", "wsd", "inverse_sqrt")
     ),
+    "loss": Role(LossPart, "train.loss", ("cross_entropy",)),
 }
 """By name."""

@@ -2,6 +2,7 @@
 
 from megaframe.config.parts import (
     FeedForwardPart,
+    LossPart,
     MixerPart,
     OptimizerPart,
     Part,
@@ -12,6 +13,7 @@ from megaframe.extensions.load import find_mistakes, load_extensions, load_with_
 
 __all__ = [
     "FeedForwardPart",
+    "LossPart",
     "MixerPart",
     "OptimizerPart",
     "Part",

@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from megaframe.config.registry import is_part
 from megaframe.config.section import Section
 
 FLOATS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.1, 0.0)
@@ -62,7 +63,8 @@ def make_strategy(annotation, values, metadata=(), nullable=False):
     if origin is Literal:
         return st.sampled_from(members)
     if origin in (Union, UnionType):
-        kinds = [m for m in members if m is not NoneType]
+        # Parts of extensions exist only where one is named.
+        kinds = [m for m in members if m is not NoneType and not is_part(m)]
         strategies = [make_strategy(kind, values, metadata) for kind in kinds]
         return st.one_of(*([st.none()] if nullable and NoneType in members else []), *strategies)
     if origin is tuple:
