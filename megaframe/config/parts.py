@@ -116,6 +116,26 @@ class LossPart(Part):
         return 5
 
 
+class DataTransformPart(Part):
+    """Changes samples after they are read: an item of the list `data.transforms`."""
+
+    @abstractmethod
+    def transform(self, sample: Any, random: Any) -> Any:
+        """Return a sample with other tokens and labels, as many as before.
+
+        Args:
+            sample: A `Sample` of `megaframe.data.transforms`.
+            random: A numpy `Generator`, the only source of randomness. It follows from `run.seed`,
+                the number of the sample in the training order and the place in the list, so the
+                result is the same under any layout and after a resume.
+        """
+
+    def includes_validation(self) -> bool:
+        """Return whether samples of the validation split are changed too, each time in the same
+        way, whatever `run.seed` is."""
+        return False
+
+
 @dataclass(frozen=True)
 class Role:
     """What a part can be.
@@ -139,5 +159,6 @@ ROLES: dict[str, Role] = {
         SchedulePart, "optim.schedule", ("constant", "cosine", "linear", "wsd", "inverse_sqrt")
     ),
     "loss": Role(LossPart, "train.loss", ("cross_entropy",)),
+    "data_transform": Role(DataTransformPart, "data.transforms"),
 }
 """By name."""

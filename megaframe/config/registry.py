@@ -136,7 +136,7 @@ class Extensible:
         # Parts are found when a value is validated; pydantic sees the other types only.
         own = [kind for kind in get_args(source) if not is_part(kind)]
         if is_part(source):
-            inner: core_schema.CoreSchema = core_schema.literal_schema([None])
+            inner: core_schema.CoreSchema = core_schema.is_instance_schema(source)
         elif len(own) == 1:
             inner = handler.generate_schema(own[0])
         else:

@@ -16,7 +16,7 @@ from pydantic import Field
 from megaframe.config.model import ModelConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.parts import LossPart
+from megaframe.config.parts import DataTransformPart, LossPart
 from megaframe.config.registry import Extensible
 from megaframe.config.section import Fraction, NonNegative, Positive, Section
 
@@ -169,6 +169,9 @@ class DataConfig(Section):
     mask_eod: bool = False
     """Mask the loss of the token after an end of document (the first token of an unrelated
     text)."""
+    transforms: tuple[Annotated[DataTransformPart, Extensible("data_transform")], ...] = ()
+    """What changes the tokens and labels of each sample of the training split, in this order, after
+    `mask_eod`. Samples are changed whole, the same way under any layout and after a resume."""
     prefetch: NonNegative = 2
     """Number of batches that a background thread reads ahead."""
 

@@ -1,6 +1,7 @@
 """What an extension may use to bring parts of its own (docs/guides/extensions.md)."""
 
 from megaframe.config.parts import (
+    DataTransformPart,
     FeedForwardPart,
     LossPart,
     MixerPart,
@@ -12,6 +13,7 @@ from megaframe.config.registry import Registry
 from megaframe.extensions.load import find_mistakes, load_extensions, load_with_extensions
 
 __all__ = [
+    "DataTransformPart",
     "FeedForwardPart",
     "LossPart",
     "MixerPart",

@@ -134,7 +134,9 @@ class Trainer:
         self.optimizer = self.train_step.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
-        self.batches = Batches(self.loader, mesh.data_control_group, masked=config.data.mask_eod)
+        # A transform may leave tokens without a label.
+        masked = config.data.mask_eod or bool(config.data.transforms)
+        self.batches = Batches(self.loader, mesh.data_control_group, masked=masked)
         self._validator = Validator(config, mesh, self.loader, self.train_step.evaluate)
 
     def run(self) -> None:
