@@ -136,6 +136,19 @@ class DataTransformPart(Part):
         return False
 
 
+class CallbackPart(Part):
+    """What is called between the steps of a run: an item of the list `run.callbacks`."""
+
+    @abstractmethod
+    def make_callback(self, config: Any) -> Any:
+        """Return the object whose methods are called: a `Callback` of `megaframe.extensions`. It is
+        made on the first rank only, and made again when the run goes back to a checkpoint.
+
+        Args:
+            config: The whole config.
+        """
+
+
 @dataclass(frozen=True)
 class Role:
     """What a part can be.
@@ -160,5 +173,6 @@ ROLES: dict[str, Role] = {
     ),
     "loss": Role(LossPart, "train.loss", ("cross_entropy",)),
     "data_transform": Role(DataTransformPart, "data.transforms"),
+    "callback": Role(CallbackPart, "run.callbacks"),
 }
 """By name."""

@@ -16,7 +16,7 @@ from pydantic import Field
 from megaframe.config.model import ModelConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.parts import DataTransformPart, LossPart
+from megaframe.config.parts import CallbackPart, DataTransformPart, LossPart
 from megaframe.config.registry import Extensible
 from megaframe.config.section import Fraction, NonNegative, Positive, Section
 
@@ -41,6 +41,9 @@ class RunSection(Section):
     """Python files, or names of importable packages, that bring parts of their own, such as
     optimizers and losses. They are loaded only if the config or the command line of this run names
     them; `docs/guides/extensions.md` describes them."""
+    callbacks: tuple[Annotated[CallbackPart, Extensible("callback")], ...] = ()
+    """What is called between steps, in this order, on the first rank. Callbacks read metrics, add
+    their own and may stop the run; `docs/guides/extensions.md` describes them."""
 
 
 class BatchRampConfig(Section):

@@ -1,6 +1,7 @@
 """What an extension may use to bring parts of its own (docs/guides/extensions.md)."""
 
 from megaframe.config.parts import (
+    CallbackPart,
     DataTransformPart,
     FeedForwardPart,
     LossPart,
@@ -10,9 +11,12 @@ from megaframe.config.parts import (
     SchedulePart,
 )
 from megaframe.config.registry import Registry
+from megaframe.extensions.callback import Callback, RunView
 from megaframe.extensions.load import find_mistakes, load_extensions, load_with_extensions
 
 __all__ = [
+    "Callback",
+    "CallbackPart",
     "DataTransformPart",
     "FeedForwardPart",
     "LossPart",
@@ -20,6 +24,7 @@ __all__ = [
     "OptimizerPart",
     "Part",
     "Registry",
+    "RunView",
     "SchedulePart",
     "find_mistakes",
     "load_extensions",
