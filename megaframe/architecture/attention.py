@@ -17,6 +17,7 @@ from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
+from megaframe.errors import join_or, list_divisors
 
 
 def list_windows(model: ModelConfig) -> tuple[int | None, ...]:
@@ -80,6 +81,43 @@ class SoftmaxAttention(MixerDescription):
     output_std: float
 
     name = "attention"
+    has_scores = True
+    context_kinds = ("ring", "all_to_all", "nested")
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message if tensor ranks cannot divide the heads, and one if context ranks cannot
+        exchange tokens for heads."""
+        yield from super().find_mistakes(parallel)
+        yield from self._find_sharing_mistakes(parallel)
+
+    def _find_sharing_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        context, tensor, ranks = parallel.context, parallel.tensor, count_exchanging_ranks(parallel)
+        nested = parallel.context_kind == "nested"
+        if nested and (context % ranks or not 1 < ranks < context):
+            return  # such a nesting is refused for any layer
+        if self.can_share(tensor, ranks):
+            return
+        setting = f"parallel.context={ranks} of parallel.context_kind=all_to_all"
+        if nested:
+            setting = f"parallel.context_heads={ranks}"
+        of_a_rank = "" if tensor == 1 else f" on each of parallel.tensor={tensor}"
+        fits = [d for d in range(2, ranks * 2) if self.can_share(tensor, d)]
+        if nested:
+            fits = [d for d in fits if context % d == 0 and d < context]
+        near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
+        mend = "use " + (f"{join_or(near)}, or " if near else "") + "parallel.context_kind=ring"
+        yield (
+            f"{setting} can neither divide nor evenly share model.kv_heads={self.ring_groups} with "
+            f"model.heads={self.heads}{of_a_rank}; {mend}"
+        )
+
+    def can_share(self, tensor: int, ranks: int) -> bool:
+        """Return whether `ranks` ranks can have equally many of one tensor rank's query heads, with
+        the key and value heads that belong to them. A `tensor` that does not divide the heads is
+        reported elsewhere; here its quotient is rounded down, to at least one head."""
+        heads = max(1, self.heads // tensor)
+        groups = max(1, self.ring_groups // tensor)
+        return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
     @property
     def rotary_dim(self) -> int:
@@ -112,6 +150,24 @@ class SoftmaxAttention(MixerDescription):
     def ring_width(self) -> int:
         """Elements of a key head and its value head."""
         return self.query_width + self.value_width
+
+    def count_context_bytes(
+        self, parallel: ParallelConfig, width: int, seq: int
+    ) -> tuple[float, float]:
+        """Return those of heads that are exchanged for tokens, and of keys and values that go
+        around the ring: forward only the halves that ranks behind may see, and backward these with
+        their gradients, which are summed in at least fp32 (`context_parallel/ring.py`)."""
+        context, neighbours = parallel.context, count_exchanging_ranks(parallel)
+        ring, pieces = context // neighbours, 2 * context * (context > 1) or 1
+        tokens = -(-seq // pieces) * pieces
+        groups = max(self.ring_groups, parallel.tensor)
+        groups *= max(1, neighbours * parallel.tensor // groups)  # each neighbour has a head
+        exchanged = tokens * (self.heads + groups) * self.ring_width * (neighbours - 1) / neighbours
+        around = tokens / ring * groups * self.ring_width
+        keys, gradients = (ring - 1) * (ring - 0.5), 0.75 * ring * (ring - 1)
+        forward = exchanged + 0.75 * ring * (ring - 1) * around
+        backward = (exchanged + keys * around) * width + gradients * around * max(4, width)
+        return forward * width, backward
 
 
 @dataclass(frozen=True)
@@ -159,6 +215,19 @@ class AttentionDescription(SoftmaxAttention):
     softcap: float | None = None
     has_sinks: bool = False
     output_gate: str = "none"
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message if tensor ranks can neither divide nor share key and value heads, and
+        those of all attention."""
+        groups, heads, tensor = self.kv_heads, self.heads, parallel.tensor
+        if groups % tensor and (tensor % groups or heads % tensor):
+            fits = [t for t in list_divisors(heads) if groups % t == 0 or t % groups == 0]
+            near = [t for t in fits if t < tensor][-1:] + [t for t in fits if t > tensor][:1]
+            yield (
+                f"parallel.tensor={tensor} can neither divide model.kv_heads={groups} nor share "
+                f"them evenly among model.heads={heads}; use {join_or(near)}"
+            )
+        yield from super().find_mistakes(parallel)
 
     @property
     def heads_per_group(self) -> int:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config.parallel import ParallelConfig
+from megaframe.errors import join_or
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,21 @@ class LayerDescription(ABC):
             recompute: `none` or `selective`, which recomputes norms and activations. With `full`
                 this is what exists while the block is recomputed, as with `none`.
         """
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """What the ranks of an axis divide, if not every number of ranks can."""
+        return ()
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message for each reason why the layer cannot be divided like this, with the key,
+        both numbers and the nearest valid values. The layer's place in the config is put before it.
+
+        Args:
+            parallel: The layout. Axes that a search has not chosen yet are 1.
+        """
+        for limit in self.limits:
+            yield from limit.find_mistakes(parallel)
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters.
@@ -216,6 +233,35 @@ class MixerDescription(LayerDescription):
     window: int | None = None
     rotary: RotaryDescription | None = None
 
+    has_scores: ClassVar[bool] = False
+    """Whether each token scores all that it sees, as attention does; so the microbatch has a mask
+    for its window."""
+
+    context_kinds: ClassVar[tuple[str, ...]] = ()
+    """The values of `parallel.context_kind` under which ranks may have parts of a sample."""
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message for each reason why the layer cannot be divided like this, also because
+        it needs whole samples."""
+        yield from super().find_mistakes(parallel)
+        kind, kinds = parallel.context_kind, self.context_kinds
+        if parallel.context > 1 and kind not in kinds:
+            yield (
+                f"parallel.context={parallel.context} divides samples, which "
+                f"{type(self).__name__} cannot mix with parallel.context_kind={kind}; use "
+                + f"parallel.context_kind={join_or(kinds)}, or " * bool(kinds)
+                + "parallel.context=1"
+            )
+
+    def can_share(self, tensor: int, ranks: int) -> bool:
+        """Return whether neighbouring context ranks can exchange tokens for heads.
+
+        Args:
+            tensor: Tensor ranks, which divide the heads already.
+            ranks: Such neighbours.
+        """
+        return True
+
     @property
     def exchanged_elements(self) -> int:
         """Elements per token that context ranks exchange if they divide heads (all-to-all)."""
@@ -231,3 +277,26 @@ class MixerDescription(LayerDescription):
     def ring_width(self) -> int:
         """Elements per token of what goes around a ring."""
         return 0
+
+    @property
+    def passed_elements(self) -> int:
+        """Elements, in at least fp32, that say what a piece of a sample does to the state that it
+        is passed (`megaframe.context_parallel.states.pass_states`): a state and its decay."""
+        return 0
+
+    def count_context_bytes(
+        self, parallel: ParallelConfig, width: int, seq: int
+    ) -> tuple[float, float]:
+        """Return the bytes that all tensor and context ranks of a sample together send over the
+        context axis, in a forward pass and in a backward pass. By default each rank sends all
+        others what its two pieces do to a state: forward, once more where the backward pass
+        computes it again (`megaframe.ops.autograd.recompute`), and the gradients of it.
+
+        Args:
+            parallel: The layout.
+            width: Bytes of a value.
+            seq: Tokens of a sample.
+        """
+        ranks = parallel.context
+        passed = 2 * ranks * (ranks - 1) * self.passed_elements * max(4, width)
+        return passed, 2 * passed
