@@ -1,11 +1,13 @@
 """What an extension may use to bring parts of its own (docs/guides/extensions.md)."""
 
 from megaframe.config.parts import (
+    ActivationPart,
     CallbackPart,
     DataTransformPart,
     FeedForwardPart,
     LossPart,
     MixerPart,
+    NormPart,
     OptimizerPart,
     Part,
     SchedulePart,
@@ -15,12 +17,14 @@ from megaframe.extensions.callback import Callback, RunView
 from megaframe.extensions.load import find_mistakes, load_extensions, load_with_extensions
 
 __all__ = [
+    "ActivationPart",
     "Callback",
     "CallbackPart",
     "DataTransformPart",
     "FeedForwardPart",
     "LossPart",
     "MixerPart",
+    "NormPart",
     "OptimizerPart",
     "Part",
     "Registry",
