@@ -2,8 +2,7 @@
 
 Two heads of queries and keys are a pair with values of twice the width, and their softmaxes are
 subtracted: out = (softmax(q1 k1) - lambda softmax(q2 k2)) v. What both attend to without need
-cancels. All pairs of a layer share lambda = exp(a . b) - exp(c . d) + 0.8. The paper also lets the
-constant grow with depth, and finds little difference.
+cancels. All pairs of a layer share lambda = exp(a . b) - exp(c . d) + 0.8.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from megaframe.architecture.rotary import describe_rotary
 from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config import ModelConfig, ParallelConfig
 from megaframe.config.section import Positive
-from megaframe.errors import UserError
 from megaframe.extensions import MixerPart, Registry
 from megaframe.model.attention import attend_heads
 from megaframe.model.forward_context import MicrobatchContext, RunContext
@@ -41,8 +39,6 @@ class DifferentialConfig(MixerPart):
 
     def describe(self, model: ModelConfig, output_std: float) -> DifferentialDescription:
         """Return what the layer is made of."""
-        if model.heads % 2:
-            raise UserError(f"model.heads={model.heads} makes no pairs; use {model.heads + 1}")
         return DifferentialDescription(
             hidden=model.hidden,
             heads=model.heads,
@@ -84,20 +80,23 @@ class DifferentialDescription(SoftmaxAttention):
         """Width of a value head."""
         return 2 * self.width
 
-    @property
-    def limits(self) -> tuple[Limit, ...]:
-        """Tensor ranks have whole pairs."""
-        return (Limit("tensor", self.heads // 2, f"the pairs of model.heads={self.heads}"),)
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message if heads make no pairs, or ranks cannot divide pairs or heads."""
+        if self.heads % 2:
+            yield f"model.heads={self.heads} is odd and makes no pairs; use {self.heads + 1}"
+        pairs = Limit("tensor", self.heads // 2, f"the pairs of model.heads={self.heads}")
+        yield from pairs.find_mistakes(parallel)
+        yield from super().find_mistakes(parallel)
 
     @property
     def parts(self) -> Mapping[str, Any]:
         """The products, the vectors of lambda, and the norm of each pair's output."""
-        stream, pairs, fused = (self.hidden,), self.heads // 2, {1: (2, 2, 2)}
-        qkv, values = (pairs, 6, self.width), (pairs, self.value_width)
+        stream, pairs, value = (self.hidden,), self.heads // 2, self.value_width
+        qkv, values = (pairs, 6, self.width), (pairs, value)
         return {
-            "qkv": LinearSpec(stream, qkv, self.init_std, split=0, fused=fused),
+            "qkv": LinearSpec(stream, qkv, self.init_std, split=0, fused={1: (2, 2, 2)}),
             "factors": Factors(self.width),
-            "norm": RMSNormDescription(self.value_width, self.norm_eps),
+            "norm": RMSNormDescription(value, self.norm_eps),
             "output": LinearSpec(values, stream, self.output_std, split=1, bias=self.bias),
         }
 
@@ -113,7 +112,7 @@ class DifferentialDescription(SoftmaxAttention):
 class DifferentialAttention(Module):
     """The pairs of this tensor rank."""
 
-    constant = 0.8
+    constant = 0.8  # the paper also lets it grow with depth, and finds little difference
 
     def __init__(self, name: str, description: DifferentialDescription, run: RunContext) -> None:
         self.description, self.run, parts = description, run, description.parts
@@ -133,15 +132,15 @@ class DifferentialAttention(Module):
         # Both heads of a pair have its values. Copies, because views would keep the whole product.
         heads = query.contiguous(), key.contiguous(), value.repeat_interleave(2, 2)
         out_TX = attend_heads(*heads, context.masks[this.window], this.score_scale, self.run)
-        return self.output(context.rows.pad(recompute(self.subtract, out_TX)), state.deferred)
+        out_TX = recompute(self.join, out_TX).flatten(1)
+        return self.output(context.rows.pad(out_TX), state.deferred)
 
-    def subtract(self, out_TX: Tensor) -> Tensor:
-        """Return the pairs' outputs from those of their heads."""
+    def join(self, out_TX: Tensor) -> Tensor:
+        """Return the pairs' outputs, [T, P, V], from those of their heads."""
         a, b, c, d = self.factors.use().double()
         factor = ((a @ b).exp() - (c @ d).exp() + self.constant).to(out_TX)
         first, second = out_TX.unflatten(1, (-1, 2, self.description.value_width)).unbind(2)
-        out = self.norm(first - factor * second, self.run.kernels) * (1 - self.constant)
-        return out.flatten(1)
+        return self.norm(first - factor * second, self.run.kernels) * (1 - self.constant)
 
 
 def register(registry: Registry) -> None:
