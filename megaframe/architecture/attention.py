@@ -15,6 +15,7 @@ from megaframe.architecture.layer import (
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import Normal, ParamSpec
+from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or, list_divisors
@@ -149,6 +150,28 @@ class SoftmaxAttention(MixerDescription):
     def ring_width(self) -> int:
         """Elements of a key head and its value head."""
         return self.query_width + self.value_width
+
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return what context ranks exchange: heads for tokens, and keys and values around a ring,
+        with their gradients in the backward pass.
+
+        Ranks that see nothing of the second half of another rank's keys do not get it
+        (`megaframe.context_parallel.ring`).
+        """
+        sharing = count_exchanging_ranks(parallel)
+        rounds = parallel.context // sharing - 1
+        groups = max(self.ring_groups, parallel.tensor)
+        keys = groups * max(1, sharing * parallel.tensor // groups) * self.ring_width
+        outputs = self.heads * (self.query_width + self.value_width)
+        exchanged = (outputs + keys) * (sharing - 1) / sharing
+        # Forward, half of the keys travel only to the ranks before their own. Backward, keys travel
+        # on to where their gradients are collected, so only the last half of one rank's stays.
+        once = 0.75 * rounds * keys
+        again = rounds * (1 - 0.5 / (rounds + 1)) * keys
+        moved = AxisTraffic(exchanged + once, exchanged + again, wide_backward=once)
+        return {"context": moved} if parallel.context > 1 else {}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
+from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or
 
@@ -193,6 +194,19 @@ class LayerDescription(ABC):
         for linear in self.linears:
             total = total + linear.tensor_traffic
         return total
+
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return what moves over other axes than `tensor`, by axis.
+
+        Args:
+            parallel: The layout.
+            seq: Tokens of a sample.
+            near: Neighbours on the expert axis that share a node
+                (`megaframe.architecture.moe.count_near_experts`).
+        """
+        return {}
 
     def count_tensor_sums(self, samples: int) -> int:
         """Return the elements, in at least fp32, that a forward pass of `samples` samples sums over

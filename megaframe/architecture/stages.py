@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from megaframe.architecture.block import describe_block, describe_predictor
+from megaframe.architecture.block import describe_block
+from megaframe.architecture.predictor import describe_predictor
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.schedule.costs import ActionCosts
