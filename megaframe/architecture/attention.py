@@ -82,6 +82,7 @@ class SoftmaxAttention(MixerDescription):
     output_std: float
 
     name = "attention"
+    has_scores = True
     context_kinds = ("ring", "all_to_all", "nested")
 
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
@@ -154,24 +155,22 @@ class SoftmaxAttention(MixerDescription):
     def count_traffic(
         self, parallel: ParallelConfig, seq: int, near: int = 1
     ) -> Mapping[str, AxisTraffic]:
-        """Return what context ranks exchange: heads for tokens, and keys and values around a ring,
-        with their gradients in the backward pass.
-
-        Ranks that see nothing of the second half of another rank's keys do not get it
-        (`megaframe.context_parallel.ring`).
-        """
-        sharing = count_exchanging_ranks(parallel)
-        rounds = parallel.context // sharing - 1
-        groups = max(self.ring_groups, parallel.tensor)
-        keys = groups * max(1, sharing * parallel.tensor // groups) * self.ring_width
-        outputs = self.heads * (self.query_width + self.value_width)
-        exchanged = (outputs + keys) * (sharing - 1) / sharing
-        # Forward, half of the keys travel only to the ranks before their own. Backward, keys travel
-        # on to where their gradients are collected, so only the last half of one rank's stays.
-        once = 0.75 * rounds * keys
-        again = rounds * (1 - 0.5 / (rounds + 1)) * keys
-        moved = AxisTraffic(exchanged + once, exchanged + again, wide_backward=once)
-        return {"context": moved} if parallel.context > 1 else {}
+        """Return those of heads that are exchanged for tokens, and of keys and values that go
+        around the ring: forward only the halves that ranks behind may see, and backward these with
+        their gradients (`megaframe.context_parallel.ring`)."""
+        context, tensor = parallel.context, parallel.tensor
+        if context == 1:
+            return {}
+        neighbours = count_exchanging_ranks(parallel)
+        ring = context // neighbours
+        padded = -(-seq // (2 * context)) * 2 * context / seq
+        groups = max(self.ring_groups, tensor)
+        groups *= max(1, neighbours * tensor // groups)  # each neighbour has a head
+        exchanged = padded * (self.heads + groups) * self.ring_width * (neighbours - 1) / neighbours
+        around = padded * groups * self.ring_width * (ring - 1)
+        keys, gradients = around * (1 - 0.5 / ring), 0.75 * around
+        forward = exchanged + 0.75 * around
+        return {"context": AxisTraffic(forward, exchanged + keys, wide_backward=gradients)}
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,10 @@ class MixerDescription(LayerDescription):
     window: int | None = None
     rotary: RotaryDescription | None = None
 
+    has_scores: ClassVar[bool] = False
+    """Whether each token scores all that it sees, as attention does; so the microbatch has a mask
+    for its window."""
+
     context_kinds: ClassVar[tuple[str, ...]] = ()
     """The values of `parallel.context_kind` under which ranks may have parts of a sample."""
 
@@ -287,3 +291,18 @@ class MixerDescription(LayerDescription):
     def ring_width(self) -> int:
         """Elements per token of what goes around a ring."""
         return 0
+
+    @property
+    def passed_elements(self) -> int:
+        """Elements, in at least fp32, that say what a piece of a sample does to the state that it
+        is passed (`megaframe.context_parallel.states.pass_states`): a state and its decay."""
+        return 0
+
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return what moves over other axes than `tensor`. By default each context rank sends all
+        others what its two pieces do to a state: forward, once more where the backward pass
+        computes it again (`megaframe.ops.autograd.recompute`), and the gradients of it."""
+        passed = 2 * parallel.context * (parallel.context - 1) * self.passed_elements / seq
+        return {"context": AxisTraffic(wide_forward=passed, wide_backward=2 * passed)}

@@ -6,10 +6,11 @@ Gradients and values count without the padding of buckets.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from megaframe.architecture.block import describe_block
+from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.stages import StagePlan, list_stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
@@ -23,8 +24,9 @@ _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 def compute_communication_bytes(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> Mapping[str, float]:
-    """Return the bytes over `tensor`, `data` and `pipeline` of a rank with these stages and lowered
-    actions.
+    """Return the bytes over `tensor`, `context`, `data`, `pipeline`, `expert` and `expert_tensor`
+    of a rank with these stages and lowered actions. Over context and expert axes it is the mean of
+    their ranks, with equally loaded experts.
 
     "data" has the gradients and values of dense parameters, over data and context ranks. At ZeRO 3
     it counts every value in every pass; in fact blocks whose values are still present are not
@@ -49,8 +51,13 @@ def compute_communication_bytes(
         + weight_passes[plan.number] * _count_tensor_elements_of_weight_pass(config, plan)
         for plan in plans
     )
+    by_stage = [_count_bytes_of_layers(config, layout, plan) for plan in plans]
     return {
         "tensor": share * rows * tokens * width,
+        **{
+            axis: microbatches * sum(moved[axis] for moved in by_stage)
+            for axis in ("context", "expert", "expert_tensor")
+        },
         "pipeline": messages * stream / tensor,
         "data": _compute_data_bytes(config, layout, plans, microbatches),
     }
@@ -71,6 +78,23 @@ def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float
     depth = model.mtp_depth * plan.last
     ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
     return blocks + recomputed + ends
+
+
+def _count_bytes_of_layers(
+    config: RunConfig, layout: Layout, plan: StagePlan
+) -> Mapping[str, float]:
+    """Return the bytes that a rank sends over other axes than `tensor` for one microbatch of a
+    stage, by axis. Recomputed blocks repeat those of forward."""
+    train, width = config.train, DTYPE_BYTES[config.train.precision]
+    tokens = train.microbatch * train.seq / (layout.tensor * layout.context)
+    near = count_near_experts(config.parallel, config.parallel.node_size or layout.world)
+    sent: dict[str, float] = defaultdict(float)
+    for number, layer in enumerate(list_stage_layers(config.model, plan)):
+        block, passes = describe_block(config.model, layer), 1 + (number < plan.recomputed)
+        for axis, traffic in block.count_traffic(config.parallel, train.seq, near).items():
+            forward = tokens * traffic.count_forward_bytes(width) + traffic.count_bytes
+            sent[axis] += passes * forward + tokens * traffic.count_backward_bytes(width)
+    return sent
 
 
 def _count_tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
