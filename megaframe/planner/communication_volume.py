@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.moe import count_near_experts
-from megaframe.architecture.stages import StagePlan, list_stage_layers
+from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
@@ -65,19 +64,15 @@ def compute_communication_bytes(
 
 def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Return the elements per token that a stage moves over tensor ranks, for one microbatch.
-
-    Recomputed blocks repeat the transfers of forward. The embedding and the head move the stream
-    twice each, and so do those of each predictor.
-    """
-    model = config.model
-    traffic = [
-        describe_block(model, layer).tensor_traffic for layer in list_stage_layers(model, plan)
-    ]
-    blocks = sum(block.forward + block.backward for block in traffic)
-    recomputed = sum(block.forward for block in traffic[: plan.recomputed])
-    depth = model.mtp_depth * plan.last
-    ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
-    return blocks + recomputed + ends
+    Recomputed blocks repeat the transfers of forward."""
+    stage = describe_stage(config, plan)
+    traffic = [part.tensor_traffic for part in stage.layers]
+    if stage.embedding is not None:
+        traffic.append(stage.embedding.tensor_traffic)
+    if stage.head is not None:
+        traffic += [stage.head.tensor_traffic] * stage.losses
+    recomputed = sum(block.tensor_traffic.forward for block in stage.blocks[: plan.recomputed])
+    return sum(moved.forward + moved.backward for moved in traffic) + recomputed
 
 
 def _count_bytes_of_layers(
@@ -89,9 +84,10 @@ def _count_bytes_of_layers(
     tokens = train.microbatch * train.seq / (layout.tensor * layout.context)
     near = count_near_experts(config.parallel, config.parallel.node_size or layout.world)
     sent: dict[str, float] = defaultdict(float)
-    for number, layer in enumerate(list_stage_layers(config.model, plan)):
-        block, passes = describe_block(config.model, layer), 1 + (number < plan.recomputed)
-        for axis, traffic in block.count_traffic(config.parallel, train.seq, near).items():
+    stage = describe_stage(config, plan)
+    for number, part in enumerate(stage.layers):
+        passes = 1 + (number < plan.recomputed)
+        for axis, traffic in part.count_traffic(config.parallel, train.seq, near).items():
             forward = tokens * traffic.count_forward_bytes(width) + traffic.count_bytes
             sent[axis] += passes * forward + tokens * traffic.count_backward_bytes(width)
     return sent
@@ -99,8 +95,8 @@ def _count_bytes_of_layers(
 
 def _count_tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
     """Return the elements per token that a separate weight pass gathers again."""
-    layers = list_stage_layers(config.model, plan)
-    return sum(describe_block(config.model, layer).tensor_traffic.weight for layer in layers)
+    stage = describe_stage(config, plan)
+    return sum(part.tensor_traffic.weight for part in stage.layers)
 
 
 def _compute_data_bytes(
