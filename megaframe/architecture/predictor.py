@@ -60,6 +60,11 @@ class PredictorDescription:
         """What the rows of a token move over the tensor axis."""
         return self.tokens.tensor_traffic + self.join.tensor_traffic + self.block.tensor_traffic
 
+    @property
+    def tensor_statistics(self) -> int:
+        """Elements per token that each pass sums over tensor ranks."""
+        return self.block.tensor_statistics
+
     def count_traffic(
         self, parallel: ParallelConfig, seq: int, near: int = 1
     ) -> Mapping[str, AxisTraffic]:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args
 
 from megaframe.config.section import Section
+
+Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "swiglu_clamped"]
+"""Our own activations."""
 
 
 class Part(Section, ABC):
@@ -90,6 +93,39 @@ class FeedForwardPart(Part):
         `MixerPart.describe`."""
 
 
+class NormPart(Part):
+    """A norm of the residual stream: the key `model.norm`."""
+
+    @abstractmethod
+    def describe(self, model: Any) -> Any:
+        """Return what the norm is made of: a `NormDescription`.
+
+        Args:
+            model: The section `model`; the norm is of rows of `model.hidden` elements.
+        """
+
+
+class ActivationPart(Part):
+    """An activation of MLPs and experts: the key `model.activation`, or `activation` of an MLP in
+    `model.blocks`."""
+
+    gated: ClassVar[bool] = False
+    """Whether it has two inputs, gate and up. The first product is then twice as wide."""
+
+    @abstractmethod
+    def count_saved(self) -> int:
+        """Return how many elements autograd keeps for each element of the result, besides this and
+        the input."""
+
+    @abstractmethod
+    def compute(self, *inputs: Any) -> Any:
+        """Return the result, a tensor like each input, element by element.
+
+        Args:
+            inputs: The outputs of the first product; if gated, gate and up.
+        """
+
+
 @dataclass(frozen=True)
 class Role:
     """What a part can be.
@@ -108,6 +144,8 @@ class Role:
 ROLES: dict[str, Role] = {
     "mixer": Role(MixerPart, "model.blocks: mixer", ("attention", "latent")),
     "feed_forward": Role(FeedForwardPart, "model.blocks: feed_forward", ("mlp", "moe")),
+    "norm": Role(NormPart, "model.norm", ("layernorm", "rmsnorm")),
+    "activation": Role(ActivationPart, "model.activation", tuple(get_args(Activation))),
     "optimizer": Role(OptimizerPart, "optim.name", ("adamw", "muon", "lion", "sgd")),
     "schedule": Role(
         SchedulePart, "optim.schedule", ("constant", "cosine", "linear", "wsd", "inverse_sqrt")

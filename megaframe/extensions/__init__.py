@@ -1,8 +1,10 @@
 """What an extension may use to bring parts of its own (docs/guides/extensions.md)."""
 
 from megaframe.config.parts import (
+    ActivationPart,
     FeedForwardPart,
     MixerPart,
+    NormPart,
     OptimizerPart,
     Part,
     SchedulePart,
@@ -11,8 +13,10 @@ from megaframe.config.registry import Registry
 from megaframe.extensions.load import find_mistakes, load_extensions, load_with_extensions
 
 __all__ = [
+    "ActivationPart",
     "FeedForwardPart",
     "MixerPart",
+    "NormPart",
     "OptimizerPart",
     "Part",
     "Registry",

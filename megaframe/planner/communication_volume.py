@@ -51,8 +51,10 @@ def compute_communication_bytes(
         for plan in plans
     )
     by_stage = [_count_bytes_of_layers(config, layout, plan) for plan in plans]
+    # An all-reduce moves everything twice.
+    statistics = 2 * microbatches * sum(_count_tensor_statistics(config, plan) for plan in plans)
     return {
-        "tensor": share * rows * tokens * width,
+        "tensor": share * tokens * (rows * width + statistics * max(4, width)),
         **{
             axis: microbatches * sum(moved[axis] for moved in by_stage)
             for axis in ("context", "expert", "expert_tensor")
@@ -73,6 +75,13 @@ def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float
         traffic += [stage.head.tensor_traffic] * stage.losses
     recomputed = sum(block.tensor_traffic.forward for block in stage.blocks[: plan.recomputed])
     return sum(moved.forward + moved.backward for moved in traffic) + recomputed
+
+
+def _count_tensor_statistics(config: RunConfig, plan: StagePlan) -> int:
+    """Return the elements per token that a stage sums over tensor ranks in both passes of a
+    microbatch, and again in recomputed blocks."""
+    statistics = [part.tensor_statistics for part in describe_stage(config, plan).layers]
+    return 2 * sum(statistics) + sum(statistics[: plan.recomputed])
 
 
 def _count_bytes_of_layers(

@@ -208,12 +208,12 @@ class _Comparison:
             for measurement in self.measured:
                 actual.update(getattr(measurement, measured))
             for axes in sorted({*described, *actual}):
-                of_tensor = "tensor_traffic", "count_tensor_sums", "tensor_sums"
                 self._compare(
                     f"bytes over the {axes} axis in the {what} pass",
                     round(described[axes]),
                     actual[axes],
-                    *(of_tensor if axes == "tensor" else ("count_traffic", *of_tensor[1:])),
+                    "tensor_traffic" if axes == "tensor" else "count_traffic",
+                    *("tensor_statistics", "count_tensor_sums", "tensor_sums"),
                 )
 
     def _describe_traffic(self) -> tuple[Counter[str], Counter[str], Counter[str]]:
@@ -223,10 +223,11 @@ class _Comparison:
         forward: Counter[str] = Counter()
         backward: Counter[str] = Counter()
         rows, moved = self._tokens * (tensor - 1), description.tensor_traffic
-        sums = getattr(description, "tensor_sums", 0) * wide
-        forward["tensor"] += rows * (moved.forward * self._width + 2 * sums)
-        backward["tensor"] += rows * moved.backward * self._width
-        # What is summed over the ranks of a sample moves twice, as in a ring.
+        # What is summed moves twice, as in a ring.
+        both = 2 * wide * description.tensor_statistics
+        sums = 2 * wide * getattr(description, "tensor_sums", 0)
+        forward["tensor"] += rows * (moved.forward * self._width + both + sums)
+        backward["tensor"] += rows * (moved.backward * self._width + both)
         ranks = tensor * layout.context
         label = "+".join(axis for axis in ("context", "tensor") if getattr(layout, axis) > 1)
         samples = description.count_tensor_sums(config.train.microbatch)

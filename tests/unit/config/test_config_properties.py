@@ -43,7 +43,8 @@ def make_strategy(annotation, bounds=()):
     """Return a strategy for all values that a type annotation of the schema allows."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return make_strategy(args[0], [b for field in args[1:] for b in field.metadata])
+        inner = [b for field in args[1:] for b in getattr(field, "metadata", [field])]
+        return make_strategy(args[0], inner)
     if origin in (Union, UnionType):
         # Parts of extensions exist only where one is named.
         members = [a for a in args if not (isinstance(a, type) and issubclass(a, Part))]

@@ -2,14 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_process import run_tool
 
 from megaframe.hardware.cluster import load_cluster
 from megaframe.planner.goodput import (
@@ -30,7 +28,6 @@ from megaframe.planner.goodput import (
 )
 
 CLUSTER = load_cluster("h100-ib")
-ROOT = Path(__file__).resolve().parents[3]
 FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, again=0)
 
 
@@ -131,8 +128,7 @@ def test_the_tool_refuses_what_it_cannot_compute(words, expected, tmp_path):
     costs = {"kill": {"restart": math.nan, "load": 1, "again": 1}, "whole": {"stall": 1}}
     (tmp_path / "drill.json").write_text(json.dumps(costs))
     arguments = [word.format(file=tmp_path / "drill.json") for word in words]
-    command = [sys.executable, ROOT / "tools/goodput.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_tool("tools/goodput.py", *arguments)
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tool_process import run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYS = {
@@ -21,12 +22,7 @@ KEYS = {
 
 
 def plan(*arguments, status=0):
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools/plan.py", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run_tool("tools/plan.py", *arguments)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout if status == 0 else done.stderr
 
