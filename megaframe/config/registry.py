@@ -135,7 +135,7 @@ class Extensible:
     ) -> core_schema.CoreSchema:
         # Parts are found when a value is validated; pydantic sees the other types only.
         if is_part(source):
-            inner: core_schema.CoreSchema = core_schema.literal_schema([None])
+            inner: core_schema.CoreSchema = core_schema.is_instance_schema(source)
         else:
             own = tuple(kind for kind in get_args(source) if not is_part(kind))
             inner = handler.generate_schema(Union[own])  # noqa: UP007

@@ -2,7 +2,10 @@
 
 from megaframe.config.parts import (
     ActivationPart,
+    CallbackPart,
+    DataTransformPart,
     FeedForwardPart,
+    LossPart,
     MixerPart,
     NormPart,
     OptimizerPart,
@@ -10,16 +13,22 @@ from megaframe.config.parts import (
     SchedulePart,
 )
 from megaframe.config.registry import Registry
+from megaframe.extensions.callback import Callback, RunView
 from megaframe.extensions.load import find_mistakes, load_extensions, load_with_extensions
 
 __all__ = [
     "ActivationPart",
+    "Callback",
+    "CallbackPart",
+    "DataTransformPart",
     "FeedForwardPart",
+    "LossPart",
     "MixerPart",
     "NormPart",
     "OptimizerPart",
     "Part",
     "Registry",
+    "RunView",
     "SchedulePart",
     "find_mistakes",
     "load_extensions",
