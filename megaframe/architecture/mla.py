@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaframe.architecture.attention import SoftmaxAttention, count_exchanging_ranks
+from megaframe.architecture.attention import SoftmaxAttention
 from megaframe.architecture.layer import HasParameters, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
-from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.norm import RMSNormDescription
 from megaframe.config.parallel import ParallelConfig
 
 
@@ -80,15 +80,15 @@ class LatentAttentionDescription(SoftmaxAttention):
         )
 
     @property
-    def query_norm(self) -> NormDescription | None:
+    def query_norm(self) -> RMSNormDescription | None:
         """Of the latent of the queries."""
         rank = self.query_rank
-        return None if rank is None else NormDescription(rank, "rmsnorm", self.norm_eps)
+        return None if rank is None else RMSNormDescription(rank, self.norm_eps)
 
     @property
-    def kv_norm(self) -> NormDescription:
+    def kv_norm(self) -> RMSNormDescription:
         """Of the latent of keys and values."""
-        return NormDescription(self.kv_rank, "rmsnorm", self.norm_eps)
+        return RMSNormDescription(self.kv_rank, self.norm_eps)
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
@@ -111,12 +111,7 @@ class LatentAttentionDescription(SoftmaxAttention):
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the latents, what attention keeps, and unless they are recomputed the normalised
         latents with a statistic for each."""
-        query, value, sharing = self.query_width, self.value_dim, count_exchanging_ranks(parallel)
-        elements = sum(self.latents) + 2 * self.heads * (query + value)
-        if sharing > 1:
-            ring = parallel.context > sharing
-            elements += self.heads * (value + (query + value) * ring)
-        kept = SavedActivations(elements, self.heads)
+        kept = self.count_saved_by_heads(parallel) + SavedActivations(sum(self.latents))
         if recompute == "selective":
             return kept
         norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]
@@ -132,13 +127,3 @@ class LatentAttentionDescription(SoftmaxAttention):
     def input_products(self) -> int:
         """`down`, and the queries if they have no latent."""
         return 1 if self.query_rank else 2
-
-    @property
-    def exchanged_elements(self) -> int:
-        """Queries, keys, values and outputs."""
-        return 2 * self.heads * (self.query_width + self.value_width)
-
-    @property
-    def ring_groups(self) -> int:
-        """Every head has its own keys and values."""
-        return self.heads
