@@ -259,10 +259,10 @@ class AttentionDescription(SoftmaxAttention):
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. The gates use the same normalised
         rows as queries, unless each normalises its input again."""
-        kept = super().count_saved_for_weights(parallel, recompute)
+        saved = super().count_saved_for_weights(parallel, recompute)
         if self.gate_width and recompute != "selective":
-            kept = kept + SavedActivations(values=-self.hidden)
-        return kept
+            saved = saved + SavedActivations(values=-self.hidden)
+        return saved
 
     @property
     def exchanged_elements(self) -> int:

@@ -110,11 +110,11 @@ class LatentAttentionDescription(SoftmaxAttention):
         if sharing > 1:
             ring = parallel.context > sharing
             elements += self.heads * (value + (query + value) * ring)
-        kept = SavedActivations(elements, self.heads)
+        saved = SavedActivations(elements, self.heads)
         if recompute == "selective":
-            return kept
+            return saved
         norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]
-        return sum(norms, kept)
+        return sum(norms, saved)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. Queries without a latent use the

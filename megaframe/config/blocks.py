@@ -71,25 +71,25 @@ class MoEMixtureConfig(Section):
     """Experts, as `model.moe` describes them."""
 
 
-def _kind_of(value: Any) -> str | None:
+def _get_kind(value: Any) -> str | None:
     return value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
 
 
-def _mixer_kind(value: Any) -> str | None:
-    return _kind_of(value) or "attention"
+def _get_mixer_kind(value: Any) -> str | None:
+    return _get_kind(value) or "attention"
 
 
-def _feed_forward_kind(value: Any) -> str | None:
-    return _kind_of(value) or "mlp"
+def _get_feed_forward_kind(value: Any) -> str | None:
+    return _get_kind(value) or "mlp"
 
 
 MixerConfig = Annotated[
     Annotated[AttentionConfig, Tag("attention")] | Annotated[LatentMixerConfig, Tag("latent")],
-    Discriminator(_mixer_kind),
+    Discriminator(_get_mixer_kind),
 ]
 FeedForwardConfig = Annotated[
     Annotated[MLPConfig, Tag("mlp")] | Annotated[MoEMixtureConfig, Tag("moe")],
-    Discriminator(_feed_forward_kind),
+    Discriminator(_get_feed_forward_kind),
 ]
 
 

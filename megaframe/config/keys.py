@@ -91,7 +91,7 @@ def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
     other keys. Keys that only one kind of section has are named with the kind:
     `mixer[attention].window`."""
     keys: list[ConfigKey] = []
-    for kind, part in _sections_by_kind(key.field.annotation, key.field.metadata).items():
+    for kind, part in _map_kinds_to_sections(key.field.annotation, key.field.metadata).items():
         keys += _collect_keys(part, f"{key.name}[{kind}].")
     if keys:
         return keys
@@ -106,14 +106,16 @@ def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
 def _collect_kinds(section: type[Section], prefix: str) -> list[ConfigKey]:
     keys = []
     for name, field in section.model_fields.items():
-        kinds = _sections_by_kind(field.annotation, field.metadata)
+        kinds = _map_kinds_to_sections(field.annotation, field.metadata)
         keys.append(ConfigKey(prefix + name, field, _find_section_class(field.annotation)))
         for kind, kind_section in kinds.items():
             keys += _collect_keys(kind_section, f"{prefix}{name}[{kind}].")
     return keys
 
 
-def _sections_by_kind(annotation: Any, metadata: Iterable[Any] = ()) -> dict[str, type[Section]]:
+def _map_kinds_to_sections(
+    annotation: Any, metadata: Iterable[Any] = ()
+) -> dict[str, type[Section]]:
     """Return the sections of a union in which `kind` says which one is meant; empty for others.
 
     Args:
@@ -160,12 +162,12 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         inner = (item for field in args[1:] for item in getattr(field, "metadata", (field,)))
         return describe_type(args[0], (*bounds, *inner))
     if any(isinstance(bound, Extensible) for bound in bounds):
-        own = [describe_type(kind) for kind in _list_non_null_members(annotation)]
-        if kinds := _sections_by_kind(annotation, bounds):
+        values = [describe_type(kind) for kind in _list_non_null_members(annotation)]
+        if kinds := _map_kinds_to_sections(annotation, bounds):
             names = join_or(kinds)
-            own += [names, f"or keys of a part, of kind {names}"]
-        return ", ".join(own)
-    if kinds := _sections_by_kind(annotation):
+            values += [names, f"or keys of a part, of kind {names}"]
+        return ", ".join(values)
+    if kinds := _map_kinds_to_sections(annotation):
         return f"keys of a part, of kind {join_or(kinds)}"
     if _list_union_members(annotation):
         # Lists come last: what follows a list would read as one of its items.
@@ -207,7 +209,7 @@ def _resolve(
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     written: list[int | str] = []
     for part in path:
-        kinds = _sections_by_kind(annotation, bounds)
+        kinds = _map_kinds_to_sections(annotation, bounds)
         if str(part) in kinds:
             annotation, bounds = kinds[str(part)], ()
             continue
@@ -266,9 +268,9 @@ def format_value(value: Any) -> str:
     if isinstance(value, Section):
         if isinstance(value, Part) and value.model_fields_set <= {"kind"}:
             return value.name
-        given = value.model_fields_set | {"kind"}
+        keys_set = value.model_fields_set | {"kind"}
         # In the order of the schema; a set of names has none.
-        shown = {key: getattr(value, key) for key in type(value).model_fields if key in given}
+        shown = {key: getattr(value, key) for key in type(value).model_fields if key in keys_set}
         return format_value(shown)
     if isinstance(value, tuple | list):
         return "[" + ", ".join(format_value(item) for item in value) + "]"

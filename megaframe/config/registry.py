@@ -133,12 +133,12 @@ class Extensible:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        # Parts are found when a value is validated; pydantic sees the other types only.
-        own = [kind for kind in get_args(source) if not is_part(kind)]
+        # Parts are looked up when a value is validated; pydantic sees the other types only.
+        other_types = [kind for kind in get_args(source) if not is_part(kind)]
         if is_part(source):
             inner: core_schema.CoreSchema = core_schema.literal_schema([None])
-        elif len(own) == 1:
-            inner = handler.generate_schema(own[0])
+        elif len(other_types) == 1:
+            inner = handler.generate_schema(other_types[0])
         else:
             inner = handler(source)
         return core_schema.no_info_wrap_validator_function(
