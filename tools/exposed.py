@@ -47,7 +47,11 @@ def main() -> None:
 
 
 def find_traces(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield each file, and each trace of a folder. Raises `UserError` if a folder has none."""
+    """Yield each file, and each trace of a folder.
+
+    Raises:
+        UserError: If a folder has none.
+    """
     for path in paths:
         if not path.is_dir():
             yield path

@@ -91,8 +91,11 @@ def load_measured_costs(path: Path) -> dict[str, float]:
 
 
 def apply_costs(costs: FailureCosts, text: str) -> FailureCosts:
-    """Return the costs with some of them set from NAME=SECONDS,... Raises `UserError` for unknown
-    names and invalid numbers."""
+    """Return the costs with some of them set from NAME=SECONDS,...
+
+    Raises:
+        UserError: For unknown names and invalid numbers.
+    """
     names = [field.name for field in fields(costs)]
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
@@ -109,7 +112,11 @@ def apply_costs(costs: FailureCosts, text: str) -> FailureCosts:
 
 
 def format_costs(costs: FailureCosts, names: set[str] | None = None) -> str:
-    """Return the costs in the format of --costs. names: which of them; None for all."""
+    """Return the costs in the format of --costs.
+
+    Args:
+        names: Which of them; None for all.
+    """
     chosen = [field.name for field in fields(costs) if names is None or field.name in names]
     return ", ".join(f"{name}={getattr(costs, name):g}" for name in chosen)
 

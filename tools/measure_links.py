@@ -57,11 +57,16 @@ them."""
 
 @dataclass(frozen=True)
 class LinkFit:
-    """The fit of one operation on one group of ranks. what: name of the group. alpha, bandwidth:
-    seconds per message and bytes/s of a rank, by the formula for a ring. error: largest relative
-    error of the fitted line. bus: bus bandwidth of the largest size, in bytes/s."""
+    """The fit of one operation on one group of ranks. alpha, bandwidth: seconds per message and
+    bytes/s of a rank, by the formula for a ring.
 
-    what: str
+    Attributes:
+        name: Name of the group.
+        error: Largest relative error of the fitted line.
+        bus: Bus bandwidth of the largest size, in bytes/s.
+    """
+
+    name: str
     operation: str
     ranks: int
     alpha: float
@@ -71,7 +76,7 @@ class LinkFit:
 
     def __str__(self) -> str:
         return (
-            f"{self.what:<12}{self.operation:<16}{self.ranks:>6}{self.alpha * 1e6:>12.1f}"
+            f"{self.name:<12}{self.operation:<16}{self.ranks:>6}{self.alpha * 1e6:>12.1f}"
             f"{self.bandwidth / 1e9:>12.3f}{self.bus / 1e9:>12.3f}{self.error:>9.0%}"
         )
 
@@ -103,7 +108,7 @@ def measure_seconds(
 
 
 def measure_group(
-    what: str, group: Group, mesh: Mesh, sizes: list[int], times: int
+    name: str, group: Group, mesh: Mesh, sizes: list[int], times: int
 ) -> list[LinkFit]:
     """Measure and fit all operations on one group. All ranks call it together, each with its own
     group of this kind."""
@@ -119,7 +124,7 @@ def measure_group(
             passes * hops / ranks / seconds_per_byte if seconds_per_byte > 0 else float("inf")
         )
         bus = compute_bus_bandwidth(name, rounded[-1], ranks, measured[-1])
-        fits.append(LinkFit(what, name, ranks, alpha, bandwidth, error, bus))
+        fits.append(LinkFit(name, name, ranks, alpha, bandwidth, error, bus))
     return fits
 
 
@@ -131,13 +136,13 @@ def make_tiers(
     bandwidth of the latter.
 
     Args:
-        fits: measurements by tier.
-        sizes: ranks of each tier.
-        constants: those of the chip. Measured bandwidth is divided by the share that the planner
+        fits: Measurements by tier.
+        sizes: Ranks of each tier.
+        constants: Those of the chip. Measured bandwidth is divided by the share that the planner
             lets collectives reach (`Constants.links`).
 
     Raises:
-        UserError: no bandwidth can be derived.
+        UserError: No bandwidth can be derived.
     """
     tiers: list[dict[str, object]] = []
     fastest = float("inf")
@@ -164,8 +169,12 @@ def make_tiers(
 def write_description(
     path: Path, cluster: Cluster, tiers: list[dict[str, object]], arguments: argparse.Namespace
 ) -> None:
-    """Write the description. cluster: that of the chip. Of a file that is there, as
-    tools/measure_kernels.py writes, only the tiers change, and what the command line names."""
+    """Write the description. Of a file that is there, as tools/measure_kernels.py writes, only the
+    tiers change, and what the command line names.
+
+    Args:
+        cluster: That of the chip.
+    """
     changes: dict[str, object] = {"tiers": tiers}
     named_figures = {
         "chip": arguments.chip,
@@ -195,7 +204,11 @@ def choose_cluster(arguments: argparse.Namespace, mesh: Mesh) -> Cluster:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line. Raises `UserError` for an unknown chip or impossible sizes."""
+    """Parse the command line.
+
+    Raises:
+        UserError: For an unknown chip or impossible sizes.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -41,7 +41,11 @@ examples:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned. fixed: layout keys given on the command line, which a search must keep."""
+    """What is planned.
+
+    Attributes:
+        fixed: Layout keys given on the command line, which a search must keep.
+    """
 
     config: RunConfig
     gpus: int
@@ -83,7 +87,11 @@ def main() -> None:
 
 
 def parse_request(arguments: argparse.Namespace) -> PlanRequest:
-    """Return what a command line asks for. Raises `UserError` if it cannot be planned."""
+    """Return what a command line asks for.
+
+    Raises:
+        UserError: If it cannot be planned.
+    """
     config = load(arguments.config, arguments.overrides)
     if config.model.vocab is None:
         raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
@@ -197,11 +205,11 @@ def plan_record(
         record["alternatives"] = list(describe_alternatives(result, request.cluster))
         record["choices"] = [
             {
-                "layout": select_layout_keys(one),
-                "step_seconds": one.prediction.step_seconds,
-                "memory_bytes": sum(one.prediction.memory_bytes.values()),
+                "layout": select_layout_keys(ranked),
+                "step_seconds": ranked.prediction.step_seconds,
+                "memory_bytes": sum(ranked.prediction.memory_bytes.values()),
             }
-            for one in result.choices
+            for ranked in result.choices
         ]
     return record
 
@@ -249,7 +257,11 @@ def run_dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. argv: its words; None for those of the process."""
+    """Parse the command line.
+
+    Args:
+        argv: Its words; None for those of the process.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -62,13 +62,13 @@ class LocalSweep:
     """Runs the trials of a sweep on this machine.
 
     Args:
-        sweep: what to run.
-        jobs: trials side by side.
-        ranks: of each.
-        gpus: devices to deal out to the jobs, if any.
+        sweep: What to run.
+        jobs: Trials side by side.
+        ranks: Of each.
+        gpus: Devices to deal out to the jobs, if any.
 
     Raises:
-        UserError: if it cannot be run so.
+        UserError: If it cannot be run so.
     """
 
     def __init__(self, sweep: Sweep, jobs: int, ranks: int, gpus: Sequence[str] = ()) -> None:
@@ -110,7 +110,7 @@ class LocalSweep:
                         results[trial.name] = self._make_result(trial, process.returncode)
                         self._print_result(results[trial.name], f"{len(results)} of {len(trials)}")
                         self._sweep.write_results(
-                            [results[one.name] for one in trials if one.name in results]
+                            [results[t.name] for t in trials if t.name in results]
                         )
                 time.sleep(_PAUSE)
         finally:

@@ -187,7 +187,7 @@ def find_imported_rooms(tree: ast.Module, package: Path, path: Path) -> Iterator
     """Yield the folders and modules directly under the package that a file imports from others of
     them, also within functions."""
     parts = path.relative_to(package).parts
-    own, folder = parts[0].removesuffix(".py"), list(parts[:-1])
+    own_room, folder = parts[0].removesuffix(".py"), list(parts[:-1])
     prefix = find_import_name(package)
     for node in ast.walk(tree):
         names: list[str] = []
@@ -201,8 +201,8 @@ def find_imported_rooms(tree: ast.Module, package: Path, path: Path) -> Iterator
             names = [f"{base}.{alias.name}" for alias in node.names]
         for name in names:
             room = name.removeprefix(f"{prefix}.").partition(".")[0]
-            known = (package / room).is_dir() or (package / f"{room}.py").exists()
-            if name.startswith(f"{prefix}.") and known and room != own:
+            is_room = (package / room).is_dir() or (package / f"{room}.py").exists()
+            if name.startswith(f"{prefix}.") and is_room and room != own_room:
                 yield room
 
 

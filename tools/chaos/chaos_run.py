@@ -57,22 +57,35 @@ class FaultSkipped(Exception):
 
 @dataclass(frozen=True)
 class ChaosRun:
-    """One run of a chaos test. folder: folder of all runs. run: folder of this run. ranks: number
-    of its ranks."""
+    """One run of a chaos test.
+
+    Attributes:
+        folder: Folder of all runs.
+        run: Folder of this run.
+        ranks: Number of its ranks.
+    """
 
     folder: Path
     run: Path
     ranks: int
 
     def make_overrides(self, **changes: object) -> list[str]:
-        """Return the overrides of the run. changes: further keys, with `__` for the dot."""
+        """Return the overrides of the run.
+
+        Args:
+            changes: Further keys, with `__` for the dot.
+        """
         keys = {**OVERRIDES, "run.dir": self.run}
         keys["data.sources"] = f"[{{path: {self.folder / 'tokens'}}}]"
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={value}" for name, value in keys.items()]
 
     def launch(self, ranks: int | None = None, restarts: int = 3, **changes: object) -> Process:
-        """Start the run under torchrun. restarts: its `--max-restarts`."""
+        """Start the run under torchrun.
+
+        Args:
+            restarts: Its `--max-restarts`.
+        """
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nproc-per-node", str(ranks or self.ranks), "--max-restarts", str(restarts)]
         command += ["--master-port", str(find_free_port()), str(ROOT / "pretrain_gpt.py")]

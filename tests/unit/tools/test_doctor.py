@@ -49,9 +49,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 )
 def test_a_gpu_that_is_not_well(old, new, level, expected):
     well = list(doctor.judge_gpu(*doctor.read_gpus(WELL)))
-    assert [f.level for f in well] == ["ok"] and "NVIDIA H200" in well[0].said
+    assert [f.level for f in well] == ["ok"] and "NVIDIA H200" in well[0].message
     findings = list(doctor.judge_gpu(*doctor.read_gpus(WELL.replace(old, new))))
-    assert [f.level for f in findings] == ["ok", level] and expected in findings[1].said
+    assert [f.level for f in findings] == ["ok", level] and expected in findings[1].message
 
 
 def test_a_check_that_breaks_is_a_finding():
@@ -67,8 +67,8 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch):
     monkeypatch.setattr(device, "explain_unusable_gpu", lambda: "its driver is too old")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     *_, last = doctor.judge_software()
-    assert (last.level, last.what) == ("error", "torch") and "driver is too old" in last.said
+    assert (last.level, last.subject) == ("error", "torch") and "driver is too old" in last.message
     monkeypatch.setattr(device, "explain_unusable_gpu", lambda: None)
     monkeypatch.setattr(device, "explain_hidden_gpu", lambda: "a variable hides it")
     *_, last = doctor.judge_software()
-    assert last.level == "ok" and last.said.endswith("cores (a variable hides it)")
+    assert last.level == "ok" and last.message.endswith("cores (a variable hides it)")

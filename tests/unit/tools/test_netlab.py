@@ -209,7 +209,7 @@ def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
             hosts, [sys.executable, "-c", SEND, str(size)], ranks=1, folder=tmp_path
         )
     assert outcome.statuses == (0, 0)
-    assert outcome.moved[1][0] > size and outcome.moved[0][1] > size
+    assert outcome.link_bytes[1][0] > size and outcome.link_bytes[0][1] > size
     # The path has two token buckets, the host's and the switch's; each lets a burst through.
     assert float((tmp_path / "host-0.txt").read_text()) > (size - 2 * burst) * 8 / 20e6
 
