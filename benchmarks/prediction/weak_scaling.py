@@ -98,8 +98,8 @@ def compute_last_sent(ready: Sequence[float], seconds: Sequence[float]) -> float
     """Return when the last of several transfers ends, which are sent one after the other.
 
     Args:
-        ready: when each may begin, in order.
-        seconds: how long each takes.
+        ready: When each may begin, in order.
+        seconds: How long each takes.
     """
     now = 0.0
     for start, long in zip(ready, seconds, strict=True):
@@ -111,8 +111,8 @@ def compute_last_computed(arrivals: Sequence[float], seconds: Sequence[float]) -
     """Return when the last of several computations ends, which need what arrives in turn.
 
     Args:
-        arrivals: how long the transfer takes that each needs; they follow one another.
-        seconds: how long each computes.
+        arrivals: How long the transfer takes that each needs; they follow one another.
+        seconds: How long each computes.
     """
     arrived = now = 0.0
     for transfer, long in zip(arrivals, seconds, strict=True):

@@ -50,7 +50,7 @@ def find_nvcc() -> str:
     installed.
 
     Raises:
-        BuildError: if there is none.
+        BuildError: If there is none.
     """
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
         if home and Path(home, "bin", "nvcc").is_file():
@@ -71,11 +71,11 @@ def build(library: Path, chips: Sequence[int]) -> None:
     """Compile the library for these chips.
 
     Args:
-        library: where to put the library.
-        chips: compute capabilities, such as 90.
+        library: Where to put the library.
+        chips: Compute capabilities, such as 90.
 
     Raises:
-        BuildError: if the compiler fails, with its first error.
+        BuildError: If the compiler fails, with its first error.
     """
     targets = [f"-gencode=arch=compute_{chip},code=sm_{chip}" for chip in chips]
     library.parent.mkdir(parents=True, exist_ok=True)

@@ -26,9 +26,9 @@ class Example:
     """A call with real sizes.
 
     Attributes:
-        name: of the example.
-        call: makes the launch.
-        least_chip: lowest compute capability on which it can run, such as 80.
+        name: Of the example.
+        call: Makes the launch.
+        least_chip: Lowest compute capability on which it can run, such as 80.
     """
 
     name: str

@@ -111,8 +111,11 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def merge_tensors(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Merge the parts that the ranks saved. Raises ValueError if two parts disagree about the shape
-    or dtype of a tensor."""
+    """Merge the parts that the ranks saved.
+
+    Raises:
+        ValueError: If two parts disagree about the shape or dtype of a tensor.
+    """
     tensors: dict[str, SavedTensor] = {}
     slices: defaultdict[str, list[SavedSlice]] = defaultdict(list)
     for tensors_of_file in parts:
@@ -183,8 +186,12 @@ def unseal(data: bytes) -> bytes | None:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Serialise a manifest. Raises ValueError for one that could not be loaded: invalid, or larger
-    than `MAX_MANIFEST_BYTES`."""
+    """Serialise a manifest.
+
+    Raises:
+        ValueError: For one that could not be loaded: invalid, or larger than
+            `MAX_MANIFEST_BYTES`.
+    """
     mistake = find_problem(manifest)
     if mistake:
         raise ValueError(mistake)

@@ -87,7 +87,11 @@ def assign_byte_ranges(boxes: Iterable[TensorBox]) -> list[FileEntry]:
 
 def sort_by_alignment(slices: Sequence[Slice]) -> list[Slice]:
     """Return the non-empty slices, largest element size first, so that each starts aligned to its
-    element size. Raises ValueError for a dtype that cannot be saved."""
+    element size.
+
+    Raises:
+        ValueError: For a dtype that cannot be saved.
+    """
     nonempty = [tensor_slice for tensor_slice in slices if tensor_slice.tensor.numel()]
     for tensor_slice in nonempty:
         if tensor_slice.tensor.dtype not in DTYPE_NAMES:

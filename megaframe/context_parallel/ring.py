@@ -159,7 +159,11 @@ class RingMask:
         softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a tile like `attention_tiles.attend_backward`, by a kernel if
-        one takes it. operands: query, key, value, out and log-sum-exp."""
+        one takes it.
+
+        Args:
+            operands: Query, key, value, out and log-sum-exp.
+        """
         device = d_out.device
 
         def make_tile_spans() -> Spans:

@@ -39,7 +39,7 @@ def suggest_remedies(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield causes and advice, the largest loss first.
 
     Args:
-        losses: shares of the peak by cause.
+        losses: Shares of the peak by cause.
     """
     causes = sorted(losses, key=lambda cause: -losses[cause])
     num_suggested = 0

@@ -27,9 +27,9 @@ def compute_bucket_means(
     """Return the mean of the finite values of each bucket, NaN if it has none.
 
     Args:
-        values: the values [n].
-        starts: index of the first value of each bucket, increasing.
-        weights: of the values, if they are to be weighted [n].
+        values: The values [n].
+        starts: Index of the first value of each bucket, increasing.
+        weights: Of the values, if they are to be weighted [n].
     """
     if not len(starts):
         return np.empty(0)

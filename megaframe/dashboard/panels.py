@@ -36,10 +36,10 @@ class Panel:
     """A panel of the page.
 
     Attributes:
-        kind: lines, bars, waterfall or heat.
-        keys: metrics drawn as lines; a key that ends with a slash stands for all metrics with this
+        kind: Lines, bars, waterfall or heat.
+        keys: Metrics drawn as lines; a key that ends with a slash stands for all metrics with this
             prefix.
-        scale: factor on values.
+        scale: Factor on values.
     """
 
     id: str
@@ -202,7 +202,7 @@ def compute_predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of the peak of a predicted step by cause.
 
     Args:
-        prediction: has `step_seconds`, `mfu` and `breakdown`: seconds by part, with exposed
+        prediction: Has `step_seconds`, `mfu` and `breakdown`: seconds by part, with exposed
             communication under the names of axes.
     """
     seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")

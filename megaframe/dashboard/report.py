@@ -44,9 +44,9 @@ def render_report(
     """Return the report as Markdown.
 
     Args:
-        run: the run.
-        prediction: as `panels.compute_predicted_losses` takes it, if there is one.
-        planner: the planner's suggestions, or why it has none.
+        run: The run.
+        prediction: As `panels.compute_predicted_losses` takes it, if there is one.
+        planner: The planner's suggestions, or why it has none.
     """
     return "\n".join(_render_lines(run, prediction, planner)) + "\n"
 

@@ -23,7 +23,7 @@ class RunEvent:
     """Something that happened at the end of a step.
 
     Attributes:
-        kind: restart, skip or checkpoint.
+        kind: Restart, skip or checkpoint.
     """
 
     step: int
@@ -32,7 +32,11 @@ class RunEvent:
 
 
 class RunFolder:
-    """A run folder, as it was when last read. Raises `UserError` if it is not a run folder."""
+    """A run folder, as it was when last read.
+
+    Raises:
+        UserError: If it is not a run folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         if not os.path.isdir(folder):

@@ -25,7 +25,11 @@ from megaframe.io.http import LOOPBACK, make_handler
 
 class DashboardServer:
     """Serves runs from `start` or `run` until `close`. host, port: where it listens; port 0 takes
-    any free port. Raises `UserError` if it cannot listen there."""
+    any free port.
+
+    Raises:
+        UserError: If it cannot listen there.
+    """
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class Trial:
     """A run of a sweep.
 
     Attributes:
-        keys: its values, in the format of a command line.
+        keys: Its values, in the format of a command line.
     """
 
     keys: dict[str, str]
@@ -89,8 +89,8 @@ class Sweep:
     """A run, what a sweep varies in it, and what its trials are compared by.
 
     Attributes:
-        config, words: of the run that is varied, and its command line.
-        metric: lower is better.
+        config, words: Of the run that is varied, and its command line.
+        metric: Lower is better.
     """
 
     config: RunConfig
@@ -103,12 +103,12 @@ class Sweep:
         """Return the sweep that a command line asks for.
 
         Args:
-            words: command line of the run.
+            words: Command line of the run.
             space: KEY=[A, B], KEY=uniform:LOW:HIGH or KEY=log:LOW:HIGH.
-            metric: what the user has named; None for `eval_loss`, or `loss` without evaluations.
+            metric: What the user has named; None for `eval_loss`, or `loss` without evaluations.
 
         Raises:
-            UserError: for mistakes in any of them, and a metric that the run does not have.
+            UserError: For mistakes in any of them, and a metric that the run does not have.
         """
         config, line = parse_run(words)
         ranges = parse_space(space)
@@ -140,10 +140,10 @@ class TrialRun:
     """The run of a trial, in a folder of its own.
 
     Args:
-        folder: of the trial; it is made.
-        words: command line of the run.
-        keys: values of the trial.
-        ranks: number of ranks.
+        folder: Of the trial; it is made.
+        words: Command line of the run.
+        keys: Values of the trial.
+        ranks: Number of ranks.
     """
 
     def __init__(
@@ -155,7 +155,11 @@ class TrialRun:
         self._metrics, self._last_step = MetricsFile(folder / METRICS_FILE), 0
 
     def start(self, **options: Any) -> subprocess.Popen[bytes]:
-        """Start it, with what it prints in a file of its folder. options: of `subprocess.Popen`."""
+        """Start it, with what it prints in a file of its folder.
+
+        Args:
+            options: Of `subprocess.Popen`.
+        """
         with open(self.folder / CONSOLE, "wb") as console:
             return subprocess.Popen(self._command, stdout=console, stderr=console, **options)
 
@@ -171,7 +175,7 @@ class TrialRun:
         """Return why the run failed, in one line.
 
         Args:
-            status: its exit status.
+            status: Its exit status.
         """
         tail = (self.folder / CONSOLE).read_bytes()[-_TAIL:].decode(errors="replace")
         lines = [line for line in tail.splitlines() if line.strip()] or ["nothing was printed"]
@@ -184,7 +188,7 @@ def parse_run(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
     of the config file.
 
     Raises:
-        UserError: there is a mistake in the config.
+        UserError: There is a mistake in the config.
     """
     parser = argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False)
     parser.add_argument("--config")
@@ -250,12 +254,12 @@ def make_trials(space: Space, times: int, seed: int) -> list[Trial]:
     the ranges.
 
     Args:
-        space: values of each key, a list or a range.
-        times: number of times.
-        seed: of the numbers from the ranges.
+        space: Values of each key, a list or a range.
+        times: Number of times.
+        seed: Of the numbers from the ranges.
 
     Raises:
-        UserError: this would repeat trials.
+        UserError: This would repeat trials.
     """
     if times < 1:
         raise UserError(f"--trials {times} is too few; use 1 or more")
@@ -282,10 +286,10 @@ def build_trial_command(
     """Return the command that runs a trial, and is asked to leave when its parent ends.
 
     Args:
-        words: command line of the run.
-        keys: values of the trial's keys, which override those of the run.
-        run: folder of the trial.
-        ranks: processes of the trial.
+        words: Command line of the run.
+        keys: Values of the trial's keys, which override those of the run.
+        run: Folder of the trial.
+        ranks: Processes of the trial.
     """
     prefix = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -346,10 +350,10 @@ def write_page(path: Path, results: Sequence[Result], space: Space, metric: str)
     """Write a page with the metric over the values of each key, which needs no network.
 
     Args:
-        path: the HTML file.
-        results: the trials; those without the metric are left out.
-        space: keys that were varied, one plot for each.
-        metric: key of the results that is shown.
+        path: The HTML file.
+        results: The trials; those without the metric are left out.
+        space: Keys that were varied, one plot for each.
+        metric: Key of the results that is shown.
 
     Raises:
         UserError: plotly is not installed.

@@ -41,7 +41,10 @@ class BlendedDataset:
 
     sources, paths, weights, sizes (samples per epoch) and names have one entry per source, in the
     order of the config. A name is the file name, or the path if several sources have that file
-    name. Raises `UserError` for sources that cannot be used, and if none has a share of the split.
+    name.
+
+    Raises:
+        UserError: For sources that cannot be used, and if none has a share of the split.
     """
 
     def __init__(self, config: RunConfig, split: Split, seed: int) -> None:

@@ -201,8 +201,10 @@ class IndexedDataset:
     """A token file open for reading: `prefix`.bin and `prefix`.idx.
 
     tokens: the whole `.bin` as one mapped array. The other arrays are those of `Index`. `len(file)`
-    is the number of sequences. Raises `UserError` if a file is missing, truncated, empty, of
-    another format or inconsistent.
+    is the number of sequences.
+
+    Raises:
+        UserError: If a file is missing, truncated, empty, of another format or inconsistent.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -114,11 +114,13 @@ class Loader:
     """Makes an endless sequence of steps over one split. A source that is used up starts again in a
     new order.
 
-    Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank
-    (p // microbatch) % data_ranks, so the batch has the same samples in the same order for any
-    number of ranks. The config must have passed the checks of `megaframe.validate` for this number
-    of ranks, which ensure that batch sizes and ramp are divisible. Raises `UserError` for sources
-    and splits that cannot work.
+    Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank (p //
+    microbatch) % data_ranks, so the batch has the same samples in the same order for any number of
+    ranks. The config must have passed the checks of `megaframe.validate` for this number of ranks,
+    which ensure that batch sizes and ramp are divisible.
+
+    Raises:
+        UserError: For sources and splits that cannot work.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class Kernels:
             reason: What it does not support.
 
         Raises:
-            UserError: if the config names an implementation.
+            UserError: If the config names an implementation.
         """
         choice = self._choices[name]
         if choice.named and choice.active != PLAIN_CODE:
@@ -237,7 +237,7 @@ def make_kernels(
         notify: As for `Kernels`.
 
     Raises:
-        UserError: a named implementation that this machine does not have; no library on a GPU,
+        UserError: A named implementation that this machine does not have; no library on a GPU,
             unless the config asks for plain code; or `train.fp8` without the library, which also
             contains the plain code of 8-bit products.
     """

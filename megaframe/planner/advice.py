@@ -107,7 +107,7 @@ def _compare_value(
     """Return how much longer the best layout with this value takes; None if none fits.
 
     Args:
-        which: mask of the candidates with this value that fit.
+        which: Mask of the candidates with this value that fit.
     """
     if not which.any():
         return None

@@ -56,8 +56,8 @@ class Candidates:
     is that of the config.
 
     Attributes:
-        recompute: index into `RECOMPUTE`.
-        schedule: index into `SCHEDULES`.
+        recompute: Index into `RECOMPUTE`.
+        schedule: Index into `SCHEDULES`.
     """
 
     tensor: Array
@@ -106,10 +106,10 @@ def enumerate_candidates(
     """Return all valid layouts on `gpus` GPUs, possibly none.
 
     Args:
-        config: the run; its layout is ignored.
-        gpus: number of GPUs.
-        cluster: decides how large tensor groups and replicas may be.
-        fixed: values of keys of `SEARCHED_KEYS` that are given.
+        config: The run; its layout is ignored.
+        gpus: Number of GPUs.
+        cluster: Decides how large tensor groups and replicas may be.
+        fixed: Values of keys of `SEARCHED_KEYS` that are given.
     """
     fixed = fixed or {}
     rows = [
@@ -271,7 +271,7 @@ def _list_schedules_with_chunks(
     """Yield pairs (schedule, chunks) for a pipeline.
 
     Args:
-        samples: samples of a microbatch on all data ranks.
+        samples: Samples of a microbatch on all data ranks.
     """
     if pipeline == 1:
         if fixed.get("chunks", 1) == 1:

@@ -29,11 +29,11 @@ class GroupLevel:
     """The part of a group that meets on one tier.
 
     Attributes:
-        members: how many meet there.
-        alpha: seconds per message.
+        members: How many meet there.
+        alpha: Seconds per message.
         bandwidth: bytes/s of each rank in one direction.
-        rails: whether only ranks with the same number in their nodes are connected.
-        reduces: whether the switches can sum.
+        rails: Whether only ranks with the same number in their nodes are connected.
+        reduces: Whether the switches can sum.
     """
 
     members: Number
@@ -57,10 +57,10 @@ def list_group_levels(
     On a torus a group has the links of as many dimensions as it extends over.
 
     Args:
-        cluster: its tiers.
-        stride: distance in ranks between two members.
-        size: number of members.
-        shares: share of the bandwidth that collectives reach, by tier; the last one applies to all
+        cluster: Its tiers.
+        stride: Distance in ranks between two members.
+        size: Number of members.
+        shares: Share of the bandwidth that collectives reach, by tier; the last one applies to all
             further tiers.
     """
     found_levels, inside = [], np.ones_like(np.asarray(size, dtype=float))
@@ -269,8 +269,8 @@ def estimate_hop_seconds(size: Number, group: Sequence[GroupLevel]) -> Number:
     group: alpha + n beta; 0 for a group of one rank.
 
     Args:
-        size: bytes of the message.
-        group: levels of the group.
+        size: Bytes of the message.
+        group: Levels of the group.
     """
     p, alpha, bandwidth = _find_slowest_tier(group)
     return np.where(p > 1, alpha + size / bandwidth, 0.0)
@@ -283,10 +283,10 @@ def estimate_collective_seconds(
     group of one rank.
 
     Args:
-        operation: a key of `ALGORITHMS`.
-        size: bytes of the whole buffer.
-        group: levels of the group.
-        algorithms: names of the algorithms to choose from; empty for all.
+        operation: A key of `ALGORITHMS`.
+        size: Bytes of the whole buffer.
+        group: Levels of the group.
+        algorithms: Names of the algorithms to choose from; empty for all.
     """
     best: Number = np.inf
     for name, formula in ALGORITHMS[operation].items():
@@ -300,10 +300,10 @@ def compute_bus_bandwidth(operation: str, size: float, members: int, seconds: fl
     link's nominal bandwidth for any number of ranks.
 
     Args:
-        operation: a key of `ALGORITHMS`.
-        size: bytes of the whole buffer.
-        members: ranks of the group.
-        seconds: duration of one collective.
+        operation: A key of `ALGORITHMS`.
+        size: Bytes of the whole buffer.
+        members: Ranks of the group.
+        seconds: Duration of one collective.
     """
     factor = {"all_reduce": 2.0, "broadcast": members / max(1, members - 1)}.get(operation, 1.0)
     return factor * size * (members - 1) / members / seconds

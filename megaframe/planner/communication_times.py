@@ -28,9 +28,9 @@ def estimate_tensor_parallel_times(
     forward, as when the constants were fitted.
 
     Args:
-        machine: the links, and the layout.
-        linears: seconds of the products that the transfers overlap with.
-        elements: per token that a block gathers or scatters in forward
+        machine: The links, and the layout.
+        linears: Seconds of the products that the transfers overlap with.
+        elements: Per token that a block gathers or scatters in forward
             (`TensorTraffic.forward`): four times the width of the stream if an MLP follows
             attention.
     """
@@ -65,10 +65,10 @@ def estimate_exposed_seconds(
     more than is hidden.
 
     Args:
-        transfer: seconds of the transfer.
-        compute: seconds of the compute that runs at the same time.
-        parts: number of parts.
-        delay: seconds by which the whole transfer would delay compute.
+        transfer: Seconds of the transfer.
+        compute: Seconds of the compute that runs at the same time.
+        parts: Number of parts.
+        delay: Seconds by which the whole transfer would delay compute.
     """
     exposed = np.maximum(transfer / parts, transfer - compute * (parts - 1) / parts)
     hidden = transfer - exposed

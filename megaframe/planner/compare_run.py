@@ -82,12 +82,12 @@ def compare_run(
     """Return the prediction for a run with this config file and environment.
 
     Args:
-        config: path of the run's config file.
-        environment: content of the run's environment.json.
-        cluster: name of the cluster to assume, if given.
+        config: Path of the run's config file.
+        environment: Content of the run's environment.json.
+        cluster: Name of the cluster to assume, if given.
 
     Raises:
-        UserError: there can be no prediction: the number of ranks, the cluster or `model.vocab` is
+        UserError: There can be no prediction: the number of ranks, the cluster or `model.vocab` is
             unknown, or the config is not valid.
     """
     run_config, ranks = load(str(config)), environment.get("ranks")

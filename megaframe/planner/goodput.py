@@ -93,12 +93,12 @@ class FailureCosts:
     """Costs of failures and saves, in seconds.
 
     Attributes:
-        crash, hang, silent: time until such a failure is noticed.
-        restart: from then until loading.
-        load: time to load the last save of any kind.
-        swap: further time if a node is replaced; 0 with warm spares.
-        stall: how long steps wait for a save.
-        again: total time lost because the first steps are slower.
+        crash, hang, silent: Time until such a failure is noticed.
+        restart: From then until loading.
+        load: Time to load the last save of any kind.
+        swap: Further time if a node is replaced; 0 with warm spares.
+        stall: How long steps wait for a save.
+        again: Total time lost because the first steps are slower.
     """
 
     crash: float = 5.0
@@ -143,9 +143,9 @@ def compute_effective_share(
     too, and all work since the last save. A planned stop costs no work, because it saves first.
 
     Args:
-        mix, costs: the failures, and what they and the saves cost.
-        ranks: ranks of the run.
-        interval: seconds of work between saves.
+        mix, costs: The failures, and what they and the saves cost.
+        ranks: Ranks of the run.
+        interval: Seconds of work between saves.
     """
     rate = mix.compute_failure_rate(ranks)
     total = sum(cause.count for cause in mix.causes)
@@ -209,11 +209,11 @@ def simulate_failures(
     """Replay random failures one after the other.
 
     Args:
-        mix, costs: the failures, and what they and the saves cost.
-        ranks: ranks of the run.
-        interval: seconds of work between saves.
-        failures: number of failures to replay.
-        seed: of the random numbers.
+        mix, costs: The failures, and what they and the saves cost.
+        ranks: Ranks of the run.
+        interval: Seconds of work between saves.
+        failures: Number of failures to replay.
+        seed: Of the random numbers.
     """
     draw = random.Random(seed)
     rate, weights = mix.compute_failure_rate(ranks), [cause.count for cause in mix.causes]
@@ -293,9 +293,9 @@ def find_max_restart_seconds(
     """Return the longest restart in seconds that reaches a share at the best interval, else 0.
 
     Args:
-        mix, costs: the failures, and what they and the saves cost; `costs.restart` is ignored.
-        ranks: ranks of the run.
-        share: effective share to reach, from 0 to 1.
+        mix, costs: The failures, and what they and the saves cost; `costs.restart` is ignored.
+        ranks: Ranks of the run.
+        share: Effective share to reach, from 0 to 1.
     """
 
     def is_reached(restart: float) -> bool:
@@ -319,9 +319,9 @@ def format_table_lines(
     interval and Daly's, the effective share computed and simulated, and what to improve first.
 
     Args:
-        mix, costs: the failures, and what they and the saves cost.
-        sizes: numbers of ranks, one for each line.
-        seed: of the simulation.
+        mix, costs: The failures, and what they and the saves cost.
+        sizes: Numbers of ranks, one for each line.
+        seed: Of the simulation.
     """
     head = ("ranks", "between failures", "save every", "Daly", "effective", "simulated", "next")
     yield _format_row(head)
@@ -376,11 +376,11 @@ def predict_goodput(
     Each interval loses the stall of a save, and each failure loses half an interval and a restart.
 
     Args:
-        cluster: failures, storage and price.
-        ranks: number of ranks.
-        tokens_per_second: of the whole run, while it trains.
-        tokens: tokens to train on.
-        checkpoint_bytes: bytes of the rank that writes most.
+        cluster: Failures, storage and price.
+        ranks: Number of ranks.
+        tokens_per_second: Of the whole run, while it trains.
+        tokens: Tokens to train on.
+        checkpoint_bytes: Bytes of the rank that writes most.
     """
     mean_between = cluster.failure_hours * 3600.0 / ranks
     stall = max(1e-3, checkpoint_bytes / cluster.storage)

@@ -40,11 +40,11 @@ class LayoutSizes:
     """Sizes of the axes, under their names, and what else a layout's costs depend on.
 
     Attributes:
-        chunks: stages per rank.
+        chunks: Stages per rank.
         zero: ZeRO stage.
-        recompute: index into `RECOMPUTE`.
-        microbatch: samples per microbatch.
-        microbatches: microbatches per step on each rank.
+        recompute: Index into `RECOMPUTE`.
+        microbatch: Samples per microbatch.
+        microbatches: Microbatches per step on each rank.
     """
 
     tensor: Number
@@ -95,8 +95,8 @@ class BlocksPerRank:
     """Numbers of blocks.
 
     Attributes:
-        fullest: of the rank that has most.
-        last: of the rank with the last stage.
+        fullest: Of the rank that has most.
+        last: Of the rank with the last stage.
     """
 
     fullest: Array

@@ -122,8 +122,12 @@ class Machine:
 
     @cached_property
     def rate(self) -> KernelRates:
-        """Rates of the kernels in the config's precision. Raises `UserError` if the chip has no
-        such rates; the groups of ranks are known without them."""
+        """Rates of the kernels in the config's precision.
+
+        Raises:
+            UserError: If the chip has no such rates; the groups of ranks are known without
+                them.
+        """
         return compute_kernel_rates(self.cluster.chip, self.constants, self.config.train.precision)
 
     @cached_property
@@ -153,10 +157,10 @@ class Machine:
         """Return the seconds of equal collectives over the ranks of an axis.
 
         Args:
-            operation: a key of `collective_times.ALGORITHMS`.
-            size: bytes of all of them together.
-            axis: a key of `groups`.
-            times: number of collectives.
+            operation: A key of `collective_times.ALGORITHMS`.
+            size: Bytes of all of them together.
+            axis: A key of `groups`.
+            times: Number of collectives.
         """
         algorithms = self.software.collectives
         return times * estimate_collective_seconds(
@@ -168,9 +172,9 @@ class Machine:
         steps of `layout.exchange_steps`, or between all pairs of ranks.
 
         Args:
-            size: bytes of all of them together.
-            axis: a key of `groups`.
-            times: number of exchanges.
+            size: Bytes of all of them together.
+            axis: A key of `groups`.
+            times: Number of exchanges.
         """
         in_steps = self.software.exchange_in_steps
         formula = stepped_exchange if in_steps else pairwise_all_to_all

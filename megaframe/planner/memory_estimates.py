@@ -43,10 +43,10 @@ def estimate_peak_memory(config: RunConfig, chip: Chip, c: LayoutSizes, schedule
     which makes the final decision on what fits.
 
     Args:
-        config: the run; its layout is ignored.
-        chip: the device.
-        c: the sizes of the candidates.
-        schedule: indices into `SCHEDULES`, one for each candidate.
+        config: The run; its layout is ignored.
+        chip: The device.
+        c: The sizes of the candidates.
+        schedule: Indices into `SCHEDULES`, one for each candidate.
     """
     blocks, one_stage = _BlockTable(config, c), c.pipeline == 1
     v_shaped, nowhere = _has_schedule(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
@@ -70,9 +70,9 @@ class _ActivationCounts(NamedTuple):
     """The most that a rank holds at once, in activations of one microbatch on one stage.
 
     Attributes:
-        backward: those that wait for a backward pass.
-        weight_pass: those that a backward pass left for a weight pass.
-        either: those that wait for one of the two; each counts as the larger.
+        backward: Those that wait for a backward pass.
+        weight_pass: Those that a backward pass left for a weight pass.
+        either: Those that wait for one of the two; each counts as the larger.
     """
 
     backward: Array
@@ -85,11 +85,11 @@ class _PipelineRank:
     """One rank of each candidate.
 
     Attributes:
-        c: the sizes of the candidates.
-        blocks: what a block of each candidate has.
-        counts: activations that the rank holds.
-        first, last: whether it has the first and the last stage.
-        full: whether it has as many blocks as the fullest rank; otherwise as many as the rank with
+        c: The sizes of the candidates.
+        blocks: What a block of each candidate has.
+        counts: Activations that the rank holds.
+        first, last: Whether it has the first and the last stage.
+        full: Whether it has as many blocks as the fullest rank; otherwise as many as the rank with
             the last stage.
     """
 
@@ -158,8 +158,8 @@ class _BlockTable:
         consecutive layers of each of its stages may have.
 
         Args:
-            kind: index into `layers`, the largest kind first.
-            first: of the fullest rank; otherwise of the rank with the last stage.
+            kind: Index into `layers`, the largest kind first.
+            first: Of the fullest rank; otherwise of the rank with the last stage.
         """
         free = np.asarray(self.per_rank[first], dtype=int)
         per_stage = -(-free // self.chunks)
@@ -173,8 +173,8 @@ class _BlockTable:
         """Return the sum of a quantity over the blocks of a rank.
 
         Args:
-            name: a quantity of a block, such as "kept".
-            first: as in `count`.
+            name: A quantity of a block, such as "kept".
+            first: As in `count`.
         """
         return sum(
             self.count(kind, first) * self._of[kind, name] for kind in range(len(self.layers))

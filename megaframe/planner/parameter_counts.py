@@ -30,15 +30,15 @@ class RankParameters:
     and the late part after it.
 
     Attributes:
-        vectors: all gains and biases.
-        split: the matrices that tensor ranks divide.
-        tables: each embedding table, and the head.
-        experts: the matrices of experts, 0 where there are none.
-        replicated: the matrices that all tensor ranks have whole.
-        shared: the matrices that groups of neighbouring tensor ranks have in common.
-        positions: the table of positions, which is whole on all tensor ranks as well.
-        tensor: number of tensor ranks.
-        copies: tensor ranks of a group that has `shared` matrices in common.
+        vectors: All gains and biases.
+        split: The matrices that tensor ranks divide.
+        tables: Each embedding table, and the head.
+        experts: The matrices of experts, 0 where there are none.
+        replicated: The matrices that all tensor ranks have whole.
+        shared: The matrices that groups of neighbouring tensor ranks have in common.
+        positions: The table of positions, which is whole on all tensor ranks as well.
+        tensor: Number of tensor ranks.
+        copies: Tensor ranks of a group that has `shared` matrices in common.
     """
 
     vectors: int
@@ -121,8 +121,8 @@ class RankParameters:
         """Return the same parameters with an entry for each bucket instead of each part of a block.
 
         Args:
-            config: has the size of buckets.
-            plans: the stages of this rank.
+            config: Has the size of buckets.
+            plans: The stages of this rank.
         """
         parts, merged, stop = self._parts, [], 0
         for group in self.group_blocks(config, plans):
@@ -138,8 +138,8 @@ class RankParameters:
         """Return the units of each stage, by its number, with their buckets.
 
         Args:
-            config: has the size of buckets, and whether embeddings are tied.
-            plans: the stages of this rank.
+            config: Has the size of buckets, and whether embeddings are tied.
+            plans: The stages of this rank.
         """
         parts = self._parts
         blocks: list[UnitBuckets] = []

@@ -45,10 +45,10 @@ def compute_peak_memory(
     """Return the memory of the rank that needs most, the chip's overhead included.
 
     Args:
-        config: model, precision, recompute and microbatch.
-        layout: the sizes of the axes.
-        schedule: that of one step, not lowered.
-        chip: the device.
+        config: Model, precision, recompute and microbatch.
+        layout: The sizes of the axes.
+        schedule: That of one step, not lowered.
+        chip: The device.
     """
     memories = compute_pipeline_memory(config, layout, schedule, chip)
     return max(memories.values(), key=lambda memory: memory.total)
@@ -61,7 +61,7 @@ def compute_pipeline_memory(
     included; of a long pipeline only of those that may need most.
 
     Args:
-        config, layout, schedule, chip: as in `compute_peak_memory`.
+        config, layout, schedule, chip: As in `compute_peak_memory`.
     """
     plans, lowered, num_ranks = plan_stages(config), lower(schedule), len(schedule.ranks)
     ranks = (

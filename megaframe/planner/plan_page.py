@@ -57,11 +57,11 @@ def write_page(
     """Write the page of a plan, which needs no network.
 
     Args:
-        path: the HTML file.
-        choice: the layout that is described.
-        result: the search that made the choice, if any; with it the page lists the alternatives.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
+        path: The HTML file.
+        choice: The layout that is described.
+        result: The search that made the choice, if any; with it the page lists the alternatives.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
 
     Raises:
         UserError: plotly is not installed.
@@ -121,8 +121,8 @@ class Chart:
     """A chart.
 
     Attributes:
-        traces: what plotly draws, as (kind of trace, its data).
-        axes: further arguments of plotly's layout.
+        traces: What plotly draws, as (kind of trace, its data).
+        axes: Further arguments of plotly's layout.
     """
 
     title: str
@@ -286,9 +286,9 @@ class CommunicationRoofline:
     The axis is bound by compute if intensity is at least ridge.
 
     Attributes:
-        tier: the tier of its transfers.
-        intensity: operations of a rank per byte that it moves for this axis.
-        ridge: operations in the time of one byte on the tier.
+        tier: The tier of its transfers.
+        intensity: Operations of a rank per byte that it moves for this axis.
+        ridge: Operations in the time of one byte on the tier.
     """
 
     axis: str
@@ -311,10 +311,10 @@ def compute_communication_rooflines(
     once per step counts divided by the number of microbatches.
 
     Args:
-        config: the run.
-        layout: the sizes of its axes.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
+        config: The run.
+        layout: The sizes of its axes.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
     """
     machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     model, width = config.model, machine.rate.width

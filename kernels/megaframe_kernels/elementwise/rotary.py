@@ -28,7 +28,7 @@ def run_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: [B, S, N, D].
         cos: [S, R] or [B, S, R] with 2R <= D; gets no gradient.
-        sin: like cos.
+        sin: Like cos.
 
     Returns:
         x rotated, [B, S, N, D]; dims from 2R on stay as they are.
@@ -106,8 +106,8 @@ def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     Args:
         x: [B, S, N, D].
         cos: [S, R] or [B, S, R] with 2R <= D.
-        sin: like cos.
-        back: rotate in the opposite direction, as the gradient is.
+        sin: Like cos.
+        back: Rotate in the opposite direction, as the gradient is.
     """
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()

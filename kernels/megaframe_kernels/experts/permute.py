@@ -46,8 +46,8 @@ def run_reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor,
     """Sort choices by expert, then by token.
 
     Args:
-        experts_TK: experts (0 .. count - 1) that tokens chose.
-        count: number of experts E.
+        experts_TK: Experts (0 .. count - 1) that tokens chose.
+        count: Number of experts E.
 
     Returns:
         The fields of `ExpertOrder`: order [P], places [T, K] and ends [E], int32.
@@ -144,10 +144,10 @@ def run_reference_unpermute(
     """Return for each token the sum of the rows at its places times their weights.
 
     Args:
-        y_PH: rows in the order of experts.
-        weights_TK: weight of each choice, or None for 1.
-        order_P: choice at each place.
-        places_TK: place of each choice.
+        y_PH: Rows in the order of experts.
+        weights_TK: Weight of each choice, or None for 1.
+        order_P: Choice at each place.
+        places_TK: Place of each choice.
 
     Returns:
         [T, H], summed in at least fp32 and rounded once.

@@ -35,10 +35,10 @@ def run_reference(
 
     Args:
         logits_TE: [T, E].
-        k: number of experts of a token.
-        bias_E: added to the scores for the choice only.
+        k: Number of experts of a token.
+        bias_E: Added to the scores for the choice only.
         score: softmax or sigmoid of the logits.
-        normalise: divide the weights of a token by their sum.
+        normalise: Divide the weights of a token by their sum.
 
     Returns:
         Weights, in at least fp32 [T, K], and experts, int32 [T, K].
@@ -191,10 +191,10 @@ def launch_forward(
 
     Args:
         logits_TE: [T, E].
-        k: number of experts of a token.
-        bias_E: added to the scores for the choice only.
-        sigmoid: scores are the sigmoid of the logits, not their softmax.
-        normalise: divide the weights of a token by their sum.
+        k: Number of experts of a token.
+        bias_E: Added to the scores for the choice only.
+        sigmoid: Scores are the sigmoid of the logits, not their softmax.
+        normalise: Divide the weights of a token by their sum.
     """
     flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     tokens, count = flat.shape
@@ -219,12 +219,12 @@ def launch_backward(
     """Return the gradient of the logits.
 
     Args:
-        d_weights_TK: gradient of the weights.
-        logits_TE: what the forward pass was given.
-        weights_TK: its weights.
-        experts_TK: its experts, int32.
-        sigmoid: whether scores are sigmoids, not a softmax.
-        normalise: whether the weights of a token were divided by their sum.
+        d_weights_TK: Gradient of the weights.
+        logits_TE: What the forward pass was given.
+        weights_TK: Its weights.
+        experts_TK: Its experts, int32.
+        sigmoid: Whether scores are sigmoids, not a softmax.
+        normalise: Whether the weights of a token were divided by their sum.
 
     Returns:
         [T, E], contiguous.

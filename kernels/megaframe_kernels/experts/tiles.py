@@ -78,12 +78,12 @@ def find_tile(
     """Return which rows a tile has.
 
     Args:
-        ends: where each expert's places end.
-        tile: number of the tile among those of all experts.
-        count: number of experts.
-        places: number of places.
-        ROWS: rows of a tile.
-        EXPERTS: a power of two above `count`.
+        ends: Where each expert's places end.
+        tile: Number of the tile among those of all experts.
+        count: Number of experts.
+        places: Number of places.
+        ROWS: Rows of a tile.
+        EXPERTS: A power of two above `count`.
 
     Returns:
         The expert of the tile (more than `count` if there is no such tile), the tile's first place,
@@ -111,11 +111,11 @@ def find_tiles(
     """Return the first tile of an expert, and its number of tiles.
 
     Args:
-        ends: where each expert's places end.
-        selected: number of the expert, below `count`.
-        count: number of experts.
-        ROWS: rows of a tile.
-        EXPERTS: a power of two above `count`.
+        ends: Where each expert's places end.
+        selected: Number of the expert, below `count`.
+        count: Number of experts.
+        ROWS: Rows of a tile.
+        EXPERTS: A power of two above `count`.
     """
     expert, _, _, tiles = _count_tiles(ends, count, 0, ROWS, EXPERTS)
     before = tl.sum(tl.where(expert < selected, tiles, 0), 0)

@@ -54,12 +54,12 @@ def run_reference(
     """y[p] = a[p] b[e]^T for the expert e to which place p belongs, rounded once to `dtype`.
 
     Args:
-        a_PK: rows in 8 bits.
-        b_ENK: one matrix per expert, in 8 bits.
-        a_scales: per row, [P, 1], or per 128 elements of a row, [P, ceil(K / 128)].
-        b_scales: per row, [E, N, 1], or per 128 elements, [E, N or ceil(N / 128), ceil(K / 128)].
-        ends_E: where each expert's places end; places beyond the last end give 0.
-        dtype: type of the result.
+        a_PK: Rows in 8 bits.
+        b_ENK: One matrix per expert, in 8 bits.
+        a_scales: Per row, [P, 1], or per 128 elements of a row, [P, ceil(K / 128)].
+        b_scales: Per row, [E, N, 1], or per 128 elements, [E, N or ceil(N / 128), ceil(K / 128)].
+        ends_E: Where each expert's places end; places beyond the last end give 0.
+        dtype: Type of the result.
 
     Returns:
         y [P, N].
@@ -85,13 +85,13 @@ def add_product(
     """Return total + a b.
 
     Args:
-        total: the sum so far, fp32 [rows, columns].
+        total: The sum so far, fp32 [rows, columns].
         a: [rows, depth] in 8 bits.
         b: [depth, columns] in 8 bits.
-        down: scale of each row of a; read only with BLOCKS.
-        across: scale of each column of b; read only with BLOCKS.
-        BLOCKS: multiply a b by the scales of this part of the sum first.
-        FEW_BITS: matrix units keep few bits when they sum 8-bit numbers, as those of generation 9
+        down: Scale of each row of a; read only with BLOCKS.
+        across: Scale of each column of b; read only with BLOCKS.
+        BLOCKS: Multiply a b by the scales of this part of the sum first.
+        FEW_BITS: Matrix units keep few bits when they sum 8-bit numbers, as those of generation 9
             do. They then sum no more than the depth of a tile, and the sums of tiles are added
             outside of them.
     """

@@ -79,10 +79,10 @@ def run_reference_columns(
     Each expert's places start at a multiple of 128 and are followed by zeros.
 
     Args:
-        x_PC: rows in the order of experts.
-        ends_E: where each expert's places end.
-        dtype: the 8-bit type.
-        sharing: which numbers share a scale, one of `SHARING`.
+        x_PC: Rows in the order of experts.
+        ends_E: Where each expert's places end.
+        dtype: The 8-bit type.
+        sharing: Which numbers share a scale, one of `SHARING`.
 
     Returns:
         The columns in 8 bits, [C, W], and fp32 scales [S, C] with S = E, or W / 128 for blocks.

@@ -144,7 +144,11 @@ class MemoryFolder:
 
 
 def encode_record(record: CopyRecord) -> bytes:
-    """Serialise a record. Raises UserError if it is larger than `MAX_RECORD_BYTES`."""
+    """Serialise a record.
+
+    Raises:
+        UserError: If it is larger than `MAX_RECORD_BYTES`.
+    """
     data = seal(record)
     if len(data) > MAX_RECORD_BYTES:
         raise UserError(f"the record of a copy has {len(data)} bytes, over {MAX_RECORD_BYTES}")

@@ -102,7 +102,11 @@ class DCPContents:
 
 
 def read_metadata(folder: Path) -> DCPContents:
-    """Read what a folder contains. Raises UserError if its metadata is damaged or malicious."""
+    """Read what a folder contains.
+
+    Raises:
+        UserError: If its metadata is damaged or malicious.
+    """
     path = folder / METADATA
     try:
         data = read_file(path, MAX_METADATA)
