@@ -20,14 +20,14 @@ from torch import Tensor
 from megaframe.distributed.collectives import (
     Group,
     all_gather,
-    all_gather_uneven,
+    all_gather_v,
     all_reduce,
     all_to_all,
-    all_to_all_uneven,
+    all_to_all_v,
     barrier,
     receive,
     reduce_scatter,
-    reduce_scatter_uneven,
+    reduce_scatter_v,
     send,
     shift_ring,
 )
@@ -221,16 +221,16 @@ def make_collective_cases(
         "all_gather": (lambda: all_gather(own_values, group).wait(), of_all_ranks.view(-1)),
         "reduce_scatter": (lambda: reduce_scatter(own_values, group).wait(), total[even]),
         "all_to_all": (lambda: all_to_all(parts[own_index], group).wait(), parts[:, own_index]),
-        "all_gather uneven": (
-            lambda: all_gather_uneven(own_values[: sizes[own_index]], sizes, group).wait(),
+        "all_gather_v": (
+            lambda: all_gather_v(own_values[: sizes[own_index]], sizes, group).wait(),
             beginnings,
         ),
-        "reduce_scatter uneven": (
-            lambda: reduce_scatter_uneven(own_prefix, sizes, group).wait(),
+        "reduce_scatter_v": (
+            lambda: reduce_scatter_v(own_prefix, sizes, group).wait(),
             total[uneven],
         ),
-        "all_to_all uneven": (
-            lambda: all_to_all_uneven(own_prefix, sizes, received_sizes, group).wait(),
+        "all_to_all_v": (
+            lambda: all_to_all_v(own_prefix, sizes, received_sizes, group).wait(),
             torch.cat([row[uneven] for row in of_all_ranks]),
         ),
     }

@@ -2,7 +2,7 @@
 published failures and measured costs.
 
 python tools/goodput.py --mix llama3 --ranks 16384 --costs restart=15,load=10,stall=0.2
-python tools/goodput.py --ranks 16384 100000 --measured benchmarks/results/drill.json --target 0.93
+python tools/goodput.py --ranks 100000 --measured benchmarks/results/chaos_test.json --target 0.93
 
 Costs that a chaos test has measured (tools/chaos/chaos_test.py --write) are listed apart from those
 assumed.
@@ -74,12 +74,15 @@ def check_arguments(
 
 def load_measured_costs(path: Path) -> dict[str, float]:
     """Return the costs in a file that a chaos test has written. `crash` is 0, because there the
-    time to notice a crash is a part of `restart`, which begins with the last step. Raises
-    `UserError` if the file is not from a chaos test."""
+    time to notice a crash is a part of `restart`, which begins with the last step.
+
+    Raises:
+        UserError: If the file is not from a chaos test.
+    """
     try:
-        drill = parse_json(read_file(path, MOST_BYTES))
-        kill = {cause: float(drill["kill"][cause]) for cause in ("restart", "load", "again")}
-        costs = {"crash": 0.0, **kill, "stall": float(drill["whole"]["stall"])}
+        results = parse_json(read_file(path, MOST_BYTES))
+        kill = {cause: float(results["kill"][cause]) for cause in ("restart", "load", "warmup")}
+        costs = {"crash": 0.0, **kill, "stall": float(results["whole"]["stall"])}
         if not all(0 <= seconds < 1e9 for seconds in costs.values()):
             raise ValueError(f"seconds out of range in {costs}")
         return costs

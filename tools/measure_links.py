@@ -57,10 +57,11 @@ them."""
 
 @dataclass(frozen=True)
 class LinkFit:
-    """The fit of one operation on one group of ranks. alpha, bandwidth: seconds per message and
-    bytes/s of a rank, by the formula for a ring.
+    """The fit of one operation on one group of ranks, by the formula for a ring.
 
     Attributes:
+        alpha: Seconds per message.
+        bandwidth: Bytes/s of a rank.
         name: Name of the group.
         error: Largest relative error of the fitted line.
         bus: Bus bandwidth of the largest size, in bytes/s.

@@ -157,16 +157,16 @@ def summarize_steps(run: Path, since: float) -> dict[str, Any]:
     """
     metrics = MetricsFile(run / METRICS_FILE)
     metrics.read()
-    recent = np.flatnonzero(metrics.column("at") >= since)
+    recent = np.flatnonzero(metrics.get_column("at") >= since)
     recent = recent[1:] if len(recent) > 1 else recent
     if not len(recent):
         return {}
 
     def compute_median(name: str) -> float:
-        return float(np.median(metrics.column(name)[recent]))
+        return float(np.median(metrics.get_column(name)[recent]))
 
     def compute_medians(prefix: str) -> dict[str, float]:
-        names = [name for name in metrics.names() if name.startswith(prefix)]
+        names = [name for name in metrics.list_names() if name.startswith(prefix)]
         return {name.removeprefix(prefix): compute_median(name) for name in names}
 
     return {

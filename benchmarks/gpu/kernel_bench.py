@@ -78,9 +78,12 @@ class Timing:
 class PassResult:
     """Forward or backward pass of an implementation.
 
-    bytes, flops: the least that it takes. share: of the ceiling that binds. copy_share: of the
-    speed of a copy of as many bytes, if bytes bind. product_share: of the speed of the bare
-    products of its shapes, if it consists of those.
+    Attributes:
+        bytes: The least that it moves.
+        flops: The least that it computes.
+        share: Of the ceiling that binds.
+        copy_share: Of the speed of a copy of as many bytes, if bytes bind.
+        product_share: Of the speed of the bare products of its shapes, if it consists of those.
     """
 
     seconds: float
@@ -97,9 +100,11 @@ class PassResult:
 class Measurement:
     """One implementation on one case.
 
-    error: the largest error of its outputs and gradients, each relative to the norm of the true
-    result in fp64, in a smaller size. trouble: why a number is missing, in one line. details: the
-    end of the traceback.
+    Attributes:
+        error: The largest error of its outputs and gradients, each relative to the norm of the
+            true result in fp64, in a smaller size.
+        trouble: Why a number is missing, in one line.
+        details: The end of the traceback.
     """
 
     kernel: str
@@ -208,12 +213,16 @@ def run_of(kernel: Any, name: str) -> Callable[..., Any] | None:
     if name == REFERENCE:
         return kernel.reference
     implementation = kernel.implementations[name]
-    return implementation.run if implementation.missing() is None else None
+    return implementation.run if implementation.explain_absence() is None else None
 
 
 def compute_error(kernel: Any, run: Callable[..., Any], case: Any) -> float:
     """Return the largest error of outputs and gradients, each relative to the norm of the true
-    result. Raises `ValueError` if integers differ or an error is not finite."""
+    result.
+
+    Raises:
+        ValueError: If integers differ or an error is not finite.
+    """
     import torch
 
     def convert(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -299,8 +308,12 @@ def share(work: Any, seconds: float, ceilings: Ceilings) -> float:
 def measure(
     case: Any, checked: Any, kernel: Any, name: str, ceilings: Ceilings, dry: bool
 ) -> Measurement | None:
-    """Measure one implementation, or return None if this machine lacks it. checked: the case in the
-    size in which its result is checked; if the check fails to run, it is still timed."""
+    """Measure one implementation, or return None if this machine lacks it.
+
+    Args:
+        checked: The case in the size in which its result is checked; if the check fails to run,
+            it is still timed.
+    """
     label = (case.kernel, case.name, name)
     error = trouble = details = None
     try:

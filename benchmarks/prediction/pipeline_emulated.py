@@ -62,11 +62,15 @@ OVERHEAD_STEPS = 10
 class EmulatedSchedule:
     """One schedule: a step as measured and as simulated, in seconds.
 
-    bubble: share of the step in which a rank does no emulated work, mean over ranks; a step goes
-    from the first start to the last end, including the update. in_spans: the same share of a rank's
-    own time from its first to its last pass, the largest over ranks. live: most activations that
-    the engine of a rank held, in units of the rank's share of the layers. live_limit: what 1F1B
-    holds on its first rank with as many microbatches; a schedule within it is memory-neutral.
+    Attributes:
+        bubble: Share of the step in which a rank does no emulated work, mean over ranks; a step
+            goes from the first start to the last end, including the update.
+        in_spans: The same share of a rank's own time from its first to its last pass, the
+            largest over ranks.
+        live: Most activations that the engine of a rank held, in units of the rank's share of
+            the layers.
+        live_limit: What 1F1B holds on its first rank with as many microbatches; a schedule
+            within it is memory-neutral.
     """
 
     schedule: str
@@ -89,7 +93,11 @@ def make_config(
     name: str, ranks: int, chunks: int, microbatches: int, seconds: float, data: int = 1
 ) -> RunConfig:
     """Return the config of a tiny model with one block per stage, whose F, B and W take `seconds`
-    each. microbatches: of each of the `data` pipelines."""
+    each.
+
+    Args:
+        microbatches: Of each of the `data` pipelines.
+    """
     times = dict.fromkeys(("forward", "backward", "weight"), seconds)
     return RunConfig.model_validate(
         {

@@ -32,8 +32,14 @@ WEAK, STRONG = 16, 64
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One world. measured, predicted: seconds of a step. efficiency: microbatches per second and
-    rank relative to the smallest world, measured and predicted."""
+    """One world.
+
+    Attributes:
+        measured: Seconds of a step.
+        predicted: The same, as predicted.
+        efficiency: Microbatches per second and rank relative to the smallest world, measured
+            and predicted.
+    """
 
     kind: str
     ranks: int

@@ -83,9 +83,9 @@ def build(library: Path, chips: Sequence[int]) -> None:
         temporary = Path(folder, library.name)
         options = ("-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden")
         command = [find_nvcc(), *options, *targets, *map(str, list_sources()), "-o", str(temporary)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = (done.stderr + done.stdout).splitlines()
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if completed.returncode:
+            lines = (completed.stderr + completed.stdout).splitlines()
             complaints = (line for line in lines if re.search("error|fatal", line, re.IGNORECASE))
             first = next(complaints, "no message")
             raise BuildError(f"nvcc failed: {first.strip()}")

@@ -29,18 +29,18 @@ class Implementation:
     Attributes:
         name: Of the implementation.
         run: Computes the kernel.
-        missing: Returns why this machine cannot run it at all, or None.
+        explain_absence: Returns why this machine cannot run it at all, or None.
         refuses: Takes the arguments and returns why it cannot run with them, or None.
     """
 
     name: str
     run: Callable[..., Any]
-    missing: Callable[[], str | None]
+    explain_absence: Callable[[], str | None]
     refuses: Callable[..., str | None]
 
     def explain_refusal(self, *arguments: Any, **options: Any) -> str | None:
         """Return why it cannot run with these arguments, or None."""
-        return self.missing() or self.refuses(*arguments, **options)
+        return self.explain_absence() or self.refuses(*arguments, **options)
 
     def supports(self, *arguments: Any, **options: Any) -> bool:
         """Return whether it can run with these arguments."""

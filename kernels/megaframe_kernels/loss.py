@@ -282,11 +282,15 @@ def run_triton(
     """Compute the reference in Triton. The gradient is multiplied by the scale in fp32, before it
     is rounded."""
     settings = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
-    own, own_label = _parts_op(logits_TV, labels_T, *settings)
+    own_partition, own_label = _parts_op(logits_TV, labels_T, *settings)
     # Copies: `join` may work in place.
-    joined, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
+    joined, label = (
+        (own_partition, own_label)
+        if join is None
+        else join(own_partition.clone(), own_label.clone())
+    )
     # A factor, not a selection, for whose length the host would have to wait.
-    valid = (labels_T >= 0).to(own.dtype)
+    valid = (labels_T >= 0).to(own_partition.dtype)
     if gradient:
         # The loss lse + z_loss lse^2 - label has the slopes 1 + 2 z_loss lse and -1. The logits are
         # overwritten by their gradient, in place.

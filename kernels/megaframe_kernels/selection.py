@@ -125,7 +125,7 @@ def _choose(kernel: Kernel, order: Sequence[str]) -> KernelChoice:
         # What comes after the reference is slower than it.
         if name == REFERENCE:
             break
-        reason = kernel.implementations[name].missing()
+        reason = kernel.implementations[name].explain_absence()
         if reason is None:
             present.append(kernel.implementations[name])
         # Only those before the first that is present would have been used.
@@ -141,7 +141,7 @@ def _override(kernel: Kernel, name: str, order: Sequence[str]) -> KernelChoice:
     if name == REFERENCE:
         return KernelChoice(kernel, (), absent, named=True)
     implementation = kernel.implementations[name]
-    reason = implementation.missing()
+    reason = implementation.explain_absence()
     if reason is not None:
         raise KernelError(f"{kernel.name}={name} cannot run here: {reason}")
     return KernelChoice(kernel, (implementation,), absent, named=True)

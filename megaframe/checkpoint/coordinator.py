@@ -73,10 +73,10 @@ class SaveCoordinator:
         for _ in self.poll(self._timeout):
             if self._store.check(keys):
                 return [json.loads(message) for message in self._store.multi_get(keys)]
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        missing_ranks = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         raise UserError(
             f"checkpoint of step {self._step} was abandoned after {self._timeout:g} s: no message "
-            f"({topic}) from ranks {_format_ranks(missing)} of {self._world}"
+            f"({topic}) from ranks {_format_ranks(missing_ranks)} of {self._world}"
         )
 
     def start_stage(self, attempt: str, stage: str) -> None:
@@ -95,7 +95,7 @@ class SaveCoordinator:
             for rank in range(self._world):
                 self._store.delete_key(self._make_key(attempt, topic, rank))
 
-    def outcome(self, attempt: str) -> str | None:
+    def read_outcome(self, attempt: str) -> str | None:
         """Return how an attempt ended (empty: with success), or None if it has not ended."""
         return self._find(self._make_key(attempt, "end"))
 

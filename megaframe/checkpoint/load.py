@@ -154,10 +154,10 @@ class Checkpoint:
                 raise ValueError(f"{target.name}: dtype {target.tensor.dtype} cannot be loaded")
         if mismatches:
             listed = "\n  ".join(list(mismatches.values())[:5])
-            more = f"\n  and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
+            omitted = f"\n  and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
             raise UserError(
                 f"checkpoint {self.path} is of another model; {len(mismatches)} tensors differ:\n"
-                f"  {listed}{more}"
+                f"  {listed}{omitted}"
             )
 
 

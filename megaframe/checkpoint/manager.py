@@ -165,7 +165,7 @@ class CheckpointManager:
             )
         if self._memory_group is not None and self._memory_folder is not None:
             node_size = config.parallel.node_size or read_local_world_size()
-            peers = PeerRanks.for_rank(mesh.rank, mesh.layout.world, node_size)
+            peers = PeerRanks.find(mesh.rank, mesh.layout.world, node_size)
             run_id = self._run_id(self._memory_group, create=True)
             assert run_id is not None
             step_in_memory = source.step if isinstance(source, PeerMemoryCheckpoint) else None

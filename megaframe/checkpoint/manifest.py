@@ -77,7 +77,7 @@ class SavedTensor(JsonRecord):
     dtype: DTypeName
     slices: tuple[SavedSlice, ...]
 
-    def bytes_of(self, shape: Shape) -> int:
+    def count_bytes(self, shape: Shape) -> int:
         """Return the bytes of a box of this shape."""
         return prod(shape) * DTYPES[self.dtype].itemsize
 
@@ -105,7 +105,7 @@ SAVED_TENSORS = TypeAdapter(dict[str, SavedTensor])
 """Validates and serialises the part of `Manifest.tensors` that one rank saved."""
 
 
-def checksum(data: bytes | memoryview) -> str:
+def compute_checksum(data: bytes | memoryview) -> str:
     """Return the XXH3 checksum of 64 bits, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
@@ -151,7 +151,7 @@ def find_problem(manifest: Manifest) -> str | None:
                 )
             if saved_slice.file not in manifest.files:
                 return f"tensor {name} is in {saved_slice.file}, which is not in its list of files"
-            size = tensor.bytes_of(saved_slice.shape)
+            size = tensor.count_bytes(saved_slice.shape)
             if size > MAX_SLICE_BYTES:
                 return (
                     f"tensor {name} has a slice of {size} bytes, larger than any that is read "
@@ -175,14 +175,14 @@ _PREFIX = b'{"checksum":"%s",'
 def seal(record: BaseModel) -> bytes:
     """Serialise a record as JSON that begins with a checksum of the rest."""
     body = record.model_dump_json().encode()[1:]
-    return _PREFIX % checksum(body).encode() + body
+    return _PREFIX % compute_checksum(body).encode() + body
 
 
 def unseal(data: bytes) -> bytes | None:
     """Return the JSON of a sealed record without its checksum, or None if the checksum differs."""
     start = len(_PREFIX % (b"0" * 16))
     head, body = data[:start], data[start:]
-    return b"{" + body if head == _PREFIX % checksum(body).encode() else None
+    return b"{" + body if head == _PREFIX % compute_checksum(body).encode() else None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

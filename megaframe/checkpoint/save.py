@@ -136,7 +136,7 @@ class CheckpointWriter(BackgroundCopier):
 
     def _lead_save(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
         attempt = coordinator.open_attempt()
-        draft = self._backend.draft_path(self._root, job.step, attempt)
+        draft = self._backend.make_draft_path(self._root, job.step, attempt)
         failure = "rank 0 was stopped"
         try:
             coordinator.send_report(attempt, NEED, {"bytes": job.data.size})
@@ -201,13 +201,13 @@ class CheckpointWriter(BackgroundCopier):
         for _ in coordinator.poll(deadline_seconds):
             attempt = coordinator.read_latest_attempt()
             if attempt is not None and attempt != joined:
-                old_failure = coordinator.outcome(attempt)
+                old_failure = coordinator.read_outcome(attempt)
                 if old_failure is None:
                     joined, remaining_stages = attempt, [*self._stages]
                     coordinator.send_report(joined, NEED, {"bytes": job.data.size})
             if joined is None:
                 continue
-            failure = coordinator.outcome(joined)
+            failure = coordinator.read_outcome(joined)
             if failure:
                 raise UserError(failure)
             if failure is not None:
@@ -253,8 +253,8 @@ class CheckpointWriter(BackgroundCopier):
     def _make_file(
         self, attempt: str, job: _SaveJob, part_number: int, entries: Sequence[FileEntry]
     ) -> tuple[str, SavedFile]:
-        draft = self._backend.draft_path(self._root, job.step, attempt)
-        path = draft / self._backend.file_name(self._rank, part_number, attempt)
+        draft = self._backend.make_draft_path(self._root, job.step, attempt)
+        path = draft / self._backend.make_file_name(self._rank, part_number, attempt)
         with _explain_os_errors("cannot write", path, job.data.size, discard=path):
             aligned_data = job.data.wait_for_memory() if len(entries) == len(job.entries) else None
             saved = write_shard_file(path, entries, job.data.wait_for_entry, aligned_data)
@@ -289,12 +289,12 @@ def commit_checkpoint(
         OSError: If something cannot be written.
     """
 
-    def tensors(name: str) -> dict[str, SavedTensor]:
+    def read_tensors(name: str) -> dict[str, SavedTensor]:
         with ShardReader(draft / name, files[name]) as reader:
-            return reader.tensors()
+            return reader.read_tensors()
 
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        tensors_per_file = list(pool.map(tensors, files))
+        tensors_per_file = list(pool.map(read_tensors, files))
     manifest = Manifest(
         step=step, state=dict(state), files=dict(files), tensors=merge_tensors(tensors_per_file)
     )
@@ -314,9 +314,9 @@ def _merge_reports(step: int, messages: Sequence[Message]) -> dict[str, SavedFil
         if "error" in message
     ]
     if errors:
-        more = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
+        omitted = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
         raise UserError(
-            f"checkpoint of step {step} could not be saved: " + "; ".join(errors[:3]) + more
+            f"checkpoint of step {step} could not be saved: " + "; ".join(errors[:3]) + omitted
         )
     return {
         name: SavedFile.model_validate(saved)

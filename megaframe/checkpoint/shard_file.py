@@ -23,7 +23,7 @@ from megaframe.checkpoint.manifest import (
     SavedFile,
     SavedSlice,
     SavedTensor,
-    checksum,
+    compute_checksum,
 )
 from megaframe.checkpoint.slices import Shape, Slice, index_within, split_into_tiles
 from megaframe.checkpoint.stores.direct_io import ALIGNMENT
@@ -151,7 +151,7 @@ def split_into_files(entries: Sequence[FileEntry], limit: int | None) -> list[li
 def write_shard_file(
     path: StorePath,
     entries: Sequence[FileEntry],
-    bytes_of: Callable[[FileEntry], memoryview],
+    read_bytes: Callable[[FileEntry], memoryview],
     aligned_data: memoryview | None = None,
 ) -> SavedFile:
     """Write the bytes of entries, back to back, to a new file.
@@ -159,7 +159,7 @@ def write_shard_file(
     Args:
         path: Where to write the file.
         entries: The boxes to write; their byte ranges are assigned anew.
-        bytes_of: Returns the bytes of an entry.
+        read_bytes: Returns the bytes of an entry.
         aligned_data: See `Store.create_file`.
 
     Returns:
@@ -175,7 +175,7 @@ def write_shard_file(
     with store_of(path).create_file(path, size, reserved, aligned_data) as file:
         for index, entry in enumerate(entries):
             digest = xxhash.xxh3_64()
-            data = bytes_of(entry)
+            data = read_bytes(entry)
             for begin in range(0, len(data), CHUNK_BYTES):
                 chunk = data[begin : begin + CHUNK_BYTES]
                 digest.update(chunk)
@@ -183,7 +183,7 @@ def write_shard_file(
             checksums[index] = digest.hexdigest()
         header = _encode_header(path.name, placed_entries, checksums)
         file.finish(header)
-    return SavedFile(bytes=size, header=checksum(header))
+    return SavedFile(bytes=size, header=compute_checksum(header))
 
 
 def _encode_header(file: str, entries: Sequence[FileEntry], checksums: Sequence[str]) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.data.microbatch import zigzag
+from megaframe.data.microbatch import divide_zigzag
 from megaframe.distributed.collectives import ALONE, Group, Ring, all_to_all
 
 
@@ -46,7 +46,9 @@ class ContextParallel:
 
     def compute_positions(self, length: int, device: torch.device) -> Tensor:
         """Return where in its sample each of this rank's `length` tokens is, int64 [length]."""
-        return zigzag(torch.arange(length * self.size, device=device), self.index, self.size, 0)
+        return divide_zigzag(
+            torch.arange(length * self.size, device=device), self.index, self.size, 0
+        )
 
     def scatter_heads(
         self, query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor

@@ -3,9 +3,9 @@
 Each rank keeps its queries. While it works on the keys and values of one rank, those of the next
 one are already in transit. The backward pass sends them around again together with their gradients,
 to which each rank adds its part before they return to their owner. The tiles follow from the zigzag
-division (`microbatch.zigzag`): rank r of R has pieces r and 2R - 1 - r of 2R. Under a causal mask
-all ranks therefore compute the same amount, and all tiles except those of a rank's own keys are
-rectangles that need no mask.
+division (`microbatch.divide_zigzag`): rank r of R has pieces r and 2R - 1 - r of 2R. Under a causal
+mask all ranks therefore compute the same amount, and all tiles except those of a rank's own keys
+are rectangles that need no mask.
 
 Shape legend: B samples, S tokens of this rank, N query heads, G key/value heads, D width of a query
 or key head, V width of a value head.
@@ -188,13 +188,13 @@ class RingMask:
         return rank, 2 * self.ring.size - 1 - rank
 
     def _make_tiles(self, source: int) -> list[Tile]:
-        own = self.ring.index
-        if own == source and not self.attention_mask.narrow:
+        own_index = self.ring.index
+        if own_index == source and not self.attention_mask.narrow:
             # Both pieces at once: the order of its own tokens is the order of the sample.
             return [Tile(self._slice_pieces((0, 1)), self._slice_pieces((0, 1)), "causal")]
         visibility = [
             [self._find_visibility(query, key) for key in self._list_pieces(source)]
-            for query in self._list_pieces(own)
+            for query in self._list_pieces(own_index)
         ]
         keys = [tuple(k for k in (0, 1) if row[k] != "nothing") for row in visibility]
         # One tile where both pieces of queries see the same keys: a larger product, and one merge.
@@ -305,7 +305,7 @@ class _RingAttention(torch.autograd.Function):
         d_sinks = None if sinks is None else compute_sinks_gradient(d_out, out, lse, sinks)
         # Gradients are summed over tiles and ranks in at least fp32, and travel in it.
         d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        own, arriving = kv.new_empty(0), None
+        d_own_kv, arriving = kv.new_empty(0), None
         # Keys travel forwards here, as their gradients do: ranks after r add to the first half of
         # r's gradient before ranks before r add to all of it.
         for source, step, source_kv in _iterate_ring(kv, mask, reverse=False):
@@ -345,11 +345,11 @@ class _RingAttention(torch.autograd.Function):
                 into = _allocate_kv(kv, _count_tokens_with_gradient(mask, before, step), lse.dtype)
                 arriving = shift_ring(d_kv, into, mask.ring)
             else:
-                own = d_kv
+                d_own_kv = d_kv
         assert arriving is not None
         # The gradient of this rank's own keys comes home last, from all other ranks.
-        _add_to_start(arriving.wait(), own)
-        return d_query.to(query.dtype), own.to(kv.dtype), d_sinks, None, None, None
+        _add_to_start(arriving.wait(), d_own_kv)
+        return d_query.to(query.dtype), d_own_kv.to(kv.dtype), d_sinks, None, None, None
 
 
 def _split_kv(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:

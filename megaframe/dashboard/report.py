@@ -75,13 +75,13 @@ def _render_lines(
     causes = sorted(
         (c for c in {**lost, **expected} if c != "mfu"), key=lambda c: -lost.get(c, 0.0)
     )
-    known = [c for c in causes if max(lost.get(c, 0.0), expected.get(c, 0.0)) >= 5e-4]
+    shown_causes = [c for c in causes if max(lost.get(c, 0.0), expected.get(c, 0.0)) >= 5e-4]
     rows = []
-    for cause in [*known, *(["mfu"] if "mfu" in lost else [])]:
+    for cause in [*shown_causes, *(["mfu"] if "mfu" in lost else [])]:
         row = [label_cause(cause), f"{lost.get(cause, 0.0):.1%}"]
         rows.append([*row, f"{expected.get(cause, 0.0):.1%}"] if expected else row)
     yield from _render_table(["cause", "of the peak", *(["predicted"] if expected else [])], rows)
-    events = list(run.events())
+    events = list(run.list_events())
     counts = {kind: sum(e.kind == kind for e in events) for kind in ("restart", "skip")}
     if any(counts.values()):
         yield from ("", "## What happened", "")

@@ -305,7 +305,7 @@ def read_values_after(
 ) -> Iterator[tuple[int, float]]:
     """Yield (step, metric) for the steps after `last_step` that have the metric. A training metric
     is averaged over the last `SMOOTHED` steps."""
-    values, steps = metrics.column(metric), metrics.column("step")
+    values, steps = metrics.get_column(metric), metrics.get_column("step")
     for index in np.flatnonzero(np.isfinite(values) & (steps > last_step)):
         first = index if metric.startswith("eval") else max(0, index - SMOOTHED + 1)
         yield int(steps[index]), float(np.nanmean(values[first : index + 1]))

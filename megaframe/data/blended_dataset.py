@@ -54,22 +54,24 @@ class BlendedDataset:
         _check_paths([source.path for source in data.sources])
         shares = [source.split or data.split for source in data.sources]
         position = SPLITS.index(split)
-        used = [
+        used_sources = [
             (s, weights)
             for s, weights in zip(data.sources, shares, strict=True)
             if weights[position]
         ]
-        if not used:
+        if not used_sources:
             raise UserError(
                 f"no source has a share of the {split} split: data.split={list(data.split)} and "
                 "data.sources[...].split leave it none; give it one, as [0.98, 0.02, 0]"
             )
-        self.paths = tuple(source.path for source, _ in used)
+        self.paths = tuple(source.path for source, _ in used_sources)
         vocab = config.model.vocab or _ANY_TOKEN
         self._seq = config.train.seq
         self._data = data
-        self.sources = [GPTDataset(s.path, split, weights, self._seq, vocab) for s, weights in used]
-        self.weights = tuple(source.weight for source, _ in used)
+        self.sources = [
+            GPTDataset(s.path, split, weights, self._seq, vocab) for s, weights in used_sources
+        ]
+        self.weights = tuple(source.weight for source, _ in used_sources)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
         count_of_name = Counter(files)
@@ -154,15 +156,15 @@ def split_batch(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
     if batch.tokens_BS.shape[0] == size:
         return (batch,)
     tokens = batch.tokens_BS.split(size)
-    nothing = (None,) * len(tokens)
+    absent = (None,) * len(tokens)
     return tuple(
         Microbatch(*parts)
         for parts in zip(
             tokens,
             batch.labels_BS.split(size),
             batch.samples_B.split(size),
-            nothing if batch.positions_BS is None else batch.positions_BS.split(size),
-            nothing if batch.documents_BS is None else batch.documents_BS.split(size),
+            absent if batch.positions_BS is None else batch.positions_BS.split(size),
+            absent if batch.documents_BS is None else batch.documents_BS.split(size),
             strict=True,
         )
     )

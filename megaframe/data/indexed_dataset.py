@@ -48,7 +48,7 @@ def choose_token_dtype(vocab: int) -> np.dtype:
 
 def get_dtype_code(dtype: np.dtype) -> int:
     """Return the code of a dtype in the header."""
-    return {known: code for code, known in DTYPES.items()}[dtype]
+    return {stored: code for code, stored in DTYPES.items()}[dtype]
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class IndexedDataset:
     def __len__(self) -> int:
         return self.lengths.size
 
-    def sequence(self, number: int) -> NDArray:
+    def get_sequence(self, number: int) -> NDArray:
         """Return the tokens of a sequence as a view of the file.
 
         Raises:

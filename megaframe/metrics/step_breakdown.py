@@ -33,9 +33,9 @@ class StepBreakdown:
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, more: Callable[[], Mapping[str, float]] = dict
+        self, config: RunConfig, mesh: Mesh, read_extra: Callable[[], Mapping[str, float]] = dict
     ) -> None:
-        self._more = more
+        self._read_extra = read_extra
         self._axes = mesh.traffic_axes
         self._parts = [*PARTS, *(COMMUNICATION + axes for axes in self._axes)]
         self._place, self._rank = mesh.coordinate["pipeline"], mesh.rank
@@ -50,7 +50,7 @@ class StepBreakdown:
         work = sum(parts[name] for name in _WORK)
         if self._every and step % self._every == 0:
             rows = {name: parts.get(name, 0.0) for name in self._parts} | {"work": work}
-            for name, value in (rows | dict(self._more())).items():
+            for name, value in (rows | dict(self._read_extra())).items():
                 yield f"ranks/{name}", self._make_row(self._rank, self._world, value), "sum"
         if self._world == 1:
             return

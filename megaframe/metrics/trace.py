@@ -59,7 +59,9 @@ class Tracer:
         splits[0][1].between(base, base)  # waits until a GPU has come here
         host = time.perf_counter_ns() + offset
         own_slices = [
-            one for step, timeline in splits for one in _trace_slices(timeline, step, base, host)
+            event
+            for step, timeline in splits
+            for event in _trace_slices(timeline, step, base, host)
         ]
         gathered = gather_bytes(json.dumps(own_slices).encode(), world, device)
         if gathered:
@@ -112,7 +114,7 @@ def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     yield make_metadata_event(rank, 0, "process_sort_index", sort_index=rank)
     busy: dict[str, list[float]] = {lane: [] for lane in _LANES}
     placed = []
-    for lane, name, category, start, end in sorted(slices, key=lambda one: (one[3], -one[4])):
+    for lane, name, category, start, end in sorted(slices, key=lambda event: (event[3], -event[4])):
         until = busy.setdefault(lane, [])
         apart = lane not in _LANES
         place = next((i for i, time in enumerate(until) if not apart or time <= start), len(until))
@@ -122,7 +124,9 @@ def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     order = [*_LANES, *sorted(set(busy) - set(_LANES))]
     numbers = {
         key: number
-        for number, key in enumerate(sorted(threads, key=lambda one: (order.index(one[0]), one[1])))
+        for number, key in enumerate(
+            sorted(threads, key=lambda thread: (order.index(thread[0]), thread[1]))
+        )
     }
     for (lane, place), number in numbers.items():
         name = lane if not place else f"{lane} ({place + 1})"

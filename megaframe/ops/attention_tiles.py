@@ -227,8 +227,8 @@ def _pad_to_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
 
 
 def _pad_head(head: Tensor, width: int) -> Tensor:
-    missing = width - head.shape[-1]
-    return F.pad(head, (0, missing)) if missing else head
+    padding = width - head.shape[-1]
+    return F.pad(head, (0, padding)) if padding else head
 
 
 def _make_causal(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:
@@ -257,7 +257,7 @@ def _attend_flash_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    nothing = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout: no random state
+    no_state = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout: no random state
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         d_out,
         query,
@@ -271,7 +271,7 @@ def _attend_flash_backward(
         key.shape[2],
         0.0,
         causal,
-        nothing,
-        nothing,
+        no_state,
+        no_state,
         scale=scale,
     )

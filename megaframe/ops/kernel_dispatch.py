@@ -101,11 +101,11 @@ class Kernels:
             return
         yield "kernels, and why not faster ones:"
         for key, names in FAMILIES.items():
-            used = [self._choices[name] for name in names if name in self._choices]
-            alike: dict[str, list[str]] = {}
-            for choice in used:
-                alike.setdefault(_describe_choice(choice), []).append(choice.kernel.name)
-            lines = [f"{', '.join(names)} {how}" for how, names in alike.items()]
+            choices = [self._choices[name] for name in names if name in self._choices]
+            names_by_choice: dict[str, list[str]] = {}
+            for choice in choices:
+                names_by_choice.setdefault(_describe_choice(choice), []).append(choice.kernel.name)
+            lines = [f"{', '.join(names)} {how}" for how, names in names_by_choice.items()]
             if key in self._plain:
                 lines.append(f"plain code, because {self._plain[key]}")
             if lines:
@@ -274,14 +274,14 @@ def make_kernels(
         ) from None
     choices: dict[str, KernelChoice] = {}
     for key in selected:
-        used = {kernel: KERNELS[kernel] for kernel in FAMILIES[key]}
+        kernels_of_key = {kernel: KERNELS[kernel] for kernel in FAMILIES[key]}
         overrides = {
             kernel: named[key]
-            for kernel in used
+            for kernel in kernels_of_key
             if key in named and named[key] in KERNELS[kernel].implementations
         }
         try:
-            choices |= select(used, overrides)
+            choices |= select(kernels_of_key, overrides)
         except KernelError as error:
             raise UserError(f"kernels.{key}: {error}; use another, or {AUTO}") from None
     return Kernels(choices, compiler, reasons, notify)

@@ -76,9 +76,9 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def select(self, which: Array | slice) -> Candidates:
+    def select(self, index: Array | slice) -> Candidates:
         """Return the candidates at these indices, or where this mask is true."""
-        return Candidates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+        return Candidates(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
     def make_sizes(self, config: RunConfig) -> LayoutSizes:
         """Return the sizes for the cost arithmetic."""

@@ -194,7 +194,7 @@ def get_family_constants(family: str) -> Constants:
 def get_cluster_constants(cluster: Cluster) -> Constants:
     """Return the constants of a cluster's chip: those measured on it, as its description has them,
     and otherwise those of the chip's family."""
-    known = get_family_constants(cluster.chip.family)
+    family_constants = get_family_constants(cluster.chip.family)
     if not cluster.constants:
-        return known
-    return replace(known, **cluster.constants, unfitted="")
+        return family_constants
+    return replace(family_constants, **cluster.constants, unfitted="")

@@ -98,7 +98,7 @@ class FailureCosts:
         load: Time to load the last save of any kind.
         swap: Further time if a node is replaced; 0 with warm spares.
         stall: How long steps wait for a save.
-        again: Total time lost because the first steps are slower.
+        warmup: Total time lost because the first steps are slower.
     """
 
     crash: float = 5.0
@@ -108,17 +108,17 @@ class FailureCosts:
     load: float = 30.0
     swap: float = 60.0
     stall: float = 1.0
-    again: float = 10.0
+    warmup: float = 10.0
 
     def compute_downtime(self, cause: FailureCause) -> float:
         """Return the seconds from a failure to the next step."""
         detection = 0.0 if cause.kind == "planned" else getattr(self, cause.kind)
         replacement = self.swap if cause.spare else 0.0
-        return detection + replacement + self.restart + self.load + self.again
+        return detection + replacement + self.restart + self.load + self.warmup
 
 
 PUBLISHED = FailureCosts(
-    crash=60, hang=1800, silent=3600, restart=300, load=120, swap=120, stall=10, again=60
+    crash=60, hang=1800, silent=3600, restart=300, load=120, swap=120, stall=10, warmup=60
 )
 """Rough costs of published large runs: a collective timeout of half an hour, minutes to start."""
 

@@ -134,8 +134,8 @@ def _compute_head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the work of the head in units of a block's work, as `stages` counts it."""
     works = [compute_block_work(config, layer) for layer in range(config.model.layers)]
     forward = sum(work.forward for work in works) / len(works)
-    others = sum(work.backward + work.weight for work in works) / len(works)
+    backward = sum(work.backward + work.weight for work in works) / len(works)
     end = compute_output_work(config)
     twice = np.where(sizes.recompute == 2, 2.0, 1.0)
     head = end.forward + end.backward + end.weight
-    return head / np.maximum(twice * forward + others, 1e-30)
+    return head / np.maximum(twice * forward + backward, 1e-30)

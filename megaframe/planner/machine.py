@@ -20,9 +20,9 @@ from megaframe.planner.collective_times import (
     GroupLevel,
     count_group_ranks,
     estimate_collective_seconds,
+    estimate_pairwise_all_to_all,
+    estimate_stepped_exchange,
     list_group_levels,
-    pairwise_all_to_all,
-    stepped_exchange,
 )
 from megaframe.planner.constants import Constants
 from megaframe.planner.kernel_times import KernelRates, compute_kernel_rates
@@ -177,7 +177,7 @@ class Machine:
             times: Number of exchanges.
         """
         in_steps = self.software.exchange_in_steps
-        formula = stepped_exchange if in_steps else pairwise_all_to_all
+        formula = estimate_stepped_exchange if in_steps else estimate_pairwise_all_to_all
         return times * formula(size / times, self.groups[axis])
 
     def estimate_contention_seconds(self, size: Number, axis: str) -> Number:

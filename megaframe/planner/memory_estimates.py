@@ -208,8 +208,8 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     width = DTYPE_BYTES[train.precision]
     master = max(4, width)
     positions = (model.positions or train.seq) * model.hidden if model.position == "learned" else 0
-    both, tied = rank.first & rank.last, model.tie_embeddings
-    tables = rank.first * 1 + rank.last - both * tied
+    is_whole_model, tied = rank.first & rank.last, model.tie_embeddings
+    tables = rank.first * 1 + rank.last - is_whole_model * tied
     ends = blocks.table * tables + positions * rank.first
     names = ("vectors", "split", "replicated", "shared", "experts")
     vectors, split, replicated, shared, experts = (blocks.sum_blocks(name, full) for name in names)
@@ -235,7 +235,7 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     if config.optim.offload and not chip.is_host:
         master_and_state = float(master if width == master else 0)
         values = values + np.where((c.zero == 3) & (width < master), shard, 0.0)
-    second_table = blocks.table * (both & (c.microbatches > 1))
+    second_table = blocks.table * (is_whole_model & (c.microbatches > 1))
     gradients = np.where(c.zero >= 2, vectors + borrowed + second_table + shard, total)
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)

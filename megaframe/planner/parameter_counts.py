@@ -154,7 +154,7 @@ class RankParameters:
                 continue
             shared_buckets = _make_buckets(number, _sum_parts(parts[number : 2 * group.stop]))
             blocks += [
-                UnitBuckets(rest=shared_buckets, ends=block == group.start)
+                UnitBuckets(first_half=shared_buckets, ends=block == group.start)
                 for block in range(group.start, group.stop)
             ]
         for number in range(2 * len(blocks), len(parts), 2):
@@ -170,13 +170,13 @@ class RankParameters:
         # The first user of the token table reduces it: the embedding, a predictor, or a tied head.
         predictors = [replace(unit, tables=tokens) for unit in blocks[layers:]]
         if predictors and not first:
-            predictors[0] = replace(predictors[0], own=tokens)
+            predictors[0] = replace(predictors[0], own_tables=tokens)
         head_tables = tokens if tied else tables[-1:]
         head = UnitBuckets(
-            tables=head_tables, own=() if tied and (first or predictors) else head_tables
+            tables=head_tables, own_tables=() if tied and (first or predictors) else head_tables
         )
         embeddings = tokens + _make_buckets(-2, [self.positions])
-        embedding = UnitBuckets(tables=embeddings, own=embeddings)
+        embedding = UnitBuckets(tables=embeddings, own_tables=embeddings)
         stages, start = {}, 0
         for plan in plans:
             stop = start + len(plan.blocks)

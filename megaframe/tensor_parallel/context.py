@@ -95,10 +95,10 @@ class RowPartition:
     def pad(self, x_T: Tensor, value: float = 0) -> Tensor:
         """Pad [tokens, ...] with `value` to [padded, ...]."""
         # The last rows are padding that nothing reads; they only make the parts equal.
-        missing = self.padded - self.tokens
-        if not missing:
+        padding = self.padded - self.tokens
+        if not padding:
             return x_T
-        return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing), value=value)
+        return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, padding), value=value)
 
     def remove_padding(self, x_T: Tensor) -> Tensor:
         """Return the rows [tokens, ...] of [padded, ...]."""

@@ -285,7 +285,7 @@ def _read_token_file(prefix: str) -> TokenSequence:
     file = IndexedDataset(prefix)
     if file.dtype.kind not in "iu":
         raise UserError(f"{prefix} holds {file.dtype}; token ids are whole numbers")
-    tokens = np.concatenate([file.sequence(number) for number in range(len(file))])
+    tokens = np.concatenate([file.get_sequence(number) for number in range(len(file))])
     ends = np.concatenate(([0], np.cumsum(file.lengths, dtype=np.int64)))
     starts = ends[np.asarray(file.documents[:-1], np.int64)]
     return TokenSequence(

@@ -139,8 +139,8 @@ class ChaosRun:
 
     @property
     def lost_seconds(self) -> dict[str, float]:
-        """Seconds lost since the run began, by cause. `again`: how much longer than usual the first
-        steps after a resume took."""
+        """Seconds lost since the run began, by cause. `warmup`: how much longer than usual the
+        first steps after a resume took."""
         lost = dict.fromkeys(("detection", "restart", "load", "repeat", "save"), 0.0)
         first = True
         for event in self.read_events():
@@ -149,7 +149,7 @@ class ChaosRun:
                 lost[event["cause"]] += event["seconds"]
         usual = median(line["seconds"] for line in self.read_metrics())
         resumed = [line["seconds"] for line in self.read_metrics() if line.get("resumed_after")]
-        return {**lost, "again": sum(seconds - usual for seconds in resumed)}
+        return {**lost, "warmup": sum(seconds - usual for seconds in resumed)}
 
     @property
     def mean_stall(self) -> float:

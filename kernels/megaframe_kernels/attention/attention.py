@@ -87,8 +87,8 @@ def run_reference(
         scores = scores.new_full((*scores.shape[:3], 1), -math.inf)
     lse = scores.logsumexp(-1)
     # -inf - (-inf) would be NaN. Shifted by 0, all shares of a query that sees nothing are 0.
-    nothing = lse == -math.inf
-    shift = lse.masked_fill(nothing, 0.0)
+    sees_nothing = lse == -math.inf
+    shift = lse.masked_fill(sees_nothing, 0.0)
     probabilities = (scores - shift[..., None]).exp()[..., : key.shape[2]]
     out = (probabilities @ value).transpose(1, 2).to(query_BQND.dtype)
     return out, lse if need_lse else None
@@ -304,9 +304,9 @@ def _refuse_inputs(
     if query.shape[-1] > _WIDEST:
         return f"a head is {query.shape[-1]} wide; at most {_WIDEST} fits in registers"
     if query.is_cuda and query.shape[-1] > 128:
-        room = read_shared_memory(query.device.index)
-        if room < _SHARED_OF_WIDEST:
-            return f"{room} bytes of shared memory are too few for heads wider than 128"
+        shared_bytes = read_shared_memory(query.device.index)
+        if shared_bytes < _SHARED_OF_WIDEST:
+            return f"{shared_bytes} bytes of shared memory are too few for heads wider than 128"
     if value.shape[-1] != query.shape[-1]:
         return f"values are {value.shape[-1]} wide and queries {query.shape[-1]}"
     if query.shape[2] % key.shape[2]:

@@ -383,13 +383,13 @@ def backward_keys(
             PRECISION,
         )  # fmt: skip
         block += 1
-        done = block == high
-        block = tl.where(done, low, block)
+        is_last = block == high
+        block = tl.where(is_last, low, block)
         # Incremented from head to head. Multiplied anew for each head, the 64-bit address would
         # need more registers.
-        q_rows += tl.where(done, q_head, 0)
-        d_rows += tl.where(done, d_head, 0)
-        row_offset += tl.where(done, padded, 0)
+        q_rows += tl.where(is_last, q_head, 0)
+        d_rows += tl.where(is_last, d_head, 0)
+        row_offset += tl.where(is_last, padded, 0)
     column = tl.arange(0, WIDTH)
     at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)

@@ -307,13 +307,15 @@ def forward(
         v_ND = load_rows(v_rows, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
         result = multiply_add(p, v_ND, result * decay[:, None], PRECISION)
     # A query that sees nothing gets 0 instead of 0 / 0, and a log-sum-exp of -inf.
-    some = total > 0.0
-    result = result / tl.where(some, total, 1.0)[:, None]
+    sees_keys = total > 0.0
+    result = result / tl.where(sees_keys, total, 1.0)[:, None]
     column = tl.arange(0, WIDTH)
     # The output is contiguous [B, Q, N, D].
     at = out + ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)
     tl.store(at, result.to(out.dtype.element_ty), mask=written)
     # Back from units of log 2 to natural logarithms.
-    sums = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LOG_2, -float("inf"))
+    sums = tl.where(
+        sees_keys, (top + tl.log2(tl.where(sees_keys, total, 1.0))) * LOG_2, -float("inf")
+    )
     tl.store(lse + (batch * heads + head) * queries + query, sums, mask=inside)

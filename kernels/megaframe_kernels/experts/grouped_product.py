@@ -122,10 +122,10 @@ def _multiply(
     # fp32 over the whole depth, rounded once.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, terms, DEPTH):
-        known = start + depth < terms
-        a = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
+        in_depth = start + depth < terms
+        a = tl.load(left + start, mask=inside[:, None] & in_depth[None, :], other=0.0)
         # Both operands are 0 beyond the depth, so that 0 is never multiplied by garbage.
-        within = known[:, None] & (column[None, :] < outputs)
+        within = in_depth[:, None] & (column[None, :] < outputs)
         b = tl.load(right + start * input_stride, mask=within, other=0.0)
         total = multiply_add(a, b, total, PRECISION)
     to = place.to(tl.int64)

@@ -159,9 +159,9 @@ def _multiply(
     # Sums of products are fp32, scaled in fp32, and rounded once.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, terms, DEPTH):
-        known = start + depth < terms
-        a_tile = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
-        b_tile = tl.load(right + start, mask=known[:, None] & within[None, :], other=0.0)
+        in_depth = start + depth < terms
+        a_tile = tl.load(left + start, mask=inside[:, None] & in_depth[None, :], other=0.0)
+        b_tile = tl.load(right + start, mask=in_depth[:, None] & within[None, :], other=0.0)
         if BLOCKS:
             # A tile is as deep as the numbers that share a scale.
             left_scale = tl.load(down + start // DEPTH, mask=inside, other=0.0)
@@ -309,12 +309,12 @@ def _refuse_for_torch(
     return refuse_inputs(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 
-_missing = partial(check_triton, (3, 6))
+_check_machine = partial(check_triton, (3, 6))
 KERNEL = Kernel(
     "grouped_scaled_product",
     run_reference,
     {
-        "triton": Implementation("triton", run_triton, _missing, refuse_inputs),
+        "triton": Implementation("triton", run_triton, _check_machine, refuse_inputs),
         "torch": Implementation("torch", run_torch, check_cuda, _refuse_for_torch),
     },
 )

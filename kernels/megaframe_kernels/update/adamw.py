@@ -337,14 +337,14 @@ def _refuse_for_torch(
 
 def _refuse_for_apex(
     weights: Tensor,
-    *rest: Any,
+    *buffers: Any,
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
     **options: Any,
 ) -> str | None:
     if divisor is not None or skip is not None:
         return "it neither divides gradients nor skips a step"
-    return _refuse_for_library(weights, *rest, **options)
+    return _refuse_for_library(weights, *buffers, **options)
 
 
 KERNEL = Kernel(

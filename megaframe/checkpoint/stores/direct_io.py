@@ -74,16 +74,16 @@ class DirectReadHandle:
                 self._direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        done, unaligned_start = 0, -start % ALIGNMENT
+        num_done, unaligned_start = 0, -start % ALIGNMENT
         for read, stop in (
             (self._read_cached, unaligned_start),
             (self._read_direct, len(buffer)),
             (self._read_cached, len(buffer)),
         ):
-            remaining = buffer[done:stop]
-            while len(remaining) and (num_read := read(start + done, remaining)):
-                done, remaining = done + num_read, remaining[num_read:]
-        return done
+            remaining = buffer[num_done:stop]
+            while len(remaining) and (num_read := read(start + num_done, remaining)):
+                num_done, remaining = num_done + num_read, remaining[num_read:]
+        return num_done
 
     def _read_direct(self, start: int, buffer: memoryview) -> int:
         """Read from the disk, except for an unaligned end. Returns 0 if that is impossible here."""

@@ -98,14 +98,14 @@ class MemoryFolder:
             )
         return MemoryFolder(folder)
 
-    def path(self, step: int, rank: int) -> Path:
+    def get_path(self, step: int, rank: int) -> Path:
         """Return the path of the file of a rank."""
         return self.folder / format_checkpoint_name(step) / f"rank-{rank:05d}.safetensors"
 
     def prepare(self, step: int, rank: int) -> Path:
         """Return the path for the file of a rank, after deleting what an earlier copy left
         there."""
-        path = self.path(step, rank)
+        path = self.get_path(step, rank)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         for old in (path.with_suffix(".json"), path):
             old.unlink(missing_ok=True)
@@ -113,12 +113,12 @@ class MemoryFolder:
 
     def commit(self, step: int, rank: int, record: bytes) -> None:
         """Write the record of a rank's file. To be called when the file is complete."""
-        final = self.path(step, rank).with_suffix(".json")
+        final = self.get_path(step, rank).with_suffix(".json")
         temporary = final.with_suffix(".tmp")
         temporary.write_bytes(record)
         os.replace(temporary, final)
 
-    def records(self, run: str) -> Iterator[CopyRecord]:
+    def read_records(self, run: str) -> Iterator[CopyRecord]:
         """Yield the valid records of a run in this folder. The files are not checked here."""
         for path in sorted(self.folder.glob("step-*/rank-*.json")):
             if not _STEP_NAME.fullmatch(path.parent.name) or not _RECORD_NAME.fullmatch(path.name):
@@ -126,7 +126,7 @@ class MemoryFolder:
             record = _read_record(path)
             if record is None or record.run != run:
                 continue
-            if self.path(record.step, record.rank).with_suffix(".json") == path:
+            if self.get_path(record.step, record.rank).with_suffix(".json") == path:
                 yield record
 
     def remove(self, *, below: int | None = None, keep_step: int | None = None) -> None:
@@ -189,7 +189,7 @@ class PeerRanks:
     sources: tuple[int, ...]
 
     @staticmethod
-    def for_rank(rank: int, world: int, node_size: int) -> PeerRanks:
+    def find(rank: int, world: int, node_size: int) -> PeerRanks:
         """Return the peers of a rank, among `world` ranks on nodes of `node_size` each."""
         keepers = [find_peer(source, world, node_size) for source in range(world)]
         sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
@@ -247,8 +247,8 @@ class PeerMemoryWriter(BackgroundCopier):
         ]
         if messages:
             listed = "; ".join(messages[:3])
-            more = f" (and {len(messages) - 3} more)" if len(messages) > 3 else ""
-            raise UserError(f"copies of step {step} in memory could not be made: {listed}{more}")
+            omitted = f" (and {len(messages) - 3} more)" if len(messages) > 3 else ""
+            raise UserError(f"copies of step {step} in memory could not be made: {listed}{omitted}")
         self._complete_step = step
 
     def _write(
@@ -261,7 +261,7 @@ class PeerMemoryWriter(BackgroundCopier):
     ) -> _OutgoingFile:
         """Write this rank's file and its record. Returns what is to be sent to the peer; that is
         empty if writing failed, which is added to `failures`."""
-        path, rank = self._folder.path(step, self._group.index), self._group.index
+        path, rank = self._folder.get_path(step, self._group.index), self._group.index
         try:
             self._folder.prepare(step, rank)
             file = write_shard_file(path, entries, data.wait_for_entry, data.wait_for_memory())
@@ -351,7 +351,7 @@ class _IncomingFile:
     file: BinaryIO | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        path = self.folder.path(self.step, self.rank)
+        path = self.folder.get_path(self.step, self.rank)
         try:
             self.folder.prepare(self.step, self.rank)
             if self.size:
@@ -366,7 +366,9 @@ class _IncomingFile:
             while len(remaining) and self.file is not None and not self.error:
                 remaining = remaining[self.file.write(remaining) :]
         except OSError as error:
-            self.error = _describe_error(error, self.folder.path(self.step, self.rank), self.size)
+            self.error = _describe_error(
+                error, self.folder.get_path(self.step, self.rank), self.size
+            )
 
     def finish(self, record: Tensor) -> list[str]:
         """Write the record, if the file is complete.
@@ -379,7 +381,7 @@ class _IncomingFile:
                 self.folder.commit(self.step, self.rank, record.numpy().tobytes())
             except OSError as error:
                 self.error = _describe_error(
-                    error, self.folder.path(self.step, self.rank), self.size
+                    error, self.folder.get_path(self.step, self.rank), self.size
                 )
         return [self.error] if self.error else []
 

@@ -113,7 +113,7 @@ class PeerMemoryCheckpoint(Checkpoint):
 
     def _receive_slice(self, name: str, saved_slice: SavedSlice, server: int) -> Tensor:
         tensor = self.tensors[name]
-        buffer = torch.empty(tensor.bytes_of(saved_slice.shape), dtype=torch.uint8)
+        buffer = torch.empty(tensor.count_bytes(saved_slice.shape), dtype=torch.uint8)
         receive(buffer, self._group, source=server).wait()
         if xxhash.xxh3_64_hexdigest(buffer.numpy().data) != saved_slice.checksum:
             raise UserError(
@@ -137,7 +137,7 @@ def open_peer_memory(
         log: Called with what was left out and why, and with the reason if there are no usable
             copies. Then None is returned.
     """
-    own_records = {(record.step, record.rank): record for record in folder.records(run)}
+    own_records = {(record.step, record.rank): record for record in folder.read_records(run)}
     limit = _BEFORE_ALL_STEPS if newer_than is None else newer_than
     while True:
         copies_per_rank = gather_json(
@@ -166,7 +166,7 @@ def open_peer_memory(
                 del own_records[step, rank]
     manifest = _build_manifest(step, [part for parts_of_rank in parts for part in parts_of_rank])
     names = {f"rank-{rank:05d}.safetensors": server for rank, server in servers.items()}
-    return PeerMemoryCheckpoint(folder.path(step, 0).parent, manifest, names, group)
+    return PeerMemoryCheckpoint(folder.get_path(step, 0).parent, manifest, names, group)
 
 
 def _choose_newest(
@@ -211,7 +211,7 @@ def _choose_newest(
 def _verify_copy(folder: MemoryFolder, record: CopyRecord) -> dict[str, Any]:
     """Read and check one copy. Returns its part of the manifest as plain data, or what is wrong
     with it as `wrong`."""
-    path = folder.path(record.step, record.rank)
+    path = folder.get_path(record.step, record.rank)
     try:
         tensors = verify_shard_file(path, record.file)
     except (UserError, OSError) as error:

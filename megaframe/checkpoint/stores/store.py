@@ -139,7 +139,7 @@ class Store(ABC, Generic[P]):
         """Return the best number of files for one rank to write at the same time."""
 
     @abstractmethod
-    def file_name(self, rank: int, part: int, attempt: str) -> str:
+    def make_file_name(self, rank: int, part: int, attempt: str) -> str:
         """Return the name of a rank's file.
 
         Args:
@@ -178,7 +178,7 @@ class Store(ABC, Generic[P]):
         """Create the folder of checkpoints, and delete what killed saves have left in it."""
 
     @abstractmethod
-    def draft_path(self, root: P, step: int, attempt: str) -> P:
+    def make_draft_path(self, root: P, step: int, attempt: str) -> P:
         """Return the path under which the files of a checkpoint are written before the commit."""
 
     @abstractmethod
@@ -208,7 +208,7 @@ class Store(ABC, Generic[P]):
         It replaces any checkpoint of the same step.
 
         Args:
-            draft: Path of the draft: `draft_path`.
+            draft: Path of the draft: `make_draft_path`.
             step: The step of the checkpoint.
             attempt: Id of the save.
             manifest: Content of the manifest.

@@ -88,7 +88,7 @@ class _CorpusPart:
     number: int
     shards: tuple[InputShard, ...]
 
-    def counts(self) -> CorpusCounts:
+    def count_input(self) -> CorpusCounts:
         """Return the counts of the part's input."""
         return CorpusCounts(
             size=sum(shard.size for shard in self.shards),
@@ -190,7 +190,7 @@ def _encode_parts(
     """
     if workers == 1:
         for part in parts:
-            yield part.counts(), _encode_batches(job, tokenizer, part)
+            yield part.count_input(), _encode_batches(job, tokenizer, part)
         return
     tasks = ((job, part, os.path.join(folder, f"{part.number:08d}")) for part in parts)
     for counts, empty, prefix in map_ordered(_encode_to_file, tasks, workers):
@@ -212,7 +212,7 @@ def _encode_to_file(
         for batch in _encode_batches(job, tokenizer, part):
             writer.append_batch(batch.tokens, batch.lengths)
             empty += batch.empty
-    return part.counts(), empty, prefix
+    return part.count_input(), empty, prefix
 
 
 def _read_encoded_part(prefix: str, empty: int) -> Iterator[EncodedDocuments]:

@@ -69,10 +69,10 @@ def test_every_kernel_is_measured_and_right(result):
 @pytest.mark.slow
 def test_a_second_call_keeps_what_the_first_found(path, result):
     resumed = gpu_check.begin(path, dry=True)
-    assert resumed.known["measurements"] == result["measurements"]
-    resumed.known["commit"] = "another"
-    write_json(path, resumed.known)
-    assert not gpu_check.begin(path, dry=True).known["measurements"]
+    assert resumed.sections["measurements"] == result["measurements"]
+    resumed.sections["commit"] = "another"
+    write_json(path, resumed.sections)
+    assert not gpu_check.begin(path, dry=True).sections["measurements"]
 
 
 def test_a_kernel_that_is_none_is_an_error_that_lists_them():
@@ -255,7 +255,7 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     active = {"norm": ["triton", "torch", "reference"], "attention": ["cudnn", "triton"]}
     result = gpu_check.Results({**gpu_check._OF_KERNELS, "active": active, "training": []})
     result.add(measurements=[*measurements, fast], training=rows)
-    reached = {goal["name"]: goal for goal in result.known["goals"]}
+    reached = {goal["name"]: goal for goal in result.sections["goals"]}
     assert reached["norm forward over a copy"]["measured"] == 0.98
     assert reached["norm forward over a copy"]["met"] is True
     assert reached["norm backward over a copy"]["met"] is False
@@ -270,12 +270,14 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     assert reached["llama-8b-slice-fp8: times_bf16"]["met"] is True
     assert reached["gpt2-124m-graph: host_seconds_per_step"]["met"] is True
     assert reached["moe-slice: mfu_causal"]["met"] is None
-    (first, *_) = (choice for choice in result.known["chosen_over_best"] if choice["case"] == "a")
+    (first, *_) = (
+        choice for choice in result.sections["chosen_over_best"] if choice["case"] == "a"
+    )
     assert (first["chosen"], first["best"], first["ratio"]) == ("triton", "torch", 0.5)
-    assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result.known))
+    assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result.sections))
     broken = make_measurement("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
     result.add(measurements=[broken, measurements[1]])
-    assert not result.known["chosen_over_best"]
+    assert not result.sections["chosen_over_best"]
 
 
 BROKEN = """
@@ -302,23 +304,23 @@ def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
     results = make_empty_results()
     script = [sys.executable, "-c", BROKEN]
     gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
-    by_implementation = {m["implementation"]: m for m in results.known["measurements"]}
+    by_implementation = {m["implementation"]: m for m in results.sections["measurements"]}
     assert list(by_implementation) == ["x", "y", "z"]
     assert (
         by_implementation["y"]["trouble"] == "ended by SIGABRT"
         and "illegal" in by_implementation["y"]["details"]
     )
-    assert by_implementation["z"]["trouble"] is None and not results.known["left_out_for_time"]
+    assert by_implementation["z"]["trouble"] is None and not results.sections["left_out_for_time"]
 
 
 def test_what_never_begins_is_told_once_and_what_has_no_time_is_listed():
     results = make_empty_results()
     script = [sys.executable, "-c", "raise SystemExit('no such library')"]
     gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
-    (measurement,) = results.known["measurements"]
+    (measurement,) = results.sections["measurements"]
     assert measurement["trouble"] == "no such library"
     gpu_check.measure_group(script, ["norm", "rotary"], results, time.monotonic() + 1)
-    assert results.known["left_out_for_time"] == ["norm", "rotary"]
+    assert results.sections["left_out_for_time"] == ["norm", "rotary"]
 
 
 def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
@@ -328,7 +330,7 @@ def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
     rows = [{"row": name, "trouble": "left out for time"} for name in ("moe-slice", "gpt-1.3b")]
     monkeypatch.setattr(training_gpu, "measure", lambda *_: iter(rows))
     gpu_check.check_training(results, (), 0.0, dry=True)
-    assert results.known["training"] == [row, rows[0]]
+    assert results.sections["training"] == [row, rows[0]]
 
 
 @pytest.mark.slow
@@ -359,7 +361,7 @@ def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
     results, soon = make_empty_results(), time.monotonic() + 100
     gpu_check.check_tests(results, "steps", 500.0, soon, dry=True)
     gpu_check.check_tests(results, "kernels", 20.0, soon, dry=False)
-    steps, kernels = results.known["tests"]["steps"], results.known["tests"]["kernels"]
+    steps, kernels = results.sections["tests"]["steps"], results.sections["tests"]["kernels"]
     assert steps["outcome"] == "passed", steps
     assert kernels == {"outcome": "left out for time"}
     for tests in gpu_check.TESTS.values():

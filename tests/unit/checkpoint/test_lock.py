@@ -50,7 +50,7 @@ def read_content(home):
 def leave(home, **changes):
     """Leave the lock of another process, by default on another host and renewed just now."""
     changes = {"host": "elsewhere", "process": 4242, "started": 7, **changes}
-    text = LockHolder.current().model_copy(update=changes).model_dump_json().encode()
+    text = LockHolder.from_this_process().model_copy(update=changes).model_dump_json().encode()
     assert store_of(home).compare_and_swap(home / LOCK, read_content(home), text)
     return text
 

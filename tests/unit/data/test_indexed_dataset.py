@@ -74,19 +74,19 @@ def test_reader_gives_documents_of_several_sequences_in_any_place(tmp_path):
     prefix = make(tmp_path, lengths=[2, 0, 3], pointers=[6, 4, 0], documents=[0, 0, 2, 3])
     file = IndexedDataset(prefix)
     assert len(file) == 3
-    assert [file.sequence(n).tolist() for n in range(3)] == [[4, 5], [], [1, 2, 3]]
+    assert [file.get_sequence(n).tolist() for n in range(3)] == [[4, 5], [], [1, 2, 3]]
     assert file.documents.tolist() == [0, 0, 2, 3]
     with pytest.raises(IndexError):
-        file.sequence(3)
+        file.get_sequence(3)
     with pytest.raises(IndexError):
-        file.sequence(-1)
+        file.get_sequence(-1)
 
 
 def test_unaligned_sequences_are_read(tmp_path):
     prefix = str(tmp_path / "f")
     (tmp_path / "f.idx").write_bytes(make_idx_bytes(8, [1, 1], [1, 4], [0, 1, 2]))
     (tmp_path / "f.bin").write_bytes(b"\x00\x05\x00\x00\x07\x00")
-    assert [IndexedDataset(prefix).sequence(n).tolist() for n in (0, 1)] == [[5], [7]]
+    assert [IndexedDataset(prefix).get_sequence(n).tolist() for n in (0, 1)] == [[5], [7]]
 
 
 def test_close_lets_go_of_the_mapping(tmp_path):

@@ -117,7 +117,7 @@ def test_steps_follow_the_ramp(paths):
     loader = Loader(make_config(paths, train={"batch_ramp": ramp}), 0, 1)
     consumed = 0
     for step in take(loader, 8):
-        assert step.samples == loader.global_batch(consumed) == len(step.microbatches)
+        assert step.samples == loader.compute_global_batch(consumed) == len(step.microbatches)
         consumed += step.samples
         assert step.state["samples"] == consumed
     assert step.samples == 8

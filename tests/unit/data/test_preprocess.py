@@ -62,7 +62,7 @@ def read_content(prefix):
 
 def decode_documents(prefix):
     file = IndexedDataset(str(prefix))
-    return [bytes(file.sequence(n)[:-1].tolist()).decode() for n in range(len(file))]
+    return [bytes(file.get_sequence(n)[:-1].tolist()).decode() for n in range(len(file))]
 
 
 def read(path, size, **options):

@@ -107,7 +107,7 @@ def test_what_is_no_trace_is_refused(text, expected, tmp_path):
 
 
 def run_tool(*arguments):
-    command = [sys.executable, str(ROOT / "tools" / "exposed.py"), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "tools" / "overlap_report.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 

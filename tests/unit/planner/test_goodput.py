@@ -31,7 +31,7 @@ from megaframe.planner.goodput import (
 
 CLUSTER = load_cluster("h100-ib")
 ROOT = Path(__file__).resolve().parents[3]
-FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, again=0)
+FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, warmup=0)
 
 
 def test_llama3_table_adds_up():
@@ -128,9 +128,9 @@ def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
     ],
 )
 def test_the_tool_refuses_what_it_cannot_compute(words, expected, tmp_path):
-    costs = {"kill": {"restart": math.nan, "load": 1, "again": 1}, "whole": {"stall": 1}}
-    (tmp_path / "drill.json").write_text(json.dumps(costs))
-    arguments = [word.format(file=tmp_path / "drill.json") for word in words]
+    costs = {"kill": {"restart": math.nan, "load": 1, "warmup": 1}, "whole": {"stall": 1}}
+    (tmp_path / "chaos_test.json").write_text(json.dumps(costs))
+    arguments = [word.format(file=tmp_path / "chaos_test.json") for word in words]
     command = [sys.executable, ROOT / "tools/goodput.py", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr

@@ -38,7 +38,7 @@ def test_every_part_finds_that_the_ranks_work_together(pool, tmp_path):
     assert [*dict.fromkeys(finding.part for finding in findings)] == names
     assert all(f.passed for f in findings), [str(f) for f in findings if not f.passed]
     text = "\n".join(map(str, findings))
-    for phrase in ("links: 0 and 1", "rings: backwards", "collectives: all_to_all uneven bfloat16"):
+    for phrase in ("links: 0 and 1", "rings: backwards", "collectives: all_to_all_v bfloat16"):
         assert phrase in text
     assert "differ from those of one rank by" in text
 

@@ -63,7 +63,7 @@ class SentencePieceModel:
     escape_whitespaces: bool
     whitespace_as_suffix: bool
 
-    def of_type(self, *types: PieceType) -> list[tuple[int, TextPiece]]:
+    def select_pieces(self, *types: PieceType) -> list[tuple[int, TextPiece]]:
         """Return the pieces of some types, with their ids."""
         return [(i, piece) for i, piece in enumerate(self.pieces) if piece.type in types]
 

@@ -197,7 +197,7 @@ def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, n
         assert keeper // node_size == (rank // node_size + 1) % nodes
     last = world - (nodes - 1) * node_size
     assert max(keepers.count(rank) for rank in range(world)) <= -(-node_size // last)
-    all_peers = [PeerRanks.for_rank(rank, world, node_size) for rank in range(world)]
+    all_peers = [PeerRanks.find(rank, world, node_size) for rank in range(world)]
     assert sorted(source for peer in all_peers for source in peer.sources) == list(range(world))
 
 
@@ -206,7 +206,7 @@ def copy_without_room(memory):
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
     group, run, full = mesh.make_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
-    writer = PeerMemoryWriter(memory_folder, group, PeerRanks.for_rank(mesh.rank, 2, 1), run, None)
+    writer = PeerMemoryWriter(memory_folder, group, PeerRanks.find(mesh.rank, 2, 1), run, None)
     slices = [cut_slice("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     messages = []
     writer.save(2, slices, {"step": 2})
