@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from test_load import FILES, reheaded
 
 from megaframe.checkpoint import Slice, open_checkpoint
-from megaframe.checkpoint.manifest import checksum
+from megaframe.checkpoint.manifest import compute_checksum
 from megaframe.errors import UserError
 
 ROOM = 256 << 20
@@ -148,7 +148,9 @@ def test_names_that_come_twice_are_read_once(good, tmp_path):
     path = Path(shutil.copytree(good, tmp_path / "x"))
     content = (path / "manifest.json").read_bytes()
     twice = content[content.index(b",") + 1 : -1] + b',"step":11,"tensors":{}}'
-    (path / "manifest.json").write_bytes(b'{"checksum":"%s",' % checksum(twice).encode() + twice)
+    (path / "manifest.json").write_bytes(
+        b'{"checksum":"%s",' % compute_checksum(twice).encode() + twice
+    )
     with open_checkpoint(path) as checkpoint:
         assert (checkpoint.step, dict(checkpoint.tensors)) == (11, {})
 
