@@ -71,7 +71,13 @@ def project(run: RunFolder) -> str:
 
 
 def serve(runs: list[RunFolder], arguments: argparse.Namespace, prediction: dict | None) -> None:
-    """Print the address, and serve until interrupted."""
+    """Print the address, and serve until interrupted.
+
+    Args:
+        runs: The runs of the page.
+        arguments: The command line.
+        prediction: A predicted step, beside the runs; None for none.
+    """
     server = DashboardServer(runs, host=arguments.host, port=arguments.port, prediction=prediction)
     print(server.address, flush=True)
     try:

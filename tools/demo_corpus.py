@@ -35,6 +35,7 @@ def write(library: Path, output: Path, limit: int) -> tuple[int, int]:
 
     Args:
         library: Folder of the sources.
+        output: The file.
         limit: Bytes at most.
 
     Raises:

@@ -105,7 +105,10 @@ class RankProcesses:
     """The processes of some ranks.
 
     Args:
+        ranks: The ranks of this machine.
         environment: Returns that of a rank, which all of one start share.
+        timeout: Seconds that a part may take.
+        device: On which they compute.
         command: What a rank runs.
     """
 
@@ -125,6 +128,7 @@ class RankProcesses:
         rank that says why.
 
         Args:
+            names: The parts, in order.
             tell: Called with the name of each part.
         """
         lines: Lines = {rank: [] for rank in self._ranks}
@@ -268,7 +272,14 @@ def run_alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
 
 def gather_lines(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
     """Return what the ranks of all nodes have written, on the first one. Those that do not say so
-    in time are a finding."""
+    in time are a finding.
+
+    Args:
+        lines: What the ranks of this node have written.
+        rank: The first rank of this node.
+        world: Number of ranks.
+        timeout: Seconds to wait for the others.
+    """
     from megaframe.distributed.rendezvous import get_launcher_store
 
     store, _, _ = get_launcher_store(rank, world, timeout)
@@ -288,7 +299,14 @@ def gather_lines(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
 def write_report(
     findings: Sequence[RankFinding], report: Path, ranks: int, names: Sequence[str]
 ) -> list[Path]:
-    """Write the report as JSON and as text; return both files."""
+    """Write the report as JSON and as text; return both files.
+
+    Args:
+        findings: The findings of all ranks.
+        report: Path of the files without suffix.
+        ranks: Number of ranks.
+        names: The parts that were done.
+    """
     report.parent.mkdir(parents=True, exist_ok=True)
     texts, table = report.with_suffix(".txt"), report.with_suffix(".json")
     texts.write_text(

@@ -100,7 +100,13 @@ class Doctor:
 
 
 def measure_seconds(mesh: Mesh, work: Callable[[], object], times: int) -> float:
-    """Return the seconds that each of `times` calls takes, the device's work included."""
+    """Return the seconds that each of `times` calls takes, the device's work included.
+
+    Args:
+        mesh: All ranks, which begin together.
+        work: What is measured.
+        times: Number of calls.
+    """
 
     def finish() -> None:
         if mesh.device.type == "cuda":
@@ -179,7 +185,14 @@ def check_rings(doctor: Doctor) -> None:
 
 def make_test_values(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return small whole numbers that differ between ranks: their sums are exact in every type, for
-    up to 85 ranks in bf16."""
+    up to 85 ranks in bf16.
+
+    Args:
+        rank: The rank.
+        count: How many.
+        dtype: Their type.
+        device: Where they are.
+    """
     return ((torch.arange(count, device=device) + 3 * rank) % 4).to(dtype)
 
 
@@ -190,7 +203,13 @@ CollectiveCase = tuple[Callable[[], Tensor], Tensor]
 def make_collective_cases(
     group: Group, dtype: torch.dtype, device: torch.device
 ) -> dict[str, CollectiveCase]:
-    """Return a call of every collective that training uses, and its result, by name."""
+    """Return a call of every collective that training uses, and its result, by name.
+
+    Args:
+        group: The ranks.
+        dtype: Type of the tensors.
+        device: Where they are.
+    """
     own_index, world = group.index, group.size
     sizes = [rank % 3 + 1 for rank in range(world)]
     starts = np.cumsum([0, *sizes])

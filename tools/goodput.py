@@ -59,7 +59,14 @@ def check_arguments(
     mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: float | None
 ) -> None:
     """Raise `UserError` for a target that is no share, and for ranks that fail so often that no run
-    gets anywhere: it could not be simulated either."""
+    gets anywhere: it could not be simulated either.
+
+    Args:
+        mix: The failures.
+        sizes: Numbers of ranks.
+        costs: What failures and saves cost.
+        target: The effective share to reach; None for none.
+    """
     if target is not None and not 0 < target < 1:
         raise UserError(f"--target {target} is not a share between 0 and 1, such as 0.93")
     for ranks in sizes:
@@ -118,6 +125,7 @@ def format_costs(costs: FailureCosts, names: set[str] | None = None) -> str:
     """Return the costs in the format of --costs.
 
     Args:
+        costs: What failures and saves cost.
         names: Which of them; None for all.
     """
     chosen = [field.name for field in fields(costs) if names is None or field.name in names]

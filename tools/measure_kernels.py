@@ -68,7 +68,13 @@ def measure_median_seconds(kernel: Callable[[], object], device: torch.device) -
 def measure_products(
     sizes: list[tuple[int, int, int]], kind: torch.dtype, device: torch.device
 ) -> list[float]:
-    """Return the seconds of a product for each size (rows, outputs, terms)."""
+    """Return the seconds of a product for each size.
+
+    Args:
+        sizes: Rows, outputs and terms of each product.
+        kind: Type of the operands.
+        device: Where they are.
+    """
     seconds = []
     for rows, outputs, terms in sizes:
         left = torch.randn(rows, terms, device=device).to(kind)
@@ -88,7 +94,9 @@ def fit_constants(
     a grid: the model is not linear where memory bounds a product.
 
     Args:
-        sizes: As in `product_times`.
+        chip: The chip.
+        kind: Type of the operands.
+        sizes: As in `measure_products`.
         measured: Measured seconds.
         others: The other constants.
     """
@@ -120,7 +128,13 @@ def measure_bandwidth(device: torch.device, largest: int) -> float:
 def measure_unknown_chip(chip: Chip, device: torch.device, largest: int) -> Chip:
     """Return a chip of which only the memory is known, with the rates that are measured on it: of
     the fastest product by type, and of moving memory. Types in which it cannot multiply have no
-    rate."""
+    rate.
+
+    Args:
+        chip: The chip, of which only the memory is known.
+        device: This device.
+        largest: Width of the largest product.
+    """
     peaks: dict[str, float] = {}
     for kind, dtype in TYPES.items():
         sizes = [(width, width, width) for width in list_widths(largest)[-3:]]
@@ -139,6 +153,9 @@ def measure_constants(
     known.
 
     Args:
+        chip: The chip.
+        kind: Type of the operands.
+        device: This device.
         largest: Width of the largest product.
     """
     family_constants = get_family_constants(chip.family)

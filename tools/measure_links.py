@@ -92,7 +92,15 @@ def measure_seconds(
     operation: Callable[[Tensor, Group], Tensor], size: int, group: Group, mesh: Mesh, times: int
 ) -> float:
     """Return the seconds of an operation on `size` bytes: the slowest rank of the group, and of
-    `times` repetitions the median."""
+    `times` repetitions the median.
+
+    Args:
+        operation: Starts and waits.
+        size: Bytes that each rank has.
+        group: The ranks.
+        mesh: All ranks, which begin together.
+        times: Number of repetitions.
+    """
     buffer = torch.zeros(size // 4, device=mesh.device)
     samples = []
     for repetition in range(times + 1):
@@ -112,7 +120,15 @@ def measure_group(
     name: str, group: Group, mesh: Mesh, sizes: list[int], times: int
 ) -> list[LinkFit]:
     """Measure and fit all operations on one group. All ranks call it together, each with its own
-    group of this kind."""
+    group of this kind.
+
+    Args:
+        name: Of the group, for the table.
+        group: The ranks.
+        mesh: All ranks.
+        sizes: Bytes of the measured messages.
+        times: Number of repetitions.
+    """
     ranks, fits = group.size, []
     for name, operation in OPERATIONS.items():
         rounded = [max(1, size // (4 * ranks)) * 4 * ranks for size in sizes]
@@ -174,7 +190,10 @@ def write_description(
     tiers change, and what the command line names.
 
     Args:
+        path: The file.
         cluster: That of the chip.
+        tiers: The measured tiers.
+        arguments: The command line.
     """
     changes: dict[str, object] = {"tiers": tiers}
     named_figures = {

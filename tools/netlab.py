@@ -95,6 +95,7 @@ def parse_outage(text: str, count: int) -> LinkOutage:
     """Parse HOST@SECONDS[:SECONDS] into the loss of a link.
 
     Args:
+        text: A word of the command line.
         count: Number of hosts.
 
     Raises:
@@ -153,6 +154,7 @@ def summarize_steps(run: Path, since: float) -> dict[str, Any]:
     handed over by axis. The first step is left out as a warm-up. Empty if there are no steps.
 
     Args:
+        run: Its folder.
         since: Seconds since the epoch.
     """
     metrics = MetricsFile(run / METRICS_FILE)
@@ -179,7 +181,13 @@ def summarize_steps(run: Path, since: float) -> dict[str, Any]:
 
 
 def format_report(links: Sequence[Link], result: HostsResult, steps: Mapping[str, Any]) -> str:
-    """Return the text that is printed at the end."""
+    """Return the text that is printed at the end.
+
+    Args:
+        links: The link of each host.
+        result: How the command ended.
+        steps: What `summarize_steps` returned.
+    """
     lines = [f"{'':<8}{'link':>10}{'sent MB':>12}{'received MB':>13}{'status':>8}"]
     for number, (link, link_bytes) in enumerate(zip(links, result.link_bytes, strict=True)):
         sent, received = (count / 1e6 for count in link_bytes)

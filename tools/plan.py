@@ -126,7 +126,13 @@ def predict_layout(request: PlanRequest) -> LayoutChoice:
 
 
 def print_plan(request: PlanRequest, choice: LayoutChoice, result: SearchResult | None) -> None:
-    """Print the plan: words first, tables second."""
+    """Print the plan: words first, tables second.
+
+    Args:
+        request: What was asked for.
+        choice: The layout.
+        result: The search that found it; None if the layout was given.
+    """
     console, cluster = Console(highlight=False, soft_wrap=True), request.cluster
     console.print(
         f"[bold]{request.gpus} GPUs ({cluster.chip.name}) of {cluster.name}, {choice.layout}[/bold]"
@@ -181,7 +187,13 @@ def _make_choices_table(result: SearchResult) -> Table:
 def plan_record(
     request: PlanRequest, choice: LayoutChoice, result: SearchResult | None
 ) -> dict[str, object]:
-    """Return the plan for JSON."""
+    """Return the plan for JSON.
+
+    Args:
+        request: What was asked for.
+        choice: The layout.
+        result: The search that found it; None if the layout was given.
+    """
     prediction = choice.prediction
     record: dict[str, object] = {
         "cluster": request.cluster.name,
@@ -233,7 +245,16 @@ def write_config(path: Path, choice: LayoutChoice) -> None:
 
 
 def run_dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
-    """Rehearse one rank alone, and print what it counts next to the plan."""
+    """Run one rank's step on meta tensors, and print what it counts next to the plan.
+
+    Args:
+        choice: The layout.
+        rank: The rank.
+        as_json: Whether to print JSON.
+
+    Raises:
+        UserError: For a rank that the layout does not have.
+    """
     from megaframe.training.meta_step import run_meta_step
     from megaframe.training.meta_step.compare import compare_with_plan
 

@@ -28,7 +28,11 @@ class BuildError(RuntimeError):
 
 def list_sources() -> list[Path]:
     """Return the .cu files, which are beside the package in a checkout and inside it when
-    installed."""
+    installed.
+
+    Raises:
+        BuildError: If they are not installed.
+    """
     for folder in (_HERE / "cuda", _HERE.parent / "cuda"):
         if folder.is_dir():
             return sorted(folder.glob("*.cu"))

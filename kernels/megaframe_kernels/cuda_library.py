@@ -111,7 +111,11 @@ def call(name: str, like: Tensor, *arguments: object) -> None:
 
 
 def count(name: str, *arguments: object) -> int:
-    """Return the result of a function of the library that launches nothing."""
+    """Return the result of a function of the library that launches nothing.
+
+    Raises:
+        BuildError: If the library cannot be loaded.
+    """
     library = _find()
     if isinstance(library, str):
         raise BuildError(library)

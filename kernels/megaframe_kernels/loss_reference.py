@@ -130,7 +130,13 @@ class _JoinedParts(torch.autograd.Function):
 
 
 def join_parts(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor, Tensor]:
-    """Apply `join` to this rank's numbers, with gradients."""
+    """Apply `join` to this rank's numbers, with gradients.
+
+    Args:
+        partition_T: Log-sum-exp over this rank's logits.
+        label_T: The label's logit, if this rank has it.
+        join: Makes them those of the whole vocabulary.
+    """
     return _JoinedParts.apply(partition_T, label_T, join)
 
 

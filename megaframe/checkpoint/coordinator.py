@@ -36,6 +36,13 @@ class SaveCoordinator:
 
     No method waits for another rank except `collect_reports`, which polls, so that others can use
     the store in between.
+
+    Args:
+        store: The store of all ranks.
+        step: Step of the save.
+        rank: This rank; rank 0 leads.
+        world: Number of ranks.
+        timeout: Seconds to wait for the reports of all ranks.
     """
 
     def __init__(self, store: Store, *, step: int, rank: int, world: int, timeout: float) -> None:
@@ -63,12 +70,21 @@ class SaveCoordinator:
         return self._find(self._make_key("attempt"))
 
     def send_report(self, attempt: str, topic: str, message: Message) -> None:
-        """Send this rank's message about a topic to the leader."""
+        """Send this rank's message about a topic to the leader.
+
+        Args:
+            attempt: Id of the attempt at this save.
+            topic: What the message is about: `NEED`, `WRITE` or `READ_BACK`.
+            message: The report.
+        """
         self._store.set(self._make_key(attempt, topic, self._rank), json.dumps(message))
 
     def collect_reports(self, attempt: str, topic: str) -> list[Message]:
-        """Leader: wait for every rank's message. Raises UserError that names the ranks that sent
-        none in time."""
+        """Leader: wait for every rank's message.
+
+        Raises:
+            UserError: With the ranks that sent none in time.
+        """
         keys = [self._make_key(attempt, topic, rank) for rank in range(self._world)]
         for _ in self.poll(self._timeout):
             if self._store.check(keys):

@@ -202,7 +202,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, source: StorePath) -> Manifest:
-    """Parse and validate a manifest. Raises UserError with a message that begins with `source`."""
+    """Parse and validate a manifest.
+
+    Raises:
+        UserError: With a message that begins with `source`.
+    """
     text = unseal(data)
     if text is None:
         raise UserError(

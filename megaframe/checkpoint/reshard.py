@@ -31,8 +31,17 @@ T = TypeVar("T")
 
 
 def reshard_checkpoint(source: Checkpoint, folder: StorePath, files: int) -> StorePath:
-    """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
-    `assemble_checkpoint`). Raises `UserError` as `refuse_secrets` does."""
+    """Rewrite a checkpoint into files of about equal size, as `folder`/step-... (see
+    `assemble_checkpoint`).
+
+    Args:
+        source: The checkpoint.
+        folder: The folder of the new one.
+        files: Number of its files.
+
+    Raises:
+        UserError: As `refuse_secrets` does.
+    """
     refuse_secrets(source, [*source.tensors], source.state)
     saved_slices = {
         (name, saved_slice.offset): saved_slice
@@ -74,7 +83,13 @@ def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, Jso
 
 def group_by_bytes(items: Iterable[T], count_bytes: Callable[[T], int], size: int) -> list[list[T]]:
     """Group consecutive items. Group n ends with the item whose end reaches n * `size` bytes,
-    counted from the first item."""
+    counted from the first item.
+
+    Args:
+        items: The items, in order.
+        count_bytes: Returns the bytes of an item.
+        size: Bytes of a group.
+    """
     groups: list[list[T]] = []
     num_bytes = 0
     for item in items:

@@ -70,10 +70,14 @@ class CheckpointWriter(BackgroundCopier):
     ends with the process, so call `wait` before the process exits.
 
     Args:
+        root: The folder of checkpoints.
+        rank: This rank.
+        world: Number of ranks.
+        store: Of all ranks, which agree by it.
         keep: Number of newest checkpoints to keep (at least 1).
         keep_every: Checkpoints of steps that are multiples of it are kept for good; 0: none.
-        read_back: Read each checkpoint back and check it before older ones are deleted (in a store
-            that cannot withdraw a checkpoint: before it is committed).
+        read_back: Read each checkpoint back and check it before older ones are deleted (in a
+            store that cannot withdraw a checkpoint: before it is committed).
         timeout: Seconds to wait for another rank before a save is abandoned.
         saved: Called on rank 0, in the background, with the step of each completed checkpoint.
     """
@@ -115,6 +119,11 @@ class CheckpointWriter(BackgroundCopier):
         not change until `wait_for_copy` has returned. Every rank calls this with the same step.
         Together the ranks' slices cover each tensor exactly once; a rank may have none. Only rank
         0's `state` is saved; its floats are restored bit for bit. Waits for the previous save.
+
+        Args:
+            step: Step of the checkpoint.
+            slices: What this rank has of the tensors.
+            state: Plain data of the run: counters, the config.
         """
         state_copy = json.loads(json.dumps(dict(state)))
         self.start(

@@ -132,7 +132,13 @@ def plan_entries(slices: Sequence[Slice]) -> tuple[list[FileEntry], list[Tensor]
 
 
 def make_entry_name(name: str, offset: Shape, shape: Shape) -> str:
-    """Return the name of a header entry, such as `head.weight[0:512,64:128]`."""
+    """Return the name of a header entry, such as `head.weight[0:512,64:128]`.
+
+    Args:
+        name: Of the logical tensor.
+        offset: Of the slice in the tensor.
+        shape: Of the slice.
+    """
     spans = (f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
     return f"{name}[{','.join(spans)}]"
 

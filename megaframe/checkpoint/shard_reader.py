@@ -52,6 +52,7 @@ class ShardReader:
     Its header is checked before it is parsed.
 
     Args:
+        path: Of the file.
         saved: What the manifest says about the file.
         bypass_cache, sole_reader: See `Store.open`.
 
@@ -126,7 +127,11 @@ class ShardReader:
 
     def read_tensors(self) -> dict[str, SavedTensor]:
         """Return the part of the manifest that the rank that wrote the file stored in its
-        header."""
+        header.
+
+        Raises:
+            UnreadableFile: If the header does not have it.
+        """
         metadata = self._header.get("__metadata__")
         try:
             text = metadata["tensors"] if isinstance(metadata, dict) else None

@@ -102,7 +102,13 @@ class RingMask:
 
     def make_dense_tile(self, tile: Tile, source: int, device: torch.device) -> Tensor | None:
         """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
-        call, because keeping the masks would take memory quadratic in the length."""
+        call, because keeping the masks would take memory quadratic in the length.
+
+        Args:
+            tile: A tile of the ring.
+            source: The ring rank that has its keys.
+            device: Where the mask is made.
+        """
         if tile.kind != "masked":
             return None
         queries = self._compute_positions(self.ring.index, device)[tile.queries]
@@ -137,7 +143,20 @@ class RingMask:
         scale: float,
         softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute a tile like `attention_tiles.attend`, by a kernel if one takes it."""
+        """Compute a tile like `attention_tiles.attend`, by a kernel if one takes it.
+
+        Args:
+            tile: A tile of the ring.
+            source: The ring rank that has its keys.
+            query: The tile's queries, [B, Q, N, D].
+            key: Its keys, [B, K, G, D].
+            value: Its values, [B, K, G, V].
+            scale: Of the scores.
+            softcap: Bound of the scores; None for no bound.
+
+        Returns:
+            The outputs of the tile alone, [B, Q, N, V], and their log-sum-exps, [B, N, Q].
+        """
 
         def make_tile_spans() -> Spans:
             return self.get_spans(tile, source, query.shape[0], query.device)
@@ -162,7 +181,15 @@ class RingMask:
         one takes it.
 
         Args:
+            tile: A tile of the ring.
+            source: The ring rank that has its keys.
+            d_out: Gradient of its outputs, [B, Q, N, V].
             operands: Query, key, value, out and log-sum-exp.
+            scale: Of the scores.
+            softcap: Bound of the scores; None for no bound.
+
+        Returns:
+            The gradients of query, key and value.
         """
         device = d_out.device
 

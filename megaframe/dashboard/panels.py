@@ -99,7 +99,13 @@ PANELS = (
 def build_page_data(
     runs: Sequence[RunFolder], prediction: Mapping[str, Any] | None = None, points: int = POINTS
 ) -> dict[str, Any]:
-    """Return everything that the page shows, ready for JSON."""
+    """Return everything that the page shows, ready for JSON.
+
+    Args:
+        runs: The runs of the page.
+        prediction: A predicted step, as `read_prediction` returns it.
+        points: The most points of a line.
+    """
     names = _make_unique_names([run.name for run in runs])
     with np.errstate(all="ignore"):  # any numbers may be in a file
         run_data = [
@@ -114,7 +120,13 @@ def build_page_data(
 
 
 def build_run_data(run: RunFolder, name: str, points: int) -> dict[str, Any]:
-    """Return one run's part of `build_page_data`."""
+    """Return one run's part of `build_page_data`.
+
+    Args:
+        run: The run.
+        name: Its name on the page.
+        points: The most points of a line.
+    """
     metrics = run.metrics
     starts = list_bucket_starts(len(metrics), points)
     seconds = metrics.get_column("seconds")
@@ -218,8 +230,11 @@ def compute_predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_prediction(path: Path | None) -> dict[str, Any] | None:
-    """Read a predicted step from a JSON file, as `compute_predicted_losses` takes it. Raises
-    `UserError` if the file has none."""
+    """Read a predicted step from a JSON file, as `compute_predicted_losses` takes it.
+
+    Raises:
+        UserError: If the file has none.
+    """
     if path is None:
         return None
     try:

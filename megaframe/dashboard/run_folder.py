@@ -128,7 +128,13 @@ def make_showable(value: Any) -> Any:
 def flatten_config(
     config: Mapping[str, Any], prefix: str = "", depth: int = 0
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys and values of a nested mapping as text."""
+    """Yield the keys and values of a nested mapping as text.
+
+    Args:
+        config: The mapping.
+        prefix: What all keys begin with.
+        depth: How many mappings contain this one.
+    """
     for key, value in config.items():
         if isinstance(value, Mapping) and value and depth < 6:
             yield from flatten_config(value, f"{prefix}{key}.", depth + 1)

@@ -304,7 +304,13 @@ def read_values_after(
     metrics: MetricsFile, metric: str, last_step: int
 ) -> Iterator[tuple[int, float]]:
     """Yield (step, metric) for the steps after `last_step` that have the metric. A training metric
-    is averaged over the last `SMOOTHED` steps."""
+    is averaged over the last `SMOOTHED` steps.
+
+    Args:
+        metrics: The metrics of a trial.
+        metric: Name of a metric.
+        last_step: The step before the first one that is read.
+    """
     values, steps = metrics.get_column(metric), metrics.get_column("step")
     for index in np.flatnonzero(np.isfinite(values) & (steps > last_step)):
         first = index if metric.startswith("eval") else max(0, index - SMOOTHED + 1)
@@ -313,7 +319,13 @@ def read_values_after(
 
 def summarize(results: Sequence[Result], space: Space, metric: str) -> tuple[str, int]:
     """Return the trials as a table, best first, with the keys of the best one; and how many
-    failed."""
+    failed.
+
+    Args:
+        results: Results of the trials.
+        space: What was swept over.
+        metric: Name of the metric by which they are ordered.
+    """
     finished = _list_finished(results, metric)
     # Trials that were stopped early have trained less, so those with most steps come first.
     finished.sort(key=lambda result: (-result["step"], result[metric]))

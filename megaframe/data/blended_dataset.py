@@ -36,12 +36,14 @@ _WINDOWS_AHEAD = 1024
 
 
 class BlendedDataset:
-    """The sources of `config.data` that have a share of one split. The order of each source is
-    determined by `seed` and the source's file name.
+    """The sources of `config.data` that have a share of one split. `sources`, `paths`, `weights`,
+    `sizes` (samples per epoch) and `names` have one entry per source, in the order of the config. A
+    name is the file name, or the path if several sources have that file name.
 
-    sources, paths, weights, sizes (samples per epoch) and names have one entry per source, in the
-    order of the config. A name is the file name, or the path if several sources have that file
-    name.
+    Args:
+        config: The run.
+        split: The split.
+        seed: Determines the order of each source, with the source's file name.
 
     Raises:
         UserError: For sources that cannot be used, and if none has a share of the split.

@@ -187,7 +187,13 @@ def _open_dataset(path: str) -> IndexedDataset:
 
 def split_range(count: int, shares: tuple[float, float, float], split: Split) -> tuple[int, int]:
     """Return the part [first, last) that a split has of `count` documents or tokens. Its bounds are
-    the rounded cumulative shares."""
+    the rounded cumulative shares.
+
+    Args:
+        count: Number of documents or tokens.
+        shares: Of training, validation and test.
+        split: Which of them.
+    """
     place = SPLITS.index(split)
     first, last = (round(min(1.0, sum(shares[:n])) * count) for n in (place, place + 1))
     return first, last

@@ -71,7 +71,11 @@ class DatasetIndex:
 
 
 def read_index(prefix: str) -> DatasetIndex:
-    """Map and check `prefix`.idx against the size of `prefix`.bin. Raises `UserError`."""
+    """Map and check `prefix`.idx against the size of `prefix`.bin.
+
+    Raises:
+        UserError: If one of them is missing, damaged or of another format.
+    """
     index_path, bin_path = f"{prefix}.idx", f"{prefix}.bin"
     dtype, sequences, documents = read_header(index_path)
     bin_bytes = _read_file_size(bin_path)

@@ -119,6 +119,12 @@ class Loader:
     ranks. The config must have passed the checks of `megaframe.validate` for this number of ranks,
     which ensure that batch sizes and ramp are divisible.
 
+    Args:
+        config: The run.
+        data_rank: This rank among those that have different samples.
+        data_ranks: How many these are.
+        split: The split that is read.
+
     Raises:
         UserError: For sources and splits that cannot work.
     """

@@ -86,8 +86,14 @@ def divide_zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
 
 
 def select_context_part(microbatch: Microbatch, index: int, parts: int) -> Microbatch:
-    """Return the part of the microbatch for context rank `index` of `parts`, in zigzag order.
-    Padding comes after all tokens of a sample, where no token attends to it, and has no loss."""
+    """Return the part of a microbatch for a context rank, in zigzag order. Padding comes after all
+    tokens of a sample, where no token attends to it, and has no loss.
+
+    Args:
+        microbatch: All tokens of the samples.
+        index: The context rank.
+        parts: Number of context ranks.
+    """
     if parts == 1:
         return microbatch
     tokens, positions = microbatch.tokens_BS, microbatch.positions_BS

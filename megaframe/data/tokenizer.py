@@ -339,8 +339,11 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def import_library(name: str, extra: str) -> ModuleType:
-    """Import an optional library. Raises UserError that names the extra of megaframe that installs
-    it."""
+    """Import an optional library.
+
+    Raises:
+        UserError: With the extra of megaframe that installs it.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:

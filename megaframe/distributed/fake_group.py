@@ -67,7 +67,15 @@ class FakeGroup(dist.ProcessGroup):
         leaving: list[int],
         opts: object = None,
     ) -> FinishedWork:
-        """Fill the part from each rank with what this rank sends to itself."""
+        """Fill the part from each rank with what this rank sends to itself.
+
+        Args:
+            out: Gets the parts of all ranks.
+            tensor: The parts for all ranks.
+            coming: Rows from each rank; empty for equal parts.
+            leaving: Rows to each rank; empty for equal parts.
+            opts: Ignored.
+        """
         if not out.is_meta:
             even = [len(tensor) // self.size()] * self.size()
             sent_to_itself = tensor.split(leaving or even)[self.rank()]

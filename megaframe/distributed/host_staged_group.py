@@ -106,7 +106,15 @@ class HostStagedGroup(dist.ProcessGroup):
         leaving: list[int],
         opts: object = None,
     ) -> HostStagedWork:
-        """Exchange parts with the given sizes, or of equal size if the lists are empty."""
+        """Exchange parts with the given sizes, or of equal size if the lists are empty.
+
+        Args:
+            out: Gets the parts of all ranks.
+            tensor: The parts for all ranks.
+            coming: Rows from each rank; empty for equal parts.
+            leaving: Rows to each rank; empty for equal parts.
+            opts: Ignored.
+        """
         host_out, host_tensor = _allocate_on_host(out), _copy_to_host(tensor)
         work = dist.all_to_all_single(
             host_out, host_tensor, coming or None, leaving or None, self._over, async_op=True

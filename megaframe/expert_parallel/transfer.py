@@ -138,7 +138,13 @@ class SortByExpert:
 
 class SelectGates:
     """Select elements `index` of the flattened [R, K]. Each is selected at most once, so the way
-    back only copies."""
+    back only copies.
+
+    Args:
+        index: Numbers of the elements.
+        rows: R, the rows.
+        choices: K, the experts of a row.
+    """
 
     communicates = False
 

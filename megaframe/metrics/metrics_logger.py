@@ -119,7 +119,13 @@ class MetricsLogger:
 
     def record(self, name: str, value: MetricValue, how: ReduceType = "last") -> None:
         """Put a value into the step's line; see `StepRecords.add`. A name `a/b` is written as key b
-        of an object a."""
+        of an object a.
+
+        Args:
+            name: Of the metric.
+            value: A number, a scalar tensor or a row.
+            how: How values of one step and of several ranks become one.
+        """
         self._records.add(name, value, how)
 
     def flush(self, step: int) -> list[StepValues]:

@@ -50,6 +50,11 @@ class StepRecords:
         and `min` take the extreme. `last` keeps this rank's latest value and is not communicated;
         the first rank's is the one that is written. All other names must be the same on all ranks.
 
+        Args:
+            name: Of the metric.
+            value: A number, a scalar tensor, or a tensor with one dim (a row).
+            how: How values are combined.
+
         Raises:
             ValueError: If a name is recorded in two ways.
         """
@@ -71,7 +76,13 @@ class StepRecords:
 
 
 class PendingReduction:
-    """The values of one step while they are being reduced over the ranks of a group."""
+    """The values of one step while they are being reduced over the ranks of a group.
+
+    Args:
+        entries: The values by name.
+        group: The ranks.
+        device: Of the transfers.
+    """
 
     def __init__(
         self, entries: Mapping[str, RecordedValue], group: Group, device: torch.device

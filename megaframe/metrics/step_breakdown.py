@@ -29,6 +29,8 @@ class StepBreakdown:
     Args:
         config: The config of the run.
         mesh: The mesh of its ranks.
+        read_extra: Returns further values of a rank by name; the names are the same on all
+            ranks.
         more: Returns further values of a rank by name; the names are the same on all ranks.
     """
 

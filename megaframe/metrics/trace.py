@@ -29,7 +29,14 @@ Slice = tuple[str, str, str, float, float]
 
 
 class Tracer:
-    """Traces the steps in `meter.trace`. All ranks make the same calls."""
+    """Traces the steps in `meter.trace`. All ranks make the same calls.
+
+    Args:
+        config: The run.
+        mesh: The mesh of its ranks.
+        timer: The timer of the steps.
+        start_step: The step from which this process continues.
+    """
 
     def __init__(self, config: RunConfig, mesh: Mesh, timer: StepTimer, start_step: int) -> None:
         self._path = Path(config.run.dir) / TRACE_FILE

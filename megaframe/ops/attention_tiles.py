@@ -30,7 +30,13 @@ _HOSTS = ("cpu", "meta")
 
 
 def should_compute_in_blocks(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a tile is faster as products of blocks than in torch's fused attention."""
+    """Return whether a tile is faster as products of blocks than in torch's fused attention.
+
+    Args:
+        query_BQND: Queries of the tile.
+        key_BKGD: Its keys.
+        mask: Which of them see each other; None for no mask.
+    """
     on_host = query_BQND.device.type == "cpu" and mask is None
     return on_host and cpu_attention.is_faster(query_BQND.transpose(1, 2), key_BKGD.transpose(1, 2))
 

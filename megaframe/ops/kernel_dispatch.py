@@ -130,7 +130,13 @@ class Kernels:
         return {name: choice.active for name, choice in self._choices.items()}
 
     def explain_refusal(self, name: str, *arguments: Any, **options: Any) -> str | None:
-        """Return why plain code computes a kernel for these arguments, or None if it does not."""
+        """Return why plain code computes a kernel for these arguments, or None if it does not.
+
+        Args:
+            name: Of the kernel.
+            *arguments: With which it would be called.
+            **options: With which it would be called.
+        """
         choice = self._choices.get(name)
         if choice is None:
             return f"{name} has no implementation but the reference here"

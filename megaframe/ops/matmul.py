@@ -101,7 +101,13 @@ def _get_library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
 
 
 def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Return left [M, K] times right [K, N], plus a bias [N] if given, as [M, N]."""
+    """Return left [M, K] times right [K, N], plus a bias [N] if given, as [M, N].
+
+    Args:
+        left_MK: The left operand.
+        right_KN: The right operand.
+        bias_N: Added to each row.
+    """
     # On a GPU and for empty operands it is always torch.
     library: MatmulLibrary = "torch"
     if _on_cpu(left_MK):

@@ -33,7 +33,13 @@ class StateCodec(Protocol):
     block_size: int
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Return memory for `length` values of the master type `dtype`, all zero."""
+        """Return memory for values, all zero.
+
+        Args:
+            length: Number of values.
+            dtype: Their master type.
+            device: Where the memory is.
+        """
         ...
 
     def select_span(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
@@ -42,7 +48,13 @@ class StateCodec(Protocol):
         ...
 
     def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
-        """Return the values, `length` of them; for an exact codec the stored tensor itself."""
+        """Return the values; for an exact codec the stored tensor itself.
+
+        Args:
+            stored: What `encode` has written.
+            length: Number of values.
+            dtype: Their master type.
+        """
         ...
 
     def encode(self, values: Tensor, draws: Tensor) -> tuple[Tensor, ...]:

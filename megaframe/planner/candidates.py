@@ -136,7 +136,13 @@ def enumerate_candidates(
 
 
 def apply_candidate(config: RunConfig, candidates: Candidates, index: int) -> RunConfig:
-    """Return the config with the layout of candidate number `index`."""
+    """Return the config with the layout of a candidate.
+
+    Args:
+        config: The config of the search.
+        candidates: The candidates.
+        index: Which of them.
+    """
     parallel = {name: int(getattr(candidates, name)[index]) for name in PARALLEL_KEYS}
     parallel_config = config.parallel
     parallel_update = {

@@ -79,7 +79,13 @@ def estimate_context_parallel_times(
     machine: Machine, mixer: MixerDescription, attention: PassTimes
 ) -> PassTimes:
     """Return the exposed transfers of the context axis: keys and values on the ring, each
-    overlapped with a tile; or the exchange of heads for tokens."""
+    overlapped with a tile; or the exchange of heads for tokens.
+
+    Args:
+        machine: Rates and rank groups.
+        mixer: The attention of a layer.
+        attention: Its compute, behind which transfers can hide.
+    """
     sizes, width = machine.sizes, machine.rate.width
     if machine.config.parallel.context_kind == "all_to_all":
         size = width * machine.tokens * mixer.exchanged_elements / sizes.tensor

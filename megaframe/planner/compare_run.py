@@ -69,7 +69,13 @@ def compare_run_or_reason(
     folder: Path, environment: Mapping[str, Any], cluster: str | None = None
 ) -> tuple[RunComparison | None, str]:
     """Return the result of `compare_run` for a run's folder and an empty text, or None and the
-    reason why there is no prediction."""
+    reason why there is no prediction.
+
+    Args:
+        folder: The run folder.
+        environment: What the run has recorded about its machine.
+        cluster: Name or path of a cluster; by default that of the config or device.
+    """
     try:
         return compare_run(folder / "config.yaml", environment, cluster), ""
     except UserError as error:

@@ -156,7 +156,13 @@ def count_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Nu
 
 def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> RunConfig:
     """Return the config with `parallel.bucket_size=auto` decided for these ranks and links. It
-    stays `auto` if no other rank has the same parameters."""
+    stays `auto` if no other rank has the same parameters.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        cluster: Its machines.
+    """
     if config.parallel.bucket_size != "auto" or layout.data * layout.context == 1:
         return config
     machine = Machine(
@@ -195,7 +201,13 @@ class ExchangeTimes:
 
 
 def estimate_exchange_times(machine: Machine, elements: Number, buckets: Number) -> ExchangeTimes:
-    """Return the seconds of exchanging so many elements in so many buckets."""
+    """Return the seconds of exchanging so many elements in so many buckets.
+
+    Args:
+        machine: Rates and rank groups.
+        elements: Elements of all buckets.
+        buckets: Number of buckets.
+    """
     parallel, software, seconds = (
         machine.config.parallel,
         machine.software,
@@ -309,7 +321,13 @@ def estimate_layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, fl
 
 
 def estimate_newton_schulz_seconds(rate: KernelRates, outputs: int, inputs: int) -> float:
-    """Return the seconds to orthogonalise a matrix [outputs, inputs]."""
+    """Return the seconds to orthogonalise a matrix [outputs, inputs].
+
+    Args:
+        rate: Rates of the kernels on the chip.
+        outputs: Rows of the matrix.
+        inputs: Columns of the matrix.
+    """
     rows, columns = sorted((outputs, inputs))
     products = ((rows, rows, columns), (rows, rows, rows), (rows, columns, rows))
     return _ITERATIONS * float(sum(estimate_matmul_seconds(rate, *sizes) for sizes in products))

@@ -81,7 +81,13 @@ class MemoryFit:
 
 def compute_fit(config: RunConfig, layout: Layout, chip: Chip) -> MemoryFit:
     """Return whether the ranks of a run fit on devices of this kind. The config must have passed
-    `check`, with numbers for `train.recompute_blocks`."""
+    `check`, with numbers for `train.recompute_blocks`.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        chip: The devices.
+    """
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     memories = compute_pipeline_memory(
         config, layout, build_step_schedule(config, microbatches), chip

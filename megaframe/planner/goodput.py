@@ -173,7 +173,12 @@ def _compute_growth(x: float) -> float:
 
 
 def find_best_interval(mix: FailureMix, ranks: int, costs: FailureCosts) -> float:
-    """Return the interval in seconds with the largest effective share, by golden-section search."""
+    """Return the interval in seconds with the largest effective share, by golden-section search.
+
+    Args:
+        mix, costs: The failures, and what they and the saves cost.
+        ranks: Ranks of the run.
+    """
     low, high = 1e-3, 10 / mix.compute_failure_rate(ranks)
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(100):
@@ -271,7 +276,12 @@ def compute_gains_of_halving(
     mix: FailureMix, ranks: int, costs: FailureCosts
 ) -> list[tuple[str, float]]:
     """Return how much halving each cost would add to the effective share at the best interval,
-    largest gain first."""
+    largest gain first.
+
+    Args:
+        mix, costs: The failures, and what they and the saves cost.
+        ranks: Ranks of the run.
+    """
 
     def compute_share(costs: FailureCosts) -> float:
         return compute_effective_share(mix, ranks, costs, find_best_interval(mix, ranks, costs))

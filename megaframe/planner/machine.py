@@ -100,7 +100,14 @@ class CostBreakdown:
 
 
 class Machine:
-    """Kernel rates and rank groups of one cluster for given sizes. All cost formulas use it."""
+    """Kernel rates and rank groups of one cluster for given sizes. All cost formulas use it.
+
+    Args:
+        config: The run.
+        cluster: Chips and links.
+        constants: Fitted constants of the chips.
+        sizes: Sizes of the axes; may be arrays, one element for each candidate.
+    """
 
     def __init__(
         self, config: RunConfig, cluster: Cluster, constants: Constants, sizes: LayoutSizes
@@ -206,7 +213,13 @@ def compute_axis_span(axis: str, layout: Layout) -> tuple[int, int]:
 
 
 def find_outermost_tier(cluster: Cluster, stride: int, size: int) -> Tier:
-    """Return the outermost tier that a group of `size` ranks, `stride` apart, uses."""
+    """Return the outermost tier that a group of ranks uses.
+
+    Args:
+        cluster: Chips and links.
+        stride: Distance of neighbours in the group.
+        size: Ranks of the group.
+    """
     for tier in cluster.tiers:
         if stride * size <= tier.size:
             return tier

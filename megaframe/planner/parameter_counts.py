@@ -212,7 +212,13 @@ class _PartCounts:
 def count_parameters(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan]
 ) -> RankParameters:
-    """Return the parameters of a rank that has the stages of `plans`."""
+    """Return the parameters of a rank that has the stages of `plans`.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        plans: The stages of the rank.
+    """
     model = config.model
     sizes = {
         "tensor": layout.tensor,

@@ -131,7 +131,13 @@ class Chart:
 
 
 def make_charts(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Iterator[Chart]:
-    """Yield the charts: memory, step, roofline and scaling."""
+    """Yield the charts: memory, step, roofline and scaling.
+
+    Args:
+        choice: The layout that is shown.
+        cluster: Chips and links.
+        constants: Fitted constants of the chips.
+    """
     memory = choice.prediction.memory_bytes
     total = cluster.chip.memory / _GIB
     yield Chart(

@@ -38,7 +38,13 @@ class TensorParallel:
     fp8: Fp8Matmul | None = None
 
     def forward_product(self, x_TI: Tensor, matrix_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T plus the bias, [T, O]."""
+        """Return x W^T plus the bias, [T, O].
+
+        Args:
+            x_TI: Rows.
+            matrix_OI: The weight.
+            bias_O: The bias; None for none.
+        """
         if self.fp8 is None or not self.fp8.supports(*matrix_OI.shape):
             return multiply(x_TI, matrix_OI.t(), bias_O)
         y_TO = self.fp8.multiply(x_TI, matrix_OI, gradient=False, matrix=True)

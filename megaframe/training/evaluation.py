@@ -105,7 +105,13 @@ class Window:
 def split_windows(passage: TokenSequence, context: int, stride: int) -> Iterator[Window]:
     """Yield windows of at most `context` inputs that together count every token from
     `passage.first` on exactly once. Each window but the first counts at most `stride` tokens and
-    fills the rest with the context before them. 1 <= stride <= context."""
+    fills the rest with the context before them. 1 <= stride <= context.
+
+    Args:
+        passage: The tokens.
+        context: The most inputs of a window.
+        stride: The most tokens that a window counts, from 1 to `context`.
+    """
     inputs, counted = len(passage.tokens) - 1, passage.first - 1
     reach = max(context, counted + stride)
     while counted < inputs:
@@ -250,6 +256,11 @@ def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat)
     Every document of a text ends with `eod`, as in token files. One more `eod` comes before the
     first document, so that every token of the text counts. A token file (PREFIX.bin) is used as it
     is, so all its tokens but the first count.
+
+    Args:
+        path: Of the file; PREFIX.bin is a token file.
+        tokenizer: For text; None if there is none.
+        reading: How a text file contains documents.
 
     Raises:
         UserError: For a file that cannot be read or has nothing to predict, and for a text file

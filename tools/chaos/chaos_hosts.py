@@ -60,6 +60,7 @@ class HostPair:
         """Start all ranks of a run, and return their processes.
 
         Args:
+            run: The run.
             changes: As in `ChaosRun.overrides`.
         """
         ranks = run.ranks
@@ -116,6 +117,7 @@ def mount_small_disk(path: Path, size: str) -> Iterator[None]:
     """Mount a separate file system of this size at `path`, and remove it on exit.
 
     Args:
+        path: Folder at which it is mounted.
         size: As in `mount`.
 
     Raises:

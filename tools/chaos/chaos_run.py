@@ -84,7 +84,9 @@ class ChaosRun:
         """Start the run under torchrun.
 
         Args:
+            ranks: How many; by default those of the run.
             restarts: Its `--max-restarts`.
+            changes: As in `make_overrides`.
         """
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nproc-per-node", str(ranks or self.ranks), "--max-restarts", str(restarts)]
@@ -207,7 +209,13 @@ def kill_all(process: Process) -> None:
 
 def wait_for(condition: Callable[[], bool], process: Process, pause: float = 0.02) -> float:
     """Wait until `condition()` is true, the process has ended, or `LIMIT` has passed; return the
-    time (`time.monotonic`)."""
+    time (`time.monotonic`).
+
+    Args:
+        condition: What is waited for.
+        process: The process that should bring it about.
+        pause: Seconds between two looks.
+    """
     deadline = time.monotonic() + LIMIT
     while process.poll() is None and time.monotonic() < deadline and not condition():
         time.sleep(pause)

@@ -64,7 +64,13 @@ class FaultResult:
 
 
 def signal_rank(run: ChaosRun, draw: random.Random, number: signal.Signals) -> FaultResult:
-    """Send a signal to a random rank at a random moment."""
+    """Send a signal to a random rank at a random moment.
+
+    Args:
+        run: The run.
+        draw: Draws step, moment and rank.
+        number: The signal.
+    """
     process = run.launch()
     step = run.wait_for_step(draw.randrange(1, LATEST), process)
     time.sleep(draw.random() * 0.2)
@@ -328,6 +334,8 @@ def compare_losses(run: ChaosRun, expected: Sequence[float], limit: float) -> tu
     """Return whether the losses are those of the undisturbed run, and in words how they differ.
 
     Args:
+        run: The run.
+        expected: Losses of the undisturbed run.
         limit: Largest relative difference that is accepted.
     """
     losses = run.losses

@@ -109,11 +109,15 @@ def train(
 ) -> int:
     """Run the ranks to the end and return the status of the run.
 
-    what: "GPU" or "CPU".
-
     Args:
+        config: The run.
+        words: The command line of the entry.
         ranks: Fewest and most ranks.
-        failures: How often ranks may be restarted; raises `UserError` if they fail more often.
+        resource: What a rank takes, GPU or CPU.
+        failures: How often ranks may be restarted.
+
+    Raises:
+        UserError: If ranks fail more often.
     """
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer

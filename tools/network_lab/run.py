@@ -66,11 +66,11 @@ def run_on_hosts(
 ) -> HostsResult:
     """Run a command on every host and return when all have ended.
 
-    with the output of each host are written.
-
     Args:
+        hosts: The hosts.
+        command: The command.
         ranks: Number of ranks per host, passed to `torchrun`.
-        folder: Where the files host-0.txt ...
+        folder: Where the files host-0.txt ... with the output of each host are written.
         outages: Of links meanwhile.
         output: Where the output of the first host is copied to.
 
@@ -156,6 +156,7 @@ def make_launcher_variables(number: int, hosts: Sequence[Host], ranks: int) -> M
 
     Args:
         number: Of the host.
+        hosts: All hosts.
         ranks: Number of ranks per host.
     """
     host, first = hosts[number], hosts[0]

@@ -23,6 +23,11 @@ def share_programs(
     Programs start in groups of `together` pairs of a head and a sample, so few that what they read
     stays in the cache. Within a group, blocks of the same turn start together. With a causal mask
     the first turns take longest, so the last programs of all are short.
+
+    Args:
+        blocks: Blocks of a head.
+        together: Pairs of a head and a sample in a group.
+        heads: Heads of a sample.
     """
     pairs = tl.num_programs(0) // blocks
     first = tl.program_id(0) // (blocks * together) * together

@@ -32,9 +32,11 @@ _MOST_EXPERTS = 1024
 class ExpertOrder:
     """Where the choices of a batch go.
 
-    order: the choice (t K + k) at each place, int32 [P]. places: the place of each choice, int32
-    [T, K]. ends: where each expert's places end, int32 [E]; they begin where the previous expert's
-    end.
+    Attributes:
+        order_P: The choice (t K + k) at each place, int32.
+        places_TK: The place of each choice, int32.
+        ends_E: Where each expert's places end, int32; they begin where the previous expert's
+            end.
     """
 
     order_P: Tensor
@@ -244,7 +246,14 @@ def _make_rows_adjacent(x: Tensor) -> Tensor:
 
 
 def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """Return the rows of x at their places, [P, H]."""
+    """Return the rows of x at their places, [P, H].
+
+    Args:
+        x_TH: The rows.
+        order_P: The choice at each place.
+        weights: Of the choices, by which rows are multiplied; None for 1.
+        k: Experts of a row.
+    """
     x, width = _make_rows_adjacent(x_TH), x_TH.shape[1]
     out = x.new_empty(order_P.shape[0], width)
     columns = _choose_columns(width)
@@ -255,7 +264,13 @@ def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int)
 
 
 def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> Tensor:
-    """Return the sums of rows, [T, H]."""
+    """Return the sums of rows, [T, H].
+
+    Args:
+        y_PH: Rows at their places.
+        weights: Of the choices, [T, K]; None for 1.
+        places_TK: The place of each choice.
+    """
     y, width = _make_rows_adjacent(y_PH), y_PH.shape[1]
     tokens, k = places_TK.shape
     out = y.new_empty(tokens, width)
@@ -267,7 +282,14 @@ def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> T
 
 
 def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient of the weights, [T, K]."""
+    """Return the gradient of the weights, [T, K].
+
+    Args:
+        d_out_TH: Gradient of the sums.
+        y_PH: Rows at their places.
+        places_TK: The place of each choice.
+        like: The weights, for the type of the result.
+    """
     d_out, y = _make_rows_adjacent(d_out_TH), _make_rows_adjacent(y_PH)
     d_weights = torch.empty_like(like, memory_format=torch.contiguous_format)
     width = y.shape[1]

@@ -125,7 +125,13 @@ def find_tiles(
 @triton.jit
 def walk(program: tl.tensor, down: tl.tensor, across: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return a program's tile. Programs that run at the same time share eight rows of tiles, or
-    fewer at the end, so what they read of both operands stays in the cache."""
+    fewer at the end, so what they read of both operands stays in the cache.
+
+    Args:
+        program: Number of the program.
+        down: Rows of tiles.
+        across: Columns of tiles.
+    """
     together = 8 * across
     # Bands of eight rows of tiles; within a band, programs go down before they go right.
     first = program // together * 8

@@ -52,7 +52,13 @@ def read_magnitude_bits(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
-    """Return the scale for the bits of the largest magnitude."""
+    """Return the scale for the bits of the largest magnitude.
+
+    Args:
+        largest: Bits of the largest magnitude.
+        MOST: The largest number of the 8-bit type.
+        POWER_OF_TWO: Whether the scale is one.
+    """
     largest = largest.to(tl.float32, bitcast=True)
     # The bound gives a block of zeros a scale. MOST's inverse is a constant of the kernel.
     scale = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)

@@ -53,9 +53,10 @@ class DirectReadHandle:
     """A regular file open for reading, possibly by several threads.
 
     Args:
-        bypass_cache, sole_reader: See `Store.open`. With either of them reads do not fill the page
-            cache. With `sole_reader` a file of which most is in the cache is read from there; with
-            `bypass_cache` it never is.
+        file: The open file.
+        bypass_cache, sole_reader: See `Store.open`. With either of them reads do not fill the
+            page cache. With `sole_reader` a file of which most is in the cache is read from
+            there; with `bypass_cache` it never is.
     """
 
     def __init__(self, file: BinaryIO, *, bypass_cache: bool, sole_reader: bool) -> None:
@@ -117,10 +118,12 @@ class DirectWriteHandle:
     Errors of background writes are raised by a later `write` or by `finish`.
 
     Args:
+        path: Of the file.
+        size: Its bytes.
         start: Bytes left out at the start, a multiple of the alignment.
-        aligned_data: Everything that will be written, in aligned memory that does not change until
-            the file is closed; it is written directly from there. None if the data may change after
-            `write`; then they are copied.
+        aligned_data: Everything that will be written, in aligned memory that does not change
+            until the file is closed; it is written directly from there. None if the data may
+            change after `write`; then they are copied.
 
     Raises:
         OSError: If the file exists or the disk is full.

@@ -112,7 +112,13 @@ class MemoryFolder:
         return path
 
     def commit(self, step: int, rank: int, record: bytes) -> None:
-        """Write the record of a rank's file. To be called when the file is complete."""
+        """Write the record of a rank's file. To be called when the file is complete.
+
+        Args:
+            step: Step of the copy.
+            rank: The rank whose values it has.
+            record: The record, encoded.
+        """
         final = self.get_path(step, rank).with_suffix(".json")
         temporary = final.with_suffix(".tmp")
         temporary.write_bytes(record)
@@ -167,7 +173,13 @@ def _read_record(path: Path) -> CopyRecord | None:
 
 def find_peer(rank: int, world: int, node_size: int) -> int | None:
     """Return the rank on the next node that keeps a copy for `rank`. None if there is only one
-    node: its memory outlives its processes anyway."""
+    node: its memory outlives its processes anyway.
+
+    Args:
+        rank: The rank whose values are copied.
+        world: Number of ranks.
+        node_size: Ranks of a node.
+    """
     if node_size >= world:
         return None
     start = (rank // node_size + 1) * node_size
@@ -190,7 +202,13 @@ class PeerRanks:
 
     @staticmethod
     def find(rank: int, world: int, node_size: int) -> PeerRanks:
-        """Return the peers of a rank, among `world` ranks on nodes of `node_size` each."""
+        """Return the peers of a rank.
+
+        Args:
+            rank: The rank.
+            world: Number of ranks.
+            node_size: Ranks of a node.
+        """
         keepers = [find_peer(source, world, node_size) for source in range(world)]
         sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
         return PeerRanks(keepers[rank], tuple(sources))
@@ -202,10 +220,12 @@ class PeerMemoryWriter(BackgroundCopier):
     If a rank's copy fails, all ranks raise an error, in the same way as `CheckpointWriter`.
 
     Args:
+        folder: The folder of copies on this node.
         group: A group of all ranks, used for nothing else.
+        peers: The ranks with which this one exchanges copies.
         run: Id of the run.
-        kept_step: Step of existing copies to keep until the next ones are complete; all others are
-            deleted at once.
+        kept_step: Step of existing copies to keep until the next ones are complete; all others
+            are deleted at once.
     """
 
     def __init__(
@@ -218,7 +238,13 @@ class PeerMemoryWriter(BackgroundCopier):
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
         """Start making copies in the background; see `CheckpointWriter.save`. The step must be
-        higher than those of all earlier saves since `forget`."""
+        higher than those of all earlier saves since `forget`.
+
+        Args:
+            step: Step of the copies.
+            slices: What this rank has of the tensors.
+            state: Plain data of the run.
+        """
         state_copy = json.loads(json.dumps(dict(state)))
         self.start(slices, lambda entries, data: self._make_copies(step, state_copy, entries, data))
 

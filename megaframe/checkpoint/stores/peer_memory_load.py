@@ -43,7 +43,11 @@ class PeerMemoryCheckpoint(Checkpoint):
     `load` is collective: all ranks call it together.
 
     Args:
-        servers: For each file, the rank of the group that reads it, for itself and for all others.
+        folder: The folder of the copies on this node.
+        manifest: What all of them contain.
+        servers: For each file, the rank of the group that reads it, for itself and for all
+            others.
+        group: A group of all ranks.
     """
 
     def __init__(

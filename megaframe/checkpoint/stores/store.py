@@ -94,7 +94,7 @@ def parse_path(text: str) -> StorePath:
 
 
 class ReadHandle(Protocol):
-    """A file open for reading. Raises OSError."""
+    """A file open for reading. All methods raise OSError."""
 
     size: int
     chunk_bytes: int
@@ -113,7 +113,7 @@ class ReadHandle(Protocol):
 
 
 class WriteHandle(Protocol):
-    """A file being written. Raises OSError."""
+    """A file being written. All methods raise OSError."""
 
     def write(self, data: memoryview) -> None:
         """Write the next bytes."""
@@ -179,7 +179,13 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def make_draft_path(self, root: P, step: int, attempt: str) -> P:
-        """Return the path under which the files of a checkpoint are written before the commit."""
+        """Return the path under which the files of a checkpoint are written before the commit.
+
+        Args:
+            root: The folder of checkpoints.
+            step: Step of the checkpoint.
+            attempt: Id of the attempt to save it.
+        """
 
     @abstractmethod
     def create_draft(self, draft: P) -> None: ...
@@ -220,12 +226,23 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def replace_file(self, file: P, content: bytes, attempt: str) -> None:
-        """Write a small file, replacing an existing one atomically."""
+        """Write a small file, replacing an existing one atomically.
+
+        Args:
+            file: The file.
+            content: Its new content.
+            attempt: Id of the attempt, for the name of a temporary file.
+        """
 
     @abstractmethod
     def compare_and_swap(self, file: P, old: bytes | None, new: bytes | None) -> bool:
         """Replace the whole content of a small file if it is still `old`. None stands for no file;
         the folder is created if needed.
+
+        Args:
+            file: The file.
+            old: The content that it must have.
+            new: The content that it gets.
 
         Returns:
             Whether the file now has the content `new`.

@@ -254,6 +254,11 @@ def encode_documents(
 ) -> EncodedDocuments:
     """Encode documents into the form in which a token file stores them.
 
+    Args:
+        tokenizer: Which encodes them.
+        texts: The documents.
+        append_eod: Whether to add the token that ends a document to each.
+
     Raises:
         UserError: For an id that is negative or not below the tokenizer's vocabulary size.
     """
@@ -291,6 +296,11 @@ def map_ordered(
 
     At most two tasks per worker are taken from `tasks` ahead of their results. An exception of a
     task is raised in place of its result, and tasks that have not begun are dropped.
+
+    Args:
+        function: Run in worker processes.
+        tasks: Its arguments, task by task.
+        workers: Number of processes.
 
     Raises:
         UserError: If a worker dies.

@@ -86,7 +86,16 @@ class DCPDataFile:
         return elements.reshape(-1).view(np.uint8).data
 
     def read_text(self, name: str, extent: ByteRange, limit: int) -> str:
-        """Return a stored text of at most `limit` bytes."""
+        """Return a stored text of at most `limit` bytes.
+
+        Args:
+            name: Of the value, for messages.
+            extent: Where it is stored.
+            limit: The most bytes that it may have.
+
+        Raises:
+            UserError: If it is damaged, too long, or not text.
+        """
         try:
             archive = _TensorArchive(self._open_part(extent), limit)
             content = parse_pickle(archive.read("data.pkl"), ())

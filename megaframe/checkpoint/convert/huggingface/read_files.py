@@ -131,7 +131,13 @@ def read_tensor(name: str, header: TensorHeader) -> Tensor:
 
 
 def check_finite(name: str, tensor: Tensor, dtype: str) -> None:
-    """Raise `UserError` with the number of elements that are NaN or infinite, if there are any."""
+    """Raise `UserError` with the number of elements that are NaN or infinite, if there are any.
+
+    Args:
+        name: Of the tensor.
+        tensor: Its values.
+        dtype: Their type, for the message.
+    """
     count = tensor.numel()
     wrong = count - int(torch.isfinite(tensor).sum())
     if wrong:
