@@ -17,11 +17,8 @@ from pathlib import Path
 
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import make_integer_parser, parse_json, read_file
+from megaframe.planner.failures import MIXES, PUBLISHED, FailureCosts, FailureMix
 from megaframe.planner.goodput import (
-    MIXES,
-    PUBLISHED,
-    FailureCosts,
-    FailureMix,
     compute_effective_share,
     find_best_interval,
     find_max_restart_seconds,

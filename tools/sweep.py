@@ -21,16 +21,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from megaframe.dashboard.sweep import (
-    SUMMARY,
-    Result,
-    Sweep,
-    Trial,
-    TrialRun,
-    make_trials,
-    summarize,
-    write_page,
-)
+from megaframe.dashboard.sweep import SUMMARY, Result, Sweep, TrialRun, summarize, write_page
+from megaframe.dashboard.trials import Trial, make_trials
 from megaframe.errors import UserError, report_errors
 
 PAGE = "sweep.html"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megaframe_kernels.attention.spans import find_spans
-from megaframe_kernels.experts import permute
+from megaframe_kernels.experts import expert_order
 from torch import Tensor
 
 
@@ -260,7 +260,7 @@ def _make_experts(s: CaseSizes) -> Iterator[KernelCase]:
 
     def make_rows(grown: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
-            order_P, places_TK, _ = permute.run_reference_order(draw_choices(), s.experts)
+            order_P, places_TK, _ = expert_order.run_reference_order(draw_choices(), s.experts)
             if not grown:
                 return draw_normal(s.tokens, s.hidden, grad=True), order_P, places_TK
             weights = torch.rand(s.tokens, k).requires_grad_()
@@ -278,7 +278,7 @@ def _make_experts(s: CaseSizes) -> Iterator[KernelCase]:
 
     def make_grouped(gathers: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
-            order_P, places_TK, ends = permute.run_reference_order(draw_choices(), s.experts)
+            order_P, places_TK, ends = expert_order.run_reference_order(draw_choices(), s.experts)
             x = draw_normal(s.tokens if gathers else s.tokens * k, s.hidden, grad=True)
             weights = draw_normal(s.experts, s.ffn, s.hidden).div_(s.hidden**0.5).requires_grad_()
             return (x, weights, ends, order_P, places_TK) if gathers else (x, weights, ends)
@@ -296,7 +296,7 @@ def _make_experts(s: CaseSizes) -> Iterator[KernelCase]:
         )
 
     def make_gradient() -> tuple[Any, ...]:
-        _, _, ends = permute.run_reference_order(draw_choices(), s.experts)
+        _, _, ends = expert_order.run_reference_order(draw_choices(), s.experts)
         into = torch.randn(s.experts, s.ffn, s.hidden)
         return into, draw_normal(places, s.ffn), draw_normal(places, s.hidden), ends, True
 

@@ -27,7 +27,8 @@ from megaframe.checkpoint import (
     resolve_checkpoint_folder,
 )
 from megaframe.checkpoint.folder import list_checkpoints, step_of
-from megaframe.checkpoint.stores.peer_memory import MemoryFolder, PeerMemoryWriter, PeerRanks
+from megaframe.checkpoint.stores.memory_folder import MemoryFolder
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks
 from megaframe.checkpoint.stores.peer_memory_load import PeerMemoryCheckpoint, open_peer_memory
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, all_reduce

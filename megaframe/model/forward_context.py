@@ -19,7 +19,7 @@ from megaframe.architecture.block import list_mixers
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.context_parallel.ring import RingMask, find_document_ends
+from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.mesh import read_local_world_size

@@ -22,7 +22,8 @@ from typing import Any
 
 from ray_train import check_resources, connect
 
-from megaframe.dashboard.sweep import Range, Sweep, TrialRun, summarize
+from megaframe.dashboard.sweep import Sweep, TrialRun, summarize
+from megaframe.dashboard.trials import Range
 from megaframe.errors import report_errors
 
 _PAUSE = 0.5

@@ -49,7 +49,7 @@ def run_reference(
         x: Rows [P, H], or with `gather` tokens [T, H].
         weights_ENH: One matrix per expert.
         ends_E: Where each expert's places end; places beyond the last end give 0.
-        order_P: Choice at each place, as in `permute.ExpertOrder`.
+        order_P: Choice at each place, as in `expert_order.ExpertOrder`.
         places_TK: Place of each choice.
         gather: Place p reads x[order[p] // K].
         scatter: y[p] is written to y[order[p]], so that y is ordered by token and choice.

@@ -28,7 +28,7 @@ from megaframe.checkpoint.manifest import (
     merge_tensors,
 )
 from megaframe.checkpoint.shard_reader import verify_shard_file
-from megaframe.checkpoint.stores.peer_memory import CopyRecord, MemoryFolder
+from megaframe.checkpoint.stores.memory_folder import CopyRecord, MemoryFolder
 from megaframe.distributed.collectives import Group, receive, send
 from megaframe.distributed.object_collectives import gather_json, gather_rows
 from megaframe.errors import UserError

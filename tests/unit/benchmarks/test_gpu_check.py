@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 import gpu_check  # noqa: E402
 import kernel_bench  # noqa: E402
+import kernel_timing  # noqa: E402
 import time_limit  # noqa: E402
 import training_gpu  # noqa: E402
 from gpu_goals import evaluate_goals, format_table, order_of  # noqa: E402
@@ -152,13 +153,13 @@ def test_a_timing_has_enough_samples_and_nothing_of_what_precedes_a_call(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pass_time(cycles / 2e9))
     filler = SimpleNamespace(zero_=lambda: pass_time(1e-4))
-    monkeypatch.setattr(kernel_bench, "_cache_filler", lambda: filler)
+    monkeypatch.setattr(kernel_timing, "_cache_filler", lambda: filler)
     ran = []
 
     def run():
         ran.append(pass_time(each * (1.5 if len(ran) % 2 else 1.0)))
 
-    timing = kernel_bench.measure_timing(run, False, few)
+    timing = kernel_timing.measure_timing(run, False, few)
     assert len(ran) == pytest.approx(calls, abs=20 if each == 5e-3 else 0)
     assert timing.low == pytest.approx(each, rel=0.2) and timing.high == pytest.approx(1.5 * each)
     assert timing.low <= timing.seconds <= timing.high

@@ -14,7 +14,7 @@ from tolerances import assert_near, compute_roundoff
 
 from megaframe.config import ModelConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.context_parallel.ring import RingMask, find_document_ends
+from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
 from megaframe.data.microbatch import Microbatch, divide_zigzag
 from megaframe.distributed.collectives import Ring
 from megaframe.model.attention import _attend_locally

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.hardware.cluster import load_cluster
-from megaframe.planner.goodput import (
+from megaframe.planner.failures import (
     LLAMA3,
     MEGASCALE,
     PUBLISHED,
     FailureCause,
     FailureCosts,
     FailureMix,
+)
+from megaframe.planner.goodput import (
     compute_daly_interval,
     compute_effective_share,
     compute_gains_of_halving,

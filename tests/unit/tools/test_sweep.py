@@ -14,14 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.dashboard.metrics_file import MetricsFile
-from megaframe.dashboard.sweep import (
-    Range,
-    Sweep,
-    make_trials,
-    parse_space,
-    read_values_after,
-    summarize,
-)
+from megaframe.dashboard.sweep import Sweep, read_values_after, summarize
+from megaframe.dashboard.trials import Range, make_trials, parse_space
 from megaframe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]

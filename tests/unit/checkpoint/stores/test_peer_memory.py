@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from rank_process import Program, places, stuck_after
 from tolerances import promised
 
-from megaframe.checkpoint.stores.peer_memory import (
-    MemoryFolder,
-    PeerMemoryWriter,
-    PeerRanks,
-    find_peer,
-)
+from megaframe.checkpoint.stores.memory_folder import MemoryFolder
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_peer
 from megaframe.checkpoint.stores.peer_memory_load import open_peer_memory
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
