@@ -17,8 +17,12 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class FailureCause:
-    """A cause of failures. count: how often it occurred. spare: whether the node must be
-    replaced."""
+    """A cause of failures.
+
+    Attributes:
+        count: How often it occurred.
+        spare: Whether the node must be replaced.
+    """
 
     name: str
     count: int

@@ -92,8 +92,13 @@ def find_best_interval(mix: FailureMix, ranks: int, costs: FailureCosts) -> floa
 
 @dataclass(frozen=True)
 class SimulatedGoodput:
-    """Result of a simulation. effective: share of time with lasting work. lost: shares of time that
-    were lost, by cause. failures: how many were simulated."""
+    """Result of a simulation.
+
+    Attributes:
+        effective: Share of time with lasting work.
+        lost: Shares of time that were lost, by cause.
+        failures: How many were simulated.
+    """
 
     effective: float
     lost: Mapping[str, float]
@@ -265,9 +270,13 @@ def estimate_straggler_share(cluster: Cluster, ranks: Number) -> Number:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a run loses and costs. share: share of the time in which training makes lasting
-    progress. interval: seconds between checkpoints. failures_a_day: failures of the whole run per
-    day. days, dollars: duration and price of the requested tokens."""
+    """What a run loses and costs. days, dollars: duration and price of the requested tokens.
+
+    Attributes:
+        share: Share of the time in which training makes lasting progress.
+        interval: Seconds between checkpoints.
+        failures_a_day: Failures of the whole run per day.
+    """
 
     share: float
     interval: float
