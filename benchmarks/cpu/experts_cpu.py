@@ -31,6 +31,7 @@ from harness import (
 )
 
 CASES = tuple(f"{shape}-{precision}" for shape in SHAPES for precision in ("fp32", "bf16"))
+LIMIT = "matrix products alone"
 TOLERANCE = 0.02
 """Relative tolerance of the sum of mean squares that every contender returns; bf16 rounds."""
 
@@ -49,6 +50,7 @@ def make_contenders(arguments: argparse.Namespace, shape: str, precision: str) -
     ]
     if arguments.huggingface_python is not None:
         contenders.append(make_contender("Hugging Face", "experts_huggingface.py"))
+    contenders.append(make_contender(LIMIT, "experts_limit.py"))
     return contenders
 
 
@@ -71,10 +73,12 @@ def main() -> None:
         print(f"\n{shape}, {precision}: {SHAPES[shape]}")
         chosen = make_contenders(arguments, shape, precision)
         outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
+        limit = [run.tokens_per_second for run in outcomes.pop(chosen.pop().name)]
         expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
         check_losses(outcomes, expected, TOLERANCE * expected)
         lines = summarise(chosen, outcomes)
         print(format_table(lines))
+        print(f"{LIMIT}: {statistics.median(limit):,.0f} ({min(limit):,.0f} to {max(limit):,.0f})")
         overheads = [run.overhead for run in outcomes["megaframe"] if run.overhead is not None]
         print(f"overhead of routing beside the experts: {statistics.median(overheads):.1%}")
         results[case] = (lines, outcomes)

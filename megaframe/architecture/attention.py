@@ -17,6 +17,7 @@ from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
+from megaframe.errors import join_or, list_divisors
 
 
 def list_windows(model: ModelConfig) -> tuple[int | None, ...]:
@@ -80,6 +81,42 @@ class SoftmaxAttention(MixerDescription):
     output_std: float
 
     name = "attention"
+    context_kinds = ("ring", "all_to_all", "nested")
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message if tensor ranks cannot divide the heads, and one if context ranks cannot
+        exchange tokens for heads."""
+        yield from super().find_mistakes(parallel)
+        yield from self._find_sharing_mistakes(parallel)
+
+    def _find_sharing_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        context, tensor, ranks = parallel.context, parallel.tensor, count_exchanging_ranks(parallel)
+        nested = parallel.context_kind == "nested"
+        if nested and (context % ranks or not 1 < ranks < context):
+            return  # such a nesting is refused for any layer
+        if self.can_share(tensor, ranks):
+            return
+        setting = f"parallel.context={ranks} of parallel.context_kind=all_to_all"
+        if nested:
+            setting = f"parallel.context_heads={ranks}"
+        of_a_rank = "" if tensor == 1 else f" on each of parallel.tensor={tensor}"
+        fits = [d for d in range(2, ranks * 2) if self.can_share(tensor, d)]
+        if nested:
+            fits = [d for d in fits if context % d == 0 and d < context]
+        near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
+        mend = "use " + (f"{join_or(near)}, or " if near else "") + "parallel.context_kind=ring"
+        yield (
+            f"{setting} can neither divide nor evenly share model.kv_heads={self.ring_groups} with "
+            f"model.heads={self.heads}{of_a_rank}; {mend}"
+        )
+
+    def can_share(self, tensor: int, ranks: int) -> bool:
+        """Return whether `ranks` ranks can have equally many of one tensor rank's query heads, with
+        the key and value heads that belong to them. A `tensor` that does not divide the heads is
+        reported elsewhere; here its quotient is rounded down, to at least one head."""
+        heads = max(1, self.heads // tensor)
+        groups = max(1, self.ring_groups // tensor)
+        return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
     @property
     def rotary_dim(self) -> int:
@@ -159,6 +196,19 @@ class AttentionDescription(SoftmaxAttention):
     softcap: float | None = None
     has_sinks: bool = False
     output_gate: str = "none"
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message if tensor ranks can neither divide nor share key and value heads, and
+        those of all attention."""
+        groups, heads, tensor = self.kv_heads, self.heads, parallel.tensor
+        if groups % tensor and (tensor % groups or heads % tensor):
+            fits = [t for t in list_divisors(heads) if groups % t == 0 or t % groups == 0]
+            near = [t for t in fits if t < tensor][-1:] + [t for t in fits if t > tensor][:1]
+            yield (
+                f"parallel.tensor={tensor} can neither divide model.kv_heads={groups} nor share "
+                f"them evenly among model.heads={heads}; use {join_or(near)}"
+            )
+        yield from super().find_mistakes(parallel)
 
     @property
     def heads_per_group(self) -> int:

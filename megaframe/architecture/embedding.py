@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megaframe.architecture.limits import Limit
 from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config.model import ModelConfig
 
@@ -24,6 +25,12 @@ class TableDescription:
     width: int
     std: float
     split: bool
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The rows, if tensor ranks divide them."""
+        limit = Limit("tensor", self.rows, f"model.vocab={self.rows}", even=False)
+        return (limit,) if self.split else ()
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the spec of the table."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config.parallel import ParallelConfig
+from megaframe.errors import join_or
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,21 @@ class LayerDescription(ABC):
             recompute: `none` or `selective`, which recomputes norms and activations. With `full`
                 this is what exists while the block is recomputed, as with `none`.
         """
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """What the ranks of an axis divide, if not every number of ranks can."""
+        return ()
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message for each reason why the layer cannot be divided like this, with the key,
+        both numbers and the nearest valid values. The layer's place in the config is put before it.
+
+        Args:
+            parallel: The layout. Axes that a search has not chosen yet are 1.
+        """
+        for limit in self.limits:
+            yield from limit.find_mistakes(parallel)
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters.
@@ -215,6 +232,31 @@ class MixerDescription(LayerDescription):
 
     window: int | None = None
     rotary: RotaryDescription | None = None
+
+    context_kinds: ClassVar[tuple[str, ...]] = ()
+    """The values of `parallel.context_kind` under which ranks may have parts of a sample."""
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message for each reason why the layer cannot be divided like this, also because
+        it needs whole samples."""
+        yield from super().find_mistakes(parallel)
+        kind, kinds = parallel.context_kind, self.context_kinds
+        if parallel.context > 1 and kind not in kinds:
+            yield (
+                f"parallel.context={parallel.context} divides samples, which "
+                f"{type(self).__name__} cannot mix with parallel.context_kind={kind}; use "
+                + f"parallel.context_kind={join_or(kinds)}, or " * bool(kinds)
+                + "parallel.context=1"
+            )
+
+    def can_share(self, tensor: int, ranks: int) -> bool:
+        """Return whether neighbouring context ranks can exchange tokens for heads.
+
+        Args:
+            tensor: Tensor ranks, which divide the heads already.
+            ranks: Such neighbours.
+        """
+        return True
 
     @property
     def exchanged_elements(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megaframe.architecture.attention import SoftmaxAttention, count_exchanging_ranks
 from megaframe.architecture.layer import HasParameters, SavedActivations
+from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import NormDescription
 from megaframe.config.parallel import ParallelConfig
@@ -32,6 +33,11 @@ class LatentAttentionDescription(SoftmaxAttention):
     kv_rank: int
     head_dim: int
     value_dim: int
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The heads."""
+        return (Limit("tensor", self.heads, f"model.heads={self.heads}"),)
 
     @property
     def query_width(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
+from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
 from megaframe.config.parallel import ParallelConfig
 
@@ -35,6 +36,11 @@ class MLPDescription(FeedForwardDescription):
     output_std: float
 
     name = "mlp"
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The width."""
+        return (Limit("tensor", self.width, f"model.ffn={self.width}", even=False),)
 
     @property
     def gated(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
+from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.mlp import GATED, MLPDescription
 from megaframe.architecture.spec import Constant, ParamSpec
@@ -86,6 +87,19 @@ class MoEDescription(FeedForwardDescription):
 
     name = "moe"
     keeps_normed_input = True
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The experts, their width, and that of the shared MLP."""
+        experts, width, shared = self.moe.experts, self.width, self.shared
+        limits = (
+            Limit("expert", experts, f"model.moe.experts={experts}", even=False),
+            Limit("expert_tensor", width, f"an expert's width of {width}", even=False),
+        )
+        if shared is None:
+            return limits
+        name = f"the shared experts' width of {shared.width}"
+        return (*limits, Limit("tensor", shared.width, name, even=False))
 
     @property
     def router(self) -> RouterDescription:

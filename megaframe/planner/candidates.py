@@ -21,8 +21,8 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
 from megaframe.schedule.limits import SCHEDULE_LIMITS
 from megaframe.validate.context_parallel import find_context_mistakes
-from megaframe.validate.experts import find_expert_mistakes
-from megaframe.validate.tensor_parallel import find_tensor_mistakes
+from megaframe.validate.limits import find_limit_mistakes
+from megaframe.validate.tensor_parallel import find_chunk_mistakes
 
 PARALLEL_KEYS = (
     "tensor",
@@ -220,7 +220,9 @@ def _list_tensor_sizes(
     return [
         t
         for t in sizes
-        if gpus % t == 0 and not any(find_tensor_mistakes(_with_sizes(config, tensor=t)))
+        if gpus % t == 0
+        and _can_be_divided(config, tensor=t)
+        and not any(find_chunk_mistakes(_with_sizes(config, tensor=t)))
     ]
 
 
@@ -235,7 +237,10 @@ def _list_context_sizes(config: RunConfig, ranks: int, tensor: int, fixed: Fixed
         if ranks % context == 0
         and (
             context == 1
-            or not any(find_context_mistakes(_with_sizes(config, tensor=tensor, context=context)))
+            or (
+                _can_be_divided(config, tensor=tensor, context=context)
+                and not any(find_context_mistakes(_with_sizes(config, context=context)))
+            )
         )
     ]
 
@@ -266,8 +271,8 @@ def _list_expert_sizes(
     outer = _get_fixed_or(fixed, "expert", list_divisors(moe.experts))
     for inside in inner:
         for expert in outer:
-            sized = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)
-            if stage % (expert * inside) == 0 and not any(find_expert_mistakes(sized)):
+            is_possible = _can_be_divided(config, expert=expert, expert_tensor=inside)
+            if stage % (expert * inside) == 0 and is_possible:
                 yield expert, inside
 
 
@@ -307,5 +312,11 @@ def _get_fixed_or(fixed: FixedKeys, name: str, otherwise: tuple[Any, ...]) -> tu
     return (RECOMPUTE.index(value),) if name == "recompute" else (value,)
 
 
-def _with_sizes(config: RunConfig, **sizes: Any) -> RunConfig:
+def _can_be_divided(config: RunConfig, **sizes: int) -> bool:
+    """Return whether axes of these sizes can divide all layers, whatever the other axes are."""
+    axes = {"tensor": 1, "context": 1, "expert": 1, "expert_tensor": 1, **sizes}
+    return not any(find_limit_mistakes(_with_sizes(config, **axes)))
+
+
+def _with_sizes(config: RunConfig, **sizes: int) -> RunConfig:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megaframe.architecture.spec import count_copies
 from megaframe.config.blocks import AttentionConfig, BlockConfig, MLPConfig
 from megaframe.config.model import ModelConfig
 from megaframe.config.section import Section
@@ -21,13 +20,8 @@ _REPLACED = {
 """Keys of a block's attention, and the keys of the model that they replace."""
 
 
-def find_block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
-    """Yield a message for each mistake in model.blocks.
-
-    Args:
-        model: The model to check.
-        tensor: Tensor ranks.
-    """
+def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
+    """Yield a message for each mistake in model.blocks."""
     if model.blocks is None:
         return
     if not model.blocks:
@@ -76,28 +70,10 @@ def find_block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
                 f"model.blocks.{number}.parallel=one_norm has no norm to share with norms="
                 f"{block.norms}; use parallel=two_norms, or norms=before or both"
             )
-    yield from _find_copy_mistakes(model, tensor)
 
 
 def _get_kind(section: Section) -> object:
     return getattr(section, "kind", None)
-
-
-def _find_copy_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
-    """Yield a message if blocks divide their key and value heads differently over tensor ranks."""
-    assert model.blocks is not None
-    groups = {
-        block.mixer.kv_heads or model.kv_heads
-        for block in model.blocks
-        if isinstance(block.mixer, AttentionConfig)
-    }
-    fewer = sorted(group for group in groups if count_copies(group, tensor) > 1)
-    if len(fewer) > 1:
-        yield (
-            f"model.blocks has attention with {' and '.join(map(str, fewer))} key and value heads, "
-            f"which parallel.tensor={tensor} ranks would share in different groups; use "
-            f"parallel.tensor={fewer[1]} or fewer"
-        )
 
 
 def check_each_block(

@@ -12,8 +12,8 @@ from megaframe.errors import find_nearest_divisors
 
 
 def find_expert_mistakes(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each mistake in model.moe, parallel.expert, parallel.expert_tensor and
-    parallel.expert_overlap."""
+    """Yield a message for each mistake in model.moe and parallel.expert_overlap, and for ranks
+    that divide experts if there are none."""
     model, parallel = config.model, config.parallel
     moe = model.moe
     if moe is None:
@@ -27,17 +27,6 @@ def find_expert_mistakes(config: RunConfig) -> Iterator[str]:
     yield from _find_router_mistakes(moe)
     if parallel.expert_overlap:
         yield from _find_overlap_mistakes(parallel)
-    width = moe.ffn or model.ffn
-    if parallel.expert > moe.experts:
-        yield (
-            f"parallel.expert={parallel.expert} ranks are more than model.moe.experts="
-            f"{moe.experts}; use {moe.experts} or fewer"
-        )
-    if parallel.expert_tensor > width:
-        yield (
-            f"parallel.expert_tensor={parallel.expert_tensor} ranks are more than an expert's "
-            f"width of {width}; use {width} or fewer"
-        )
     if not count_expert_layers(model):
         yield (
             f"model.moe.first={moe.first} and model.moe.every={moe.every} leave none of "

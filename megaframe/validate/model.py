@@ -18,13 +18,12 @@ TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
 
 def find_model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
-    """Yield a message for each mistake in heads, widths, positions and windows.
+    """Yield a message for each mistake in heads, widths and positions.
 
     Args:
         model: The model to check.
         seq: Tokens per sample.
     """
-    yield from find_window_mistakes(model)
     yield from check_each_block(model, _find_shape_mistakes)
     if model.position == "learned" and model.positions is not None and seq > model.positions:
         yield (

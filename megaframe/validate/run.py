@@ -20,10 +20,12 @@ from megaframe.validate.context_parallel import find_context_mistakes
 from megaframe.validate.cuda_graph import find_graph_mistakes
 from megaframe.validate.data import find_source_mistakes, find_split_mistakes
 from megaframe.validate.experts import find_expert_mistakes
+from megaframe.validate.limits import find_limit_mistakes
 from megaframe.validate.model import (
     find_model_mistakes,
     find_mtp_mistakes,
     find_vocabulary_mistakes,
+    find_window_mistakes,
 )
 from megaframe.validate.optim import (
     find_learning_rate_mistakes,
@@ -31,7 +33,7 @@ from megaframe.validate.optim import (
     find_warmup_warning,
 )
 from megaframe.validate.pipeline import find_stage_mistakes, find_step_schedule_mistakes
-from megaframe.validate.tensor_parallel import find_node_crossing_warning, find_tensor_mistakes
+from megaframe.validate.tensor_parallel import find_chunk_mistakes, find_node_crossing_warning
 from megaframe.validate.train import (
     find_batch_mistakes,
     find_compression_mistakes,
@@ -63,13 +65,16 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         data: Whether the config must name data sources; a dry run needs none.
     """
     sizes, axis_mistakes = resolve_axis_sizes(config.parallel, world)
+    # Without these, all layers can be described.
+    block_mistakes = [*find_block_mistakes(config.model), *find_window_mistakes(config.model)]
     return [
         *axis_mistakes,
-        *find_block_mistakes(config.model, config.parallel.tensor),
+        *block_mistakes,
         *find_model_mistakes(config.model, config.train.seq),
-        *find_tensor_mistakes(config),
+        *(find_limit_mistakes(config) if not block_mistakes else ()),
+        *find_chunk_mistakes(config),
         *find_expert_mistakes(config),
-        *find_context_mistakes(config),
+        *(find_context_mistakes(config) if not block_mistakes else ()),
         *find_mtp_mistakes(config),
         *find_vocabulary_mistakes(config),
         *(find_batch_mistakes(config.train, sizes["data"]) if not axis_mistakes else ()),

@@ -1,5 +1,4 @@
-"""Checks of tensor parallelism: matrices and rows that ranks can divide, and groups within a
-node."""
+"""Checks of tensor parallelism: rows that ranks can divide, and groups within a node."""
 
 from __future__ import annotations
 
@@ -7,12 +6,10 @@ from collections.abc import Iterator
 from math import gcd
 
 from megaframe.architecture.block import describe_block
-from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
-from megaframe.errors import TIMES, find_nearest_divisors, join_or, list_divisors
+from megaframe.errors import TIMES
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
-from megaframe.validate.blocks import check_each_block
 
 BETWEEN_NODES = 50e9
 """Bytes/s of one rank to another node: a 400 Gb/s adapter per rank."""
@@ -20,34 +17,8 @@ WITHIN_NODE = 450e9
 """Bytes/s of one rank to ranks of its node: NVLink 4, one direction."""
 
 
-def find_tensor_mistakes(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each mistake in parallel.tensor and parallel.tensor_chunks."""
-    tensor = config.parallel.tensor
-    yield from check_each_block(config.model, lambda model: _find_matrix_mistakes(model, tensor))
-    yield from _find_chunk_mistakes(config)
-
-
-def _find_matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
-    groups, heads = model.kv_heads, model.heads
-    if model.latent is not None:
-        if heads % tensor:
-            yield (
-                f"parallel.tensor={tensor} does not divide model.heads={heads}; "
-                f"use {find_nearest_divisors(heads, tensor)}"
-            )
-    elif groups % tensor and (tensor % groups or heads % tensor):
-        fits = [t for t in list_divisors(heads) if groups % t == 0 or t % groups == 0]
-        near = [t for t in fits if t < tensor][-1:] + [t for t in fits if t > tensor][:1]
-        yield (
-            f"parallel.tensor={tensor} can neither divide model.kv_heads={groups} nor share them "
-            f"evenly among model.heads={heads}; use {join_or(near)}"
-        )
-    for name, size in (("model.ffn", model.ffn), ("model.vocab", model.vocab or tensor)):
-        if size < tensor:
-            yield f"{name}={size} is less than parallel.tensor={tensor}; use {size} or fewer ranks"
-
-
-def _find_chunk_mistakes(config: RunConfig) -> Iterator[str]:
+def find_chunk_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message if parallel.tensor_chunks has no effect or divides too much."""
     parallel, train = config.parallel, config.train
     chunks, tensor = parallel.tensor_chunks, parallel.tensor
     rows = -(-train.microbatch * train.seq // (tensor * parallel.context))

@@ -12,14 +12,25 @@ from hypothesis import given, settings
 from hypothesis import seed as seed_with
 from planted_faults import run_without_summing_gains
 from pydantic import ValidationError
-from random_runs import AXES, NOT_DRAWN, NOT_PROMISED, RandomRun, repair
+from random_runs import (
+    AXES,
+    NOT_DRAWN,
+    NOT_PROMISED,
+    RandomRun,
+    find_part_names,
+    repair,
+    use_examples,
+)
 from rank_pool import Pool
 from section_strategies import make_strategy
 
 from megaframe.config import MoEConfig, RunConfig
 from megaframe.config.blocks import BlockConfig
+from megaframe.config.registry import get_registry
 from megaframe.schedule import SCHEDULE_NAMES
 from megaframe.validate.run import find_mistakes
+
+DRAWN_ROLES = {"mixer", "feed_forward", "norm", "activation", "loss", "optimizer"}
 
 
 def test_layouts_do_not_change_the_answer(pool):
@@ -73,15 +84,23 @@ def drawn():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_runs, "repair", repair_and_count)
-        for seed in range(24):
-            seed_with(seed)(draw)()
+        with use_examples():
+            for seed in range(24):
+                seed_with(seed)(draw)()
     assert repaired.count(False) <= 0.02 * len(repaired)
     return runs
 
 
 def test_random_runs_are_legal(drawn):
-    for run in drawn:
-        assert not find_mistakes(RunConfig(**run.sections), run.ranks, data=False)
+    with use_examples():
+        for run in drawn:
+            assert not find_mistakes(RunConfig(**run.sections), run.ranks, data=False)
+
+
+def test_every_part_of_the_examples_that_models_and_optimizers_have_is_drawn(drawn):
+    with use_examples():
+        expected = {name for role, name in get_registry().parts if role in DRAWN_ROLES}
+        assert expected and expected == set().union(*(find_part_names(r.sections) for r in drawn))
 
 
 def collect_values(value, path, values):

@@ -7,10 +7,12 @@ import torch
 from tolerances import PROMISE, assert_within, promised
 
 from megaframe.config import RunConfig
+from megaframe.config.registry import Registry, use_registry
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.device import set_deterministic
 from megaframe.distributed.mesh import Mesh, read_world_size
+from megaframe.extensions import load_extensions
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.train_step import TrainStep
@@ -98,6 +100,13 @@ def run(
         weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
     mesh.close()
     return Result(losses, norms, evaluation, weights, traffic)
+
+
+def run_with_extensions(extensions, function, *arguments):
+    """Call a function on this rank with the parts of extensions, given by their files."""
+    with use_registry(Registry()):
+        load_extensions(None, [f"run.extensions=[{', '.join(extensions)}]"])
+        return function(*arguments)
 
 
 @contextmanager

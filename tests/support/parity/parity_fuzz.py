@@ -24,8 +24,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seed_with
-from parity_runs import assert_same, run
-from random_runs import RandomRun, random_runs
+from parity_runs import assert_same, run, run_with_extensions
+from random_runs import RandomRun, random_runs, use_examples
 from rank_pool import Pool
 
 BATCH = 50
@@ -66,17 +66,23 @@ class ParityCheck:
         train = {key: v for key, v in sections["train"].items() if key not in PLAIN_TRAIN}
         train["microbatch"] = 1 if random_run.ragged else train["global_batch"]
         plain = {"model": sections["model"], "train": train, "optim": sections["optim"]}
-        expected = self._run_on_one(json.dumps(plain, sort_keys=True), *flags)
-        parts = (sections["model"], sections["train"], sections["parallel"])
+        extensions = tuple(sections.get("run", {}).get("extensions", ()))
+        expected = self._run_on_one(json.dumps(plain, sort_keys=True), extensions, *flags)
         results = self._pool.run(
-            random_run.ranks, self._function, *parts, *flags, sections["optim"]
+            random_run.ranks,
+            run_with_extensions,
+            extensions,
+            self._function,
+            *(sections["model"], sections["train"], sections["parallel"]),
+            *flags,
+            sections["optim"],
         )
         assert_same(results, expected)
 
-    def _run_on_one_rank(self, plain, *flags):
+    def _run_on_one_rank(self, plain, extensions, *flags):
         sections = json.loads(plain)
         arguments = (sections["model"], sections["train"], {}, *flags, sections["optim"])
-        return self._pool.run(1, run, *arguments)[0]
+        return self._pool.run(1, run_with_extensions, extensions, run, *arguments)[0]
 
 
 class ParityFailure(Exception):
@@ -122,7 +128,8 @@ def search(check, examples, seed, end=None, ranks=8):
             raise
 
     try:
-        check_one()
+        with use_examples():
+            check_one()
     except SkipTest:
         return
     except Exception as error:

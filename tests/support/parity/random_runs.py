@@ -6,6 +6,7 @@ mended by leaving out a key that it names, unless it is one of `HELD`.
 """
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -14,14 +15,19 @@ from math import prod
 from hypothesis import assume
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from repo_copy import ROOT
 from section_strategies import draw_keys
 
 from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megaframe.config.blocks import BlockConfig
+from megaframe.config.registry import Registry, get_registry, use_registry
 from megaframe.errors import list_divisors
+from megaframe.extensions import load_extensions
 from megaframe.schedule import SCHEDULE_NAMES, find_schedule_mistakes
 from megaframe.validate.run import find_mistakes
 
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+"""Extensions whose parts are drawn, too."""
 RANKS = (1, *(2,) * 5, 3, *(4,) * 6, *(6,) * 2, *(8,) * 3, 5, 7)
 """Numbers of ranks; the more often one is here, the more often it is drawn."""
 AXES = ("data", "tensor", "context", "pipeline")
@@ -54,7 +60,7 @@ class RandomRun:
 
     Attributes:
         ranks: Number of ranks.
-        sections: `model`, `train`, `parallel` and `optim`, as a config file has them.
+        sections: `model`, `train`, `parallel`, `optim` and `run`, as a config file has them.
         packed: Whether samples consist of several documents.
         ragged: Whether samples have different lengths, with one per microbatch.
     """
@@ -70,7 +76,7 @@ class RandomRun:
         model, parallel = self.sections["model"], self.sections["parallel"]
         words = {value for value in parallel.values() if isinstance(value, str)}
         axes = {key for key, size in parallel.items() if type(size) is int and size > 1}
-        parts = {"blocks", "latent", "moe"} & {*model}
+        parts = {"blocks", "latent", "moe"} & {*model} | find_part_names(self.sections)
         return frozenset(words | axes | parts | {self.sections["train"].get("recompute")})
 
 
@@ -103,11 +109,33 @@ def random_runs(draw, most_ranks=8):
         {"recompute"},
     )
     train |= {"seq": seq, "global_batch": global_batch, "microbatch": microbatch}
-    optim = draw(st.sampled_from(({"name": "sgd"}, {"name": "adamw", "eps": 1e-3})))
+    names = [{"kind": name} for name in get_registry().list_names("optimizer")]
+    optimizers = ({"name": "sgd"}, {"name": "adamw", "eps": 1e-3}, *({"name": n} for n in names))
+    optim = draw(st.sampled_from(optimizers))
     sections = {"model": model, "train": train, "parallel": parallel, "optim": optim}
     assume(repair(sections, ranks))
+    if find_part_names(sections):
+        names = [extension.name for extension in get_registry().extensions]
+        sections["run"] = {"extensions": names}
     packed = draw(st.integers(0, 3)) == 3
     return RandomRun(ranks, sections, packed, ragged)
+
+
+def find_part_names(value):
+    """Return the names of the parts of extensions in a config, or in a value of one."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return set().union(*map(find_part_names, value))
+    return {name for _, name in get_registry().parts if name == value}
+
+
+@contextmanager
+def use_examples():
+    """Within it the parts of all examples are registered, and drawn like our own."""
+    with use_registry(Registry()):
+        load_extensions(None, [f"run.extensions=[{', '.join(map(str, EXAMPLES))}]"])
+        yield
 
 
 def draw_context_kind(draw, parallel, context):

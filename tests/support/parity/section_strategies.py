@@ -1,5 +1,5 @@
 """Random values of a config section, derived from its pydantic class: what a class gains is drawn
-without a change here."""
+without a change here, and so are the parts of extensions that are registered."""
 
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from megaframe.config.registry import Extensible, is_part
 from megaframe.config.section import Section
 
 FLOATS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.1, 0.0)
@@ -62,8 +63,14 @@ def make_strategy(annotation, values, metadata=(), nullable=False):
     if origin is Literal:
         return st.sampled_from(members)
     if origin in (Union, UnionType):
-        kinds = [m for m in members if m is not NoneType]
+        kinds = [m for m in members if m is not NoneType and not is_part(m)]
         strategies = [make_strategy(kind, values, metadata) for kind in kinds]
+        strategies += [
+            st.composite(draw_keys)(section, values, given=("kind",))
+            for limit in metadata
+            if isinstance(limit, Extensible)
+            for section in limit.kinds.values()
+        ]
         return st.one_of(*([st.none()] if nullable and NoneType in members else []), *strategies)
     if origin is tuple:
         item = make_strategy(members[0], values, nullable=True)

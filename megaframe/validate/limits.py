@@ -1,0 +1,57 @@
+"""Checks of what the axes divide: every layer's description is asked what its limits are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaframe.architecture.block import BlockDescription, describe_block, list_mixers
+from megaframe.architecture.embedding import describe_token_table
+from megaframe.architecture.spec import count_copies
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import RunConfig
+
+
+def find_limit_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message, each once, for each layer that the ranks of an axis cannot divide.
+
+    Args:
+        config: The config. Its model must have no mistakes of `find_block_mistakes` and
+            `find_window_mistakes`.
+    """
+    model, parallel = config.model, config.parallel
+    seen: set[str] = set()
+    for place, block in _list_blocks(model):
+        for layer in (block.mixer, block.feed_forward):
+            for message in layer.find_mistakes(parallel):
+                if message not in seen:
+                    seen.add(message)
+                    yield place + message
+    if model.vocab is not None:
+        for limit in describe_token_table(model).limits:
+            yield from limit.find_mistakes(parallel)
+    yield from _find_copy_mistakes(model, parallel)
+
+
+def _list_blocks(model: ModelConfig) -> list[tuple[str, BlockDescription]]:
+    """Return all kinds of blocks, with their place in the config."""
+    if model.blocks is None:
+        kinds = dict.fromkeys(describe_block(model, layer) for layer in range(model.layers))
+        return [("", block) for block in kinds]
+    blocks, layer = [], 0
+    for number, block in enumerate(model.blocks):
+        blocks.append((f"model.blocks.{number}: ", describe_block(model, layer)))
+        layer += block.repeat
+    return blocks
+
+
+def _find_copy_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield a message if blocks divide their key and value heads differently over tensor ranks."""
+    groups, tensor = {mixer.ring_groups for mixer in list_mixers(model)}, parallel.tensor
+    fewer = sorted(group for group in groups if count_copies(group, tensor) > 1)
+    if len(fewer) > 1:
+        yield (
+            f"model.blocks has attention with {' and '.join(map(str, fewer))} key and value heads, "
+            f"which parallel.tensor={tensor} ranks would share in different groups; use "
+            f"parallel.tensor={fewer[1]} or fewer"
+        )
