@@ -270,7 +270,7 @@ def run_dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
         print(json.dumps([vars(row) for row in rows], indent=1))
         return
     console = Console(highlight=False)
-    console.print(f"rank {rank} of {choice.layout}: one step of the real engine, rehearsed alone")
+    console.print(f"rank {rank} of {choice.layout}: one step of the real executor, run alone")
     table = Table("", "counted", "planned", "difference", box=None, pad_edge=False)
     for row in rows:
         table.add_row(row.name, *row.shown)
@@ -303,7 +303,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="rehearse one rank with the real engine, without memory or other ranks (needs torch)",
+        help="run a step of one rank on meta tensors, without memory or other ranks (needs torch)",
     )
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which one (default: 0)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -44,7 +44,7 @@ class Steps:
         ends: End of each step.
         firsts: Start of its first pass.
         lasts: End of its last pass.
-        busy: Processor time of the thread that runs the engine.
+        busy: Processor time of the thread that runs the executor.
         live: Most activations held at once, one for each microbatch of a stage.
     """
 

@@ -1,6 +1,6 @@
-"""The engine compared with the simulator: pipelines of many ranks whose blocks only wait.
+"""The executor compared with the simulator: pipelines of many ranks whose blocks only wait.
 
-Every rank is a process that runs the real engine and really communicates over gloo. A block waits
+Every rank is a process that runs the real executor and really communicates over gloo. A block waits
 (`model.emulate`) instead of computing, so ranks do not need a core each. The simulator gets the
 same times and the measured time of sending a tensor from one rank to another. All ranks run exactly
 the list that is simulated, passed as text.
@@ -67,7 +67,7 @@ class EmulatedSchedule:
             goes from the first start to the last end, including the update.
         in_spans: The same share of a rank's own time from its first to its last pass, the
             largest over ranks.
-        live: Most activations that the engine of a rank held, in units of the rank's share of
+        live: Most activations that the executor of a rank held, in units of the rank's share of
             the layers.
         live_limit: What 1F1B holds on its first rank with as many microbatches; a schedule
             within it is memory-neutral.
@@ -207,7 +207,7 @@ def format_row(line: EmulatedSchedule) -> str:
 
 def measure_overheads() -> Iterator[dict[str, Any]]:
     """Yield the microseconds of processor time per action if blocks take no time, of the thread
-    that runs the engine, in its least disturbed step. The two ranks with the embedding and the
+    that runs the executor, in its least disturbed step. The two ranks with the embedding and the
     head, which are real, are reported apart from the others."""
     for name, ranks, chunks, microbatches in OVERHEAD:
         config = make_config(name, ranks, chunks, microbatches, 0.0)

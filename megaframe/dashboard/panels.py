@@ -318,7 +318,7 @@ def _build_events(run: RunFolder, axes: Mapping[str, Floats]) -> list[dict[str, 
     steps = axes["step"]
     placed_events = []
     for event in events:
-        place = min(len(steps) - 1, int(np.searchsorted(steps, event.step)))
-        at = {name: round_values([values[place]], 9)[0] for name, values in axes.items()}
+        index = min(len(steps) - 1, int(np.searchsorted(steps, event.step)))
+        at = {name: round_values([values[index]], 9)[0] for name, values in axes.items()}
         placed_events.append({**at, "kind": event.kind, "text": event.text})
     return placed_events

@@ -108,18 +108,18 @@ def render_html(markdown: str) -> str:
 
 def _render_blocks(lines: Sequence[str]) -> Iterator[str]:
     """Convert headings, lists, tables and paragraphs, as `render_report` writes them, to HTML."""
-    place = 0
-    while place < len(lines):
-        line = lines[place]
-        start = place
-        place += 1
+    position = 0
+    while position < len(lines):
+        line = lines[position]
+        start = position
+        position += 1
         if line.startswith("#"):
             depth = len(line) - len(line.lstrip("#"))
             yield f"<h{depth}>{_render_text(line[depth + 1 :])}</h{depth}>"
         elif line.startswith(("- ", "| ")):
-            while place < len(lines) and lines[place].startswith(line[:2]):
-                place += 1
-            block = lines[start:place]
+            while position < len(lines) and lines[position].startswith(line[:2]):
+                position += 1
+            block = lines[start:position]
             yield _render_list(block) if line.startswith("- ") else _render_grid(block)
         elif line:
             yield f"<p>{_render_text(line)}</p>"

@@ -194,8 +194,8 @@ def split_range(count: int, shares: tuple[float, float, float], split: Split) ->
         shares: Of training, validation and test.
         split: Which of them.
     """
-    place = SPLITS.index(split)
-    first, last = (round(min(1.0, sum(shares[:n])) * count) for n in (place, place + 1))
+    index = SPLITS.index(split)
+    first, last = (round(min(1.0, sum(shares[:n])) * count) for n in (index, index + 1))
     return first, last
 
 

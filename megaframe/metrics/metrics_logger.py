@@ -200,10 +200,10 @@ class MetricsLogger:
         """Print a text that a part of the model gives rise to, and that the first rank, which may
         have another part, need not know. It is printed for the first rank of each pipeline rank,
         because the others have the same."""
-        place = self._mesh.coordinate
+        coordinate = self._mesh.coordinate
         if self._console is not None:
             self.note(text)
-        elif not any(place[axis] for axis in ("tensor", "context", "data")):
+        elif not any(coordinate[axis] for axis in ("tensor", "context", "data")):
             print_note(self._config, f"rank {self._mesh.rank}: {text}")
 
     def close(self, ending: Sequence[tuple[str, str]] = ()) -> None:

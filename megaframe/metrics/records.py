@@ -177,17 +177,17 @@ def _pack(values: Sequence[MetricValue], device: torch.device) -> Tensor:
     """Return values as one padded fp64 vector on the device. The host does not wait: its own
     numbers go there together, through pinned memory."""
     numbers: list[float] = []
-    places: list[tuple[slice, Tensor]] = []
+    destinations: list[tuple[slice, Tensor]] = []
     for value in values:
         if not isinstance(value, Tensor):
             numbers.append(float(value))
         elif value.device.type == "cpu":
             numbers.extend(value.reshape(-1).tolist())
         else:
-            places.append((slice(len(numbers), len(numbers) + value.numel()), value))
+            destinations.append((slice(len(numbers), len(numbers) + value.numel()), value))
             numbers.extend([0.0] * value.numel())
     numbers.extend([0.0] * (-len(numbers) % _PADDING))
     vector = copy_to_device(torch.tensor(numbers, dtype=torch.float64), device)
-    for position, value in places:
+    for position, value in destinations:
         vector[position].copy_(value.reshape(-1))
     return vector

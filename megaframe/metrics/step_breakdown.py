@@ -101,7 +101,7 @@ class StepBreakdown:
         }
         return breakdown
 
-    def _make_row(self, place: int, length: int, value: float) -> torch.Tensor:
+    def _make_row(self, index: int, length: int, value: float) -> torch.Tensor:
         row = torch.zeros(length, dtype=torch.float64)
-        row[place] = value
+        row[index] = value
         return row

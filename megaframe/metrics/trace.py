@@ -120,14 +120,14 @@ def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     yield make_metadata_event(rank, 0, "process_name", name=f"rank {rank}")
     yield make_metadata_event(rank, 0, "process_sort_index", sort_index=rank)
     busy: dict[str, list[float]] = {lane: [] for lane in _LANES}
-    placed = []
+    slices_in_rows = []
     for lane, name, category, start, end in sorted(slices, key=lambda event: (event[3], -event[4])):
         until = busy.setdefault(lane, [])
         apart = lane not in _LANES
-        place = next((i for i, time in enumerate(until) if not apart or time <= start), len(until))
-        until[place:] = [end] if place == len(until) else [end, *until[place + 1 :]]
-        placed.append((lane, place, name, category, start, end))
-    threads = {(lane, place) for lane, place, *_ in placed}
+        row = next((i for i, time in enumerate(until) if not apart or time <= start), len(until))
+        until[row:] = [end] if row == len(until) else [end, *until[row + 1 :]]
+        slices_in_rows.append((lane, row, name, category, start, end))
+    threads = {(lane, row) for lane, row, *_ in slices_in_rows}
     order = [*_LANES, *sorted(set(busy) - set(_LANES))]
     numbers = {
         key: number
@@ -135,9 +135,9 @@ def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
             sorted(threads, key=lambda thread: (order.index(thread[0]), thread[1]))
         )
     }
-    for (lane, place), number in numbers.items():
-        name = lane if not place else f"{lane} ({place + 1})"
+    for (lane, row), number in numbers.items():
+        name = lane if not row else f"{lane} ({row + 1})"
         yield make_metadata_event(rank, number, "thread_name", name=name)
         yield make_metadata_event(rank, number, "thread_sort_index", sort_index=number)
-    for lane, place, name, category, start, end in placed:
-        yield make_slice_event(rank, numbers[lane, place], name, category, start, end)
+    for lane, row, name, category, start, end in slices_in_rows:
+        yield make_slice_event(rank, numbers[lane, row], name, category, start, end)

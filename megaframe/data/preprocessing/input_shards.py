@@ -232,11 +232,11 @@ def _open_zstandard_stream(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError("its last frame has no end")
 
 
-def check_length(place: str, length: int) -> None:
+def check_length(location: str, length: int) -> None:
     """Refuse a document that is too long.
 
     Args:
-        place: Where the document is, for the message.
+        location: Where the document is, for the message.
         length: Its length in bytes.
 
     Raises:
@@ -244,8 +244,8 @@ def check_length(place: str, length: int) -> None:
     """
     if length > LONGEST_DOCUMENT:
         raise InputError(
-            f"{place}: a document of more than {LONGEST_DOCUMENT} bytes, the most that is held in "
-            f"memory; split it (plain text with --split-blank-lines)"
+            f"{location}: a document of more than {LONGEST_DOCUMENT} bytes, the most that is held "
+            f"in memory; split it (plain text with --split-blank-lines)"
         )
 
 

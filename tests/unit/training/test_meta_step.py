@@ -1,4 +1,4 @@
-"""A rehearsed rank counts the same as this rank in a real world over gloo."""
+"""A rank on meta tensors counts the same as this rank in a real world over gloo."""
 
 import pytest
 import torch

@@ -157,7 +157,7 @@ def _make_byte_level_tokenizer(eod: int) -> Description:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(unprintable)}
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(unprintable)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     return _describe_tokenizer(
         added_tokens=[_make_added_token(eod, _END, special=True)],
