@@ -81,6 +81,7 @@ class SoftmaxAttention(MixerDescription):
     output_std: float
 
     name = "attention"
+    has_scores = True
     context_kinds = ("ring", "all_to_all", "nested")
 
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
@@ -149,6 +150,24 @@ class SoftmaxAttention(MixerDescription):
     def ring_width(self) -> int:
         """Elements of a key head and its value head."""
         return self.query_width + self.value_width
+
+    def count_context_bytes(
+        self, parallel: ParallelConfig, width: int, seq: int
+    ) -> tuple[float, float]:
+        """Return those of heads that are exchanged for tokens, and of keys and values that go
+        around the ring: forward only the halves that ranks behind may see, and backward these with
+        their gradients, which are summed in at least fp32 (`context_parallel/ring.py`)."""
+        context, neighbours = parallel.context, count_exchanging_ranks(parallel)
+        ring, pieces = context // neighbours, 2 * context * (context > 1) or 1
+        tokens = -(-seq // pieces) * pieces
+        groups = max(self.ring_groups, parallel.tensor)
+        groups *= max(1, neighbours * parallel.tensor // groups)  # each neighbour has a head
+        exchanged = tokens * (self.heads + groups) * self.ring_width * (neighbours - 1) / neighbours
+        around = tokens / ring * groups * self.ring_width
+        keys, gradients = (ring - 1) * (ring - 0.5), 0.75 * ring * (ring - 1)
+        forward = exchanged + 0.75 * ring * (ring - 1) * around
+        backward = (exchanged + keys * around) * width + gradients * around * max(4, width)
+        return forward * width, backward
 
 
 @dataclass(frozen=True)

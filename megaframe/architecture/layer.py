@@ -233,6 +233,10 @@ class MixerDescription(LayerDescription):
     window: int | None = None
     rotary: RotaryDescription | None = None
 
+    has_scores: ClassVar[bool] = False
+    """Whether each token scores all that it sees, as attention does; so the microbatch has a mask
+    for its window."""
+
     context_kinds: ClassVar[tuple[str, ...]] = ()
     """The values of `parallel.context_kind` under which ranks may have parts of a sample."""
 
@@ -273,3 +277,26 @@ class MixerDescription(LayerDescription):
     def ring_width(self) -> int:
         """Elements per token of what goes around a ring."""
         return 0
+
+    @property
+    def passed_elements(self) -> int:
+        """Elements, in at least fp32, that say what a piece of a sample does to the state that it
+        is passed (`megaframe.context_parallel.states.pass_states`): a state and its decay."""
+        return 0
+
+    def count_context_bytes(
+        self, parallel: ParallelConfig, width: int, seq: int
+    ) -> tuple[float, float]:
+        """Return the bytes that all tensor and context ranks of a sample together send over the
+        context axis, in a forward pass and in a backward pass. By default each rank sends all
+        others what its two pieces do to a state: forward, once more where the backward pass
+        computes it again (`megaframe.ops.autograd.recompute`), and the gradients of it.
+
+        Args:
+            parallel: The layout.
+            width: Bytes of a value.
+            seq: Tokens of a sample.
+        """
+        ranks = parallel.context
+        passed = 2 * ranks * (ranks - 1) * self.passed_elements * max(4, width)
+        return passed, 2 * passed

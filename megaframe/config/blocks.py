@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from megaframe.config.parts import FeedForwardPart, MixerPart
 from megaframe.config.registry import Extensible
@@ -71,6 +71,10 @@ class MoEMixtureConfig(Section):
     """Experts, as `model.moe` describes them."""
 
 
+def _expand_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
 def _get_kind(value: Any) -> str | None:
     return value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
 
@@ -86,10 +90,12 @@ def _get_feed_forward_kind(value: Any) -> str | None:
 MixerConfig = Annotated[
     Annotated[AttentionConfig, Tag("attention")] | Annotated[LatentMixerConfig, Tag("latent")],
     Discriminator(_get_mixer_kind),
+    BeforeValidator(_expand_kind),
 ]
 FeedForwardConfig = Annotated[
     Annotated[MLPConfig, Tag("mlp")] | Annotated[MoEMixtureConfig, Tag("moe")],
     Discriminator(_get_feed_forward_kind),
+    BeforeValidator(_expand_kind),
 ]
 
 

@@ -126,14 +126,22 @@ def _map_kinds_to_sections(
         metadata = (*metadata, *get_args(annotation)[1:])
         annotation = get_args(annotation)[0]
     kinds: dict[str, type[Section]] = {}
-    for extensible in metadata:
-        if isinstance(extensible, Extensible):
-            kinds |= extensible.kinds
     for member in _list_union_members(annotation):
         tags = get_args(member)[1:] if get_origin(member) is Annotated else ()
         for tag in tags:
             if isinstance(tag, Tag):
                 kinds[str(tag.tag)] = get_args(member)[0]
+        if tags and not any(isinstance(tag, Tag) for tag in tags):
+            kinds |= _map_kinds_to_sections(member)  # a union of our own sections, beside parts
+    return kinds | _list_part_kinds(metadata)
+
+
+def _list_part_kinds(metadata: Iterable[Any]) -> dict[str, type[Section]]:
+    """Return the sections of the parts of extensions that a field takes."""
+    kinds: dict[str, type[Section]] = {}
+    for extensible in metadata:
+        if isinstance(extensible, Extensible):
+            kinds |= extensible.kinds
     return kinds
 
 
@@ -162,11 +170,8 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         inner = (item for field in args[1:] for item in getattr(field, "metadata", (field,)))
         return describe_type(args[0], (*bounds, *inner))
     if any(isinstance(bound, Extensible) for bound in bounds):
-        values = [describe_type(kind) for kind in _list_non_null_members(annotation)]
-        if kinds := _map_kinds_to_sections(annotation, bounds):
-            names = join_or(kinds)
-            values += [names, f"or keys of a part, of kind {names}"]
-        return ", ".join(values)
+        null = " or null" * (type(None) in args)
+        return _describe_extensible(annotation, _list_part_kinds(bounds)) + null
     if kinds := _map_kinds_to_sections(annotation):
         return f"keys of a part, of kind {join_or(kinds)}"
     if _list_union_members(annotation):
@@ -188,6 +193,17 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         )
         return "{" + ", ".join(fields) + "}"
     return _describe_scalar(annotation, bounds)
+
+
+def _describe_extensible(annotation: Any, part_kinds: Iterable[str]) -> str:
+    """Describe the values of a field that also takes parts of these kinds."""
+    own_kinds = _map_kinds_to_sections(annotation)
+    if own_kinds:
+        return f"keys of a part, of kind {join_or([*own_kinds, *part_kinds])}, or only its kind"
+    own = [describe_type(kind) for kind in _list_non_null_members(annotation)]
+    if parts := [*part_kinds]:
+        own += [join_or(parts), f"or keys of a part, of kind {join_or(parts)}"]
+    return ", ".join(own) or "a part of an extension"
 
 
 def describe_type_at(key: ConfigKey, path: Sequence[int | str]) -> str:

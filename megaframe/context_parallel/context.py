@@ -1,10 +1,14 @@
-"""Context parallelism: the ranks that divide each sample, and the two ways in which attention
-combines their parts.
+"""Context parallelism: the ranks that divide each sample, the two ways in which attention combines
+their parts, and a third one for layers that pass a state on.
 
 Groups of neighbouring ranks exchange heads for tokens (all-to-all, Jacobs et al. 2023), after which
 each rank has some of the heads and all tokens of its group. The groups form a ring that passes keys
 and values around. A group of one rank exchanges nothing and a ring of one passes nothing, so ring
 attention, all-to-all and the nesting of both are one code path.
+
+Each rank has two pieces of a sample, not next to each other (`microbatch.zigzag`). A layer that
+passes a state from token to token gathers what each piece does to it (`gather_pieces`,
+`states.py`), whatever attention does with the same ranks.
 
 Shape legend: B samples, S tokens of this rank, U ranks that exchange heads, N query heads, G
 key/value heads, D width of a query or key head, V width of a value head.
@@ -13,13 +17,13 @@ key/value heads, D width of a query or key head, V width of a value head.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaframe.data.microbatch import divide_zigzag
-from megaframe.distributed.collectives import ALONE, Group, Ring, all_to_all
+from megaframe.distributed.collectives import ALONE, Group, Ring
+from megaframe.distributed.differentiable import exchange_differentiably, gather_differentiably
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,31 @@ class ContextParallel:
     def index(self) -> int:
         """Index of this rank among them."""
         return self.ring.index * self.heads.size + self.heads.index
+
+    @property
+    def own_pieces(self) -> tuple[int, ...]:
+        """Numbers in the sample of this rank's pieces, which its tokens are in order: two of 2 *
+        `size`, or the only one of whole samples."""
+        return (0,) if self.size == 1 else (self.index, 2 * self.size - 1 - self.index)
+
+    def gather_pieces(self, x_BP: Tensor) -> Tensor:
+        """Gather from all ranks what belongs to each piece of a sample.
+
+        Args:
+            x_BP: Something of each of this rank's pieces, [B, pieces of this rank, ...].
+
+        Returns:
+            That of all pieces in sample order, [B, pieces of a sample, ...]. Gradients from all
+            ranks are summed.
+        """
+        if self.size == 1:
+            return x_BP
+        # Neighbours first, then their groups, which is the order of ranks.
+        x_RPB = x_BP.movedim(1, 0)[None]
+        for group in (self.heads, self.ring.group):
+            x_RPB = gather_differentiably(x_RPB, group)
+        # By rank, first pieces ascend in the sample and second pieces descend.
+        return torch.cat((x_RPB[:, 0], x_RPB[:, 1].flip(0))).movedim(0, 1)
 
     def compute_positions(self, length: int, device: torch.device) -> Tensor:
         """Return where in its sample each of this rank's `length` tokens is, int64 [length]."""
@@ -79,7 +108,7 @@ class ContextParallel:
         parts = [head.unflatten(2, (ranks, -1)).flatten(3) for head in heads]
         sizes = [part.shape[3] for part in parts]
         # To [U, B, S, ...]: by receiving rank before, by sending rank after.
-        exchanged = _AllToAll.apply(torch.cat(parts, 3).movedim(2, 0), self.heads)
+        exchanged = exchange_differentiably(torch.cat(parts, 3).movedim(2, 0), self.heads)
         # By rank, first pieces ascend in the sample and second pieces descend.
         first, second = exchanged.chunk(2, 2)
         # [2U, B, S / 2, ...], piece after piece, and then [B, U * S, ...].
@@ -104,21 +133,5 @@ class ContextParallel:
             return out_BSND
         # The inverse of the order above: piece u and piece 2U - 1 - u go back to rank u.
         first, second = out_BSND.unflatten(1, (2 * ranks, -1)).movedim(1, 0).chunk(2)
-        exchanged = _AllToAll.apply(torch.cat((first, second.flip(0)), 2), self.heads)
+        exchanged = exchange_differentiably(torch.cat((first, second.flip(0)), 2), self.heads)
         return exchanged.movedim(0, 2).flatten(2, 3)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send part i of x [U, ...] to rank i. The backward pass returns the gradients in the same
-    way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_to_all(x, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # An all-to-all of equal parts is a permutation that is its own inverse, so also its
-        # transpose.
-        return all_to_all(gradients[0], ctx.group).wait(), None

@@ -20,7 +20,7 @@ from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
-from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.microbatch import IGNORE, Microbatch, divide_zigzag
 from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
@@ -106,8 +106,11 @@ class MicrobatchContext:
         length: Tokens of a sample on this context rank, S.
         rows: Which of the B * S tokens are this tensor rank's rows of the residual stream.
         labels_T: Labels of all tokens, int64 [B * S].
-        masks: For each window of the model, what tokens attend to: in whole samples, or around a
-            ring.
+        masks: For each window of the model's attention, what tokens attend to: in whole samples, or
+            around a ring.
+        context: The ranks that divide samples.
+        given_positions_BS: As the microbatch brings them; see `positions_BS`.
+        documents_BS: Document numbers of whole samples; None without documents.
         rotary: Rotate queries and keys, for each kind of rotation in the model.
         dropout: Dropout masks of this rank's rows; None if nothing is random in this pass.
         gradient_scale: Factor of the gradients of losses, fp64 scalar; None in evaluation.
@@ -118,9 +121,35 @@ class MicrobatchContext:
     rows: RowPartition
     labels_T: Tensor
     masks: Mapping[int | None, SequenceMask | RingMask]
+    context: ContextParallel = field(default_factory=ContextParallel)
+    given_positions_BS: Tensor | None = None
+    documents_BS: Tensor | None = None
     rotary: Mapping[RotaryDescription, Rotary] = field(default_factory=dict)
     dropout: Dropout | None = None
     gradient_scale: Tensor | None = None
+
+    # What follows is made when a layer asks for it, so that no pass keeps it for its backward pass.
+
+    @property
+    def positions_BS(self) -> Tensor:
+        """Position of each token in its sample, or with `data.reset_positions` in its document,
+        int64 [B, S] or a shape that broadcasts to it."""
+        if self.given_positions_BS is not None:
+            return self.given_positions_BS
+        return torch.arange(self.length, device=self.labels_T.device)
+
+    @property
+    def begins_BS(self) -> Tensor:
+        """Whether each token is the first of a sample, or of a document if tokens see only their
+        own (`data.reset_attention`), bool [B, S]. So a state starts anew there. The token before
+        it may be on another context rank."""
+        context, documents_BS = self.context, self.documents_BS
+        if documents_BS is None:
+            first = context.compute_positions(self.length, self.labels_T.device) == 0
+            return first.expand(self.batch, self.length)
+        # Documents cover whole samples, so that the token before a piece is known.
+        begins_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
+        return divide_zigzag(begins_BS, context.index, context.size, True)
 
     @property
     def has_label_R(self) -> Tensor:
@@ -176,6 +205,9 @@ def make_microbatch_context(
         rows,
         microbatch.labels_BS.flatten(),
         _make_masks(model, microbatch, run),
+        run.context,
+        microbatch.positions_BS,
+        microbatch.documents_BS,
         rotary,
         dropout,
         gradient_scale,
@@ -207,7 +239,7 @@ def _make_masks(
         window: AttentionMask(
             None if window is None or window >= sample_length else window, documents
         )
-        for window in {mixer.window for mixer in list_mixers(model)}
+        for window in {mixer.window for mixer in list_mixers(model) if mixer.has_scores}
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device

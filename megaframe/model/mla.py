@@ -12,13 +12,11 @@ whole query or key head, V width of a value head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megaframe.architecture.mla import LatentAttentionDescription
-from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
+from megaframe.distributed.differentiable import gather_differentiably
 from megaframe.model.attention import attend_heads
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm
@@ -93,28 +91,11 @@ class LatentAttention(Module):
         else:
             query = self.query(query_latent[0], deferred, self.query_norm)
         kv = self.kv(kv_latent, deferred, self.kv_norm)
-        tensor = self.run.tensor.group
-        if tensor.size > 1:
-            # Not followed by a product, so no linear gathers it.
-            key_rotary = _GatherRows.apply(key_rotary, tensor)
+        # Not followed by a product, so no linear gathers it. Each rank uses it for its own heads.
+        key_rotary = gather_differentiably(key_rotary, self.run.tensor.group)
         widths = (query, self.width), (kv, sum(self.kv_parts)), (key_rotary, self.rotary_dim)
         query, kv, key_rotary = (
             context.rows.remove_padding(part).view(context.batch, context.length, -1, width)
             for part, width in widths
         )
         return query, kv, key_rotary
-
-
-class _GatherRows(torch.autograd.Function):
-    """Gather the rows of all tensor ranks, each of which uses them for some of the heads."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RX: Tensor, tensor: Group) -> Tensor:
-        ctx.tensor = tensor
-        return all_gather(x_RX, tensor).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # Each rank has the gradient from its own heads only. They are summed, and each keeps its
-        # rows.
-        return reduce_scatter(gradients[0], ctx.tensor).wait(), None

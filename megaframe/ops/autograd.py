@@ -1,4 +1,5 @@
-"""Backward: the call that passes a gradient into an autograd graph.
+"""Backward: the call that passes a gradient into an autograd graph; and functions that keep only
+their arguments for it.
 
 `torch.autograd.backward` compares shapes symbolically, and importing the library for that takes
 half a second. This module calls the engine beneath it, which does not need that library.
@@ -6,6 +7,10 @@ half a second. This module calls the engine beneath it, which does not need that
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
@@ -22,3 +27,35 @@ def backward(output: Tensor | GradientEdge, gradient: Tensor) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def recompute(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return function(*tensors) and keep only the tensors for the backward pass, which calls the
+    function again. So a layer keeps what its description can say in one line.
+
+    Args:
+        function: Returns a new tensor, the same each time. Parameters that it uses
+            (`Parameter.use`) get their gradients, and what it communicates is sent again.
+        tensors: Its arguments.
+    """
+    return _Recompute.apply(function, *tensors)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        return function(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # A graph of its own, from leaves that share the memory of what was kept.
+        leaves = [
+            tensor.detach().requires_grad_(tensor.is_floating_point())
+            for tensor in ctx.saved_tensors
+        ]
+        with torch.enable_grad():
+            output = ctx.function(*leaves)
+        backward(output, gradients[0])
+        return None, *(leaf.grad for leaf in leaves)

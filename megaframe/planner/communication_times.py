@@ -79,14 +79,20 @@ def estimate_context_parallel_times(
     machine: Machine, mixer: MixerDescription, attention: PassTimes
 ) -> PassTimes:
     """Return the exposed transfers of the context axis: keys and values on the ring, each
-    overlapped with a tile; or the exchange of heads for tokens.
+    overlapped with a tile; or the exchange of heads for tokens; or what pieces do to a state.
 
     Args:
         machine: Rates and rank groups.
-        mixer: The attention of a layer.
+        mixer: The mixer of a layer.
         attention: Its compute, behind which transfers can hide.
     """
     sizes, width = machine.sizes, machine.rate.width
+    if not mixer.has_scores:
+        gathered = 2 * sizes.microbatch * sizes.context * mixer.passed_elements / sizes.tensor
+        states = machine.estimate_collective_seconds(
+            "all_gather", max(4, width) * gathered, "context"
+        )
+        return PassTimes(states, 2 * states, 0.0).scale(1.0 if mixer.passed_elements else 0.0)
     if machine.config.parallel.context_kind == "all_to_all":
         size = width * machine.tokens * mixer.exchanged_elements / sizes.tensor
         exchange = machine.estimate_collective_seconds("all_to_all", size, "context")

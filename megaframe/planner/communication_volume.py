@@ -23,8 +23,8 @@ _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 def compute_communication_bytes(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> Mapping[str, float]:
-    """Return the bytes over `tensor`, `data` and `pipeline` of a rank with these stages and lowered
-    actions.
+    """Return the bytes over `tensor`, `context`, `data` and `pipeline` of a rank with these stages
+    and lowered actions. Over `context` it is the mean of the ranks of a ring.
 
     "data" has the gradients and values of dense parameters, over data and context ranks. At ZeRO 3
     it counts every value in every pass; in fact blocks whose values are still present are not
@@ -51,6 +51,7 @@ def compute_communication_bytes(
     )
     return {
         "tensor": share * rows * tokens * width,
+        "context": microbatches * sum(_count_context_bytes(config, layout, plan) for plan in plans),
         "pipeline": messages * stream / tensor,
         "data": _compute_data_bytes(config, layout, plans, microbatches),
     }
@@ -71,6 +72,18 @@ def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float
     depth = model.mtp_depth * plan.last
     ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
     return blocks + recomputed + ends
+
+
+def _count_context_bytes(config: RunConfig, layout: Layout, plan: StagePlan) -> float:
+    """Return the bytes that a rank sends over the context axis for one microbatch of a stage.
+    Recomputed blocks repeat those of forward."""
+    train, width = config.train, DTYPE_BYTES[config.train.precision]
+    sent = 0.0
+    for number, layer in enumerate(list_stage_layers(config.model, plan)):
+        mixer = describe_block(config.model, layer).mixer
+        forward, backward = mixer.count_context_bytes(config.parallel, width, train.seq)
+        sent += forward * (1 + (number < plan.recomputed)) + backward
+    return train.microbatch * sent / (layout.tensor * layout.context)
 
 
 def _count_tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:

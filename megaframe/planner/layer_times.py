@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.block import describe_block
-from megaframe.architecture.layer import FeedForwardDescription, MixerDescription
+from megaframe.architecture.layer import (
+    BatchedProduct,
+    FeedForwardDescription,
+    MixerDescription,
+)
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.planner.communication_times import (
     estimate_context_parallel_times,
@@ -135,9 +139,12 @@ def _estimate_permutation_times(machine: Machine, experts_per_token: int) -> Pas
 
 
 def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> PassTimes:
-    """Return the seconds of attention itself: the scores and the weighted sum of values."""
+    """Return the seconds of attention itself: the scores and the weighted sum of values; or of what
+    another mixer has in their place."""
     sizes, rate, seq = machine.sizes, machine.rate, machine.config.train.seq
     software, products = machine.software, mixer.list_batched_products(seq)
+    if not mixer.has_scores:
+        return _estimate_chunk_times(machine, products)
     if software.fused_attention:
         skips = software.causal_skip
         flops = sum(p.flops * (p.causal_share if skips else 1.0) for p in products) / seq
@@ -159,6 +166,19 @@ def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> Pass
     pass_over_scores = estimate_elementwise_seconds(rate, size / sizes.context)
     passes = PassTimes(software.score_bytes, software.score_backward_bytes, 0.0)
     return seconds + passes.scale(pass_over_scores)
+
+
+def _estimate_chunk_times(machine: Machine, products: Sequence[BatchedProduct]) -> PassTimes:
+    """Return the seconds of products of activations that are no scores, in plain code: each writes
+    its results and another one reads them. The backward pass is taken to compute them again."""
+    sizes, rate, forward = machine.sizes, machine.rate, 0.0
+    for product in products:
+        number = sizes.microbatch * product.number / (sizes.tensor * sizes.context)
+        shape = product.rows, product.outputs, product.terms
+        forward = forward + estimate_grouped_matmul_seconds(rate, number, *shape)
+        moved = 2 * rate.width * number * product.rows * product.outputs
+        forward = forward + estimate_elementwise_seconds(rate, moved)
+    return PassTimes(forward, 3 * forward, 0.0)
 
 
 def _estimate_elementwise_times(

@@ -331,14 +331,14 @@ def compute_communication_rooflines(
     load = compute_block_load(machine, model.layers - 1)
     stream_bytes = width * rows * model.hidden
     block = describe_block(model, model.layers - 1)
-    mixer, traffic = block.mixer, block.tensor_traffic
-    kv_width = mixer.ring_groups * mixer.ring_width / layout.tensor
+    traffic = block.tensor_traffic
+    between = sum(block.mixer.count_context_bytes(config.parallel, width, config.train.seq))
     gathered_rows = (traffic.forward + traffic.backward) * width * rows
     gathered = 2 * width if config.parallel.zero == 3 else 0
     bytes_per_parameter = gathered + 4 if config.parallel.zero >= 2 else 8 / microbatches
     bytes_by_axis = {
         "tensor": gathered_rows * (layout.tensor - 1) / layout.tensor,
-        "context": 6 * width * rows * kv_width * (layout.context - 1),
+        "context": config.train.microbatch * between / (layout.tensor * layout.context),
         "data": (load.dense + load.experts) * bytes_per_parameter,
         "expert": 4 * stream_bytes * block.feed_forward.experts_per_token / layout.tensor,
     }

@@ -7,6 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from reference_mixers import MIXERS
 
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config.blocks import BlockConfig
@@ -28,7 +29,7 @@ def loss(weights, config, microbatch):
     listed = model.window if isinstance(model.window, tuple) else [model.window]
     if model.blocks is not None:
         every = range(model.layers + model.mtp_depth)
-        listed = [_block_config(model, layer).mixer.window for layer in every]
+        listed = [getattr(_block_config(model, layer).mixer, "window", None) for layer in every]
     masks = [_mask(window, microbatch, batch, length) for window in listed]
     masks *= model.layers + model.mtp_depth  # one per layer, and more than needed
     counted, aside = microbatch.labels_BS != IGNORE, 0.0
@@ -73,7 +74,8 @@ def _block(weights, model, layer, x, mask, positions, counted):
     """Return the output of a block, and the losses that its experts add."""
     name = f"blocks.{layer}"
     block = _block_config(model, layer)
-    attention = _attention if block.mixer.kind == "attention" else _latent_attention
+    own = {"attention": _attention, "latent": _latent_attention}
+    attention = {**own, **MIXERS}[block.mixer.kind]
     before, after = block.norms in ("before", "both"), block.norms in ("after", "both")
 
     def add(stream, branch, half):

@@ -103,6 +103,50 @@ def test_keys_are_documented_and_checked_like_our_own(write):
     assert "takes one of constant, cosine, linear, wsd, inverse_sqrt, half, or keys" in message
 
 
+MIXER = '''
+from typing import Literal
+from megaframe.extensions import MixerPart
+
+class Mine(MixerPart):
+    kind: Literal["mine"] = "mine"
+    """Mixes nothing."""
+    width: int = 3
+    """Of nothing."""
+
+    def describe(self, model, output_std):
+        raise AssertionError("is not asked")
+
+def register(registry):
+    registry.register(Mine)
+'''
+
+
+def test_the_keys_of_mixers_are_listed_and_checked_beside_our_own(write):
+    path = write(MIXER)
+    load_own(path)
+    text = explain("model.blocks")
+    assert "Takes keys of a part, of kind attention, latent or mine, or only its kind." in text
+    assert "model.blocks.mixer[mine].width\n  Of nothing.\n  Takes a whole number." in text
+    assert "model.blocks.mixer[attention].window\n  Sliding window" in text
+    takes = "takes keys of a part, of kind attention, latent or mine, or only its kind"
+    for value in ("min", "{kind: min}", "3"):
+        message = refuse(path, options=[f"model.blocks=[{{mixer: {value}}}]"])
+        assert f"model.blocks.0.mixer={value}: {takes}" in message
+    message = refuse(path, options=["model.blocks=[{mixer: {kind: mine, width: much}}]"])
+    assert "model.blocks.0.mixer.width=much: takes a whole number" in message
+    message = refuse(path, options=["model.blocks=[{mixer: {kind: mine, widht: 1}}]"])
+    assert "model.blocks.0.mixer.widht: unknown key; did you mean" in message
+
+
+def test_a_block_may_name_a_kind_instead_of_its_keys():
+    keys = ["model.moe={}", "model.latent={kv_rank: 8, head_dim: 8, rotary_dim: 8, value_dim: 8}"]
+    short, long = (
+        load(None, [*keys, f"model.blocks=[{{mixer: {mixer}, feed_forward: {feed_forward}}}]"])
+        for mixer, feed_forward in (("latent", "moe"), ("{kind: latent}", "{kind: moe}"))
+    )
+    assert short == long
+
+
 @pytest.mark.parametrize(
     ("text", "messages"),
     [

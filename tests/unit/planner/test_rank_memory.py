@@ -195,6 +195,8 @@ def assert_moved(counted, planned, layout, config):
         assert counted["tensor"] == pytest.approx(planned["tensor"], rel=0.01)
     if layout.pipeline > 1 and not model.mtp_depth:
         assert counted["pipeline"] == pytest.approx(planned["pipeline"], rel=0.01)
+    if layout.context > 1:
+        assert counted["context"] == pytest.approx(planned["context"], rel=0.01)
     axes = "context+data" if layout.context > 1 else "data"
     if layout.data > 1 and zero < 3 and model.moe is None and model.kv_heads >= layout.tensor:
         assert counted[axes] == pytest.approx(planned["data"], rel=0.01)

@@ -173,7 +173,9 @@ def test_a_run_over_links_is_the_run_without_them(pool, overrides, tmp_path):
     assert losses("run") == promised(losses("alone"))
     summary = json.loads((tmp_path / "lab/summary.json").read_text())
     assert summary["steps"] == 3 and summary["bytes"]["data"] > 0
-    for (sent, _), other in zip(summary["link_bytes"], reversed(summary["link_bytes"]), strict=True):
+    for (sent, _), other in zip(
+        summary["link_bytes"], reversed(summary["link_bytes"]), strict=True
+    ):
         assert sent > 3 * summary["bytes"]["data"] / 2  # with two ranks, half of a sum stays local
         # The other host receives everything that one sends, except a few packets at both ends.
         assert other[1] == pytest.approx(sent, rel=0.05)

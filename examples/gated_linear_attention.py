@@ -1,0 +1,149 @@
+"""A mixer from outside: linear attention with data-dependent decay (Yang et al. 2023, "Gated Linear
+Attention Transformers"), with one decay for each head as in Mamba-2 (Dao and Gu 2024).
+
+Each head has a matrix S: S_t = a_t S_{t-1} + k_t^T v_t and o_t = q_t S_t, with a_t =
+sigmoid(w x_t)^(1/16). Tokens of a chunk see each other through products, as in attention, and what
+is before the chunk through the state. Decays are sums of logarithms, and nothing is divided by one.
+
+Shapes: B samples, S tokens, N heads, X numbers for a head, P pieces of samples, C chunks, L tokens.
+
+python pretrain_gpt.py --config configs/demo.yaml "model.blocks=[{mixer: gated_linear}]" \
+    "run.extensions=[examples/gated_linear_attention.py]"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaframe.architecture.layer import BatchedProduct, MixerDescription, SavedActivations
+from megaframe.architecture.limits import Limit
+from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.norm import NormDescription
+from megaframe.config import ModelConfig, ParallelConfig
+from megaframe.config.section import Positive
+from megaframe.context_parallel.states import join_chunks, pass_states, split_chunks
+from megaframe.extensions import MixerPart, Registry
+from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.norm import Norm
+from megaframe.ops.autograd import recompute
+from megaframe.parameters.parameter import Module
+from megaframe.tensor_parallel.linear import Linear
+
+
+class GatedLinearConfig(MixerPart):
+    kind: Literal["gated_linear"] = "gated_linear"
+    """Gated linear attention, with `model.heads` heads of `model.head_dim`."""
+    chunk: Positive = 64
+    """Tokens that see each other through products."""
+
+    def describe(self, model: ModelConfig, output_std: float) -> GatedLinearDescription:
+        """Return what the layer is made of."""
+        sizes, stds = (model.hidden, model.heads, model.head_dim), (model.init_std, output_std)
+        return GatedLinearDescription(*sizes, self.chunk, *stds)
+
+
+@dataclass(frozen=True)
+class GatedLinearDescription(MixerDescription):
+    """One product makes queries, keys, values, gates of the output and decays."""
+
+    hidden: int
+    heads: int
+    width: int
+    chunk: int
+    std: float
+    output_std: float
+
+    name = "linear_attention"
+    context_kinds = ("ring", "all_to_all", "nested")
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Each tensor rank has as many heads."""
+        return (Limit("tensor", self.heads, f"model.heads={self.heads}"),)
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        """The product, the norm of each head's output, and the product back to the stream."""
+        stream, values, widths = (self.hidden,), (self.heads, self.width), (*[self.width] * 4, 1)
+        outputs = self.heads, sum(widths)
+        return {
+            "input": LinearSpec(stream, outputs, self.std, split=0, fused={1: widths}),
+            "norm": NormDescription(self.width, "rmsnorm", 1e-6),
+            "output": LinearSpec(values, stream, self.output_std, split=1),
+        }
+
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the results of the first product and the inputs of the last one."""
+        return SavedActivations(self.parts["input"].results + self.parts["output"].terms)
+
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+        """Return those of each chunk: two within it, what it adds to the state and reads there."""
+        length, width = min(self.chunk, seq), self.width
+        shapes = (length, length, width), (length, width, length), (width, width, length)
+        number = self.heads * -(-seq // length)
+        return tuple(BatchedProduct(number, *each) for each in (*shapes, (length, width, width)))
+
+    @property
+    def passed_elements(self) -> int:
+        """The state of each head, and its decay."""
+        return self.heads * (self.width**2 + 1)
+
+    def make_layer(self, name: str, run: RunContext) -> GatedLinearAttention:
+        """Return the layer."""
+        return GatedLinearAttention(name, self, run)
+
+
+class GatedLinearAttention(Module):
+    """The heads of this tensor rank for the tokens of this context rank."""
+
+    def __init__(self, name: str, description: GatedLinearDescription, run: RunContext) -> None:
+        parts, self.chunk, self.context = description.parts, description.chunk, run.context
+        self.widths = parts["input"].fused[1]
+        self.input = Linear(f"{name}.input", parts["input"], run.tensor)
+        self.norm, self.kernels = Norm(f"{name}.norm", parts["norm"]), run.kernels
+        self.output = Linear(f"{name}.output", parts["output"], run.tensor)
+
+    def __call__(self, x: Tensor, norm: Any, context: MicrobatchContext, state: Any) -> Tensor:
+        """Return what the layer adds to this rank's rows of the stream."""
+        rows = context.rows.remove_padding(self.input(x, state.deferred, norm))
+        heads_BSNX = rows.view(context.batch, context.length, -1, sum(self.widths))
+        # Only the result of the product is kept, and all that follows is computed again from it.
+        out_TV = recompute(partial(self.mix, context), heads_BSNX).flatten(0, 1).flatten(1)
+        return self.output(context.rows.pad(out_TV), state.deferred)
+
+    def mix(self, context: MicrobatchContext, heads_BSNX: Tensor) -> Tensor:
+        """Return the gated outputs of heads, [B, S, N, V]."""
+        query, key, value, gate_BSNV, decay = heads_BSNX.split(self.widths, -1)
+        falls = F.logsigmoid(decay.to(torch.promote_types(decay.dtype, torch.float32))) / 16
+        begins = context.begins_BS[..., None, None].int()
+        query, key, value, falls, begins = (
+            split_chunks(each, self.chunk, self.context).transpose(2, 3)  # [P, C, N, L, ...]
+            for each in (query * query.shape[-1] ** -0.5, key, value, falls, begins)
+        )
+        # Since the chunk's start: logarithms of decays, and how many documents have begun.
+        falls, number = falls.cumsum(-2), begins.cumsum(-2)
+        within = compute_decays(falls - falls.mT, (number == number.mT).tril()).to(key)
+        before = compute_decays(falls, number == 0)
+        after = compute_decays(falls[..., -1:, :] - falls, number[..., -1:, :] == number).to(key)
+        added = (key * after).mT @ value
+        states = pass_states(before[..., -1:, :], added, self.context).to(key)
+        out = (query @ key.mT * within) @ value + (query * before.to(key)) @ states
+        out_BSNV = join_chunks(out.transpose(2, 3), context.batch, context.length)
+        return self.norm(out_BSNV, self.kernels) * F.silu(gate_BSNV)
+
+
+def compute_decays(falls: Tensor, sees: Tensor) -> Tensor:
+    """Return exp(falls), and zero for what is of another document or comes later."""
+    return falls.masked_fill(~sees, -torch.inf).exp()
+
+
+def register(registry: Registry) -> None:
+    """Give the mixer to megaframe."""
+    registry.register(GatedLinearConfig)
