@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_process import Program
+from rank_process import RankProcess
 
 from megaframe.checkpoint import lock as module
 from megaframe.checkpoint import parse_path
@@ -78,7 +78,7 @@ def hold(*folders):
 
 def test_a_folder_belongs_to_the_process_that_has_it_until_it_dies(take_lock, tmp_path):
     folders = [str(tmp_path / name) for name in ("run", "saves")]
-    other = Program(hold, *folders)
+    other = RankProcess(hold, *folders)
     number = other._process.pid
     try:
         deadline = time.monotonic() + 60

@@ -10,7 +10,7 @@ from checkpoint_helpers import cut_slice
 from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_process import Program, places, stuck_after
+from rank_process import RankProcess, hang_after, list_rank_environments
 from tolerances import promised
 
 from megaframe.checkpoint.stores.memory_folder import MemoryFolder
@@ -108,8 +108,8 @@ def start(keys, memory):
     """Start four ranks, each in its own process, which hang after step 9."""
     nodes = [f"checkpoint.memory_dir={memory}/{rank // 2}" for rank in range(4)]
     return [
-        Program(stuck_after, 9, words=[*keys, node], environment=place)
-        for node, place in zip(nodes, places(4), strict=True)
+        RankProcess(hang_after, 9, words=[*keys, node], environment=environment)
+        for node, environment in zip(nodes, list_rank_environments(4), strict=True)
     ]
 
 
@@ -265,7 +265,7 @@ def test_a_record_is_what_was_written_or_none(data):
         (record,) = memory_folder.read_records("0" * 16)
         path = memory_folder.get_path(1, 0).with_suffix(".json")
         content = bytearray(path.read_bytes())
-        place = data.draw(st.integers(0, len(content) - 1))
-        content[place] ^= 1 << data.draw(st.integers(0, 7))
+        position = data.draw(st.integers(0, len(content) - 1))
+        content[position] ^= 1 << data.draw(st.integers(0, 7))
         path.write_bytes(content)
         assert record.state == {"x": [1.5]} and not list(memory_folder.read_records("0" * 16))
