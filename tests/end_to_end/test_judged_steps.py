@@ -79,10 +79,10 @@ def test_masked_tokens_are_counted_a_step_ahead_and_after_a_way_back_too(run, tm
     assert run("whole", 2, must_look_ahead, None, **keys) == [0, 0]
     assert run("one", 1, **keys) == [0]
     assert read_losses(tmp_path / "one") == promised(read_losses(tmp_path / "whole"))
-    back = {"faults__non_finite": "roll_back", **keys}
-    assert run("back", 2, put_nan_in_weights, 1, 6, **back) == [0, 0]
+    rolling_back = {"faults__non_finite": "roll_back", **keys}
+    assert run("back", 2, put_nan_in_weights, 1, 6, **rolling_back) == [0, 0]
     assert read_losses(tmp_path / "back") == read_losses(tmp_path / "whole")
-    twice = {**back, "faults__non_finite": "replay"}
+    twice = {**rolling_back, "faults__non_finite": "replay"}
     assert run("twice", 2, put_nan_once, 1, 6, **twice) == [0, 0]
     assert read_losses(tmp_path / "twice") == read_losses(tmp_path / "whole")
 

@@ -78,9 +78,9 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         numbers = [result.loss, result.mtp_loss, result.update.grad_norm]
         numbers += [number for tally in result.statistics for number in tally.counts.values()]
         numbers_found.append([*numbers, *(sign.largest for sign in result.maxima)])
-        moved = torch.tensor([*mesh.take_traffic().values()])
+        bytes_sent = torch.tensor([*mesh.take_traffic().values()])
         if config.parallel.zero < 3:  # a graph also fetches what an evaluation has left here
-            numbers_found[-1].append(moved)
+            numbers_found[-1].append(bytes_sent)
         return own_share
 
     def train_to(stop, start):

@@ -69,7 +69,7 @@ def load_main(path):
     return run
 
 
-def nothing():
+def make_nothing():
     """Make no file."""
 
 
@@ -254,7 +254,7 @@ def list_targets():
     """Yield all targets."""
     yield Target("config", write_config, PRETRAIN, (*SMALL, "--dry-run"), ("config.yaml",), fixed=3)
     yield Target("overrides", write_config, PRETRAIN, ("--dry-run", *KEYS), fixed=1)
-    yield Target("explain", nothing, PRETRAIN, ("--explain", "train.steps"), fixed=1)
+    yield Target("explain", make_nothing, PRETRAIN, ("--explain", "train.steps"), fixed=1)
     yield Target(
         "environment", write_config, PRETRAIN, (*SMALL, "--dry-run"), variables=LAUNCHED, fixed=3
     )

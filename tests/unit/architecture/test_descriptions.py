@@ -149,9 +149,9 @@ def test_a_lie_is_told_with_layer_numbers_and_line(member, monkeypatch):
     config = make_config("plain mlp", "none", "bf16", 1)
     measured = [measure_blocks(config)]
     monkeypatch.setattr(MLPDescription, member, lie)
-    told = [str(found) for found in find_lies(config, measured)]
+    messages = [str(found) for found in find_lies(config, measured)]
     line = (lie if member == "count_saved" else lie.fget).__code__.co_firstlineno
-    (message,) = [text for text in told if numbers in text and "blocks.0.mlp (MLP" in text]
+    (message,) = [text for text in messages if numbers in text and "blocks.0.mlp (MLP" in text]
     assert (
         f"tests/unit/architecture/test_descriptions.py:{line} (MLPDescription.{member})" in message
     )
@@ -161,8 +161,10 @@ def test_a_lie_about_traffic_is_told(monkeypatch, pool):
     config = make_config("plain mlp", "none", "bf16", 2)
     measured = pool.run(2, measure_blocks, config)
     monkeypatch.setattr(MLPDescription, "tensor_traffic", property(add_traffic))
-    told = [str(found) for found in find_lies(config, measured) if "mlp" in found.layer]
-    assert len(told) == 2 and all("over the tensor axis in the backward" in text for text in told)
+    messages = [str(found) for found in find_lies(config, measured) if "mlp" in found.layer]
+    assert len(messages) == 2 and all(
+        "over the tensor axis in the backward" in text for text in messages
+    )
 
 
 def test_one_call_checks_a_config_on_this_rank(monkeypatch):

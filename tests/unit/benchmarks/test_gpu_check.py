@@ -41,8 +41,8 @@ def run_check(*arguments):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("check") / "result.json"
-    done = run_check("--skip-tests", "--skip-training", "--write", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run_check("--skip-tests", "--skip-training", "--write", str(path))
+    assert process.returncode == 0, process.stdout + process.stderr
     return path
 
 
@@ -77,8 +77,8 @@ def test_a_second_call_keeps_what_the_first_found(path, result):
 
 
 def test_a_kernel_that_is_none_is_an_error_that_lists_them():
-    done = run_check("--only", "norms")
-    assert done.returncode == 2 and "attention_backward" in done.stderr
+    process = run_check("--only", "norms")
+    assert process.returncode == 2 and "attention_backward" in process.stderr
 
 
 def test_some_kernels_alone_overwrite_no_result(monkeypatch, tmp_path):
@@ -117,9 +117,9 @@ def test_a_pass_stands_beside_a_copy_or_bare_products(monkeypatch):
     monkeypatch.setattr(kernel_bench, "time_copy", lambda size, dry: size / 1e9)
     monkeypatch.setattr(kernel_bench, "time_product", lambda shape, dry: 1e-3)
     ceilings, timing = Ceilings(4e12, 8e14), Timing(4e-3, 3e-3, 5e-3)
-    moved = pass_of(LeastWork(bytes=6e6), timing, ceilings, True)
-    assert moved.copy_share == pytest.approx(0.75) and moved.product_share is None
-    assert (moved.low, moved.high) == (3e-3, 5e-3)
+    result = pass_of(LeastWork(bytes=6e6), timing, ceilings, True)
+    assert result.copy_share == pytest.approx(0.75) and result.product_share is None
+    assert (result.low, result.high) == (3e-3, 5e-3)
     multiplied = pass_of(LeastWork(flops=1e9, products=((1, 2, 3),) * 3), timing, ceilings, True)
     assert multiplied.product_share == pytest.approx(0.75) and multiplied.copy_share is None
 
@@ -374,8 +374,8 @@ def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
     mark = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {mark}; echo begun; wait"
     for limits in ({"seconds": 1.0}, {"seconds": 50.0, "quiet": 1.0}):
-        done = run_limited(["bash", "-c", script], **limits)
-        assert done.code is None and done.lines == ["begun"] and done.seconds < 20
+        process = run_limited(["bash", "-c", script], **limits)
+        assert process.code is None and process.lines == ["begun"] and process.seconds < 20
         # The process is gone, or a zombie that has not been waited for.
         status = Path(f"/proc/{mark.read_text().strip()}/stat")
         until = time.monotonic() + 10

@@ -192,12 +192,12 @@ def test_a_load_takes_little_more_than_what_is_loaded():
     child = Path(__file__).parents[2] / "support" / "checkpoint_child.py"
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, child, "extra_memory", folder],
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-    assert done.returncode == 0, done.stderr
-    part, extra = map(int, done.stdout.split())
+    assert process.returncode == 0, process.stderr
+    part, extra = map(int, process.stdout.split())
     assert extra < part / 10

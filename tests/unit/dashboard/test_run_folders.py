@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import make_lines, write
 
-from megaframe.dashboard.advice import suggest_remedies
 from megaframe.dashboard.downsample import (
     block_maxima,
     compute_bucket_means,
@@ -26,6 +25,7 @@ from megaframe.dashboard.panels import (
     compute_predicted_losses,
     read_prediction,
 )
+from megaframe.dashboard.remedies import suggest_remedies
 from megaframe.dashboard.report import render_html, render_report
 from megaframe.dashboard.run_folder import RunFolder
 from megaframe.dashboard.serve import DashboardServer

@@ -235,12 +235,12 @@ def test_a_file_that_outgrows_its_limit_leaves_nothing(tmp_path):
         "writer:\n"
         "    for _ in range(3): writer.append(np.zeros(50_000, np.uint16))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: cannot write") and "File too large" in done.stderr
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: cannot write") and "File too large" in process.stderr
     assert not list(tmp_path.glob("m*"))

@@ -54,10 +54,12 @@ def test_compiles_without_spills(chip, tmp_path):
     everything = tmp_path / "all.cu"
     everything.write_text("\n".join(f'#include "{source}"' for source in list_sources()))
     command = [NVCC, "-std=c++17", "-O3", "-Xptxas=-v", target, "-cubin", str(everything)]
-    done = subprocess.run([*command, "-o", str(tmp_path / "cubin")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(
+        [*command, "-o", str(tmp_path / "cubin")], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
     stacks = re.findall(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", done.stderr
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", process.stderr
     )
     assert len(stacks) == 3 and set(stacks) == {("0", "0", "0")}
 

@@ -134,8 +134,10 @@ def test_the_tool_refuses_what_it_cannot_compute(words, expected, tmp_path):
     (tmp_path / "chaos_test.json").write_text(json.dumps(costs))
     arguments = [word.format(file=tmp_path / "chaos_test.json") for word in words]
     command = [sys.executable, ROOT / "tools/goodput.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert (
+        process.returncode == 2 and expected in process.stderr and "Traceback" not in process.stderr
+    )
 
 
 @settings(deadline=None, max_examples=50)

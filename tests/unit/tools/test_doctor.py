@@ -24,18 +24,18 @@ def run(*arguments):
 
 
 def test_a_machine_that_can_run(tmp_path):
-    done = run("--folder", tmp_path / "runs")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("a run can start")
-    assert "kernel attention" in done.stdout and "MB/s durable" in done.stdout
+    process = run("--folder", tmp_path / "runs")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.rstrip().endswith("a run can start")
+    assert "kernel attention" in process.stdout and "MB/s durable" in process.stdout
     assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    done = run("--folder", tmp_path / "file")
-    assert done.returncode == 1
-    assert "X disk" in done.stdout and "a run cannot start: 1 errors" in done.stdout
+    process = run("--folder", tmp_path / "file")
+    assert process.returncode == 1
+    assert "X disk" in process.stdout and "a run cannot start: 1 errors" in process.stdout
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ def test_ranks_that_torchrun_has_started_report_together(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += [str(ROOT / "tools/doctor.py"), "--ranks", "--parts", "rings,abort"]
     command += ["--device", "cpu", "--report", str(tmp_path / "report")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "the ranks work together" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert "the ranks work together" in process.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ranks"] == 2 and report["passed"]

@@ -148,10 +148,10 @@ def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):
     command = [sys.executable, "pretrain_gpt.py", *options, "checkpoint.resume=latest"]
     options.remove("train.microbatch=2")
     for steps, words in ((2, "Use "), (4, "the layout that")):
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, f"train.steps={steps}"], cwd=ROOT, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
-        assert f"parallel.auto: {'1 ranks on cpu. ' if steps == 2 else ''}{words}" in done.stdout
+        assert process.returncode == 0, process.stderr
+        assert f"parallel.auto: {'1 ranks on cpu. ' if steps == 2 else ''}{words}" in process.stdout
         saved = load(str(tmp_path / "run/config.yaml"))
         assert not saved.parallel.auto and saved.parallel.data == 1

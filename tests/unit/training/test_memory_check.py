@@ -29,14 +29,14 @@ OLD = ["parallel.zero=0", "train.recompute=none"]
 
 
 def run_entry(*arguments, **environment):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "pretrain_gpt.py", *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.fixture

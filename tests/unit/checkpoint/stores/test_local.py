@@ -24,9 +24,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path
 
 
 def run(command):
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_a_save_can_be_killed_at_any_moment():
