@@ -95,13 +95,13 @@ class SaveCoordinator:
             f"({topic}) from ranks {_format_ranks(missing_ranks)} of {self._world}"
         )
 
-    def start_stage(self, attempt: str, stage: str) -> None:
-        """Leader: let the ranks begin a stage, about which they report afterwards."""
-        self._store.set(self._make_key(attempt, "go", stage), "")
+    def start_phase(self, attempt: str, phase: str) -> None:
+        """Leader: let the ranks begin a phase, about which they report afterwards."""
+        self._store.set(self._make_key(attempt, "go", phase), "")
 
-    def has_started(self, attempt: str, stage: str) -> bool:
-        """Return whether the leader has let the ranks begin a stage."""
-        return self._find(self._make_key(attempt, "go", stage)) is not None
+    def has_started(self, attempt: str, phase: str) -> bool:
+        """Return whether the leader has let the ranks begin a phase."""
+        return self._find(self._make_key(attempt, "go", phase)) is not None
 
     def end_attempt(self, attempt: str, failure: str) -> None:
         """Leader: announce how the attempt ended (an empty `failure` is success), and delete its

@@ -106,7 +106,7 @@ class CheckpointWriter(BackgroundCopier):
         self._keep, self._keep_every = keep, keep_every
         can_withdraw = self._backend.keeps_replaced
         self._verifies = read_back and not can_withdraw
-        self._stages = (WRITE, READ_BACK) if read_back and can_withdraw else (WRITE,)
+        self._phases = (WRITE, READ_BACK) if read_back and can_withdraw else (WRITE,)
         self._timeout, self._saved = timeout, saved
         if rank == 0:
             with _explain_os_errors(f"cannot use {root} for checkpoints", root):
@@ -157,14 +157,14 @@ class CheckpointWriter(BackgroundCopier):
             ):
                 self._backend.create_draft(draft)  # makes the root again if it was deleted
                 _require_space(self._root, job.step, needed)
-                coordinator.start_stage(attempt, WRITE)
+                coordinator.start_phase(attempt, WRITE)
                 self._contribute(coordinator, attempt, job, WRITE)
                 files = _merge_reports(job.step, coordinator.collect_reports(attempt, WRITE))
                 previous_name = read_pointer(self._root)
                 checkpoint = commit_checkpoint(
                     draft, self._root, job.step, job.state, files, attempt
                 )
-                if READ_BACK in self._stages:
+                if READ_BACK in self._phases:
                     self._read_back(coordinator, attempt, job, checkpoint, previous_name)
                 self._saved(job.step)
                 prune_checkpoints(self._root, checkpoint, self._keep, self._keep_every, attempt)
@@ -193,7 +193,7 @@ class CheckpointWriter(BackgroundCopier):
         Args:
             previous_name: The name that `latest` held before the commit.
         """
-        coordinator.start_stage(attempt, READ_BACK)
+        coordinator.start_phase(attempt, READ_BACK)
         self._contribute(coordinator, attempt, job, READ_BACK)
         reports = coordinator.collect_reports(attempt, READ_BACK)
         try:
@@ -204,15 +204,15 @@ class CheckpointWriter(BackgroundCopier):
 
     def _follow(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
         joined, old_failure = None, None
-        remaining_stages = [*self._stages]
-        deadline_seconds = (1 + len(remaining_stages)) * self._timeout
+        remaining_phases = [*self._phases]
+        deadline_seconds = (1 + len(remaining_phases)) * self._timeout
         # Longer than the leader waits, because the leader can name the ranks that are missing.
         for _ in coordinator.poll(deadline_seconds):
             attempt = coordinator.read_latest_attempt()
             if attempt is not None and attempt != joined:
                 old_failure = coordinator.read_outcome(attempt)
                 if old_failure is None:
-                    joined, remaining_stages = attempt, [*self._stages]
+                    joined, remaining_phases = attempt, [*self._phases]
                     coordinator.send_report(joined, NEED, {"bytes": job.data.size})
             if joined is None:
                 continue
@@ -221,8 +221,8 @@ class CheckpointWriter(BackgroundCopier):
                 raise UserError(failure)
             if failure is not None:
                 return
-            if remaining_stages and coordinator.has_started(joined, remaining_stages[0]):
-                self._contribute(coordinator, joined, job, remaining_stages.pop(0))
+            if remaining_phases and coordinator.has_started(joined, remaining_phases[0]):
+                self._contribute(coordinator, joined, job, remaining_phases.pop(0))
         raise UserError(
             f"checkpoint of step {job.step} was abandoned by rank {self._rank} after "
             f"{deadline_seconds:g} s: rank 0 did not finish it"
@@ -230,13 +230,13 @@ class CheckpointWriter(BackgroundCopier):
         )
 
     def _contribute(
-        self, coordinator: SaveCoordinator, attempt: str, job: _SaveJob, stage: str
+        self, coordinator: SaveCoordinator, attempt: str, job: _SaveJob, phase: str
     ) -> None:
         """Write this rank's files (none if it has no data) or read them back. Tell the leader which
         files they are, or what went wrong."""
         message: Message = {}
         try:
-            if stage == WRITE:
+            if phase == WRITE:
                 self._write_files(attempt, job)
             else:
                 for name, saved in job.files.items():
@@ -246,7 +246,7 @@ class CheckpointWriter(BackgroundCopier):
             message = {"error": str(error)}
         except Exception:
             message = {"error": traceback.format_exc()}
-        coordinator.send_report(attempt, stage, message)
+        coordinator.send_report(attempt, phase, message)
 
     def _write_files(self, attempt: str, job: _SaveJob) -> None:
         job.files.clear()
