@@ -14,6 +14,8 @@ Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "swiglu_cl
 
 
 class AttentionConfig(Section):
+    """Attention over heads, as the mixer of a block."""
+
     kind: Literal["attention"] = "attention"
     """Attention with grouped key and value heads."""
     heads: Positive | None = None
@@ -49,6 +51,8 @@ class AttentionConfig(Section):
 
 
 class LatentMixerConfig(Section):
+    """Latent attention, as the mixer of a block."""
+
     kind: Literal["latent"]
     """Multi-head latent attention, as `model.latent` describes it."""
     window: Positive | None = None
@@ -56,6 +60,8 @@ class LatentMixerConfig(Section):
 
 
 class MLPConfig(Section):
+    """A dense MLP, as the second half of a block."""
+
     kind: Literal["mlp"] = "mlp"
     """A dense MLP."""
     ffn: Positive | None = None
@@ -67,6 +73,8 @@ class MLPConfig(Section):
 
 
 class MoEMixtureConfig(Section):
+    """A mixture of experts, as the second half of a block."""
+
     kind: Literal["moe"]
     """Experts, as `model.moe` describes them."""
 
@@ -100,6 +108,8 @@ FeedForwardConfig = Annotated[
 
 
 class BlockConfig(Section):
+    """A transformer layer, or several alike: its mixer, what follows it, and its norms."""
+
     repeat: Positive = 1
     """Number of consecutive layers like this one."""
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
