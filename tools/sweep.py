@@ -133,7 +133,7 @@ class LocalSweep:
         return self._make_trial_run(trial).start(env=environment, start_new_session=True)
 
     def _make_result(self, trial: Trial, status: int) -> Result:
-        """Return what a trial has come to. status: exit status of its run."""
+        """Return the result of a trial whose run has ended with this exit status."""
         run = self._make_trial_run(trial)
         values = run.read_metric(self._sweep.metric)
         step, value = values[-1] if values else (None, None)

@@ -98,14 +98,14 @@ def build(library: Path, chips: Sequence[int]) -> None:
 
 
 def find_prebuilt_library() -> Path:
-    """Return where a build ahead is. Its name contains the digest of its sources, so a stale one is
-    not found."""
+    """Return the path of a library built in advance. Its name contains the digest of its sources,
+    so a stale one is not found."""
     return _HERE / f"_cuda-{hash_sources()}.so"
 
 
 def find_cached_library(chip: int) -> Path:
-    """Return where a build at first use is. There is one for each compiler and machine type,
-    because a driver may be too old for a newer compiler's code, and different machines may share a
-    home."""
+    """Return the path of a library built at first use. There is one for each compiler and machine
+    type, because a driver may be too old for a newer compiler's code, and different machines may
+    share a home."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "megaframe_kernels" / f"cuda-{hash_sources(read_nvcc_version())}-sm{chip}.so"

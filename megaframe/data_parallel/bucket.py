@@ -265,7 +265,7 @@ class Bucket:
             yield from self._over_shard.spread(grads)
 
     def _make_reducer(self, group: Group, span: slice) -> GradientReducer:
-        """Return what sums `span` over the group."""
+        """Return the reducer of `span` over the group."""
 
         def split_views(flat: Tensor) -> list[Tensor]:
             return [piece for _, _, piece in self.iterate_pieces(flat, span)]

@@ -43,8 +43,8 @@ class StateCodec(Protocol):
         ...
 
     def select_span(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
-        """Return what stores the values of `span`, which starts at a multiple of `BLOCK`, as
-        views."""
+        """Return views of the parts of `stored` that hold the values of `span`, which starts at a
+        multiple of `BLOCK`."""
         ...
 
     def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:

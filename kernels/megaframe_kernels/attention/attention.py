@@ -188,7 +188,7 @@ def run_reference_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these keys add to the gradients of queries, keys and values.
+    """Return the contributions of these keys to the gradients of queries, keys and values.
 
     With shares p = exp(scale q k - lse) and dp = d_out v: dv = p d_out, ds = scale p (dp -
     sum(d_out out)), dq = ds k, dk = ds q.
