@@ -5,12 +5,13 @@ import inspect
 import os
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 # One thread in this process and in every process that a test starts: test files run in parallel,
 # and spinning threads cost the others four times what they gain. The number of threads also affects
-# the order of sums, so `make test-processors` asks for others. Torch reads it when it is imported.
+# the order of sums, so `make test-processors` asks for others. Torch and NumPy read these when they
+# are imported. NumPy only computes for Triton's interpreter, in small products.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 os.environ["MKL_DYNAMIC"] = "FALSE"  # otherwise there are no more threads than cores
 
@@ -20,6 +21,7 @@ os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 # The entry sets this too, but too late for processes that are forked after torch is imported.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -175,7 +177,7 @@ def overrides(corpus, tmp_path):
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fake_gpu(tmp_path_factory):
     """Return what calls functions on ranks with stand-ins for GPUs."""
     if (reason := explain_obstacle()) is not None:

@@ -181,6 +181,7 @@ CASES = {
         {},
         False,
     ),
+    "two tensor ranks": ({**LLAMA, "layers": 1}, {"microbatch": 4}, {"tensor": 2}, {}, {}, False),
     "both": (
         {**GPT, "layers": 1},
         {},
@@ -227,7 +228,7 @@ def count_ranks(case):
 
 
 # One rank, and the collectives of data and of tensor ranks.
-@pytest.mark.quick(when=lambda name: name in ("documents", "zero 3", "tensor"))
+@pytest.mark.quick(when=lambda name: name in ("documents", "zero 3", "two tensor ranks"))
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
     if CASES[name][4] and torch.cuda.is_available():

@@ -5,6 +5,8 @@ The truth is the same run in fp64. The errors of plain code in fp32 are measured
 tolerance; with 8-bit products, so does what they lose where a number may round to either neighbour.
 """
 
+from functools import cache
+
 import parity_runs as training
 import pytest
 import torch
@@ -102,9 +104,10 @@ def run_by_kernels(*given):
 
 @pytest.fixture(scope="module")
 def known(pool):
-    """Return the truth of each shape, in fp64, and by how much fp32 may miss it."""
-    tolerances_by_name = {}
-    for name in SHAPES:
+    """known(name) -> the truth of a shape, in fp64, and by how much fp32 may miss it."""
+
+    @cache
+    def measure(name):
         exact, single = (
             make_arguments(name, {}, "none", precision) for precision in ("fp64", "fp32")
         )
@@ -121,8 +124,9 @@ def known(pool):
                 pool.run(1, run_beside, push, *exact), truth
             ).items():
                 allowed[what] += error
-        tolerances_by_name[name] = truth, allowed
-    return tolerances_by_name
+        return truth, allowed
+
+    return measure
 
 
 def make_arguments(name, parallel, recompute, precision="fp32"):
@@ -169,7 +173,7 @@ def test_a_step_by_kernels_is_as_exact_as_the_plain_one(
         assert names_run == names | (
             {"rotary"} if SHAPES[name].get("position") != "learned" else set()
         )
-    truth, allowed = known[name]
+    truth, allowed = known(name)
     for quantity, (error, size) in measure_errors([result for result, _ in results], truth).items():
         assert error <= allowed[quantity], (quantity, error, allowed[quantity], size)
 

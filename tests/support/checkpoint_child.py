@@ -75,14 +75,15 @@ def forked(act):
     return process
 
 
-def kill_at_every_event(root):
-    """Replace step 2 and save step 3 in a folder that has steps 1 and 2, killed at event 1, 2, ...
+def kill_at_events(root, stride):
+    """Replace step 2 and save step 3 in a folder that has steps 1 and 2, killed at event 1, then at
+    one that is `stride` later, ...
 
     Each number of an event gets a new copy of the folder, until a save ends before it is killed.
     """
     base = root / "base"
     os.waitpid(forked(lambda: save_steps(base, (1, 2), 64)), 0)
-    for number in itertools.count(1):
+    for number in itertools.count(1, stride):
         folder = root / f"run{number}"
         shutil.copytree(base, folder)
 
@@ -102,10 +103,10 @@ def kill_at_every_event(root):
             break
         assert os.WIFSIGNALED(status), (number, status)
         shutil.rmtree(folder)
-    print(f"killed {number - 1} times")
+    print(f"killed {number // stride} times")
 
 
-def kill_at_random_moments(root):
+def kill_at_random_moments(root, times):
     """Kill saves and loads at random moments; no lock of a killed load may remain."""
     folder, generator, reached = root / "random", random.Random(1), 0
 
@@ -113,7 +114,7 @@ def kill_at_random_moments(root):
         while True:
             load_newest_step(folder)
 
-    for _ in range(20):
+    for _ in range(times):
         first = reached + 1
         kill_soon(lambda first=first: save_steps(folder, range(first, 999), 1 << 20), generator)
         newest = load_newest_step(folder)
@@ -132,9 +133,9 @@ def kill_soon(act, generator):
     os.waitpid(process, 0)
 
 
-def kill(root):
-    kill_at_every_event(Path(root))
-    kill_at_random_moments(Path(root))
+def kill(root, stride):
+    kill_at_events(Path(root), int(stride))
+    kill_at_random_moments(Path(root), 20 // int(stride))
 
 
 def full_disk(root):

@@ -5,6 +5,7 @@ python -m fake_cuda.fake_server, with FAKE_CUDA_LIBRARY as the path of the compi
 FAKE_CUDA_DEVICES the number of devices.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 from fake_cuda import machine  # noqa: I001  (before torch)
 from fake_cuda import collectives, cuda, fake_kernels
 
+_PRELOADED = (
+    "megaframe.training.trainer",
+    "megaframe.training.restart",
+    "megaframe.training.auto_layout",
+)
 _SECONDS = 120
 """Until a rank that hangs is ended."""
 
@@ -23,7 +29,9 @@ _SECONDS = 120
 def main():
     for part in (cuda, fake_kernels, collectives):
         part.install()
-    importlib.import_module("megaframe.training.trainer")
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # no rank collects what was imported
     for line in sys.stdin:
         request = json.loads(line)
         ranks = [_fork(rank, **request) for rank in range(request["world"])]

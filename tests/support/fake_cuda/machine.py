@@ -10,7 +10,6 @@ import os
 import pickle
 import sys
 import threading
-import traceback
 from ctypes import CFUNCTYPE, c_char_p, c_double, c_int, c_int64, c_void_p
 from itertools import count
 from pathlib import Path
@@ -93,11 +92,14 @@ def report(kind, text):
 
 
 def _place():
-    stack = [f for f in reversed(traceback.extract_stack()) if f.filename.startswith(_PROJECT)]
-    own_frames = [
-        f for f in stack if not f.filename.startswith(_SUPPORT) or f.filename == _PROGRAMS
-    ]
-    return " < ".join(f"{Path(f.filename).name}:{f.name}" for f in own_frames[:3])
+    names, frame = [], sys._getframe(1)
+    while frame is not None and len(names) < 3:
+        code = frame.f_code
+        supports = code.co_filename.startswith(_SUPPORT) and code.co_filename != _PROGRAMS
+        if code.co_filename.startswith(_PROJECT) and not supports:
+            names.append(f"{Path(code.co_filename).name}:{code.co_name}")
+        frame = frame.f_back
+    return " < ".join(names)
 
 
 def count_as_work(name, reads, writes):

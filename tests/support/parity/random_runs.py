@@ -16,7 +16,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from repo_copy import ROOT
-from section_strategies import draw_keys
+from section_strategies import draw_keys, draw_sections
 
 from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megaframe.config.blocks import BlockConfig
@@ -246,7 +246,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
     sizes["vocab"] = draw(st.integers(max(tensor, 11), 41))
     model = {}
     if kind == "blocks":
-        block = st.composite(draw_keys)(BlockConfig, values, given=("mixer", "feed_forward"))
+        block = draw_sections(BlockConfig, values, given=("mixer", "feed_forward"))
         model["blocks"] = draw(st.lists(block, min_size=1, max_size=3))
         sizes["layers"] = max(layers, sum(keys.get("repeat", 1) for keys in model["blocks"]))
         parts = [keys[half] for keys in model["blocks"] for half in ("mixer", "feed_forward")]

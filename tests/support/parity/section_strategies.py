@@ -43,6 +43,10 @@ def draw_keys(draw, section, values, skipped=(), given=()):
     return keys
 
 
+# Made once: hypothesis reads the source of a function that it makes a strategy of.
+draw_sections = st.composite(draw_keys)
+
+
 def make_strategy(annotation, values, metadata=(), nullable=False):
     """Return a strategy for the values of a type that is written in a config class.
 
@@ -81,7 +85,7 @@ def make_strategy(annotation, values, metadata=(), nullable=False):
         numbers = INTEGERS if annotation is int else FLOATS
         return st.sampled_from([n for n in numbers if all(is_within(n, m) for m in metadata)])
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return st.composite(draw_keys)(annotation, values)
+        return draw_sections(annotation, values)
     raise TypeError(f"no values are known for {annotation}; give a strategy for the key")
 
 

@@ -1,6 +1,7 @@
 """Names of settings of other programs: each is a key here, and messages and guide say the same."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,13 +56,15 @@ def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
     assert f"{program}'s" in message and f"{name} is {replacement}" in message
 
 
+@cache
 def read_rows(program):
-    """Yield the cells of the guide's table for a program, with names as the program has them."""
+    """Return the cells of the guide's table for a program, with names as the program has them."""
     section = GUIDE.read_text(encoding="utf-8").split(f"\n## {program}\n")[1].split("\n## ")[0]
-    for line in section.splitlines():
-        if line.startswith("| "):
-            foreign_name, _, own_text = line.strip("| ").partition(" | ")
-            yield foreign_name.replace("--", "").replace("-", "_"), own_text
+    rows = (line.strip("| ").partition(" | ") for line in section.splitlines() if line[:2] == "| ")
+    return [
+        (foreign_name.replace("--", "").replace("-", "_"), own_text)
+        for foreign_name, _, own_text in rows
+    ]
 
 
 @pytest.mark.parametrize(("program", "name"), EVERY)

@@ -193,8 +193,17 @@ def compute_gradients(build, microbatch, train):
     return loss
 
 
+RECOMPUTE = ["none", "selective", "full"]
+
+
+# Each model, with one setting of recompute after the other, every second one on documents.
+@pytest.mark.quick(
+    when=lambda name, recompute, documents: (
+        (list(MODELS).index(name) - RECOMPUTE.index(recompute) - 3 * documents) % 6 == 0
+    )
+)
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, make_microbatch):
     built = build(MODELS[name], train={**TRAIN, "recompute": recompute})

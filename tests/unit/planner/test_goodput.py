@@ -2,14 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_process import run_tool
 
 from megaframe.hardware.cluster import load_cluster
 from megaframe.planner.failures import (
@@ -32,7 +30,6 @@ from megaframe.planner.goodput import (
 )
 
 CLUSTER = load_cluster("h100-ib")
-ROOT = Path(__file__).resolve().parents[3]
 FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, warmup=0)
 
 
@@ -133,8 +130,7 @@ def test_the_tool_refuses_what_it_cannot_compute(words, expected, tmp_path):
     costs = {"kill": {"restart": math.nan, "load": 1, "warmup": 1}, "whole": {"stall": 1}}
     (tmp_path / "chaos_test.json").write_text(json.dumps(costs))
     arguments = [word.format(file=tmp_path / "chaos_test.json") for word in words]
-    command = [sys.executable, ROOT / "tools/goodput.py", *arguments]
-    process = subprocess.run(command, capture_output=True, text=True)
+    process = run_tool("tools/goodput.py", *arguments)
     assert (
         process.returncode == 2 and expected in process.stderr and "Traceback" not in process.stderr
     )

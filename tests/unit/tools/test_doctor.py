@@ -1,12 +1,12 @@
 """The doctor: its report on a machine, and its exit status, which says whether a run can start."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tool_process import run_tool
 
 from megaframe.distributed import device
 
@@ -19,8 +19,7 @@ WELL = "0, NVIDIA H200, 580.65.06, 1980, 1980, 0x0000000000000001, Enabled, 0, 3
 
 
 def run(*arguments):
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TOOL.parents[1])
+    return run_tool("tools/doctor.py", *arguments)
 
 
 def test_a_machine_that_can_run(tmp_path):

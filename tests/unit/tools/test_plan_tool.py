@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tool_process import run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYS = {
@@ -21,12 +22,7 @@ KEYS = {
 
 
 def plan(*arguments, status=0):
-    process = subprocess.run(
-        [sys.executable, ROOT / "tools/plan.py", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    process = run_tool("tools/plan.py", *arguments)
     assert process.returncode == status, process.stdout + process.stderr
     return process.stdout if status == 0 else process.stderr
 

@@ -83,13 +83,16 @@ TESTS = {
 @pytest.mark.parametrize("name", TESTS)
 def test_a_failing_test_fails_the_whole_and_is_named(name, tmp_path):
     code, verdict = TESTS[name]
-    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    if name == "good":
+        (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     (tmp_path / "test_it.py").write_text(code + "\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     setting = {"ATEN_CPU_CAPABILITY": "default", "TEST_THREADS": "3"}
     paths = os.pathsep.join((str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", paths)
+        # It starts torch to ask what it follows, which the test above does.
+        patch.setattr(processors, "find_ignored_setting", lambda *_: None)
         outcome = processors.run(setting, processors.read_processor_flags(), command)
     assert outcome.verdict == verdict, outcome.note
     assert ("test_wrong" in outcome.note) == (name == "bad")

@@ -1,12 +1,10 @@
 """parallel.auto: the layout is chosen, reported, and kept when the run resumes."""
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tool_process import run_tool
 
 from megaframe.config import ModelConfig, RunConfig, dump, load
 from megaframe.distributed.device import read_host_memory
@@ -14,8 +12,6 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.training.auto_layout import choose_layout, choose_recomputed_blocks, find_cluster
 from megaframe.validate.run import validate_config
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def make_config(folder, **sections):
@@ -145,12 +141,10 @@ def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
 
 def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):
     options = overrides(parallel__auto="true", train__steps=2, checkpoint__every=2)
-    command = [sys.executable, "pretrain_gpt.py", *options, "checkpoint.resume=latest"]
     options.remove("train.microbatch=2")
     for steps, words in ((2, "Use "), (4, "the layout that")):
-        process = subprocess.run(
-            [*command, f"train.steps={steps}"], cwd=ROOT, capture_output=True, text=True
-        )
+        words_of_run = (*options, "checkpoint.resume=latest", f"train.steps={steps}")
+        process = run_tool("pretrain_gpt.py", *words_of_run)
         assert process.returncode == 0, process.stderr
         assert f"parallel.auto: {'1 ranks on cpu. ' if steps == 2 else ''}{words}" in process.stdout
         saved = load(str(tmp_path / "run/config.yaml"))

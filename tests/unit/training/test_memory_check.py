@@ -1,8 +1,6 @@
 """A run whose GPUs have too little memory is refused by the entry before anything is built."""
 
-import os
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tool_process import run_tool
 
 from megaframe.config import load
 from megaframe.config.section import MOST
@@ -28,14 +27,8 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 OLD = ["parallel.zero=0", "train.recompute=none"]
 
 
-def run_entry(*arguments, **environment):
-    process = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+def run_entry(*arguments):
+    process = run_tool("pretrain_gpt.py", *arguments)
     return process.returncode, process.stdout, process.stderr
 
 

@@ -62,7 +62,7 @@ def assert_same_tensors(actual, expected):
         assert torch.equal(view_bits(actual[name]), view_bits(tensor)), name
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(st.data())
 def test_what_is_exported_loads_in_torch_and_comes_back(data):
     dtypes = st.sampled_from(list(DTYPES.values()))

@@ -141,6 +141,7 @@ def test_ids_are_those_of_the_run_for_bytes_and_tokenizer_files(kind, tmp_path):
         assert native_ids[1:9] == [list(text.encode()) for text in TEXTS[1:9]]
 
 
+@pytest.mark.quick(when=lambda kind, setting: kind == "bpe" or setting in [*SETTINGS][:2])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):

@@ -64,6 +64,7 @@ class TestInterruptions:
         self.saved_with(server, s3, lambda method, path: None)
         assert set(server.puts.values()) == {1}
 
+    @pytest.mark.quick(when=lambda what: what != 500)
     @pytest.mark.parametrize("what", [500, 503, "reset"])
     def test_only_the_part_that_broke_is_sent_again(self, server, s3, what):
         times = itertools.count()
@@ -184,9 +185,10 @@ def fail_from(number):
         yield dead
 
 
-def test_a_writer_can_die_before_any_request(monkeypatch):
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_writer_can_die_before_any_request(stride, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    for number in itertools.count(1):
+    for number in itertools.count(1, stride):
         home = parse_path(f"memory://dying{next(COUNT)}/checkpoints")
         save_steps(home, 1.0, 2.0, keep=2)
         with fail_from(number) as dead, contextlib.suppress(Died):
