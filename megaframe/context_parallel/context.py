@@ -6,8 +6,8 @@ each rank has some of the heads and all tokens of its group. The groups form a r
 and values around. A group of one rank exchanges nothing and a ring of one passes nothing, so ring
 attention, all-to-all and the nesting of both are one code path.
 
-Each rank has two pieces of a sample, not next to each other (`microbatch.divide_zigzag`). A layer that
-passes a state from token to token gathers what each piece does to it (`gather_pieces`,
+Each rank has two pieces of a sample, not next to each other (`microbatch.divide_zigzag`). A layer
+that passes a state from token to token gathers what each piece does to it (`gather_pieces`,
 `states.py`), whatever attention does with the same ranks.
 
 Shape legend: B samples, S tokens of this rank, U ranks that exchange heads, N query heads, G
