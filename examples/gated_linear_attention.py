@@ -25,7 +25,7 @@ from torch import Tensor
 from megaframe.architecture.layer import BatchedProduct, MixerDescription, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
-from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.norm import RMSNormDescription
 from megaframe.config import ModelConfig, ParallelConfig
 from megaframe.config.section import Positive
 from megaframe.context_parallel.states import join_chunks, pass_states, split_chunks
@@ -75,7 +75,7 @@ class GatedLinearDescription(MixerDescription):
         outputs = self.heads, sum(widths)
         return {
             "input": LinearSpec(stream, outputs, self.std, split=0, fused={1: widths}),
-            "norm": NormDescription(self.width, "rmsnorm", 1e-6),
+            "norm": RMSNormDescription(self.width, 1e-6),
             "output": LinearSpec(values, stream, self.output_std, split=1),
         }
 

@@ -15,8 +15,9 @@ from gpu_workload import make_batches, read, run
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megaframe.architecture.mlp import GATED
+from megaframe.architecture.activation import GATED
 from megaframe.config import ModelConfig
+from megaframe.config.registry import get_part_name
 
 
 class TorchNorm(nn.Module):
@@ -81,7 +82,7 @@ class TorchMLP(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.kind = model.activation
+        self.kind = get_part_name(model.activation)
         wide = model.ffn * (2 if model.activation in GATED else 1)
         self.up = nn.Linear(model.hidden, wide, bias=False)
         self.down = nn.Linear(model.ffn, model.hidden, bias=False)
@@ -96,7 +97,7 @@ class TorchExperts(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         assert model.moe is not None
-        self.kind, self.k = model.activation, model.moe.top_k
+        self.kind, self.k = get_part_name(model.activation), model.moe.top_k
         count, wide = model.moe.experts, model.moe.ffn or model.ffn
         outer = wide * (2 if model.activation in GATED else 1)
         self.router = nn.Linear(model.hidden, count, bias=False)

@@ -13,8 +13,8 @@ from megaframe.architecture.layer import (
     SavedActivations,
 )
 from megaframe.architecture.linear import LinearSpec
-from megaframe.architecture.norm import NormDescription
-from megaframe.architecture.spec import Normal, ParamSpec
+from megaframe.architecture.norm import NormDescription, RMSNormDescription
+from megaframe.architecture.spec import Constant, Normal, ParamSpec
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or, list_divisors
@@ -189,6 +189,29 @@ class SinksDescription:
         yield ParamSpec(f"{name}.logits", (self.heads,), Normal(self.std), role="bias", axes=axes)
 
 
+@dataclass(frozen=True)
+class WholeNormDescription(NormDescription):
+    """An RMSNorm over several heads at once, which tensor ranks divide (OLMo 2, 2025).
+
+    Attributes:
+        heads: Query heads, or key heads.
+        eps: Added to the mean square.
+    """
+
+    heads: int
+    eps: float
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the spec of the gain."""
+        shape, axes = (self.heads, self.width // self.heads), {0: "tensor"}
+        yield ParamSpec(f"{name}.gain", shape, Constant(1.0), role="gain", axes=axes)
+
+    @property
+    def saved_statistics(self) -> SavedActivations:
+        """One number in at least fp32."""
+        return SavedActivations(statistics=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionDescription(SoftmaxAttention):
     """Attention with grouped key and value heads (Ainslie et al. 2023).
@@ -200,7 +223,8 @@ class AttentionDescription(SoftmaxAttention):
     Attributes:
         kv_heads: Key and value heads, G.
         head_dim: Width of a head.
-        qk_norm: Whether heads of queries and keys are normalised.
+        qk_norm: Whether each `head` of queries and keys is normalised, or the `whole` of a token's
+            queries and that of its keys, or `none`.
         qkv_bias: Whether queries, keys and values have biases.
         softcap: Bound of the scores; None for no bound.
         has_sinks: Whether each query head has a learned logit in its softmax.
@@ -210,7 +234,7 @@ class AttentionDescription(SoftmaxAttention):
 
     kv_heads: int
     head_dim: int
-    qk_norm: bool
+    qk_norm: str
     qkv_bias: bool
     softcap: float | None = None
     has_sinks: bool = False
@@ -257,11 +281,18 @@ class AttentionDescription(SoftmaxAttention):
         )
 
     @property
-    def head_norm(self) -> NormDescription | None:
-        """Of each head of queries, and of keys."""
-        if not self.qk_norm:
-            return None
-        return NormDescription(self.head_dim, "rmsnorm", self.norm_eps)
+    def qk_norms(self) -> Mapping[str, NormDescription]:
+        """Of queries, and of keys."""
+        names = ("query_norm", "key_norm")
+        if self.qk_norm == "head":
+            return dict.fromkeys(names, RMSNormDescription(self.head_dim, self.norm_eps))
+        if self.qk_norm == "whole":
+            heads = zip(names, (self.heads, self.kv_heads), strict=True)
+            return {
+                name: WholeNormDescription(number * self.head_dim, number, self.norm_eps)
+                for name, number in heads
+            }
+        return {}
 
     @property
     def gate_width(self) -> int:
@@ -283,11 +314,9 @@ class AttentionDescription(SoftmaxAttention):
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """The products, the norms of heads and the sinks."""
-        norm, sinks, gate = self.head_norm, self.sinks, self.gate
-        parts: dict[str, HasParameters] = {"qkv": self.qkv}
-        if norm is not None:
-            parts |= {"query_norm": norm, "key_norm": norm}
+        """The products, the norms of queries and keys, and the sinks."""
+        sinks, gate = self.sinks, self.gate
+        parts: dict[str, HasParameters] = {"qkv": self.qkv, **self.qk_norms}
         if sinks is not None:
             parts["sinks"] = sinks
         if gate is not None:
@@ -302,7 +331,7 @@ class AttentionDescription(SoftmaxAttention):
         """
         tensor, sharing = parallel.tensor, count_exchanging_ranks(parallel)
         ring = parallel.context > sharing
-        rotated, normalised = self.rotary is not None, self.qk_norm
+        rotated, normalised = self.rotary is not None, self.qk_norm != "none"
         groups = max(self.kv_heads, tensor)
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
         # The queries of several groups are not contiguous.
@@ -323,15 +352,25 @@ class AttentionDescription(SoftmaxAttention):
         elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
         if self.gate_width:
             elements += self.heads * self.gate_width + queries
-        return SavedActivations(elements, self.heads + normalised * (self.heads + groups))
+        # A statistic of each normalised head, or on each tensor rank two of all heads.
+        norms = {"none": 0, "head": self.heads + groups, "whole": 2 * tensor}[self.qk_norm]
+        return SavedActivations(elements, self.heads + norms)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return the inputs and output gradients of all products. The gates use the same normalised
-        rows as queries, unless each normalises its input again."""
-        saved = super().count_saved_for_weights(parallel, recompute)
-        if self.gate_width and recompute != "selective":
-            saved = saved + SavedActivations(values=-self.hidden)
-        return saved
+        """Return the inputs and output gradients of all products. The gates use the same rows as
+        queries."""
+        shared = self.hidden * (self.input_products - 1)
+        return super().count_saved_for_weights(parallel, recompute) + SavedActivations(-shared)
+
+    @property
+    def input_products(self) -> int:
+        """The queries, keys and values, and the gates."""
+        return 2 if self.gate_width else 1
+
+    @property
+    def tensor_statistics(self) -> int:
+        """The squares of queries and those of keys, if they are summed over all heads."""
+        return 2 if self.qk_norm == "whole" else 0
 
     @property
     def exchanged_elements(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from megaframe.architecture.activation import describe_activation
 from megaframe.architecture.attention import AttentionDescription, get_window
 from megaframe.architecture.layer import (
     FeedForwardDescription,
@@ -17,9 +18,13 @@ from megaframe.architecture.layer import (
 )
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
 from megaframe.architecture.mla import LatentAttentionDescription
-from megaframe.architecture.mlp import MLPDescription
+from megaframe.architecture.mlp import describe_mlp
 from megaframe.architecture.moe import MoEDescription, has_experts
-from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.norm import (
+    LayerNormDescription,
+    NormDescription,
+    RMSNormDescription,
+)
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
 from megaframe.architecture.spec import ParamSpec, count_copies
 from megaframe.config.blocks import (
@@ -28,10 +33,11 @@ from megaframe.config.blocks import (
     LatentMixerConfig,
     MLPConfig,
     MoEMixtureConfig,
+    get_qk_norm_form,
 )
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.parts import FeedForwardPart, MixerPart
+from megaframe.config.parts import FeedForwardPart, MixerPart, NormPart
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class BlockDescription:
         )
         if self.parallel == "none":
             saved = saved + SavedActivations(values=self.norm.width)
-        recomputed = recompute == "selective"
+        recomputed = recompute == "selective" and self.norm.recomputes
         if self.norms_before:
             needs_rows = [self.feed_forward.keeps_normed_input]
             needs_rows.append(self.mixer.keeps_normed_input and not self.shares_norm)
@@ -166,7 +172,7 @@ class BlockDescription:
             SavedActivations(),
         )
         in_parallel, rows = self.parallel != "none", 0
-        if recompute == "selective" and self.norms_before:
+        if recompute == "selective" and self.norms_before and self.norm.recomputes:
             # Each product of the input normalises it again, into memory of its own.
             recomputed_rows = (
                 part.input_products - 1 for part in parts if not part.keeps_normed_input
@@ -183,6 +189,11 @@ class BlockDescription:
     def tensor_traffic(self) -> TensorTraffic:
         """What the rows of a token move over the tensor axis."""
         return self.mixer.tensor_traffic + self.feed_forward.tensor_traffic
+
+    @property
+    def tensor_statistics(self) -> int:
+        """Elements per token, in at least fp32, that each pass sums over tensor ranks."""
+        return self.mixer.tensor_statistics + self.feed_forward.tensor_statistics
 
     def count_tensor_sums(self, samples: int) -> int:
         """Return the elements that a forward pass sums over the ranks of a sample."""
@@ -256,9 +267,16 @@ def describe_predictor(model: ModelConfig, index: int) -> PredictorDescription:
     return PredictorDescription(describe_block(model, model.layers + index), join)
 
 
+@lru_cache(maxsize=256)
 def describe_norm(model: ModelConfig) -> NormDescription:
-    """Return the norm of the residual stream."""
-    return NormDescription(model.hidden, model.norm, model.norm_eps, model.bias)
+    """Return the norm of the residual stream. One object for all layers, so that code from outside
+    is compiled once."""
+    if isinstance(model.norm, NormPart):
+        norm: NormDescription = model.norm.describe(model)
+        return norm
+    if model.norm == "rmsnorm":
+        return RMSNormDescription(model.hidden, model.norm_eps)
+    return LayerNormDescription(model.hidden, model.norm_eps, model.bias)
 
 
 def list_mixers(model: ModelConfig) -> list[MixerDescription]:
@@ -278,19 +296,12 @@ def _describe_feed_forward(
         description: FeedForwardDescription = config.describe(model, output_std)
         return description
     if isinstance(config, MLPConfig):
-        return MLPDescription(
-            hidden=model.hidden,
-            width=config.ffn or model.ffn,
-            activation=config.activation or model.activation,
-            bias=model.bias if config.bias is None else config.bias,
-            init_std=model.init_std,
-            output_std=output_std,
-        )
+        return describe_mlp(model, config, output_std)
     assert model.moe is not None, "a block with experts is refused without model.moe"
     return MoEDescription(
         hidden=model.hidden,
         width=model.moe.ffn or model.ffn,
-        activation=model.activation,
+        activation=describe_activation(model.activation),
         bias=model.bias,
         init_std=model.init_std,
         output_std=output_std,
@@ -338,7 +349,7 @@ def _describe_mixer(
         output_std=output_std,
         kv_heads=config.kv_heads or model.kv_heads,
         head_dim=head_dim,
-        qk_norm=model.qk_norm if config.qk_norm is None else config.qk_norm,
+        qk_norm=get_qk_norm_form(model.qk_norm if config.qk_norm is None else config.qk_norm),
         qkv_bias=model.qkv_bias if config.qkv_bias is None else config.qkv_bias,
         softcap=config.softcap,
         has_sinks=config.sinks,

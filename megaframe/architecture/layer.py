@@ -140,7 +140,7 @@ class LayerDescription(ABC):
             name: Of the layer in the model.
             run: What the run fixes (`RunContext`).
         """
-        raise TypeError(f"{type(self).__name__} has no method make_layer(name, run)")
+        raise NotImplementedError
 
     @property
     def linears(self) -> list[LinearSpec]:
@@ -193,6 +193,12 @@ class LayerDescription(ABC):
         for linear in self.linears:
             total = total + linear.tensor_traffic
         return total
+
+    @property
+    def tensor_statistics(self) -> int:
+        """Elements per token, in at least fp32, that a forward pass sums over tensor ranks which
+        all have the token, and a backward pass as well."""
+        return 0
 
     def count_tensor_sums(self, samples: int) -> int:
         """Return the elements, in at least fp32, that a forward pass of `samples` samples sums over

@@ -9,7 +9,7 @@ from megaframe.architecture.attention import SoftmaxAttention, count_exchanging_
 from megaframe.architecture.layer import HasParameters, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
-from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.norm import RMSNormDescription
 from megaframe.config.parallel import ParallelConfig
 
 
@@ -80,15 +80,15 @@ class LatentAttentionDescription(SoftmaxAttention):
         )
 
     @property
-    def query_norm(self) -> NormDescription | None:
+    def query_norm(self) -> RMSNormDescription | None:
         """Of the latent of the queries."""
         rank = self.query_rank
-        return None if rank is None else NormDescription(rank, "rmsnorm", self.norm_eps)
+        return None if rank is None else RMSNormDescription(rank, self.norm_eps)
 
     @property
-    def kv_norm(self) -> NormDescription:
+    def kv_norm(self) -> RMSNormDescription:
         """Of the latent of keys and values."""
-        return NormDescription(self.kv_rank, "rmsnorm", self.norm_eps)
+        return RMSNormDescription(self.kv_rank, self.norm_eps)
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megaframe.architecture.activation import ActivationDescription, describe_activation
 from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
+from megaframe.config.blocks import MLPConfig
+from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
-
-GATED = ("swiglu", "geglu", "swiglu_clamped")
-"""Activations of two inputs, gate and up. Their layers have a first product twice as wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,18 @@ class MLPDescription(FeedForwardDescription):
     Attributes:
         hidden: Width of the stream.
         width: Inner width.
-        activation: As in `model.activation`.
-        bias: Whether both products have one.
+        activation: Between the products.
+        up_bias: Whether the first product has a bias.
+        down_bias: Whether the second one has.
         init_std: Standard deviation of the first matrix.
         output_std: That of the second one.
     """
 
     hidden: int
     width: int
-    activation: str
-    bias: bool
+    activation: ActivationDescription
+    up_bias: bool
+    down_bias: bool
     init_std: float
     output_std: float
 
@@ -45,27 +47,29 @@ class MLPDescription(FeedForwardDescription):
     @property
     def gated(self) -> bool:
         """Whether the activation has two inputs."""
-        return self.activation in GATED
+        return self.activation.gated
 
     @property
     def up(self) -> LinearSpec:
         """The first product. Gate and up are separate along dim 0, so that a tensor shard of dim 1
         has the same outputs of both."""
         if not self.gated:
-            return LinearSpec((self.hidden,), (self.width,), self.init_std, split=0, bias=self.bias)
+            outputs = (self.width,)
+            return LinearSpec((self.hidden,), outputs, self.init_std, split=0, bias=self.up_bias)
         return LinearSpec(
             (self.hidden,),
             (2, self.width),
             self.init_std,
             split=1,
-            bias=self.bias,
+            bias=self.up_bias,
             fused={0: (1, 1)},
         )
 
     @property
     def down(self) -> LinearSpec:
         """The second product."""
-        return LinearSpec((self.width,), (self.hidden,), self.output_std, split=1, bias=self.bias)
+        outputs = (self.hidden,)
+        return LinearSpec((self.width,), outputs, self.output_std, split=1, bias=self.down_bias)
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
@@ -73,8 +77,9 @@ class MLPDescription(FeedForwardDescription):
         return {"up": self.up, "down": self.down}
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return the values before the activation, and those after it unless recomputed."""
-        after = self.width * (recompute != "selective")
+        """Return the values before the activation, and unless recomputed those after it and what
+        it keeps."""
+        after = self.width * (1 + self.activation.saved) * (recompute != "selective")
         return SavedActivations(self.up.results + after)
 
     @property
@@ -87,3 +92,23 @@ class MLPDescription(FeedForwardDescription):
     def widest(self) -> int:
         """The outputs of the first product."""
         return self.up.results
+
+
+def describe_mlp(model: ModelConfig, config: MLPConfig, output_std: float) -> MLPDescription:
+    """Return an MLP as a block says, by default as the model says.
+
+    Args:
+        model: The section `model`.
+        config: The keys of the block's MLP.
+        output_std: Standard deviation of the second matrix.
+    """
+    bias = model.bias if config.bias is None else config.bias
+    return MLPDescription(
+        hidden=model.hidden,
+        width=config.ffn or model.ffn,
+        activation=describe_activation(config.activation or model.activation),
+        up_bias=bias if config.up_bias is None else config.up_bias,
+        down_bias=bias if config.down_bias is None else config.down_bias,
+        init_std=model.init_std,
+        output_std=output_std,
+    )

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 
+from megaframe.architecture.activation import ActivationDescription
 from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
-from megaframe.architecture.mlp import GATED, MLPDescription
+from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.config.model import ModelConfig, MoEConfig
 from megaframe.config.parallel import ParallelConfig
@@ -70,7 +71,7 @@ class MoEDescription(FeedForwardDescription):
     Attributes:
         hidden: Width of the stream.
         width: Inner width of one expert.
-        activation: As in `model.activation`.
+        activation: Between the products of experts.
         bias: Whether the shared MLP has biases; experts have none.
         init_std: Standard deviation of the first matrices.
         output_std: That of the second ones.
@@ -79,7 +80,7 @@ class MoEDescription(FeedForwardDescription):
 
     hidden: int
     width: int
-    activation: str
+    activation: ActivationDescription
     bias: bool
     init_std: float
     output_std: float
@@ -110,7 +111,7 @@ class MoEDescription(FeedForwardDescription):
     @property
     def experts(self) -> ExpertsDescription:
         """The experts."""
-        gated = self.activation in GATED
+        gated = self.activation.gated
         up = GroupedLinearSpec(
             (self.hidden,),
             (2, self.width) if gated else (self.width,),
@@ -139,7 +140,8 @@ class MoEDescription(FeedForwardDescription):
             hidden=self.hidden,
             width=self.moe.shared * self.width,
             activation=self.activation,
-            bias=self.bias,
+            up_bias=self.bias,
+            down_bias=self.bias,
             init_std=self.init_std,
             output_std=self.output_std,
         )
@@ -234,7 +236,7 @@ class MoEDescription(FeedForwardDescription):
     def inner_elements(self) -> float:
         """As of an MLP, for all experts of a token."""
         width = (self.moe.top_k + self.moe.shared) * self.width
-        return width * (1.5 if self.activation in GATED else 1.0)
+        return width * (1.5 if self.activation.gated else 1.0)
 
     @property
     def widest(self) -> int:

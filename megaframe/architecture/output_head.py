@@ -6,6 +6,9 @@ model, the evaluation and the prediction of memory size their chunks by this bou
 
 from __future__ import annotations
 
+from megaframe.config.parts import LossPart
+from megaframe.config.schema import RunConfig
+
 MAX_HOST_LOGITS = 25_800_000
 """Logits of a chunk on a CPU: 512 rows of a vocabulary of 50,304. Every product of a chunk packs
 the whole weight again, so with half as many the head takes 7% longer and with twice as many 1 to 3%
@@ -13,6 +16,10 @@ less (benchmarks/cpu/cache_constants.py)."""
 MAX_GPU_LOGITS = 1 << 28
 """Logits of a chunk on a GPU, whose products need many rows even where a rank's part of the
 vocabulary is small."""
+FP32_PARTS = 32
+"""The largest chunk is processed in this many parts, of which one at a time is in fp32."""
+_SOFTCAP_TENSORS = 2
+"""Tensors as large as the logits that the derivative of a softcap needs."""
 
 
 def get_max_logits_per_chunk(*, host: bool) -> int:
@@ -23,3 +30,19 @@ def get_max_logits_per_chunk(*, host: bool) -> int:
             products (docs/log.md).
     """
     return MAX_HOST_LOGITS if host else MAX_GPU_LOGITS
+
+
+def compute_loss_bytes_per_logit(config: RunConfig, width: int) -> int:
+    """Return the bytes that a loss from outside (`train.loss`) needs for each logit that is in fp32
+    at a time, of which there are at most `get_max_logits_per_chunk` / `FP32_PARTS`; 0 without one.
+
+    Args:
+        config: Names the loss.
+        width: Bytes of a logit in the precision of the run.
+    """
+    loss = config.train.loss
+    if not isinstance(loss, LossPart):
+        return 0
+    tensors = 1 + loss.count_logit_tensors()
+    tensors += _SOFTCAP_TENSORS * (config.model.logit_softcap is not None)
+    return tensors * max(4, width)

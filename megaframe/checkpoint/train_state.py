@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.config import RunConfig
@@ -52,6 +52,7 @@ class TrainState(BaseModel):
         loss, grad_norm: Of the last step, for comparison with the first step after a load.
         history: The judgement of earlier steps.
         extensions: The extensions that the run had loaded, and the hashes of their sources.
+        callbacks: What the callbacks of the run remember, by name.
         routines: What multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
             checkpoints of versions that did not record it.
     """
@@ -66,6 +67,7 @@ class TrainState(BaseModel):
     history: SpikeHistory = SpikeHistory()
     routines: CPURoutines = CPURoutines()
     extensions: dict[str, str] = {}
+    callbacks: dict[str, dict[str, JsonValue]] = {}
 
 
 def make_initial_train_state(config: RunConfig) -> TrainState:

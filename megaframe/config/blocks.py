@@ -6,11 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from megaframe.config.parts import FeedForwardPart, MixerPart
+from megaframe.config.parts import Activation, ActivationPart, FeedForwardPart, MixerPart
 from megaframe.config.registry import Extensible
 from megaframe.config.section import Positive, Section
 
-Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "swiglu_clamped"]
+QKNorm = Annotated[
+    bool | Literal["head", "whole"], BeforeValidator(lambda value: value == "head" or value)
+]
+"""Norms of queries and keys. `head` is stored as true, as which it was written before there was
+another form."""
+
+
+def get_qk_norm_form(value: bool | str) -> str:
+    """Return `none`, `head` or `whole` for a value of `qk_norm`."""
+    if isinstance(value, bool):
+        return "head" if value else "none"
+    return value
 
 
 class AttentionConfig(Section):
@@ -32,8 +43,8 @@ class AttentionConfig(Section):
     """Base of the rotary wavelengths. Default: `model.rotary_base`."""
     rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of each head's width that is rotated. Default: `model.rotary_fraction`."""
-    qk_norm: bool | None = None
-    """RMS-normalise each query and key head. Default: `model.qk_norm`."""
+    qk_norm: QKNorm | None = None
+    """Norms of queries and keys. Default: `model.qk_norm`."""
     score_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor of the scores. Default: 1 / sqrt(head_dim)."""
     softcap: Annotated[float, Field(gt=0)] | None = None
@@ -66,10 +77,14 @@ class MLPConfig(Section):
     """A dense MLP."""
     ffn: Positive | None = None
     """Inner width. Default: `model.ffn`."""
-    activation: Activation | None = None
+    activation: Annotated[Activation | ActivationPart | None, Extensible("activation")] = None
     """Activation. Default: `model.activation`."""
     bias: bool | None = None
     """Biases of both products. Default: `model.bias`."""
+    up_bias: bool | None = None
+    """Bias of the first product, which is gate and up of a gated activation. Default: `bias`."""
+    down_bias: bool | None = None
+    """Bias of the second product. Default: `bias`."""
 
 
 class MoEMixtureConfig(Section):

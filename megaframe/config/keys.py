@@ -100,7 +100,10 @@ def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
             section := _find_section_class(get_args(annotation)[0])
         ):
             return _collect_kinds(section, f"{key.name}.")
-    return []
+        if get_origin(annotation) is tuple:
+            for kind, part in _sections_by_kind(get_args(annotation)[0]).items():
+                keys += _collect_keys(part, f"{key.name}[{kind}].")
+    return keys
 
 
 def _collect_kinds(section: type[Section], prefix: str) -> list[ConfigKey]:

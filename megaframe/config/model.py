@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaframe.config.blocks import Activation, BlockConfig
+from megaframe.config.blocks import BlockConfig, QKNorm
+from megaframe.config.parts import Activation, ActivationPart, NormPart
+from megaframe.config.registry import Extensible
 from megaframe.config.section import NonNegative, Positive, Section
 
 
@@ -134,7 +136,7 @@ class ModelConfig(Section):
     """Inner width of the MLP. Default: 4 * hidden."""
     vocab: Positive | None = None
     """Vocabulary size. Default: that of `data.tokenizer`."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm: Annotated[Literal["layernorm", "rmsnorm"] | NormPart, Extensible("norm")] = "layernorm"
     """Normalisation before attention, before the MLP and before the head."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon of the normalisation."""
@@ -148,7 +150,7 @@ class ModelConfig(Section):
     """Share of each head's width that is rotated."""
     rotary_scaling: RotaryScalingConfig = RotaryScalingConfig()
     """Scaling of rotary frequencies to longer contexts."""
-    activation: Activation = "gelu_tanh"
+    activation: Annotated[Activation | ActivationPart, Extensible("activation")] = "gelu_tanh"
     """Activation of the MLP and of experts; `relu2` is squared ReLU. Gated are `swiglu` with SiLU,
     `geglu` with `gelu_tanh` (Gemma), and `swiglu_clamped` (gpt-oss): (up + 1) * gate *
     sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7. Experts have no biases."""
@@ -163,9 +165,10 @@ class ModelConfig(Section):
     latent: LatentAttentionConfig | None = None
     """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads are
     computed from narrow latents. `kv_heads`, `head_dim` and `qk_norm` are then ignored."""
-    qk_norm: bool = False
-    """RMS-normalise each query and key head before rotation (one learned gain per element of a
-    head)."""
+    qk_norm: QKNorm = False
+    """RMS-normalise queries and keys before rotation: each `head` (or true), with one learned gain
+    per element of a head (Qwen3), or the `whole` of a token's queries and that of its keys, with
+    one per element (OLMo 2)."""
     mtp_depth: NonNegative = 0
     """Multi-token prediction (DeepSeek-V3): number of tokens beyond the next one to predict in
     training, each with one extra block after the last layer. Not used in evaluation."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args
 
 from megaframe.config.section import Section
+
+Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "swiglu_clamped"]
+"""Our own activations."""
 
 
 class Part(Section, ABC):
@@ -90,6 +93,98 @@ class FeedForwardPart(Part):
         `MixerPart.describe`."""
 
 
+class LossPart(Part):
+    """The loss of a token in training: the key `train.loss`. It is summed over the tokens that have
+    a label and divided by their number, like ours; evaluations stay cross-entropy."""
+
+    @abstractmethod
+    def compute_losses(self, logits: Any, labels: Any, vocabulary: Any) -> Any:
+        """Return the loss of each token, [T], as torch code that autograd can differentiate.
+
+        It is the same on all ranks, except that each has its own part of the logits: whatever is
+        computed from all words goes through `vocabulary`.
+
+        Args:
+            logits: Those of this rank's part of the vocabulary, after `model.logit_softcap`: fp32,
+                or fp64 in fp64 runs, [T, V].
+            labels: A word for each token, int64 [T]. What is returned for a token without a label
+                is left out.
+            vocabulary: Picks and sums logits over the parts of all ranks (`Vocabulary` of
+                `megaframe.model.vocabulary`).
+        """
+
+    def count_logit_tensors(self) -> int:
+        """Return how many tensors as large as the logits exist at once while they are turned into
+        their gradient, besides the logits. The plan counts them, for a small part of a chunk."""
+        return 5
+
+
+class DataTransformPart(Part):
+    """Changes samples after they are read: an item of the list `data.transforms`."""
+
+    @abstractmethod
+    def transform(self, sample: Any, random: Any) -> Any:
+        """Return a sample with other tokens and labels, as many as before.
+
+        Args:
+            sample: A `Sample` of `megaframe.data.transforms`.
+            random: A numpy `Generator`, the only source of randomness. It follows from `run.seed`,
+                the number of the sample in the training order and the place in the list, so the
+                result is the same under any layout and after a resume.
+        """
+
+    def includes_validation(self) -> bool:
+        """Return whether samples of the validation split are changed too, each time in the same
+        way, whatever `run.seed` is."""
+        return False
+
+
+class CallbackPart(Part):
+    """What is called between the steps of a run: an item of the list `run.callbacks`."""
+
+    @abstractmethod
+    def make_callback(self, config: Any) -> Any:
+        """Return the object whose methods are called: a `Callback` of `megaframe.extensions`. It is
+        made on the first rank only, and made again when the run goes back to a checkpoint.
+
+        Args:
+            config: The whole config.
+        """
+
+
+class NormPart(Part):
+    """A norm of the residual stream: the key `model.norm`."""
+
+    @abstractmethod
+    def describe(self, model: Any) -> Any:
+        """Return what the norm is made of: a `NormDescription`.
+
+        Args:
+            model: The section `model`; the norm is of rows of `model.hidden` elements.
+        """
+
+
+class ActivationPart(Part):
+    """An activation of MLPs and experts: the key `model.activation`, or `activation` of an MLP in
+    `model.blocks`."""
+
+    gated: ClassVar[bool] = False
+    """Whether it has two inputs, gate and up. The first product is then twice as wide."""
+
+    @abstractmethod
+    def count_saved(self) -> int:
+        """Return how many elements autograd keeps for each element of the result, besides this and
+        the input."""
+
+    @abstractmethod
+    def compute(self, *inputs: Any) -> Any:
+        """Return the result, a tensor like each input, element by element.
+
+        Args:
+            inputs: The outputs of the first product; if gated, gate and up.
+        """
+
+
 @dataclass(frozen=True)
 class Role:
     """What a part can be.
@@ -108,9 +203,14 @@ class Role:
 ROLES: dict[str, Role] = {
     "mixer": Role(MixerPart, "model.blocks: mixer", ("attention", "latent")),
     "feed_forward": Role(FeedForwardPart, "model.blocks: feed_forward", ("mlp", "moe")),
+    "norm": Role(NormPart, "model.norm", ("layernorm", "rmsnorm")),
+    "activation": Role(ActivationPart, "model.activation", tuple(get_args(Activation))),
     "optimizer": Role(OptimizerPart, "optim.name", ("adamw", "muon", "lion", "sgd")),
     "schedule": Role(
         SchedulePart, "optim.schedule", ("constant", "cosine", "linear", "wsd", "inverse_sqrt")
     ),
+    "loss": Role(LossPart, "train.loss", ("cross_entropy",)),
+    "data_transform": Role(DataTransformPart, "data.transforms"),
+    "callback": Role(CallbackPart, "run.callbacks"),
 }
 """By name."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Union, get_args
 
 from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import InitErrorDetails, core_schema
@@ -134,13 +134,11 @@ class Extensible:
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
         # Parts are looked up when a value is validated; pydantic sees the other types only.
-        other_types = [kind for kind in get_args(source) if not is_part(kind)]
         if is_part(source):
-            inner: core_schema.CoreSchema = core_schema.literal_schema([None])
-        elif len(other_types) == 1:
-            inner = handler.generate_schema(other_types[0])
+            inner: core_schema.CoreSchema = core_schema.is_instance_schema(source)
         else:
-            inner = handler(source)
+            other_types = tuple(kind for kind in get_args(source) if not is_part(kind))
+            inner = handler.generate_schema(Union[other_types])  # noqa: UP007
         return core_schema.no_info_wrap_validator_function(
             self._validate,
             inner,
@@ -180,6 +178,18 @@ def is_part(annotation: Any) -> bool:
 
 def _serialize(value: Any, handler: Any, info: Any) -> Any:
     return value.model_dump(mode=info.mode) if isinstance(value, Part) else handler(value)
+
+
+def list_parts(value: object) -> list[Part]:
+    """Return the parts of extensions in a section, or in a list of sections, in order."""
+    if isinstance(value, Part):
+        return [value]
+    items: Iterable[object] = ()
+    if isinstance(value, Section):
+        items = vars(value).values()
+    elif isinstance(value, tuple):
+        items = value
+    return [part for item in items for part in list_parts(item)]
 
 
 def get_part_name(value: object) -> str:

@@ -16,6 +16,8 @@ from pydantic import Field
 from megaframe.config.model import ModelConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
+from megaframe.config.parts import CallbackPart, DataTransformPart, LossPart
+from megaframe.config.registry import Extensible
 from megaframe.config.section import Fraction, NonNegative, Positive, Section
 
 
@@ -38,9 +40,12 @@ class RunSection(Section):
     ranks of one node divide its cores. `node` does so on CPUs too, by local rank. `off` leaves
     processes where the launcher puts them."""
     extensions: tuple[str, ...] = ()
-    """Python files, or names of importable packages, that bring optimizers and learning-rate
-    schedules of their own. They are loaded only if the config or the command line of this run names
+    """Python files, or names of importable packages, that bring parts of their own, such as
+    optimizers and losses. They are loaded only if the config or the command line of this run names
     them; `docs/guides/extensions.md` describes them."""
+    callbacks: tuple[Annotated[CallbackPart, Extensible("callback")], ...] = ()
+    """What is called between steps, in this order, on the first rank. Callbacks read metrics, add
+    their own and may stop the run; `docs/guides/extensions.md` describes them."""
 
 
 class BatchRampConfig(Section):
@@ -90,6 +95,9 @@ class TrainConfig(Section):
     cuda_graph: bool = False
     """Launch all passes of a step as one CUDA graph. Works with data and tensor ranks, and
     with experts that each rank has. What a config cannot record is refused with the reason."""
+    loss: Annotated[Literal["cross_entropy"] | LossPart, Extensible("loss")] = "cross_entropy"
+    """Loss of a token in training, of all depths of multi-token prediction. Evaluations are always
+    cross-entropy."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target probability spread over the vocabulary."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
@@ -176,6 +184,9 @@ class DataConfig(Section):
     mask_eod: bool = False
     """Mask the loss of the token after an end of document (the first token of an unrelated
     text)."""
+    transforms: tuple[Annotated[DataTransformPart, Extensible("data_transform")], ...] = ()
+    """What changes the tokens and labels of each sample of the training split, in this order, after
+    `mask_eod`. Samples are changed whole, the same way under any layout and after a resume."""
     prefetch: NonNegative = 2
     """Number of batches that a background thread reads ahead."""
 

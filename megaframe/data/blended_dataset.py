@@ -27,6 +27,7 @@ from megaframe.data.gpt_dataset import (
 )
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.shuffle import derive_source_key, sample_indices
+from megaframe.data.transforms import SampleTransforms
 from megaframe.errors import UserError
 from megaframe.validate.data import NO_SOURCES
 
@@ -36,9 +37,12 @@ _WINDOWS_AHEAD = 1024
 
 
 class BlendedDataset:
-    """The sources of `config.data` that have a share of one split. `sources`, `paths`, `weights`,
-    `sizes` (samples per epoch) and `names` have one entry per source, in the order of the config. A
-    name is the file name, or the path if several sources have that file name.
+    """The sources of `config.data` that have a share of one split. Samples are those of the files
+    after the transforms of the split.
+
+    `sources`, `paths`, `weights`, `sizes` (samples per epoch) and `names` have one entry per
+    source, in the order of the config. A name is the file name, or the path if several sources have
+    that file name.
 
     Args:
         config: The run.
@@ -84,6 +88,12 @@ class BlendedDataset:
         self._keys = np.array(
             [derive_source_key(seed, n) for n in _enumerate_names(files)], np.uint64
         )
+        transforms = [
+            (place, part)
+            for place, part in enumerate(data.transforms)
+            if split == "train" or part.includes_validation()
+        ]
+        self._transforms = SampleTransforms(transforms, seed, vocab)
         self._windows_start = 0
         self._windows: Numbers = np.empty(0, np.int64)
 
@@ -100,18 +110,24 @@ class BlendedDataset:
         data, shape = self._data, (sources_N.size, self._seq)
         tokens_NS, labels_NS = np.empty(shape, np.int64), np.empty(shape, np.int64)
         needs_documents = data.reset_positions or data.reset_attention or data.mask_eod
+        needs_documents = needs_documents or bool(self._transforms)
+        next_N = np.empty(shape[0], np.int64)
         beginnings_NT = np.zeros((shape[0], shape[1] + 1), np.bool_) if needs_documents else None
         windows_N = self._sample_windows(sources_N, numbers_N)
         for source, rows in self._group_rows_by_source(sources_N):
             tokens_RT = source.read(windows_N[rows])
             tokens_NS[rows] = tokens_RT[:, :-1]
             labels_NS[rows] = tokens_RT[:, 1:]
+            next_N[rows] = tokens_RT[:, -1]
             if beginnings_NT is not None:
                 beginnings_NT[rows] = source.is_document_start(windows_N[rows])
         positions_NS = documents_NS = None
         if beginnings_NT is not None:
             if data.mask_eod:
                 labels_NS[beginnings_NT[:, 1:]] = IGNORE
+            if self._transforms:
+                documents = number_documents(beginnings_NT[:, :-1])
+                self._transforms.apply(tokens_NS, labels_NS, documents, next_N, samples_N)
             if data.reset_positions:
                 positions_NS = torch.from_numpy(locate_documents(beginnings_NT[:, :-1]))
             if data.reset_attention:

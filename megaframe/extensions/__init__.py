@@ -1,21 +1,34 @@
 """What an extension may use to bring parts of its own (docs/guides/extensions.md)."""
 
 from megaframe.config.parts import (
+    ActivationPart,
+    CallbackPart,
+    DataTransformPart,
     FeedForwardPart,
+    LossPart,
     MixerPart,
+    NormPart,
     OptimizerPart,
     Part,
     SchedulePart,
 )
 from megaframe.config.registry import Registry
+from megaframe.extensions.callback import Callback, RunView
 from megaframe.extensions.load import find_mistakes, load_extensions, load_with_extensions
 
 __all__ = [
+    "ActivationPart",
+    "Callback",
+    "CallbackPart",
+    "DataTransformPart",
     "FeedForwardPart",
+    "LossPart",
     "MixerPart",
+    "NormPart",
     "OptimizerPart",
     "Part",
     "Registry",
+    "RunView",
     "SchedulePart",
     "find_mistakes",
     "load_extensions",

@@ -38,7 +38,8 @@ _AGREED = "agreed/"
 """Prefix of values that ranks tell each other and that are not written."""
 CountBytes = Callable[[], Mapping[str, int]]
 StepValues = Mapping[str, Any]
-"""The values of a step, the same on all ranks except for those recorded as `last`."""
+"""The values of a step, the same on all ranks except for those recorded as `last`, and its number
+as `step`."""
 
 
 class MetricsLogger:
@@ -239,7 +240,7 @@ class MetricsLogger:
             line = self._make_line(step, written)
             for sink in self._sinks:
                 sink.write(line)
-        return [values]
+        return [{**values, "step": step}]
 
     def _make_line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Return the line of a step. What else was recorded follows the named keys. Raises

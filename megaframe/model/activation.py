@@ -1,5 +1,5 @@
 """Activations: plain (GELU, squared ReLU) or gated (SwiGLU, GeGLU, and the clamped SwiGLU of
-gpt-oss), with gradients by hand for the gated ones.
+gpt-oss), with gradients by hand for the gated ones; or from outside.
 
 A gated activation is f(gate) g(up), of two halves of one row.
 """
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.mlp import GATED
+from megaframe.architecture.activation import ActivationDescription
+from megaframe.config.parts import ActivationPart
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 _CLAMP = 7.0
@@ -24,22 +25,22 @@ _SLOPE = 1.702
 """Factor within its sigmoid: x sigmoid(1.702 x) is close to GELU."""
 
 
-def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
+def activate(activation: ActivationDescription, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
     """Apply an activation.
 
     Args:
-        kind: Its name, as in `model.activation`.
+        activation: Which one.
         x: [..., F], or for a gated activation (gate, up) [..., 2F].
         kernels: The kernels of the run.
 
     Returns:
         The result [..., F], for example silu(gate) * up for swiglu.
     """
-    return _select_activation(kind, x, kernels)(kind, x)
+    return _select_activation(activation, x, kernels)(x)
 
 
 def recompute_activation(
-    kind: str, x: Tensor, kernels: Kernels = NO_KERNELS
+    activation: ActivationDescription, x: Tensor, kernels: Kernels = NO_KERNELS
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Compute an activation again in a backward pass. The arguments are those of `activate`.
 
@@ -47,40 +48,58 @@ def recompute_activation(
         The result, and a function that turns its gradient into the gradient of x. It may be called
         only once.
     """
-    run = _select_activation(kind, x, kernels)
+    run = _select_activation(activation, x, kernels)
     # By hand: f(gate) is computed once, for the activation and for its gradient.
-    if kind in GATED and run is _activate:
+    if run.func is _activate_gated:
         gate, up = x.chunk(2, -1)
-        parts = _GATED_PARTS[kind]
+        parts = _GATED_PARTS[activation.name]
         opened = parts.open_gate(gate)
         y = opened * parts.prepare_up(up)
-        return y, partial(_compute_gated_gradient, kind, x, opened)
+        return y, partial(_compute_gated_gradient, activation.name, x, opened)
     # A graph of its own, from x to y only; it lives until the returned function is called.
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        y = run(kind, x)
+        y = run(x)
     return y.detach(), lambda dy: torch.autograd.grad(y, x, dy)[0]
 
 
-def _select_activation(kind: str, x: Tensor, kernels: Kernels) -> Callable[[str, Tensor], Tensor]:
+def _select_activation(
+    activation: ActivationDescription, x: Tensor, kernels: Kernels
+) -> partial[Tensor]:
     """Return the function that computes this activation for tensors like x: a kernel, or compiled
     or plain code."""
-    if run := kernels.find("activation", x, kind):
-        return lambda kind, x: run(x, kind)
-    return kernels.maybe_compile(_activate, _activate_for_compiler)
+    name = activation.name
+    if activation.part is not None:
+        compute = kernels.maybe_compile(_activate_part)
+        return partial(compute, activation.part, activation.gated)
+    if run := kernels.find("activation", x, name):
+        return partial(_activate_by_kernel, run, name)
+    if activation.gated:
+        return partial(kernels.maybe_compile(_activate_gated, _activate_gated_for_compiler), name)
+    return partial(kernels.maybe_compile(_activate), name)
+
+
+def _activate_part(part: ActivationPart, gated: bool, x: Tensor) -> Tensor:
+    y: Tensor = part.compute(*x.chunk(2, -1)) if gated else part.compute(x)
+    return y
+
+
+def _activate_by_kernel(run: Callable[..., Tensor], kind: str, x: Tensor) -> Tensor:
+    return run(x, kind)
 
 
 def _activate(kind: str, x: Tensor) -> Tensor:
-    if kind in GATED:
-        return _GatedActivation.apply(x, kind)
     if kind == "relu2":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-def _activate_for_compiler(kind: str, x: Tensor) -> Tensor:
-    if kind not in GATED:
-        return _activate(kind, x)
+def _activate_gated(kind: str, x: Tensor) -> Tensor:
+    y: Tensor = _GatedActivation.apply(x, kind)
+    return y
+
+
+def _activate_gated_for_compiler(kind: str, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
     if kind == "swiglu":
         return F.silu(gate) * up

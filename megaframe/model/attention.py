@@ -17,8 +17,8 @@ from megaframe.architecture.attention import AttentionDescription
 from megaframe.context_parallel.ring import ring_attention
 from megaframe.context_parallel.ring_mask import RingMask
 from megaframe.model.forward_context import MicrobatchContext, RunContext
-from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
+from megaframe.model.query_key_norm import make_query_key_norms
 from megaframe.ops.attention_kernel import attend_by_kernel
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
 from megaframe.ops.attention_tiles import (
@@ -48,11 +48,7 @@ class Attention(Module):
         self.groups, self.width = description.kv_heads, description.head_dim
         self.per_group = description.heads_per_group
         self.qkv = Linear(f"{name}.qkv", description.qkv, run.tensor)
-        self.query_norm: Norm | None = None
-        self.key_norm: Norm | None = None
-        if description.head_norm is not None:
-            self.query_norm = Norm(f"{name}.query_norm", description.head_norm)
-            self.key_norm = Norm(f"{name}.key_norm", description.head_norm)
+        self.qk_norms = make_query_key_norms(name, description, run)
         self.sinks: Parameter | None = None
         if description.sinks is not None:
             (spec,) = description.sinks.declare_parameters(f"{name}.sinks")
@@ -94,9 +90,8 @@ class Attention(Module):
         query_BSND = query.reshape(batch, length, -1, self.width)
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)
         # Before the rotation: the gains of two dims that are rotated against each other differ.
-        if self.query_norm is not None and self.key_norm is not None:
-            query_BSND = self.query_norm(query_BSND, self.run.kernels)
-            key_BSGD = self.key_norm(key_BSGD, self.run.kernels)
+        if self.qk_norms is not None:
+            query_BSND, key_BSGD = self.qk_norms(query_BSND, key_BSGD)
         if self.rotary is not None:
             rotate = context.rotary[self.rotary]
             query_BSND, key_BSGD = rotate(query_BSND), rotate(key_BSGD)

@@ -38,6 +38,7 @@ class TransformerBlock(Module):
         self.name, self.run = f"blocks.{layer}", run
         self.parallel = description.parallel != "none"
         self.residual_scale = description.residual_scale
+        self.recomputes_norms = run.recompute and description.norm.recomputes
         self.attention_norm = self._make_norm("attention_norm", description)
         self.attention = build_layer(description.mixer, self.name, run)
         self.attention_post_norm = self._make_norm("attention_post_norm", description)
@@ -68,35 +69,43 @@ class TransformerBlock(Module):
         """
         if self.parallel:
             return self._run_in_parallel(x, context, state)
-        branch = self.attention(x, self.attention_norm, context, state)
+        rows, norm = self._prepare(x, self.attention_norm)
+        branch = self.attention(rows, norm, context, state)
         branch = self._finish(branch, self.attention_post_norm, "attention", context)
         # Between the halves: the values of the MLP are waited for here, and in the backward pass
         # its gradients are complete here.
         branch = state.boundary.cross(branch, self.mlp)
         kernels = self.run.kernels
-        if self.mlp_norm is not None and kernels.fuses and not self.run.recompute:
+        if self.mlp_norm is not None and kernels.fuses and not self.recomputes_norms:
             # One kernel adds the branch and normalises the sum. With recompute the norm is left to
             # the linear after it, which computes it again.
             normed, x = self.mlp_norm.add_and_normalize(x, branch, kernels)
             branch = self.mlp(normed, None, context, state)
         else:
             x = x + branch
-            branch = self.mlp(x, self.mlp_norm, context, state)
+            rows, norm = self._prepare(x, self.mlp_norm)
+            branch = self.mlp(rows, norm, context, state)
         return x + self._finish(branch, self.mlp_post_norm, "mlp", context)
 
     def _run_in_parallel(self, x: Tensor, context: MicrobatchContext, state: PassState) -> Tensor:
         """Let both halves start from x. Autograd differentiates the MLP first, because it was
         computed last, so its gradients are complete at the boundary here, too."""
-        rows, norm, mlp_norm = x, self.attention_norm, self.mlp_norm
-        if norm is not None and mlp_norm is None and not self.run.recompute:
-            rows, norm = norm(x, self.run.kernels), None  # one norm for both
-        elif mlp_norm is None:
-            mlp_norm = norm  # computed again by each product
+        rows, norm = self._prepare(x, self.attention_norm)
         branch = self.attention(rows, norm, context, state)
         branch = self._finish(branch, self.attention_post_norm, "attention", context)
         branch = state.boundary.cross(branch, self.mlp)
-        second = self.mlp(rows, mlp_norm, context, state)
+        if self.mlp_norm is not None:
+            rows, norm = self._prepare(x, self.mlp_norm)
+        # Otherwise one norm for both; if it is recomputed, by each product.
+        second = self.mlp(rows, norm, context, state)
         return x + branch + self._finish(second, self.mlp_post_norm, "mlp", context)
+
+    def _prepare(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """Return the input of a half, and the norm that is left to its products, which recompute it
+        in the backward pass."""
+        if norm is None or self.recomputes_norms:
+            return x, norm
+        return norm(x, self.run.kernels), None
 
     def _finish(
         self, branch: Tensor, norm: Norm | None, half: str, context: MicrobatchContext
@@ -121,6 +130,10 @@ def build_layer(description: LayerDescription, block: str, run: RunContext) -> B
         TypeError: If no layer is known for descriptions of this type, and they make none.
     """
     name = f"{block}.{description.name}"
+    # First, because a description from outside may be derived from one of ours.
+    if type(description).make_layer is not LayerDescription.make_layer:
+        layer: BlockLayer = description.make_layer(name, run)
+        return layer
     match description:
         case AttentionDescription():
             return Attention(name, description, run)
@@ -130,8 +143,7 @@ def build_layer(description: LayerDescription, block: str, run: RunContext) -> B
             return MLP(name, description, run.tensor)
         case MoEDescription():
             return MixtureOfExperts(name, description, run)
-    layer: BlockLayer = description.make_layer(name, run)
-    return layer
+    raise TypeError(f"{type(description).__name__} has no method make_layer(name, run)")
 
 
 _WAKE_UP_SECONDS = 2e-4

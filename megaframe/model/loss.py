@@ -14,20 +14,19 @@ Shape legend: T tokens of a chunk, V vocabulary, H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megaframe.architecture.output_head import get_max_logits_per_chunk
+from megaframe.architecture.output_head import FP32_PARTS, get_max_logits_per_chunk
+from megaframe.config.parts import LossPart
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import Group, all_gather, all_reduce, reduce_scatter
+from megaframe.model.vocabulary import Vocabulary, compute_part_losses
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.matmul import multiply_into
 from megaframe.parameters.parameter import Parameter
-
-_FP32_PARTS = 32
-"""The largest chunk is processed in this many parts, of which one at a time is in fp32."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,13 @@ class LossOptions:
         label_smoothing: Share of the target that is spread over the vocabulary.
         z_loss: Weight of the squared log-partition.
         softcap: Logits x become cap * tanh(x / cap).
+        part: A loss from outside, in place of cross-entropy and of what changes that.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
+    part: LossPart | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,11 @@ def compute_head_loss(
     # The ranks divide the vocabulary, so each computes its part of the logits for the rows of all.
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
+    part = Vocabulary(weight.box.offset[0], vocab, weight.spec.shape[0], tensor)
     most = get_max_logits_per_chunk(host=hidden_TH.device.type == "cpu")
-    rows = min(tokens, max(1, most // vocab))
+    # Not by this rank's own part, which may be a word smaller than another's: all ranks must have
+    # equally many chunks, because each chunk communicates.
+    rows = min(tokens, max(1, most // part.most_words))
     # Memory for the logits of one chunk; every chunk overwrites those of the chunk before.
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
@@ -99,7 +103,6 @@ def compute_head_loss(
         # The scale stays a tensor: only a number that the device reads can change from one run of a
         # CUDA graph to the next.
         scale = scale.to(torch.promote_types(hidden_TH.dtype, torch.float32))
-    part = _VocabularyPart(weight.box.offset[0], weight.spec.shape[0], tensor)
     for start in range(0, tokens, rows):
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
@@ -121,33 +124,35 @@ def compute_head_loss(
     return HeadResult(loss if tensor.index == 0 else torch.zeros_like(loss), d_hidden)
 
 
-@dataclass(frozen=True)
-class _VocabularyPart:
-    """Where this rank's logits lie in the vocabulary: from word `start` on, out of `vocab`."""
-
-    start: int
-    vocab: int
-    tensor: Group
-
-
 def _compute_losses(
     logits_TV: Tensor,
     labels_T: Tensor,
-    part: _VocabularyPart,
+    part: Vocabulary,
     options: LossOptions,
     scale: Tensor | None,
     kernels: Kernels,
 ) -> Tensor:
     """Return the loss of each token in at least fp32, meaningless for tokens without a label. With
     a `scale`, replace the logits by scale * d(loss)/d(logits), which is zero for those tokens."""
+    if options.part is not None:
+        assert scale is not None, "evaluations are cross-entropy"
+        return compute_part_losses(options.part, logits_TV, labels_T, part, scale, options.softcap)
     join = None
-    if part.tensor.size > 1:
+    if part.group.size > 1:
 
         def join(partition_T: Tensor, label_T: Tensor) -> tuple[Tensor, Tensor]:
-            return _reduce_over_vocabulary(partition_T, label_T, part.tensor)
+            return _reduce_over_vocabulary(partition_T, label_T, part.group)
 
-    arguments = {**asdict(options), "start": part.start, "vocab": part.vocab, "join": join}
-    arguments |= {"gradient": scale is not None, "scale": scale}
+    arguments = {
+        "label_smoothing": options.label_smoothing,
+        "z_loss": options.z_loss,
+        "softcap": options.softcap,
+        "start": part.start,
+        "vocab": part.size,
+        "join": join,
+        "gradient": scale is not None,
+        "scale": scale,
+    }
     if run := kernels.find("loss", logits_TV, labels_T, **arguments):
         return run(logits_TV, labels_T, **arguments)[0]
     return _compute_plain_losses(logits_TV, labels_T, part, options, scale)
@@ -156,7 +161,7 @@ def _compute_losses(
 def _compute_plain_losses(
     logits_TV: Tensor,
     labels_T: Tensor,
-    part: _VocabularyPart,
+    part: Vocabulary,
     options: LossOptions,
     scale: Tensor | None,
 ) -> Tensor:
@@ -183,7 +188,7 @@ def _compute_plain_losses(
         # plus smooth / vocab at every word.
         label_T[rows] = x[at_target] * inside_T[rows] * (1.0 - smooth)
         if smooth:
-            label_T[rows] += smooth / part.vocab * x.sum(-1)
+            label_T[rows] += smooth / part.size * x.sum(-1)
         top = x.amax(-1)
         # Over this rank's part only; `factor_T` below turns it into the softmax over all parts.
         torch.softmax(x, -1, out=x)
@@ -196,23 +201,23 @@ def _compute_plain_losses(
             # range (which the loss scale ensures in fp16). The weight is 0 for tokens without a
             # label. In fp32 and fp64 x is these very rows.
             logits_TV[rows].copy_(x.mul_(weight_T[rows, None]))
-    partition_T, label_T = _reduce_over_vocabulary(own_T, label_T, part.tensor)
+    partition_T, label_T = _reduce_over_vocabulary(own_T, label_T, part.group)
     # -log softmax(x)[label] = log-sum-exp(x) - x[label], plus the z-loss.
     losses = partition_T - label_T + options.z_loss * partition_T.square()
     if weight_T is None:
         return losses
-    spread_T = smooth / part.vocab * weight_T
+    spread_T = smooth / part.size * weight_T
     # exp(own - whole) makes the part's softmax the whole one. The derivative of z p^2 with respect
     # to a logit is 2 z p times its probability, where p is the log-partition.
     factor_T = (own_T - partition_T).exp() * (1.0 + 2.0 * options.z_loss * partition_T)
     # Otherwise the factor is 1 and nothing is subtracted: the rows are final already.
-    if part.tensor.size > 1 or options.z_loss or smooth or slope_TV is not None:
+    if part.group.size > 1 or options.z_loss or smooth or slope_TV is not None:
         for rows, x in _iterate_wide(logits_TV, wide):
             x.mul_(factor_T[rows, None]).sub_(spread_T[rows, None])
             logits_TV[rows].copy_(x if slope_TV is None else x.mul_(slope_TV[rows]))
     # If a target's probability is near 1, rounding it would lose its loss and its gradient. So the
     # gradient of the target's logit is computed from unrounded numbers, and rounded once.
-    hit_T = (hit_T * factor_T - smooth / part.vocab - (1.0 - smooth)) * weight_T
+    hit_T = (hit_T * factor_T - smooth / part.size - (1.0 - smooth)) * weight_T
     at_target = torch.arange(len(local_T), device=local_T.device), local_T
     if slope_TV is not None:
         hit_T *= slope_TV[at_target]
@@ -227,7 +232,7 @@ def _iterate_wide(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice,
     the buffer is small compared with a chunk."""
     tokens, vocab = logits_TV.shape
     most = get_max_logits_per_chunk(host=logits_TV.device.type == "cpu")
-    step = min(tokens, max(1, most // _FP32_PARTS // vocab))
+    step = min(tokens, max(1, most // FP32_PARTS // vocab))
     buffer = logits_TV.new_empty(step, vocab, dtype=wide) if wide != logits_TV.dtype else None
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))

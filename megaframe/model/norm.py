@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm."""
+"""LayerNorm, RMSNorm, and norms from outside."""
 
 from __future__ import annotations
 
@@ -8,46 +8,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.norm import LayerNormDescription, NormDescription, RMSNormDescription
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import Module, Parameter
 
 
 class Norm(Module):
-    """y = normalised x times a gain (plus a bias), over the last dim."""
+    """A norm over the last dim; of our own, y = normalised x times a gain (plus a bias)."""
 
     def __init__(self, name: str, description: NormDescription) -> None:
         """Make the parameters.
 
         Args:
             name: Of the norm in the model.
-            description: What it declares. LayerNorm uses mean and variance (Ba et al. 2016),
-                RMSNorm the root mean square (Zhang and Sennrich 2019).
+            description: What it declares, and what computes it if it comes from outside.
         """
-        self.kind, self.eps = description.kind, description.eps
-        gain, *bias = map(Parameter, description.declare_parameters(name))
-        self.gain = gain
-        self.bias: Parameter | None = bias[0] if bias else None
+        self.description = description
+        self.weights = [*map(Parameter, description.declare_parameters(name))]
+        self.options: dict[str, Any] | None = None
+        # First, because a description from outside may be derived from one of ours.
+        if type(description).compute is not NormDescription.compute:
+            return
+        match description:
+            case RMSNormDescription():
+                self.options = {"kind": "rmsnorm", "eps": description.eps}
+            case LayerNormDescription():
+                self.options = {"kind": "layernorm", "eps": description.eps}
+            case _:
+                kind = type(description).__name__
+                raise TypeError(f"{kind} has no method compute(x, *parameters)")
 
     def __call__(self, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
         """Return the norm of x, of the same shape [..., width]."""
-        gain = self.gain.use()
-        bias = None if self.bias is None else self.bias.use()
-        options = {"kind": self.kind, "eps": self.eps}
-        if kernel := kernels.find("norm", x, gain, bias, **options):
-            return kernel(x, gain, bias, **options)[0]
-        return kernels.maybe_compile(normalize)(x, gain, bias, self.kind, self.eps)
+        if self.options is None:
+            weights = (weight.use() for weight in self.weights)
+            return kernels.maybe_compile(self.description.compute)(x, *weights)
+        gain, bias = self._use_gain_and_bias()
+        if kernel := kernels.find("norm", x, gain, bias, **self.options):
+            return kernel(x, gain, bias, **self.options)[0]
+        return kernels.maybe_compile(normalize)(x, gain, bias, *self.options.values())
 
     def add_and_normalize(
         self, x: Tensor, branch: Tensor, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of x + branch and the sum itself, both [..., width]."""
-        gain = self.gain.use()
-        bias = None if self.bias is None else self.bias.use()
-        options = {"kind": self.kind, "eps": self.eps}
-        if kernel := kernels.find("norm", branch, gain, bias, x, **options):
-            return kernel(branch, gain, bias, x, **options)
-        return kernels.maybe_compile(_normalize_sum)(x, branch, gain, bias, self.kind, self.eps)
+        if self.options is None:
+            total = x + branch
+            return self(total, kernels), total
+        gain, bias = self._use_gain_and_bias()
+        if kernel := kernels.find("norm", branch, gain, bias, x, **self.options):
+            return kernel(branch, gain, bias, x, **self.options)
+        run = kernels.maybe_compile(_normalize_sum)
+        return run(x, branch, gain, bias, *self.options.values())
+
+    def _use_gain_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        gain, *bias = (weight.use() for weight in self.weights)
+        return gain, bias[0] if bias else None
 
 
 def normalize(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:

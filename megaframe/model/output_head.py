@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import describe_head_weight
 from megaframe.config import ModelConfig, RunConfig
+from megaframe.config.parts import LossPart
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.model.embedding import Embedding, make_token_table
 from megaframe.model.forward_context import MicrobatchContext, RunContext
@@ -60,10 +61,12 @@ class OutputHead(Module):
         else:
             self.weight = Parameter(describe_head_weight(model))
         self.evaluation_options = LossOptions(softcap=model.logit_softcap)
+        loss = config.train.loss
         self.training_options = replace(
             self.evaluation_options,
             label_smoothing=config.train.label_smoothing,
             z_loss=config.train.z_loss,
+            part=loss if isinstance(loss, LossPart) else None,
         )
 
     @property

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, RunConfig
+from megaframe.config.parts import ActivationPart, NormPart
+from megaframe.config.registry import list_parts
 from megaframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Kernels:
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         plain: Mapping[str, str] | None = None,
         notify: Callable[[str], None] = print,
+        without: Mapping[str, str] | None = None,
     ) -> None:
         """Take over the choices.
 
@@ -72,7 +75,9 @@ class Kernels:
             plain: Why plain code runs, for each key of `FAMILIES` that the run uses without any
                 choice.
             notify: Called with a line to show, when an implementation first refuses arguments.
+            without: Why there is no kernel for parts of this run's model, by part.
         """
+        self._without = without or {}
         self._choices = {
             # A copy of the choice, which reports refusals to this run.
             name: replace(choice, on_refusal=partial(self._report_refusal, name))
@@ -110,6 +115,8 @@ class Kernels:
                 lines.append(f"plain code, because {self._plain[key]}")
             if lines:
                 yield f"  {key}: {'; '.join(lines)}"
+        for part, reason in self._without.items():
+            yield f"  {part}: plain code, because {reason}"
 
     def record(self) -> dict[str, Any]:
         """Return what `report` says for JSON: for each kernel the implementation that is used, and
@@ -118,7 +125,8 @@ class Kernels:
             name: {"uses": choice.active, "not": dict(choice.absent)}
             for name, choice in self._choices.items()
         }
-        plain = {key: {"uses": PLAIN_CODE, "why": why} for key, why in self._plain.items()}
+        reasons = {**self._plain, **self._without}
+        plain = {key: {"uses": PLAIN_CODE, "why": why} for key, why in reasons.items()}
         return {**chosen, **plain}
 
     def has(self, name: str) -> bool:
@@ -258,8 +266,9 @@ def make_kernels(
     needing = {f"kernels.{key}={name}": f"kernels.{key}={AUTO}" for key, name in named.items()}
     if config.train.fp8 != "none":
         needing[f"train.fp8={config.train.fp8}"] = "train.fp8=none"
+    without = _explain_parts_without_kernels(config.model)
     if not (selected or needing):
-        return Kernels({}, compiler, reasons, notify)
+        return Kernels({}, compiler, reasons, notify, without)
     try:
         from megaframe_kernels.kernel import KernelError
         from megaframe_kernels.registry import KERNELS
@@ -290,7 +299,18 @@ def make_kernels(
             choices |= select(kernels_of_key, overrides)
         except KernelError as error:
             raise UserError(f"kernels.{key}: {error}; use another, or {AUTO}") from None
-    return Kernels(choices, compiler, reasons, notify)
+    return Kernels(choices, compiler, reasons, notify, without)
+
+
+def _explain_parts_without_kernels(model: ModelConfig) -> dict[str, str]:
+    """Return which parts of a model have no kernel although others of their kind have one, and
+    why."""
+    return {
+        f"{role} {part.name}": f"kernels exist only for our own {role}s"
+        for part in list_parts(model)
+        for role, base in (("norm", NormPart), ("activation", ActivationPart))
+        if isinstance(part, base)
+    }
 
 
 def _explain_plain(config: RunConfig, device: torch.device, compiled: bool, key: str) -> str | None:

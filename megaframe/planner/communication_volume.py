@@ -49,8 +49,10 @@ def compute_communication_bytes(
         + weight_passes[plan.number] * _count_tensor_elements_of_weight_pass(config, plan)
         for plan in plans
     )
+    # An all-reduce moves everything twice.
+    statistics = 2 * microbatches * sum(_count_tensor_statistics(config, plan) for plan in plans)
     return {
-        "tensor": share * rows * tokens * width,
+        "tensor": share * tokens * (rows * width + statistics * max(4, width)),
         "context": microbatches * sum(_count_context_bytes(config, layout, plan) for plan in plans),
         "pipeline": messages * stream / tensor,
         "data": _compute_data_bytes(config, layout, plans, microbatches),
@@ -72,6 +74,14 @@ def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float
     depth = model.mtp_depth * plan.last
     ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
     return blocks + recomputed + ends
+
+
+def _count_tensor_statistics(config: RunConfig, plan: StagePlan) -> int:
+    """Return the elements per token that a stage sums over tensor ranks in both passes of a
+    microbatch, and again in recomputed blocks."""
+    layers = list_stage_layers(config.model, plan)
+    statistics = [describe_block(config.model, layer).tensor_statistics for layer in layers]
+    return 2 * sum(statistics) + sum(statistics[: plan.recomputed])
 
 
 def _count_context_bytes(config: RunConfig, layout: Layout, plan: StagePlan) -> float:

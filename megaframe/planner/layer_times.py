@@ -63,6 +63,7 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
         else PassTimes()
     )
     tensor = estimate_tensor_parallel_times(machine, products, traffic)
+    tensor = tensor + _estimate_statistics_times(machine, block.tensor_statistics)
     is_full = sizes.recompute == 2
     tensor = tensor + PassTimes(0.0, np.where(is_full, tensor.forward, 0.0), 0.0)
     context = estimate_context_parallel_times(machine, block.mixer, attention)
@@ -71,6 +72,15 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     return CostBreakdown(
         _extend_to_launches(machine, compute, tensor, rate), tensor, context, expert
     )
+
+
+def _estimate_statistics_times(machine: Machine, elements: int) -> PassTimes:
+    """Return the seconds in which both passes sum some elements of each token over tensor ranks."""
+    if not elements:
+        return PassTimes()
+    size = max(4, machine.rate.width) * machine.tokens * elements
+    seconds = machine.estimate_collective_seconds("all_reduce", size, "tensor")
+    return PassTimes(seconds, seconds, 0.0)
 
 
 def _extend_to_launches(

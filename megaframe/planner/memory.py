@@ -19,7 +19,11 @@ from megaframe.architecture.optimizer_state import (
     count_moments,
     offload_bytes_per_element,
 )
-from megaframe.architecture.output_head import get_max_logits_per_chunk
+from megaframe.architecture.output_head import (
+    FP32_PARTS,
+    compute_loss_bytes_per_logit,
+    get_max_logits_per_chunk,
+)
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
@@ -130,7 +134,8 @@ def compute_memory(
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
-    logit_rows = min(tokens, max(1, get_max_logits_per_chunk(host=host) // max(1, vocab)))
+    most_logits = get_max_logits_per_chunk(host=host)
+    logit_rows = min(tokens, max(1, most_logits // max(1, vocab)))
     state = compute_optimizer_state_bytes(config.optim, shard, shard_outside_blocks, master)
     is_offloaded = config.optim.offload and not host
     weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
@@ -149,7 +154,11 @@ def compute_memory(
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
     activation_ranks = tensor * config.parallel.context
     activation_bytes, messages = compute_peak_activations(config, plans, actions)
-    logits = logit_rows * vocab * width if any(plan.last for plan in plans) else 0
+    logits = loss_tensors = 0
+    if any(plan.last for plan in plans):
+        logits = logit_rows * vocab * width
+        fp32_rows = min(logit_rows, max(1, most_logits // FP32_PARTS // max(1, vocab)))
+        loss_tensors = fp32_rows * vocab * compute_loss_bytes_per_logit(config, width)
     checkpoint = 0
     if host and config.checkpoint.every:
         saved_shard = parameters.count_shard(ranks, expert_ranks)
@@ -170,7 +179,7 @@ def compute_memory(
         checkpoint=checkpoint,
         temporaries=max(
             2 * tokens * compute_max_width_per_token(config) * width // activation_ranks,
-            logits,
+            logits + loss_tensors,
         ),
         host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
     )

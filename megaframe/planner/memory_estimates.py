@@ -14,7 +14,11 @@ import numpy as np
 
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.optimizer_state import compute_state_bytes
-from megaframe.architecture.output_head import get_max_logits_per_chunk
+from megaframe.architecture.output_head import (
+    FP32_PARTS,
+    compute_loss_bytes_per_logit,
+    get_max_logits_per_chunk,
+)
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES, Chip
@@ -260,8 +264,11 @@ def _estimate_transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits
         backward = backward + blocks.per_rank[rank.full] / c.chunks * stream
     vocab = np.ceil((model.vocab or 0) / c.tensor)
     logits = np.minimum(rows, np.maximum(1, max_logits // np.maximum(1, vocab))) * vocab * width
+    fp32_rows = np.maximum(1, max_logits // FP32_PARTS // np.maximum(1, vocab))
+    loss_tensors = np.minimum(rows, fp32_rows) * vocab * compute_loss_bytes_per_logit(config, width)
     temporaries = np.maximum(
-        2 * rows * compute_max_width_per_token(config) * width / activation_ranks, logits * last
+        2 * rows * compute_max_width_per_token(config) * width / activation_ranks,
+        (logits + loss_tensors) * last,
     )
     messages = np.where(c.pipeline > 1, 2 * stream / activation_ranks, 0.0)
     inputs = 2 * stream * (last + train.offload)

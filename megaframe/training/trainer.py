@@ -22,6 +22,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
 from megaframe.metrics import StepTimer
 from megaframe.metrics.memory import explain_out_of_memory
+from megaframe.metrics.metrics_logger import StepValues
 from megaframe.metrics.sinks import set_metrics_aside
 from megaframe.resilience.downtime import DowntimeLedger
 from megaframe.resilience.recovery import FaultHandler
@@ -33,6 +34,7 @@ from megaframe.resilience.signals import (
 )
 from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
+from megaframe.training.callbacks import CallbackRunner
 from megaframe.training.extension_check import check_same_extensions
 from megaframe.training.run_checkpoint import RunCheckpoint
 from megaframe.training.start_notes import log_start
@@ -105,7 +107,10 @@ class Trainer:
                 *self.checkpointer.take_notes(),
             ],
         )
-        self.checkpointer.create_writers(source, ledger.record_save)
+        self.callbacks = CallbackRunner(
+            config, mesh, self.metrics, state.callbacks if state else {}
+        )
+        self.checkpointer.create_writers(source, self.callbacks.watch_saves(ledger.record_save))
         self.fault_handler = FaultHandler(
             config,
             mesh,
@@ -134,31 +139,39 @@ class Trainer:
         self.optimizer = self.train_step.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
-        self.batches = Batches(self.loader, mesh.data_control_group, masked=config.data.mask_eod)
+        # A transform may leave tokens without a label.
+        masked = config.data.mask_eod or bool(config.data.transforms)
+        self.batches = Batches(self.loader, mesh.data_control_group, masked=masked)
         self._validator = Validator(config, mesh, self.loader, self.train_step.evaluate)
 
     def run(self) -> None:
-        """Train until `train.steps`, with evaluations and saves in between. If a signal asks the
-        run to leave earlier, saves a checkpoint and raises `SystemExit`."""
+        """Train until `train.steps`, with evaluations and saves in between. If a callback asks the
+        run to stop earlier, saves a checkpoint; if a signal does, also raises `SystemExit`."""
         with handle_signals(self.mesh.progress), self.fault_handler:
             try:
                 while not self._is_finished():
                     self._run_step()
                 self.checkpointer.finish(self.metrics.note, leaving=not self._is_at_end())
                 barrier(self.mesh.world)
+                self.callbacks.finish()
             except torch.OutOfMemoryError as error:
                 memory, device = self.optimizer.count_memory_bytes(), self.mesh.device
                 raise explain_out_of_memory(self.mesh.rank, memory, device, self.folder) from error
             finally:
                 self.loader.close()
         self.metrics.close([] if self._is_at_end() else self._describe_early_end())
-        if not self._is_at_end():
+        if self.fault_handler.exit_signal and not self._is_at_end():
             raise SystemExit(exit_status(self.fault_handler.exit_signal))
 
     def _describe_early_end(self) -> list[tuple[str, str]]:
-        """Return what the summary says about a run that a signal has ended."""
-        name = signal.Signals(self.fault_handler.exit_signal).name
-        rows = [("cut short", f"by {name} after step {self.step} of {self.config.train.steps}")]
+        """Return what the summary says about a run that a signal or a callback has ended."""
+        number, steps = self.fault_handler.exit_signal, self.config.train.steps
+        if number:
+            name = signal.Signals(number).name
+            rows = [("cut short", f"by {name} after step {self.step} of {steps}")]
+        else:
+            why = self.callbacks.describe_stop()
+            rows = [("stopped", f"after step {self.step} of {steps} {why}")]
         if self.checkpointer.choose_writer(self.step, leaving=True) is None:
             return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
         return [*rows, ("continue with", resume_command())]
@@ -172,8 +185,16 @@ class Trainer:
     def _is_finished(self) -> bool:
         """Return whether the run is over: no steps are left, or it must leave, and the fault
         handler asks for no step to be run again."""
-        over = self.fault_handler.exit_signal or self._is_at_end()
-        return bool(over) and not self.fault_handler.judge_steps(self.metrics.write_pending_steps())
+        over = self._is_leaving() or self._is_at_end()
+        return over and not self._judge(self.metrics.write_pending_steps())
+
+    def _is_leaving(self) -> bool:
+        """Return whether a signal or a callback ends the run before its last step."""
+        return bool(self.fault_handler.exit_signal) or self.callbacks.stopping
+
+    def _judge(self, step_values: Sequence[StepValues]) -> bool:
+        """Judge finished steps. Returns whether the run has gone back to a checkpoint."""
+        return self.fault_handler.judge_steps(self.callbacks.take_metrics(step_values))
 
     def _is_at_end(self) -> bool:
         return self.step >= self.config.train.steps
@@ -183,26 +204,29 @@ class Trainer:
         comparison of replicas, a save."""
         faults, config = self.fault_handler, self.config
         self.mesh.progress.step = self.step + 1
+        self.callbacks.before_step(self.step + 1)
         faults.begin(f"step {self.step + 1}")
         self._train_step()
         if self._is_due(config.train.eval_every):
             faults.begin(f"the evaluation after step {self.step}")
             with self.metrics.time("evaluation"):
-                self._validator.evaluate(self.metrics, self.step)
+                values = self._validator.evaluate(self.metrics, self.step)
+            self.callbacks.after_evaluation(values)
+        self.callbacks.after_step()
         faults.begin(f"the end of step {self.step}")
         faults.record_step(self.step)
-        if faults.judge_steps(self.metrics.flush(self.step)):
+        if self._judge(self.metrics.flush(self.step)):
             return
         if self._lock is not None:
             self._lock.check()
         if self._is_due(config.faults.compare_every) and faults.compare_replicas(self.step):
             return
         self.checkpointer.report_failures(self.metrics.note)
-        writer = self.checkpointer.choose_writer(self.step, leaving=bool(faults.exit_signal))
+        writer = self.checkpointer.choose_writer(self.step, leaving=self._is_leaving())
         if writer is not None:
             # The line of a step is written before its checkpoint is saved. Otherwise a run resumed
             # from the checkpoint could miss the line.
-            if faults.judge_steps(self.metrics.write_pending_steps()):
+            if self._judge(self.metrics.write_pending_steps()):
                 return
             faults.begin(f"the save after step {self.step}")
             with faults.time_save():
@@ -257,6 +281,7 @@ class Trainer:
             history=self.fault_handler.history.save(),
             routines=self._routines,
             extensions=list_loaded_extensions(),
+            callbacks=self.callbacks.state(),
         )
         self._checkpoint.start_save(
             writer, self.step, state, self.metrics.note, self.fault_handler.time_save
@@ -273,6 +298,7 @@ class Trainer:
             return None
         restored = self._checkpoint.restore(open_checkpoint(path))
         self.step = restored.step
+        self.callbacks.load_state(restored.state.callbacks)
         for line in self.checkpointer.take_notes():
             self.metrics.note(line)
         self.checkpointer.forget_memory_copies()

@@ -42,9 +42,9 @@ class Validator:
         self._compute_nats = compute_nats
         self._token_bytes = _count_token_bytes(config, mesh.device)
 
-    def evaluate(self, logger: MetricsLogger, step: int) -> None:
+    def evaluate(self, logger: MetricsLogger, step: int) -> dict[str, float]:
         """Record loss, perplexity and bits per byte on the validation split, and the loss of each
-        source if there are several."""
+        source if there are several. Returns what is recorded, which is the same on all ranks."""
         batches = [*self._loader.iterate_validation(self._samples)]
         totals_M3 = self._sum_totals([batch for _, batch in batches])
         nats, tokens, size = totals_M3.sum(0).tolist()
@@ -53,12 +53,12 @@ class Validator:
                 f"step {step}: no evaluation token has a label (data.mask_eod masks those at "
                 "which a document begins); nothing is recorded"
             )
-            return
-        logger.record("eval_loss", nats / tokens, "last")
+            return {}
         # exp(700) is close to the largest number of fp64.
-        logger.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
+        perplexity = math.exp(min(nats / tokens, 700.0))
+        values = {"eval_loss": nats / tokens, "eval_perplexity": perplexity}
         if size:
-            logger.record("eval_bits_per_byte", nats / math.log(2) / size, "last")
+            values["eval_bits_per_byte"] = nats / math.log(2) / size
         totals_of_source: dict[str, Tensor] = {}
         for (source, _), totals in zip(batches, totals_M3, strict=True):
             before = totals_of_source.get(source)
@@ -66,7 +66,10 @@ class Validator:
         for source, totals in totals_of_source.items() if len(totals_of_source) > 1 else ():
             nats, tokens, _ = totals.tolist()
             if tokens:
-                logger.record(f"eval_losses/{source}", nats / tokens, "last")
+                values[f"eval_losses/{source}"] = nats / tokens
+        for name, value in values.items():
+            logger.record(name, value, "last")
+        return values
 
     def _sum_totals(self, batches: Sequence[Microbatch]) -> Tensor:
         """Return nats, tokens with a label and bytes of text of each microbatch, over all ranks:

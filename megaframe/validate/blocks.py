@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megaframe.config.blocks import AttentionConfig, BlockConfig, MLPConfig
+from megaframe.config.blocks import AttentionConfig, BlockConfig, MLPConfig, MoEMixtureConfig
 from megaframe.config.model import ModelConfig
 from megaframe.config.section import Section
 
@@ -103,7 +103,8 @@ def make_model_of_block(model: ModelConfig, block: BlockConfig) -> ModelConfig:
                 changes[replaced] = getattr(mixer, key)
         if mixer.rotary is not None:
             changes["position"] = "rotary" if mixer.rotary else "none"
-    if isinstance(feed_forward, MLPConfig):
+    if not isinstance(feed_forward, MoEMixtureConfig):
         changes["moe"] = None
+    if isinstance(feed_forward, MLPConfig):
         changes["ffn"] = feed_forward.ffn or model.ffn
     return model.model_copy(update=changes)

@@ -108,9 +108,12 @@ def find_latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> I
             f"model.latent.head_dim={latent.head_dim} dims besides model.latent.rotary_dim="
             f"{latent.rotary_dim} rotated ones; leave it out"
         )
-    for name, enabled in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
-        if enabled:
-            yield f"model.{name}=true cannot be combined with model.latent; use model.{name}=false"
+    for name, value in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
+        if value:
+            yield (
+                f"model.{name}={str(value).lower()} cannot be combined with model.latent; use "
+                f"model.{name}=false"
+            )
     yield from _find_latent_rotary_mistakes(model, latent)
 
 

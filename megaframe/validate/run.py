@@ -37,6 +37,7 @@ from megaframe.validate.tensor_parallel import find_chunk_mistakes, find_node_cr
 from megaframe.validate.train import (
     find_batch_mistakes,
     find_compression_mistakes,
+    find_loss_mistakes,
     find_precision_mistakes,
 )
 
@@ -82,6 +83,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *(find_step_schedule_mistakes(config, sizes["data"]) if not axis_mistakes else ()),
         *find_compression_mistakes(config),
         *find_precision_mistakes(config.train),
+        *find_loss_mistakes(config),
         *(find_graph_mistakes(config, sizes) if not axis_mistakes else ()),
         *find_learning_rate_mistakes(config.optim, config.train.steps),
         *find_optimizer_mistakes(config.optim),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.config.keys import format_value
+from megaframe.config.parts import LossPart
 from megaframe.config.schema import BatchRampConfig, RunConfig, TrainConfig
 from megaframe.errors import find_nearest_multiples, join_or, list_divisors
 
@@ -36,6 +37,24 @@ def find_batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
         )
     if train.batch_ramp is not None:
         yield from _find_ramp_mistakes(train.batch_ramp, top, batch_unit, on_ranks)
+
+
+def find_loss_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield what does not go with a loss from outside, which takes the place of cross-entropy."""
+    train = config.train
+    if not isinstance(train.loss, LossPart):
+        return
+    for key in ("label_smoothing", "z_loss"):
+        if value := getattr(train, key):
+            yield (
+                f"train.{key}={value:g} changes cross-entropy, and train.loss={train.loss.name} "
+                "takes its place; use 0, or let the loss have it"
+            )
+    if config.kernels.loss not in ("auto", "reference"):
+        yield (
+            f"kernels.loss={config.kernels.loss} computes cross-entropy, and train.loss="
+            f"{train.loss.name} takes its place; use auto"
+        )
 
 
 def _find_ramp_mistakes(

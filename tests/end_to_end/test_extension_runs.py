@@ -7,6 +7,12 @@ from tolerances import promised
 
 from megaframe.config.registry import Registry, use_registry
 
+LAYERS = {
+    "run__extensions": f"[{ROOT / 'examples/norm.py'}]",
+    "model__norm": "dynamic_tanh",
+    "model__activation": "reglu",
+    "model__blocks": "[{feed_forward: {kind: low_rank, rank: 6}}]",
+}
 RUN = {"optim__schedule": "constant", "checkpoint__every": 6}
 EXTENSION = {"run__extensions": f"[{ROOT / 'examples/optimizer.py'}]", "optim__name": "adabelief"}
 
@@ -23,4 +29,12 @@ def test_a_run_is_resumed_under_another_layout_with_its_extension_and_refused_wi
     message = capsys.readouterr().err
     assert "1 are not loaded here" in message and EXTENSION["run__extensions"] in message
     pool.run(2, train, overrides(parallel__zero=3, **resume, **EXTENSION))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
+
+
+def test_layers_of_an_extension_are_resumed_under_another_layout(pool, overrides, tmp_path):
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **RUN, **LAYERS))
+    pool.run(2, train, overrides(train__steps=6, parallel__tensor=2, **RUN, **LAYERS))
+    resume = {**RUN, "checkpoint__resume": "latest"}
+    pool.run(2, train, overrides(parallel__pipeline=2, **resume, **LAYERS))
     assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))

@@ -1,6 +1,6 @@
-"""Attention with bounded scores, sinks and gated outputs gives the one-process answer to 1e-10 in
-fp64 under tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by
-neighbours of four tensor ranks.
+"""Attention with bounded scores, sinks, gated outputs and norms of whole queries gives the
+one-process answer to 1e-10 in fp64 under tensor, context, pipeline and data ranks, ZeRO and
+recompute. Two key heads are shared by neighbours of four tensor ranks.
 """
 
 import pytest
@@ -18,6 +18,7 @@ SHAPES = {
             {"mixer": {**SCORES, "output_gate": "head"}, "norms": "both"},
         ],
     },
+    "whole-norms": {"norm": "rmsnorm", "kv_heads": 2, "qk_norm": "whole", "bias": True},
     "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}

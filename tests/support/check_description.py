@@ -320,17 +320,24 @@ def _compare(
     traffic = part.tensor_traffic
     # Each rank sends its share of what is gathered to all others, and a sum takes as much twice.
     gathered = tokens * width * (tensor - 1)
-    summed = part.count_tensor_sums(train.microbatch) * 2 * max(4, width) * (tensor - 1)
+    of_sum = 2 * max(4, width) * (tensor - 1)
+    summed = part.count_tensor_sums(train.microbatch) * of_sum
+    statistics = part.tensor_statistics * tokens * of_sum
     for what, described, actual in (
-        ("forward", traffic.forward * gathered + summed, "forward_bytes"),
-        ("backward", traffic.backward * gathered, "backward_bytes"),
-        ("backward and weight", (traffic.backward + traffic.weight) * gathered, "split_bytes"),
+        ("forward", traffic.forward * gathered + summed + statistics, "forward_bytes"),
+        ("backward", traffic.backward * gathered + statistics, "backward_bytes"),
+        (
+            "backward and weight",
+            (traffic.backward + traffic.weight) * gathered + statistics,
+            "split_bytes",
+        ),
     ):
         compare(
             f"bytes over the tensor axis in the {what} pass",
             described,
             sum(getattr(measurement, actual) for measurement in measured),
             "tensor_traffic",
+            "tensor_statistics",
             "count_tensor_sums",
         )
     return lies

@@ -11,6 +11,7 @@ from reference_mixers import MIXERS
 
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config.blocks import BlockConfig
+from megaframe.config.registry import get_part_name
 from megaframe.data.microbatch import IGNORE
 from megaframe.model.rotary import compute_frequencies
 
@@ -126,6 +127,9 @@ def _losses(weights, config, x, labels):
 
 def _norm(weights, model, name, x, kind):
     gain = weights[f"{name}.gain"]
+    if getattr(kind, "name", None) == "dynamic_tanh":
+        inner = 2 * weights[f"{name}.slope"] * x
+        return gain * (1 - 2 / (1 + torch.exp(inner))) + weights[f"{name}.bias"]
     if kind == "rmsnorm":
         return x / torch.sqrt(x.square().mean(-1, keepdim=True) + model.norm_eps) * gain
     centred = x - x.mean(-1, keepdim=True)
@@ -150,15 +154,24 @@ def _attention(weights, model, mixer, name, y, mask, positions):
     base = _choose(mixer.rotary_base, model.rotary_base)
     qkv = _linear(weights, f"{name}.attention.qkv", y, groups * (per_group + 2) * width)
     qkv = qkv.view(batch, length, groups, per_group + 2, width)
+    if qk_norm == "whole":
+        parts = (("query", qkv[:, :, :, :-2]), ("key", qkv[:, :, :, -2:-1]))
+        normed = []
+        for part, heads in parts:
+            gain = weights[f"{name}.attention.{part}_norm.gain"].flatten()
+            row = heads.flatten(2)
+            size = torch.sqrt(row.square().mean(-1, keepdim=True) + model.norm_eps)
+            normed.append((row / size * gain).view(heads.shape))
+        qkv = torch.cat((*normed, qkv[:, :, :, -1:]), 3)
     heads = []
     for group in range(groups):
         key, value = qkv[:, :, group, -2], qkv[:, :, group, -1]
-        if qk_norm:
+        if qk_norm is True:
             key = _norm(weights, model, f"{name}.attention.key_norm", key, "rmsnorm")
         key = _rotate(model, key, positions, rotated, base)
         for member in range(per_group):
             query = qkv[:, :, group, member]
-            if qk_norm:
+            if qk_norm is True:
                 query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
             query = _rotate(model, query, positions, rotated, base)
             scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
@@ -221,7 +234,7 @@ def _rotate(model, x, positions, width, base):
 
 def _experts(weights, model, name, y, counted):
     """Compute every token and every one of its experts separately; return output and losses."""
-    moe, x, kind = model.moe, y, model.activation
+    moe, x, kind = model.moe, y, get_part_name(model.activation)
     logits = y @ weights[f"{name}.moe.router.weight"].T
     scores = torch.sigmoid(logits) if moe.score == "sigmoid" else logits.softmax(-1)
     balance = weights[f"{name}.moe.router.balance"]
@@ -271,6 +284,7 @@ _GATES = {
     "swiglu": lambda gate, up: gate * torch.sigmoid(gate) * up,
     "geglu": lambda gate, up: _gelu_tanh(gate) * up,
     "swiglu_clamped": _gate_as_gpt_oss,
+    "reglu": lambda gate, up: gate.clamp_min(0) * up,
 }
 
 
@@ -285,11 +299,16 @@ def _activated(kind, y, width):
 
 
 def _mlp(weights, model, feed_forward, name, y):
-    kind = _choose(feed_forward.activation, model.activation)
-    width = _choose(feed_forward.ffn, model.ffn)
+    if feed_forward.kind == "low_rank":
+        path, kind, width = f"{name}.low_rank", model.activation, model.ffn
+        y = _linear(weights, f"{path}.narrow", y, feed_forward.rank)
+    else:
+        path, kind = f"{name}.mlp", _choose(feed_forward.activation, model.activation)
+        width = _choose(feed_forward.ffn, model.ffn)
+    kind = get_part_name(kind)
     outputs = width * (2 if kind in _GATES else 1)
-    y = _activated(kind, _linear(weights, f"{name}.mlp.up", y, outputs), width)
-    return _linear(weights, f"{name}.mlp.down", y, model.hidden)
+    y = _activated(kind, _linear(weights, f"{path}.up", y, outputs), width)
+    return _linear(weights, f"{path}.down", y, model.hidden)
 
 
 def _mask(window, microbatch, batch, length):

@@ -22,6 +22,13 @@ MODELS = {
     "one group, not rotated": {"kv_heads": 1, "position": "none", "window": (3, None)},
     "query and key norms": {"kv_heads": 2, "qk_norm": True, "head_dim": 6},
     "norms without rotation": {"qk_norm": True, "position": "none", "window": 6},
+    "whole norms": {"kv_heads": 2, "qk_norm": "whole", "head_dim": 6, "norm": "rmsnorm"},
+    "whole norms of one group": {"kv_heads": 1, "qk_norm": "whole", "position": "none"},
+    "gates": {"norm": "rmsnorm", "blocks": [{"mixer": {"output_gate": "head", "kv_heads": 2}}]},
+    "gates without norms": {"blocks": [{"norms": "after", "mixer": {"output_gate": "element"}}]},
+    "gates in parallel": {
+        "blocks": [{"parallel": "one_norm", "mixer": {"output_gate": "element"}}]
+    },
     "softcap": {"norm": "rmsnorm", "kv_heads": 2, "blocks": [{"mixer": {"softcap": 3.0}}]},
     "sinks": {"norm": "rmsnorm", "blocks": [{"mixer": {"sinks": True, "window": 4}}]},
     "sinks and softcap": {
@@ -36,6 +43,14 @@ MODELS = {
     "swiglu": {"activation": "swiglu", "norm": "rmsnorm", "bias": True},
     "geglu": {"activation": "geglu", "norm": "rmsnorm", "ffn": 30},
     "clamped": {"activation": "swiglu_clamped", "norm": "rmsnorm", "bias": True},
+    "bias of the first product": {
+        "activation": "geglu",
+        "blocks": [{"feed_forward": {"up_bias": True}, "mixer": {"bias": True}}],
+    },
+    "bias of the second product": {
+        "bias": True,
+        "blocks": [{"feed_forward": {"up_bias": False}, "mixer": {"qkv_bias": False}}],
+    },
     "experts": {"norm": "rmsnorm", "activation": "swiglu", "moe": {"experts": 4, "ffn": 10}},
     "balanced experts": {
         "activation": "geglu",
@@ -96,7 +111,15 @@ def make_config(name, recompute, precision, tensor):
     )
 
 
-QUICK = ("rotated groups", "one group", "latent", "clamped", "balanced experts")
+QUICK = (
+    "rotated groups",
+    "whole norms",
+    "gates",
+    "one group",
+    "latent",
+    "clamped",
+    "balanced experts",
+)
 """Measured on two ranks, as are all others in the long tests."""
 
 

@@ -19,7 +19,7 @@ from megaframe.config.blocks import (
 from megaframe.config.keys import get_config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.parts import Part
+from megaframe.config.registry import is_part
 from megaframe.config.section import MOST
 from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError
@@ -43,15 +43,18 @@ def make_strategy(annotation, bounds=()):
     """Return a strategy for all values that a type annotation of the schema allows."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return make_strategy(args[0], [b for field in args[1:] for b in field.metadata])
+        inner = [b for field in args[1:] for b in getattr(field, "metadata", [field])]
+        return make_strategy(args[0], inner)
     if origin in (Union, UnionType):
         # Parts of extensions exist only where one is named.
-        members = [a for a in args if not (isinstance(a, type) and issubclass(a, Part))]
+        members = [a for a in args if not is_part(a)]
         return st.one_of(
             st.none() if a is type(None) else make_strategy(a, bounds) for a in members
         )
     if origin is Literal:
         return st.sampled_from(args)
+    if origin is tuple and args[-1] is Ellipsis and is_part(next(iter(get_args(args[0])), None)):
+        return st.just([])
     if origin is tuple and args[-1] is Ellipsis:
         return st.lists(make_strategy(args[0]), max_size=3)
     if origin is tuple:

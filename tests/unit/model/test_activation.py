@@ -7,9 +7,10 @@ from megaframe_kernels.elementwise.activation import GATED as KERNEL_GATED
 from megaframe_kernels.elementwise.activation import KINDS
 from tolerances import assert_near
 
-from megaframe.architecture.mlp import GATED
-from megaframe.config.blocks import Activation
-from megaframe.model.activation import _activate_for_compiler, activate, recompute_activation
+from megaframe.architecture.activation import GATED, describe_activation
+from megaframe.config.parts import Activation
+from megaframe.model import activation
+from megaframe.model.activation import activate, recompute_activation
 
 pytestmark = pytest.mark.numeric
 ALL_KINDS = Activation.__args__
@@ -31,14 +32,21 @@ def test_the_kernels_know_the_same_activations():
     assert set(KERNEL_GATED) == set(GATED) and set(KINDS) == set(ALL_KINDS)
 
 
+def activate_for_compiler(described, x):
+    if not described.gated:
+        return activation._activate(described.name, x)
+    return activation._activate_gated_for_compiler(described.name, x)
+
+
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("compute", [activate, _activate_for_compiler, recompute_activation])
+@pytest.mark.parametrize("compute", [activate, activate_for_compiler, recompute_activation])
 def test_activation_and_gradient_are_those_of_the_formula(kind, compute):
     x = draw(9, kind).requires_grad_()
     dy = draw(9, "gelu")
     expected = reference._activated(kind, x, 9)
     (expected_dx,) = torch.autograd.grad(expected, x, dy)
-    actual = compute(kind, x.detach() if compute is recompute_activation else x)
+    described = describe_activation(kind)
+    actual = compute(described, x.detach() if compute is recompute_activation else x)
     if compute is recompute_activation:
         actual, run_backward = actual
         actual_dx = run_backward(dy)
@@ -61,7 +69,7 @@ def test_a_gated_activation_keeps_only_its_input(kind):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        activate(kind, x)
+        activate(describe_activation(kind), x)
     assert saved == [x.untyped_storage().data_ptr()]
 
 
@@ -71,6 +79,6 @@ def test_nan_stays_nan(kind, part):
     x = draw(9, kind)
     x[3, 4] = x[3, 13] = 1.0
     x[3, 4 if part == "gate" else 13] = torch.nan
-    y, run_backward = recompute_activation(kind, x.clone())
+    y, run_backward = recompute_activation(describe_activation(kind), x.clone())
     assert y[3, 4].isnan() and y.isnan().sum() == 1
     assert run_backward(torch.ones_like(y))[3].isnan().any()

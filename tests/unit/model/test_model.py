@@ -101,7 +101,17 @@ MODELS |= {
         ],
         "layers": 3,
     },
-    "olmo_2": {"norm": "rmsnorm", "blocks": [{"norms": "after", "mixer": {"qk_norm": True}}]},
+    "olmo_2": {"norm": "rmsnorm", "blocks": [{"norms": "after", "mixer": {"qk_norm": "whole"}}]},
+    "whole_norms": {
+        "qk_norm": "whole",
+        "kv_heads": 2,
+        "layers": 3,
+        "blocks": [
+            {"mixer": {"head_dim": 6, "window": 4}},
+            {"mixer": {"kv_heads": 1, "rotary": False}, "norms": "none"},
+            {"mixer": {"qk_norm": "head"}, "feed_forward": {"up_bias": True}},
+        ],
+    },
     "parallel": {
         "bias": True,
         "blocks": [
@@ -207,6 +217,11 @@ RECOMPUTE = ["none", "selective", "full"]
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, make_microbatch):
     built = build(MODELS[name], train={**TRAIN, "recompute": recompute})
+    compare_with_autograd(built, documents, make_microbatch)
+
+
+def compare_with_autograd(built, documents, make_microbatch):
+    """Assert that loss and gradients of a microbatch are those of the reference."""
     microbatch = make_microbatch(built.config, documents=documents)
     microbatch = look_ahead(microbatch, built.config.model.mtp_depth)
     generator = torch.Generator().manual_seed(0)

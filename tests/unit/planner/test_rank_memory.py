@@ -110,6 +110,12 @@ CASES = {
         {},
         {"tensor": 2, "zero": 1},
     ),
+    "norms of whole queries": (
+        4,
+        {**LLAMA, "layers": 2, "qk_norm": "whole"},
+        {"recompute": "full"},
+        {"tensor": 4, "zero": 1},
+    ),
     "ring without rotation": (2, {"position": "learned", "layers": 2}, {}, {"context": 2}),
     "heads for tokens": (
         4,
@@ -265,7 +271,10 @@ def draw_runs(draw):
     model = {**kind, "hidden": 1024, "ffn": 2048, "vocab": 8192, "layers": layers}
     model |= {"tie_embeddings": draw(st.booleans())}
     if "latent" not in kind:
-        model |= {"kv_heads": draw(st.sampled_from([2, 4, 8])), "qk_norm": draw(st.booleans())}
+        model |= {
+            "kv_heads": draw(st.sampled_from([2, 4, 8])),
+            "qk_norm": draw(st.sampled_from([False, True, "whole"])),
+        }
     parallel = {**sizes, "pipeline": pipeline, "chunks": chunks}
     parallel |= {"schedule": schedule if pipeline > 1 else "1f1b"}
     parallel |= {"zero": draw(st.sampled_from([0, 1, 2, 3]))}

@@ -76,7 +76,7 @@ MODELS = st.fixed_dictionaries(
         "position": st.sampled_from(["learned", "rotary"]),
         "tie_embeddings": st.booleans(),
         "bias": st.booleans(),
-        "qk_norm": st.booleans(),
+        "qk_norm": st.sampled_from([False, True, "whole"]),
         "mtp_depth": st.integers(0, 2),
         "vocab": st.integers(97, 103),
         "ffn": st.integers(60, 70),

@@ -38,7 +38,8 @@ from megaframe.checkpoint.convert.huggingface.moe_families import (
     write_qwen3_moe,
 )
 from megaframe.config import ModelConfig
-from megaframe.errors import UserError
+from megaframe.config.registry import list_parts
+from megaframe.errors import UserError, join_or
 
 _FIXED: dict[str, Keys] = {
     "gpt2": {
@@ -119,6 +120,10 @@ def write_model_config(model: ModelConfig, positions: int) -> Keys:
     Raises:
         UserError: If there is none; the message names the differing keys.
     """
+    if parts := [part.name for part in list_parts(model)]:
+        raise UserError(
+            f"no Hugging Face model has {join_or(dict.fromkeys(parts))}, which come from extensions"
+        )
     family = find_family(model)
     config: Keys = {
         "architectures": [ARCHITECTURES[family]],
