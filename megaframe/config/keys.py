@@ -101,7 +101,7 @@ def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
         ):
             return _collect_kinds(section, f"{key.name}.")
         if get_origin(annotation) is tuple:
-            for kind, part in _sections_by_kind(get_args(annotation)[0]).items():
+            for kind, part in _map_kinds_to_sections(get_args(annotation)[0]).items():
                 keys += _collect_keys(part, f"{key.name}[{kind}].")
     return keys
 
