@@ -65,7 +65,8 @@ class Attention(Module):
 
         Args:
             x: This rank's rows, [rows, hidden].
-            norm: Applied to x first; None if it already was.
+            norm: Applied to x first, and again in the backward pass of each product of x; None if
+                it already was, as without recomputation.
             context: Of the microbatch.
             state: Of its pass.
 
@@ -73,8 +74,6 @@ class Attention(Module):
             A tensor like x.
         """
         batch, length = context.batch, context.length
-        if self.gate is not None and norm is not None and not self.run.recompute:
-            x, norm = norm(x, self.run.kernels), None  # one norm for two products
         qkv = context.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
             batch, length, -1, self.per_group + 2, self.width
         )

@@ -57,8 +57,6 @@ class LatentAttention(Module):
     ) -> Tensor:
         """Attend within samples, as `Attention` does. On a tensor axis each rank has some of the
         heads and all tokens."""
-        if norm is not None and not self.run.recompute:
-            x, norm = norm(x, self.run.kernels), None  # one norm for two products
         query, kv, key_rotary = self._project(x, norm, context, state.deferred)
         rotate = context.rotary[self.rotary]
         query_BSND = rotate(query)

@@ -305,12 +305,16 @@ def make_kernels(
 def _explain_parts_without_kernels(model: ModelConfig) -> dict[str, str]:
     """Return which parts of a model have no kernel although others of their kind have one, and
     why."""
-    return {
+    parts = {
         f"{role} {part.name}": f"kernels exist only for our own {role}s"
         for part in list_parts(model)
         for role, base in (("norm", NormPart), ("activation", ActivationPart))
         if isinstance(part, base)
     }
+    values = [model.qk_norm, *(getattr(b.mixer, "qk_norm", None) for b in model.blocks or ())]
+    if "whole" in values:
+        parts["norms of whole queries and keys"] = "tensor ranks sum their squares"
+    return parts
 
 
 def _explain_plain(config: RunConfig, device: torch.device, compiled: bool, key: str) -> str | None:

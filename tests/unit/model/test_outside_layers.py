@@ -190,6 +190,9 @@ def test_the_log_says_that_they_have_no_kernels():
     lines = [*make_kernels(config, torch.device("cpu")).report()]
     assert "  norm dynamic_tanh: plain code, because kernels exist only for our own norms" in lines
     assert any(line.startswith("  activation reglu: plain code, because") for line in lines)
+    whole = RunConfig(model={"blocks": [{"mixer": {"qk_norm": "whole"}}]}, kernels=config.kernels)
+    (*_, last) = make_kernels(whole, torch.device("cpu")).report()
+    assert last.startswith("  norms of whole queries and keys: plain code, because")
     assert make_kernels(config, torch.device("cpu")).record()["norm dynamic_tanh"]["uses"]
 
 

@@ -117,6 +117,10 @@ def test_a_sound_config_passes(overrides):
         ([LATENT, "model.kv_heads=4"], "kv_heads=4 has no effect with model.latent.*heads=12"),
         ([LATENT, "model.head_dim=32"], "model.head_dim=32 .*latent.head_dim=32 dims beside"),
         (
+            [LATENT, "model.qk_norm=whole"],
+            "qk_norm=whole cannot be combined with model.latent; .*=false",
+        ),
+        (
             [LATENT, "model.qk_norm=true"],
             "qk_norm=true cannot be combined with model.latent; .*=false",
         ),
