@@ -6,9 +6,6 @@ sigmoid(w x_t)^(1/16). Tokens of a chunk see each other through products, as in 
 is before the chunk through the state. Decays are sums of logarithms, and nothing is divided by one.
 
 Shapes: B samples, S tokens, N heads, X numbers for a head, P pieces of samples, C chunks, L tokens.
-
-python pretrain_gpt.py --config configs/demo.yaml "model.blocks=[{mixer: gated_linear}]" \
-    "run.extensions=[examples/gated_linear_attention.py]"
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class GatedLinearConfig(MixerPart):
     def describe(self, model: ModelConfig, output_std: float) -> GatedLinearDescription:
         """Return what the layer is made of."""
         sizes, stds = (model.hidden, model.heads, model.head_dim), (model.init_std, output_std)
-        return GatedLinearDescription(*sizes, self.chunk, *stds)
+        return GatedLinearDescription(*sizes, self.chunk, stds)
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,7 @@ class GatedLinearDescription(MixerDescription):
     heads: int
     width: int
     chunk: int
-    std: float
-    output_std: float
+    stds: tuple[float, float]
 
     name = "linear_attention"
     context_kinds = ("ring", "all_to_all", "nested")
@@ -72,16 +68,21 @@ class GatedLinearDescription(MixerDescription):
     def parts(self) -> Mapping[str, Any]:
         """The product, the norm of each head's output, and the product back to the stream."""
         stream, values, widths = (self.hidden,), (self.heads, self.width), (*[self.width] * 4, 1)
-        outputs = self.heads, sum(widths)
+        outputs = (self.heads, sum(widths))
         return {
-            "input": LinearSpec(stream, outputs, self.std, split=0, fused={1: widths}),
+            "input": LinearSpec(stream, outputs, self.stds[0], split=0, fused={1: widths}),
             "norm": RMSNormDescription(self.width, 1e-6),
-            "output": LinearSpec(values, stream, self.output_std, split=1),
+            "output": LinearSpec(values, stream, self.stds[1], split=1),
         }
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the results of the first product and the inputs of the last one."""
         return SavedActivations(self.parts["input"].results + self.parts["output"].terms)
+
+    @property
+    def widest(self) -> int:
+        """Half of what exists while the backward pass computes all that is between the products."""
+        return 10 * self.heads * self.width
 
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return those of each chunk: two within it, what it adds to the state and reads there."""
@@ -132,8 +133,7 @@ class GatedLinearAttention(Module):
         within = compute_decays(falls - falls.mT, (number == number.mT).tril()).to(key)
         before = compute_decays(falls, number == 0)
         after = compute_decays(falls[..., -1:, :] - falls, number[..., -1:, :] == number).to(key)
-        added = (key * after).mT @ value
-        states = pass_states(before[..., -1:, :], added, self.context).to(key)
+        states = pass_states(before[..., -1:, :], (key * after).mT @ value, self.context).to(key)
         out = (query @ key.mT * within) @ value + (query * before.to(key)) @ states
         out_BSNV = join_chunks(out.transpose(2, 3), context.batch, context.length)
         return self.norm(out_BSNV, self.kernels) * F.silu(gate_BSNV)

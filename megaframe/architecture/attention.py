@@ -147,9 +147,30 @@ class SoftmaxAttention(MixerDescription):
         return scores, BatchedProduct(self.heads, seq, self.value_width, seq, share)
 
     @property
+    def exchanged_elements(self) -> int:
+        """Queries, keys, values and outputs."""
+        return (self.heads + self.ring_groups) * self.ring_width
+
+    @property
+    def ring_groups(self) -> int:
+        """Every head has its own keys and values."""
+        return self.heads
+
+    @property
     def ring_width(self) -> int:
         """Elements of a key head and its value head."""
         return self.query_width + self.value_width
+
+    def count_saved_by_heads(self, parallel: ParallelConfig) -> SavedActivations:
+        """Return what `attend_heads` keeps if every head has its own keys and values, and its
+        inputs are no views: these and its output, with one log-sum-exp per head. Context ranks
+        that exchange heads also keep the output before the exchange, and those of a ring what they
+        pass on."""
+        neighbours = count_exchanging_ranks(parallel)
+        elements = 2 * self.ring_width
+        if neighbours > 1:
+            elements += self.value_width + self.ring_width * (parallel.context > neighbours)
+        return SavedActivations(self.heads * elements, self.heads)
 
     def count_context_bytes(
         self, parallel: ParallelConfig, width: int, seq: int
@@ -371,11 +392,6 @@ class AttentionDescription(SoftmaxAttention):
     def tensor_statistics(self) -> int:
         """The squares of queries and those of keys, if they are summed over all heads."""
         return 2 if self.qk_norm == "whole" else 0
-
-    @property
-    def exchanged_elements(self) -> int:
-        """Queries, keys, values and outputs."""
-        return (self.heads + self.kv_heads) * 2 * self.head_dim
 
     @property
     def ring_groups(self) -> int:

@@ -269,6 +269,12 @@ class MixerDescription(LayerDescription):
         return True
 
     @property
+    def widest(self) -> int:
+        """Elements per token at its widest place, of which a backward pass has two besides what is
+        kept; 0 if it is no wider than a feed-forward."""
+        return 0
+
+    @property
     def exchanged_elements(self) -> int:
         """Elements per token that context ranks exchange if they divide heads (all-to-all)."""
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaframe.architecture.attention import SoftmaxAttention, count_exchanging_ranks
+from megaframe.architecture.attention import SoftmaxAttention
 from megaframe.architecture.layer import HasParameters, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
@@ -111,12 +111,7 @@ class LatentAttentionDescription(SoftmaxAttention):
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the latents, what attention keeps, and unless they are recomputed the normalised
         latents with a statistic for each."""
-        query, value, sharing = self.query_width, self.value_dim, count_exchanging_ranks(parallel)
-        elements = sum(self.latents) + 2 * self.heads * (query + value)
-        if sharing > 1:
-            ring = parallel.context > sharing
-            elements += self.heads * (value + (query + value) * ring)
-        saved = SavedActivations(elements, self.heads)
+        saved = self.count_saved_by_heads(parallel) + SavedActivations(sum(self.latents))
         if recompute == "selective":
             return saved
         norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]
@@ -132,13 +127,3 @@ class LatentAttentionDescription(SoftmaxAttention):
     def input_products(self) -> int:
         """`down`, and the queries if they have no latent."""
         return 1 if self.query_rank else 2
-
-    @property
-    def exchanged_elements(self) -> int:
-        """Queries, keys, values and outputs."""
-        return 2 * self.heads * (self.query_width + self.value_width)
-
-    @property
-    def ring_groups(self) -> int:
-        """Every head has its own keys and values."""
-        return self.heads

@@ -196,7 +196,8 @@ def compute_max_width_per_token(config: RunConfig) -> int:
     model = config.model
     if model.emulate is not None:
         return model.hidden
-    return max(describe_block(model, layer).feed_forward.widest for layer in range(model.layers))
+    blocks = [describe_block(model, layer) for layer in range(model.layers)]
+    return max(max(block.mixer.widest, block.feed_forward.widest) for block in blocks)
 
 
 def _count_receive_buffer_elements(

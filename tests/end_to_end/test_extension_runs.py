@@ -14,6 +14,8 @@ LAYERS = {
     "model__blocks": "[{feed_forward: {kind: low_rank, rank: 6}}]",
 }
 RUN = {"optim__schedule": "constant", "checkpoint__every": 6}
+PACKED = {"data__mask_eod": True, "data__reset_attention": True, "train__eval_every": 4}
+NESTED = {"context": 4, "context_kind": "nested", "context_heads": 2}
 EXTENSION = {"run__extensions": f"[{ROOT / 'examples/optimizer.py'}]", "optim__name": "adabelief"}
 
 
@@ -37,4 +39,20 @@ def test_layers_of_an_extension_are_resumed_under_another_layout(pool, overrides
     pool.run(2, train, overrides(train__steps=6, parallel__tensor=2, **RUN, **LAYERS))
     resume = {**RUN, "checkpoint__resume": "latest"}
     pool.run(2, train, overrides(parallel__pipeline=2, **resume, **LAYERS))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated_linear", "differential"])
+def test_a_mixer_goes_on_under_other_layouts_on_documents(name, pool, overrides, tmp_path):
+    file = {"gated_linear": "gated_linear_attention", "differential": "differential_attention"}
+    extension = {
+        **{"run__extensions": f"[{ROOT / 'examples' / file[name]}.py]", **RUN, **PACKED},
+        **{"model__blocks": f"[{{mixer: {name}}}, {{mixer: attention}}]", "model__heads": 4},
+    }
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **extension))
+    nested = {f"parallel__{key}": value for key, value in NESTED.items()}
+    pool.run(4, train, overrides(train__steps=6, **nested, **extension))
+    resume = {**extension, "checkpoint__resume": "latest"}
+    pool.run(4, train, overrides(parallel__tensor=2, parallel__zero=3, **resume))
     assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))

@@ -1,31 +1,47 @@
 """Mixers from outside, the examples: equal to a plain reference, and the same under every layout to
 1e-10 in fp64, like our own."""
 
+from functools import cache
+
 import pytest
 import reference_model as reference
 import torch
-from parity_runs import FEW, assert_same, make_global_batch, run, with_documents
+from check_description import find_lies, measure_blocks
+from parity_runs import FEW, assert_same, make_global_batch, run, share, with_documents
 from repo_copy import ROOT
 from tolerances import assert_near
 
+from megaframe.architecture.pipeline import build_step_schedule
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.config.registry import Registry, use_registry
-from megaframe.data.microbatch import IGNORE
-from megaframe.distributed.mesh import Mesh
+from megaframe.data.microbatch import IGNORE, Microbatch, context_part
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.extensions import load_extensions
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
+from megaframe.planner.communication_volume import compute_communication_bytes
+from megaframe.planner.memory import compute_memory
+from megaframe.planner.parameter_counts import RankParameters
+from megaframe.schedule import Action, ActionKind, lower
 from megaframe.training.train_step import TrainStep
 
 pytestmark = pytest.mark.numeric
 
 EXAMPLES = {
     "linear": "gated_linear_attention.py",
+    "differential": "differential_attention.py",
+    "not rotated": "differential_attention.py",
 }
 MODEL = {"norm": "rmsnorm", "position": "none"}
 LINEAR = {"kind": "gated_linear", "chunk": 3}
 MODELS = {
     "linear": {**MODEL, "blocks": [{"mixer": LINEAR}]},
+    "differential": {
+        "norm": "rmsnorm",
+        "blocks": [{"mixer": "differential"}, {"mixer": {"kind": "differential", "window": 4}}],
+    },
+    "not rotated": {**MODEL, "bias": True, "blocks": [{"mixer": "differential"}]},
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context_kind": "nested", "context_heads": 2}
@@ -61,59 +77,81 @@ def run_with(name, train, parallel, packed):
 
 
 @pytest.fixture(scope="module")
-def expected(pool):
-    return {
-        (name, packed): pool.run(1, run_with, name, {"microbatch": 4}, {}, packed)[0]
-        for name in MODELS
-        for packed in (False, True)
-    }
+def get_expected(pool):
+    """Return a function from a model, and whether samples are packed, to what one rank gets."""
+    return cache(lambda name, packed: pool.run(1, run_with, name, {}, {}, packed)[0])
 
 
-@pytest.mark.quick(when=lambda layout, packed: packed == (layout not in ("tensor", "zero 3")))
+QUICK = {
+    ("linear", "nested", True),
+    ("linear", "tensor, ring", True),
+    ("linear", "zero 3", False),
+    ("differential", "tensor, all-to-all", True),
+}
+
+
+@pytest.mark.quick(when=lambda name, layout, packed: (name, layout, packed) in QUICK)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_layouts_do_not_change_the_answer(name, layout, packed, pool, expected):
+def test_layouts_do_not_change_the_answer(name, layout, packed, pool, get_expected):
     ranks, parallel, train = LAYOUTS[layout]
     results = pool.run(ranks, run_with, name, train, parallel, packed)
-    assert_same(results, expected[name, packed])
+    assert_same(results, get_expected(name, packed))
 
 
+def make_config(name, train, parallel, layers=2, **model):
+    """Load an example and return a config with its mixer."""
+    load_example(name)
+    return RunConfig(
+        model={
+            **{"layers": layers, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2},
+            **{**MODELS[name], **model},
+        },
+        train={"seq": 10, "global_batch": 3, "microbatch": 3, "precision": "fp64", **train},
+        parallel=parallel,
+        kernels={"matmul": "torch"},
+    )
+
+
+def build(config):
+    """Build what this rank runs."""
+    layout = Layout.from_parallel(config.parallel, read_world_size())
+    mesh = Mesh(layout, device="cpu", timeout=60)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
+    return mesh, train_step
+
+
+@pytest.fixture
+def registry():
+    with use_registry(Registry()) as registry:
+        yield registry
+
+
+@pytest.mark.quick(when=lambda recompute, documents: documents == (recompute == "selective"))
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_equal_a_plain_reference(name, recompute, documents):
-    with use_registry(Registry()):
-        load_example(name)
-        config = RunConfig(
-            model={
-                **{"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2},
-                **MODELS[name],
-            },
-            train={
-                **{"seq": 10, "global_batch": 3, "microbatch": 3},
-                **{"precision": "fp64", "recompute": recompute},
-            },
-        )
-        mesh = Mesh(Layout(), device="cpu", timeout=60)
-        train_step = TrainStep(config, mesh, StepTimer().time)
-        train_step.optimizer.initialize(1)
-        batch = make_global_batch(config, 0)
-        if documents:
-            batch = with_documents(batch, 0)
-        valid = int((batch.labels_BS != IGNORE).sum())
-        weights = {}
-        buckets = train_step.sharded_parameters.buckets
-        for bucket in buckets:
-            for parameter, _, piece in bucket.iterate_pieces(bucket.weights, bucket.master_span):
-                weights[parameter.spec.name] = piece.clone().requires_grad_()
-        expected = reference.loss(weights, config, batch)
-        expected.backward()
-        train_step.sharded_parameters.start_step()
-        (stage,) = train_step.stages.values()
-        loss = stage.forward(0, batch, torch.tensor(1 / valid, dtype=torch.float64)) / valid
-        stage.backward(0)
-        mesh.close()
+def test_loss_and_gradients_equal_a_plain_reference(name, recompute, documents, registry):
+    config = make_config(name, {"recompute": recompute}, {})
+    mesh, train_step = build(config)
+    batch = make_global_batch(config, 0)
+    if documents:
+        batch = with_documents(batch, 0)
+    valid = int((batch.labels_BS != IGNORE).sum())
+    weights = {}
+    buckets = train_step.sharded_parameters.buckets
+    for bucket in buckets:
+        for parameter, _, piece in bucket.iterate_pieces(bucket.weights, bucket.master_span):
+            weights[parameter.spec.name] = piece.clone().requires_grad_()
+    expected = reference.loss(weights, config, batch)
+    expected.backward()
+    train_step.sharded_parameters.start_step()
+    (stage,) = train_step.stages.values()
+    loss = stage.forward(0, batch, torch.tensor(1 / valid, dtype=torch.float64)) / valid
+    stage.backward(0)
+    mesh.close()
     terms = 2 * (8 * 16 + 10) + 37 + 30  # from a token to a gradient
     assert_near(loss, expected, terms)
     size = max(float(weight.grad.abs().max()) for weight in weights.values())
@@ -121,3 +159,124 @@ def test_loss_and_gradients_equal_a_plain_reference(name, recompute, documents):
         for parameter, _, grad in bucket.iterate_pieces(bucket.grad_sums, bucket.master_span):
             wanted = weights[parameter.spec.name].grad
             assert_near(grad, wanted, terms, size=size, label=parameter.spec.name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_comes_later_changes_nothing_as_generation_needs(name, registry):
+    config = make_config(name, {}, {})
+    mesh, train_step = build(config)
+    (stage,) = train_step.stages.values()
+    tokens = make_global_batch(config, 0).tokens_BS[:1]
+
+    def compute_hidden(length):
+        part = tokens[:, :length]
+        return stage.compute_hidden(Microbatch(part, part, torch.zeros(1, dtype=torch.int64)))
+
+    whole = compute_hidden(10)
+    for length in (1, 2, 7):
+        assert_near(compute_hidden(length), whole[:length], 2 * (8 * 16 + 10))
+    mesh.close()
+
+
+def measure(*arguments):
+    with use_registry(Registry()):
+        return measure_blocks(make_config(*arguments))
+
+
+@pytest.mark.quick(when=lambda recompute, precision: (recompute, precision) == ("none", "bf16"))
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("name", MODELS)
+def test_descriptions_are_exact(name, recompute, precision, pool, registry):
+    train = {"seq": 12, "microbatch": 2, "global_batch": 2}
+    train |= {"precision": precision, "recompute": recompute}
+    for tensor in (1, 2):
+        arguments = name, train, {"tensor": tensor}
+        lies = find_lies(make_config(*arguments), pool.run(tensor, measure, *arguments))
+        assert not lies, "\n" + "\n".join(map(str, lies))
+
+
+CONTEXT = [
+    (2, {"context": 2, **RING}, "none"),
+    (4, {"context": 4, **RING}, "selective"),
+    (4, {"context": 4, **ALL_TO_ALL}, "none"),
+    (4, {"context": 4, **NESTED}, "full"),
+    (4, {"tensor": 2, "context": 2, **RING}, "none"),
+    (4, {"tensor": 2, "context": 2, **ALL_TO_ALL}, "selective"),
+]
+
+
+def make_long_config(name, recompute, parallel, layers=2):
+    """Return a config whose samples all context ranks divide evenly."""
+    train = {"seq": 16, "microbatch": 2, "global_batch": 4, "recompute": recompute}
+    return make_config(name, train, parallel, layers)
+
+
+def count_sent(*arguments):
+    """Train a step, and return the bytes that this rank has sent over the context axis."""
+    with use_registry(Registry()):
+        config = make_long_config(*arguments)
+    mesh, train_step = build(config)
+    train_step.train(share(make_global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
+    context = train_step.context
+    groups = {id(group): group for group in (context.heads, context.ring.group)}
+    sent = sum(group.traffic.take()[0] for group in groups.values())
+    mesh.close()
+    return sent
+
+
+@pytest.mark.quick(when=lambda parallel: parallel.get("context_kind") == "nested")
+@pytest.mark.parametrize(("ranks", "parallel", "recompute"), CONTEXT)
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_over_the_context_axis_are_planned_exactly(
+    name, ranks, parallel, recompute, pool, registry
+):
+    config = make_long_config(name, recompute, parallel)
+    schedule = build_step_schedule(config, 2)
+    planned = compute_communication_bytes(
+        config,
+        Layout.from_parallel(config.parallel, ranks),
+        plan_stages(config),
+        lower(schedule).ranks[0],
+    )
+    sent = pool.run(ranks, count_sent, name, recompute, parallel)
+    assert sum(sent) == pytest.approx(ranks * planned["context"], rel=1e-12)
+
+
+def measure_kept(*arguments):
+    """Return the bytes that a forward pass keeps on this rank, and those that are planned."""
+    with use_registry(Registry()):
+        config = make_long_config(*arguments)
+        plans = plan_stages(config)
+        parameters, actions = RankParameters(0, (), ()), [Action(ActionKind.F, 0, 0)]
+        planned = compute_memory(config, parameters, 1, plans, actions).activations
+    mesh, train_step = build(config)
+    storages = {}
+
+    def keep(tensor):
+        if tensor.dim():
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    (stage,) = train_step.stages.values()
+    ((part, *_),) = [share(make_global_batch(config, 0), 2, 0, 1, ragged=False)]
+    part = context_part(part, train_step.context.index, train_step.context.size)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        stage.forward(0, part, torch.ones((), dtype=torch.float64))
+    for leaf in stage._activations[0].inputs:
+        keep(leaf)
+    for bucket in train_step.sharded_parameters.buckets:
+        storages.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
+    mesh.close()
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), planned
+
+
+@pytest.mark.quick(when=lambda parallel: parallel.get("context_kind") == "nested")
+@pytest.mark.parametrize(("ranks", "parallel", "recompute"), [(1, {}, "none"), *CONTEXT])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_is_what_two_more_layers_keep_to_a_byte(name, ranks, parallel, recompute, pool):
+    two, four = (
+        pool.run(ranks, measure_kept, name, recompute, parallel, layers) for layers in (2, 4)
+    )
+    for (less, planned_less), (more, planned_more) in zip(two, four, strict=True):
+        assert more - less == planned_more - planned_less > 0

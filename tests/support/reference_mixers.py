@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 
-def mix_by_gated_linear_attention(weights, model, mixer, name, y, mask, positions):
+def mix_by_gated_linear_attention(weights, model, mixer, name, y, mask, positions, rotate):
     """Return the output of a layer: S = a S + k^T v and o = q S for one token after the other."""
     name, width = f"{name}.linear_attention", model.head_dim
     out = torch.zeros_like(y)
@@ -30,4 +30,31 @@ def mix_by_gated_linear_attention(weights, model, mixer, name, y, mask, position
     return out
 
 
-MIXERS = {"gated_linear": mix_by_gated_linear_attention}
+def mix_by_differential_attention(weights, model, mixer, name, y, mask, positions, rotate):
+    """Return the output of a layer, pair by pair, by the formulas of the paper (section 2.1)."""
+    name, width = f"{name}.attention", model.head_dim
+    vectors = weights[f"{name}.factors.vectors"]
+    factor = (
+        torch.exp((vectors[0] * vectors[1]).sum())
+        - torch.exp((vectors[2] * vectors[3]).sum())
+        + 0.8
+    )
+    outputs = []
+    for rows in weights[f"{name}.qkv.weight"]:
+        maps = []
+        for head in range(2):
+            query, key = rotate(y @ rows[head].T), rotate(y @ rows[2 + head].T)
+            scores = query @ key.mT / math.sqrt(width)
+            maps.append(scores.masked_fill(~mask, -torch.inf).softmax(-1))
+        value = y @ rows[4:].flatten(0, 1).T
+        out = (maps[0] - factor * maps[1]) @ value
+        out = out / torch.sqrt(out.square().mean(-1, keepdim=True) + model.norm_eps)
+        outputs.append((1 - 0.8) * out * weights[f"{name}.norm.gain"])
+    y = torch.cat(outputs, -1) @ weights[f"{name}.output.weight"].flatten(1).T
+    return y + weights[f"{name}.output.bias"] if model.bias else y
+
+
+MIXERS = {
+    "gated_linear": mix_by_gated_linear_attention,
+    "differential": mix_by_differential_attention,
+}

@@ -4,6 +4,7 @@ valid token.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +77,7 @@ def _block(weights, model, layer, x, mask, positions, counted):
     name = f"blocks.{layer}"
     block = _block_config(model, layer)
     own = {"attention": _attention, "latent": _latent_attention}
-    attention = {**own, **MIXERS}[block.mixer.kind]
+    attention = own.get(block.mixer.kind, partial(_mix_by_example, block.mixer.kind))
     before, after = block.norms in ("before", "both"), block.norms in ("after", "both")
 
     def add(stream, branch, half):
@@ -217,6 +218,14 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions):
         value = of_kv @ kv_part[latent.head_dim :].T
         heads.append((scores * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value)
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
+
+
+def _mix_by_example(kind, weights, model, mixer, name, y, mask, positions):
+    def rotate(x):
+        width = model.head_dim * (model.position == "rotary")
+        return _rotate(model, x, positions, width, model.rotary_base)
+
+    return MIXERS[kind](weights, model, mixer, name, y, mask, positions, rotate)
 
 
 def _rotate(model, x, positions, width, base):

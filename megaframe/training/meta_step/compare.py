@@ -85,7 +85,8 @@ def _compare_traffic(
     config: RunConfig, layout: Layout, rank: int, measured: RankMeasurement
 ) -> Iterator[ComparisonRow]:
     """Yield the bytes moved, by axes. With several context ranks, gradients and values travel over
-    context and data ranks together, so the plan's "data" is compared with "context+data"."""
+    context and data ranks together, so the plan's "data" is compared with "context+data". Keys that
+    go around a ring are planned as the mean of its ranks."""
     count = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, count))
     pipeline_rank = layout.get_coordinate(rank)["pipeline"]
@@ -94,6 +95,8 @@ def _compare_traffic(
     planned = dict(
         compute_communication_bytes(config, layout, own_plans, schedule.ranks[pipeline_rank])
     )
+    if layout.data == 1:  # then gradients and values travel over context ranks alone
+        planned["context"] += planned["data"]
     for axes, size in sorted(measured.traffic.items()):
         planned_axes = {"context+data": "data"}.get(axes, axes)
         if size or axes in planned:
