@@ -107,10 +107,10 @@ def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
 
 
 def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
-    steps = {"train__steps": 40, "checkpoint__every": 4, "model__dropout": 0.1}
+    steps = {"train__steps": 24, "checkpoint__every": 3, "model__dropout": 0.1}
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", **steps))
     keys = [*overrides(**steps), "checkpoint.resume=latest"]
-    for at_least in (6, 17):
+    for at_least in (4, 11):
         process = RankProcess(pretrain_gpt.main, words=keys)
         wait_for_lines(tmp_path / "run/metrics.jsonl", at_least, process)
         process.send_signal(signal.SIGKILL)
@@ -157,19 +157,21 @@ def test_a_run_folder_is_as_good_as_its_checkpoints(elsewhere, pool, overrides, 
     """Also if it was moved, and if its checkpoints are in another folder."""
     home = tmp_path / "saved" if elsewhere else tmp_path / "moved/checkpoints"
     where = {"checkpoint__folder": home} if elsewhere else {}
-    pool.run(1, train, overrides(checkpoint__every=6, **where))
+    pool.run(1, train, overrides(checkpoint__every=3, train__steps=3, **where))
     (tmp_path / "run").rename(tmp_path / "moved")
-    places = [tmp_path / "moved", home, home / "step-00000012"]
+    places = [tmp_path / "moved", home, home / "step-00000003"]
     for number, path in enumerate(places):
-        assert locate_checkpoint(str(path), "--checkpoint") == home / "step-00000012"
+        assert locate_checkpoint(str(path), "--checkpoint") == home / "step-00000003"
         name = tmp_path / str(number)
-        pool.run(1, train, overrides(run__dir=f"{name}-new", checkpoint__weights=path))
         pool.run(
-            1, train, overrides(run__dir=f"{name}-on", checkpoint__resume=path, train__steps=13)
+            1, train, overrides(run__dir=f"{name}-new", checkpoint__weights=path, train__steps=1)
+        )
+        pool.run(
+            1, train, overrides(run__dir=f"{name}-on", checkpoint__resume=path, train__steps=4)
         )
         text = Path(f"{name}-on/run.log").read_text()
-        assert f"resumed from step 12 of {home}/step-00000012" in text
-        assert read_lines(Path(f"{name}-on"))[0]["step"] == 13
+        assert f"resumed from step 3 of {home}/step-00000003" in text
+        assert read_lines(Path(f"{name}-on"))[0]["step"] == 4
 
 
 LAYOUTS = (
@@ -237,6 +239,7 @@ def test_gradients_that_are_not_finite_are_named_on_every_stage(pool, overrides,
 
 def test_runs_are_bitwise_equal(pool, overrides, tmp_path):
     keys = {"train__precision": "bf16", "run__deterministic": True, "model__dropout": 0.2}
+    keys["train__steps"] = 6
     for name in "ab":
         pool.run(2, train, overrides(run__dir=tmp_path / name, **keys))
     assert read_losses(tmp_path / "a") == read_losses(tmp_path / "b")

@@ -46,7 +46,7 @@ def expected(pool):
     [
         # Each schedule has both models and both numbers of stages. It does not depend on the
         # model, so not all combinations are needed.
-        (name, schedule, *((2, "none") if (place + number) % 2 else (4, "full")))
+        (name, schedule, *((2, "full") if (place + number) % 2 else (4, "none")))
         for place, schedule in enumerate(CHUNKS)
         for number, name in enumerate(MODELS)
     ],

@@ -33,8 +33,6 @@ from targets import ROOT, list_targets
 
 from megaframe.errors import report_errors
 
-sys.dont_write_bytecode = True
-
 SECONDS, HANGING, BYTES, FILE_BYTES = 10, 20, 2 << 30, 1 << 28
 """Limits of one input: seconds of a processor, seconds by the clock (others may be busy), address
 space beyond what all of torch takes, and one written file."""
@@ -85,6 +83,7 @@ class Guard:
 def run_child(target, draw, folder, report):
     """Change the inputs in `folder` and take them; never returns. report: file for the outcome."""
     os.setpgid(0, 0)
+    sys.dont_write_bytecode = True  # a target may not write outside of its folder
     os.chdir(folder)
     words, variables = change(target, draw)
     for number, path in ((0, os.devnull), (1, "../out"), (2, "../err")):

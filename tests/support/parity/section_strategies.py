@@ -70,7 +70,7 @@ def make_strategy(annotation, values, metadata=(), nullable=False):
         kinds = [m for m in members if m is not NoneType and not is_part(m)]
         strategies = [make_strategy(kind, values, metadata) for kind in kinds]
         strategies += [
-            st.composite(draw_keys)(section, values, given=("kind",))
+            draw_sections(section, values, given=("kind",))
             for limit in metadata
             if isinstance(limit, Extensible)
             for section in limit.kinds.values()

@@ -127,18 +127,18 @@ def delete_again_and_again(trainer):
 
         trainer.deleting = threading.Thread(target=delete)
         trainer.deleting.start()
-    if trainer.step == 20:
+    if trainer.step == 10:
         trainer.over.set()
         trainer.deleting.join()
         trainer.checkpointer.wait_for_saves(trainer.metrics.note)
 
 
 def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overrides, tmp_path):
-    keys = {**KEYS, "train__steps": 20, "checkpoint__keep": 1}
+    keys = {**KEYS, "train__steps": 10, "checkpoint__keep": 1}
     pool.run(2, train, overrides(**keys), 0.0, delete_again_and_again)
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert saved == ["latest", "step-00000020"]
-    assert len(load_tensors(tmp_path / "run/checkpoints/step-00000020")) > 9
+    assert saved == ["latest", "step-00000010"]
+    assert len(load_tensors(tmp_path / "run/checkpoints/step-00000010")) > 9
 
 
 def delay_save(trainer):

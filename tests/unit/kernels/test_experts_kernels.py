@@ -98,6 +98,7 @@ def test_permute_and_unpermute(dtype, tokens, width):
     check(permute.UNPERMUTE, "triton", (y, None, *indices), {}, 2)
 
 
+@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("scatter", [False, True])

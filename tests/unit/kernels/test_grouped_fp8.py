@@ -214,6 +214,7 @@ def test_gradient(sharing, counts):
         assert_close(grouped_fp8_gradient.KERNEL, actual, expected, length, "gradient", scale, SUMS)
 
 
+@pytest.mark.quick(when=lambda sharing: sharing == "block")
 @pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 def test_all_is_bitwise_repeatable(sharing):
     def products():

@@ -243,6 +243,7 @@ def test_a_host_that_fails_ends_the_lab_with_its_status_and_nothing_stays(tmp_pa
 
 
 @lab
+@pytest.mark.quick(when=lambda number: number != signal.SIGINT)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_runs_on_after_the_tool_was_ended(number, tmp_path):
     mark = f"{8 + number}{os.getpid()}"

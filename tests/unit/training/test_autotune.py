@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +21,7 @@ from megaframe.training.autotune import (
     find_fastest,
     load_or_measure,
     make_named_routines,
+    read_waiting_seconds,
     tune,
 )
 from megaframe.training.trainer import Trainer
@@ -215,22 +216,36 @@ def test_a_busy_machine_is_not_measured(clock, monkeypatch):
     assert routines == TORCH and "busy" in why and not find_cache().exists()
 
 
+def measure_waiting():
+    """Return the seconds that this process waits for its processor while three threads use it, of
+    which one is another process's."""
+
+    def spin():
+        end = time.thread_time() + 0.3
+        while time.thread_time() < end:
+            sum(range(20_000))
+
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        before, thread = read_waiting_seconds(), threading.Thread(target=spin)
+        thread.start()
+        child = os.fork()
+        spin()
+        if not child:
+            os._exit(0)
+        waited = read_waiting_seconds() - before
+        os.waitpid(child, 0)
+        thread.join()
+        return waited
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="Linux says this")
-def test_threads_that_have_no_processor_are_noticed():
+def test_threads_that_have_no_processor_are_noticed(pool):
     """Two threads on one processor wait for each other; one alone need not."""
-    code = (
-        "import os, threading, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from megaframe.training.autotune import read_waiting_seconds as waited\n"
-        "def spin():\n    end = time.thread_time() + 0.3\n"
-        "    while time.thread_time() < end: sum(range(20_000))\n"
-        "before = waited(); one = threading.Thread(target=spin); one.start(); child = os.fork()\n"
-        "spin()\nif not child: os._exit(0)\n"
-        "print(waited() - before); os.wait()\n"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert float(finished.stdout) > 0.1
+    assert pool.run(1, measure_waiting)[0] > 0.1
 
 
 def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):

@@ -170,7 +170,7 @@ def test_a_gpu_is_asked_for_its_memory(gpu):
 def test_every_rank_says_the_same(gpu, monkeypatch):
     gpu(60)
     texts = set()
-    for rank in range(8):
+    for rank in (0, 1, 7):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(UserError) as error:

@@ -113,7 +113,7 @@ def encode_texts(loaded, texts):
     return [encoding.ids for encoding in loaded.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-TEXTS = draw_texts(10_000)
+TEXTS = draw_texts(3_000)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "hf"])
