@@ -1,4 +1,4 @@
-"""The transformer block, and the block of a multi-token predictor: what they are made of."""
+"""The transformer block: what it is made of."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from megaframe.architecture.norm import (
 )
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
 from megaframe.architecture.spec import ParamSpec, count_copies
+from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,
@@ -188,6 +189,17 @@ class BlockDescription:
         """What the rows of a token move over the tensor axis."""
         return self.mixer.tensor_traffic + self.feed_forward.tensor_traffic
 
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return what moves over other axes than `tensor`, by axis. The arguments are those of
+        `LayerDescription.count_traffic`."""
+        traffic: dict[str, AxisTraffic] = {}
+        for part in (self.mixer, self.feed_forward):
+            for axis, moved in part.count_traffic(parallel, seq, near).items():
+                traffic[axis] = traffic.get(axis, AxisTraffic()) + moved
+        return traffic
+
     @property
     def tensor_statistics(self) -> int:
         """Elements per token, in at least fp32, that each pass sums over tensor ranks."""
@@ -197,33 +209,6 @@ class BlockDescription:
         """Return the elements that a forward pass sums over the ranks of a sample."""
         parts = (self.mixer, self.feed_forward)
         return sum(part.count_tensor_sums(samples) for part in parts)
-
-
-@dataclass(frozen=True)
-class PredictorDescription:
-    """One depth of multi-token prediction (DeepSeek-V3, 2024, section 2.2): the stream and the
-    embedding of a token ahead are normalised, joined by a matrix, and passed through a block. Its
-    final norm belongs to the head."""
-
-    block: BlockDescription
-    join: LinearSpec
-
-    @property
-    def norm(self) -> NormDescription:
-        """Of the stream and of the token."""
-        return self.block.norm
-
-    def declare_parameters(self, name: str, block_name: str) -> Iterator[ParamSpec]:
-        """Yield the specs of all parameters.
-
-        Args:
-            name: The path of the predictor in the model.
-            block_name: That of its block, which is numbered after the last layer.
-        """
-        yield from self.norm.declare_parameters(f"{name}.stream_norm")
-        yield from self.norm.declare_parameters(f"{name}.token_norm")
-        yield from self.join.declare_parameters(f"{name}.join")
-        yield from self.block.declare_parameters(block_name)
 
 
 @lru_cache(maxsize=4096)
@@ -257,12 +242,6 @@ def find_block_config(model: ModelConfig, layer: int) -> BlockConfig:
         if moe is not None and has_experts(moe, layer)
         else MLPConfig(),
     )
-
-
-def describe_predictor(model: ModelConfig, index: int) -> PredictorDescription:
-    """Return predictor number `index`, from 0."""
-    join = LinearSpec((2, model.hidden), (model.hidden,), model.init_std)
-    return PredictorDescription(describe_block(model, model.layers + index), join)
 
 
 @lru_cache(maxsize=256)

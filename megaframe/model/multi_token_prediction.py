@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megaframe.architecture.block import describe_predictor
+from megaframe.architecture.predictor import describe_predictor
 from megaframe.config import ModelConfig
 from megaframe.model.block import TransformerBlock
 from megaframe.model.forward_context import MicrobatchContext, RunContext

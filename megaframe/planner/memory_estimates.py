@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.embedding import describe_position_table
 from megaframe.architecture.optimizer_state import compute_state_bytes
 from megaframe.architecture.output_head import (
     FP32_PARTS,
@@ -143,7 +144,7 @@ class _BlockTable:
                     "shared": sum(parameters.shared),
                     "experts": sum(parameters.experts),
                     "kept": 0 if recompute == 2 else compute_block_bytes(sizes, layer),
-                    "weight_pass": compute_weight_pass_bytes(sizes, [layer]),
+                    "weight_pass": compute_weight_pass_bytes(sizes, layer),
                     "recomputed": compute_block_bytes(sizes, layer) if recompute == 2 else 0,
                     "copies": parameters.copies,
                 }
@@ -211,7 +212,8 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     model, train = config.model, config.train
     width = DTYPE_BYTES[train.precision]
     master = max(4, width)
-    positions = (model.positions or train.seq) * model.hidden if model.position == "learned" else 0
+    table = describe_position_table(model, train.seq)
+    positions = 0 if table is None else table.rows * table.width
     both, tied = rank.first & rank.last, model.tie_embeddings
     tables = rank.first * 1 + rank.last - both * tied
     ends = blocks.table * tables + positions * rank.first

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megaframe.architecture.block import describe_block, describe_norm, describe_predictor
+from megaframe.architecture.block import describe_block, describe_norm
 from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
 from megaframe.architecture.embedding import TableDescription, describe_position_table
 from megaframe.architecture.layer import HasParameters
+from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.model import ModelConfig

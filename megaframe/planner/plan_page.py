@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.block import describe_block
+from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.stages import compute_block_work
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
@@ -323,18 +324,22 @@ def compute_communication_rooflines(
     flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     load = compute_block_load(machine, model.layers - 1)
-    stream_bytes = width * rows * model.hidden
     block = describe_block(model, model.layers - 1)
     traffic = block.tensor_traffic
-    between = sum(block.mixer.count_context_bytes(config.parallel, width, config.train.seq))
+    near = count_near_experts(config.parallel, config.parallel.node_size or cluster.node)
+    moved = block.count_traffic(config.parallel, config.train.seq, near)
     gathered_rows = (traffic.forward + traffic.backward) * width * rows
     gathered = 2 * width if config.parallel.zero == 3 else 0
     bytes_per_parameter = gathered + 4 if config.parallel.zero >= 2 else 8 / microbatches
     bytes_by_axis = {
         "tensor": gathered_rows * (layout.tensor - 1) / layout.tensor,
-        "context": config.train.microbatch * between / (layout.tensor * layout.context),
         "data": (load.dense + load.experts) * bytes_per_parameter,
-        "expert": 4 * stream_bytes * block.feed_forward.experts_per_token / layout.tensor,
+        **{
+            axis: rows
+            * (sent.count_forward_bytes(width) + sent.count_backward_bytes(width))
+            / layout.tensor
+            for axis, sent in moved.items()
+        },
     }
     rate = machine.rate.flops
     for axis, size in bytes_by_axis.items():

@@ -180,7 +180,7 @@ class CallbackRunner:
         for name, (callback, run) in self._callbacks.items():
             run.step = self._step
             # The watchdog names it if it takes longer than `faults.step_timeout`.
-            self._progress.begin_activity(f"callback {name}, {when}")
+            self._progress.begin_activity(f"callback {name} {when}")
             with _name_errors(name, callback, when):
                 call(callback, run)
 

@@ -72,6 +72,7 @@ def test_all_ranks_stop_after_the_same_step_with_a_checkpoint(pool, overrides, t
     assert steps == [*range(1, 13)]
 
 
+@pytest.mark.slow
 def test_a_stop_without_checkpoints_saves_nothing(pool, overrides, tmp_path):
     assert pool.run(1, main, overrides(**name_callback(stop_at=2))) == [0]
     assert len(read_losses(tmp_path / "run")) == 3
@@ -89,6 +90,7 @@ def test_callbacks_go_back_with_the_run(pool, overrides, tmp_path):
     assert text.count("asks the run to stop") == 2
 
 
+@pytest.mark.quick(when=lambda fail: fail in ("raise", "make"))
 @pytest.mark.parametrize(
     ("fail", "message"),
     [
@@ -119,6 +121,7 @@ def run_and_read_error(keys):
     return status, text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_example_stops_early(pool, overrides, tmp_path):
     keys = {
         "run__callbacks": "[{kind: early_stop, patience: 2}]",
@@ -161,8 +164,8 @@ def expected_losses(pool, overrides, tmp_path):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"parallel__context": 2},
-        {"parallel__zero": 3, "data__prefetch": 0},
+        {"parallel__context": 2, "data__prefetch": 0},
+        pytest.param({"parallel__zero": 3}, marks=pytest.mark.slow),
         pytest.param({"parallel__tensor": 2}, marks=pytest.mark.slow),
         pytest.param({"parallel__pipeline": 2}, marks=pytest.mark.slow),
         pytest.param({"parallel__zero": 0, "train__recompute": "full"}, marks=pytest.mark.slow),
@@ -176,6 +179,7 @@ def test_a_loss_and_transforms_are_those_of_one_rank(
     assert read_losses(tmp_path / "run") == promised(expected_losses)
 
 
+@pytest.mark.slow
 def test_they_continue_under_another_layout(pool, overrides, tmp_path, expected_losses):
     keys = {**PARTS, "checkpoint__every": 2}
     first = {**keys, "train__steps": 2, "parallel__tensor": 2}

@@ -6,6 +6,7 @@ import time
 import fault_runs
 import pytest
 from rank_process import Program, places
+from repo_copy import ROOT
 
 from megaframe.errors import EXIT_LOST_RANKS
 
@@ -61,6 +62,16 @@ def test_a_sleeping_loader(hang, tmp_path):
         "in advance" in stack_files["rank-00000.txt"]
         and "<lambda>" in stack_files["rank-00001.txt"]
     )
+
+
+@pytest.mark.slow
+def test_a_callback_that_does_not_return(hang):
+    extension = ROOT / "tests/support/recording_extension.py"
+    keys = {"run__extensions": f"[{extension}]"}
+    messages = hang(2, run__callbacks="[{kind: recording, fail: sleep}]", **keys)
+    activity = "callback recording after step 3 took more than faults.step_timeout=2 s: rank 0 ("
+    for text in messages:
+        assert activity in text and "recording_extension.py" in messages[0], text
 
 
 def test_a_stage_that_sleeps_in_a_pass(hang):

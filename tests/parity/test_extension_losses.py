@@ -47,12 +47,14 @@ def expected(pool):
     return pool.run(1, run_with_loss, AHEAD, {}, {})[0]
 
 
+@pytest.mark.quick(when=lambda layout: layout in ("tensor", "context", "zero 3"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_is_that_of_one_process_for_tokens_ahead_too(layout, pool, expected):
     ranks, parallel, train = LAYOUTS[layout]
     assert_same(pool.run(ranks, run_with_loss, AHEAD, train, parallel), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_a_tied_head_too(layout, pool):
     ranks, parallel, train = LAYOUTS[layout]

@@ -2,6 +2,7 @@
 and with a transform that masks labels."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -55,6 +56,8 @@ class Recording(Callback):
     def do_wrong(self, run):
         if self.part.fail == "raise":
             raise ZeroDivisionError("of nothing")
+        if self.part.fail == "sleep":
+            time.sleep(1000)
         if self.part.fail == "name":
             run.record("a/b", 1)
         if self.part.fail == "value":

@@ -17,7 +17,7 @@ from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, find_document_ends
 from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.distributed.collectives import Ring
-from megaframe.model.attention import _attend_locally
+from megaframe.model.attention import attend_locally
 from megaframe.model.forward_context import RunContext, make_microbatch_context
 from megaframe.ops import attention_mask, attention_plain, attention_tiles, cpu_attention
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
@@ -157,7 +157,7 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_mask, "_QUERIES_PER_TILE", 4)
         sequence_mask = SequenceMask(mask, BATCH, length, query.device)
-        out = _attend_locally(*leaves, sequence_mask, SCALE)
+        out = attend_locally(*leaves, sequence_mask, SCALE)
         out.backward(d_out)
     actual = (out, *(x.grad for x in leaves))
     assert_same_attention(actual, expected, query, key, value, d_out)

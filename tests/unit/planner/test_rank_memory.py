@@ -202,6 +202,9 @@ def assert_moved(counted, planned, layout, config):
         assert counted["pipeline"] == pytest.approx(planned["pipeline"], rel=0.01)
     if layout.context > 1:
         assert counted["context"] == pytest.approx(planned["context"], rel=0.01)
+    for axis in ("expert", "expert_tensor"):
+        if layout.sizes[axis] > 1:
+            assert counted[axis] == pytest.approx(planned[axis], rel=0.03)
     axes = "context+data" if layout.context > 1 else "data"
     if layout.data > 1 and zero < 3 and model.moe is None and model.kv_heads >= layout.tensor:
         assert counted[axes] == pytest.approx(planned["data"], rel=0.01)
