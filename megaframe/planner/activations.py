@@ -96,8 +96,8 @@ def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage keeps of one microbatch.
 
     These are the input of each block, everything else of the blocks that are not recomputed, and
-    the rotary tables. On the last stage, also the head's input and its gradient, once for the model
-    and once per predictor, and everything else of the predictors.
+    the rotary tables. On the last stage, also the head's input and its gradient and what its norm
+    keeps, once for the model and once per predictor, and everything else of the predictors.
     """
     tokens = config.train.microbatch * config.train.seq
     stream = tokens * config.model.hidden * DTYPE_BYTES[config.train.precision]
@@ -108,10 +108,10 @@ def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
         streams -= plan.recomputed  # the inputs of recomputed blocks are in host memory
     # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
     saved += config.parallel.tensor * compute_rotary_bytes(config)
-    predictors = depth * tokens * _compute_norm_bytes(config)
+    ends = (plan.last + depth) * tokens * _compute_norm_bytes(config)
     if config.train.recompute != "full":
-        predictors += sum(compute_predictor_bytes(config, index) for index in range(depth))
-    return streams * stream + saved + predictors
+        ends += sum(compute_predictor_bytes(config, index) for index in range(depth))
+    return streams * stream + saved + ends
 
 
 def _compute_stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:

@@ -5,10 +5,13 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repo_copy import ROOT
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
+from megaframe.config.registry import Registry, use_registry
+from megaframe.extensions import load_extensions
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner import activations
@@ -111,7 +114,7 @@ CASES = {
     ),
     "norms of whole queries": (
         4,
-        {**LLAMA, "layers": 2, "qk_norm": "whole"},
+        {**LLAMA, "qk_norm": "whole"},
         {"recompute": "full"},
         {"tensor": 4, "zero": 1},
     ),
@@ -252,6 +255,19 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name, blocks_gone):
     assert_counted(
         config, Layout.from_parallel(config.parallel, world), {0, world - 1}, traffic=True
     )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_parts_of_extensions_are_planned_as_ours_are(recompute, blocks_gone):
+    """Norms that keep as much as their results, also in predictors and before the head."""
+    with use_registry(Registry()):
+        load_extensions(None, [f"run.extensions=[{ROOT / 'examples/norm.py'}]"])
+        blocks = [{"feed_forward": {"kind": "low_rank", "rank": 40}}, {"norms": "both"}]
+        model = {"norm": "dynamic_tanh", "activation": "reglu", "layers": 2, "blocks": blocks}
+        config = make_config(
+            4, {**model, "mtp_depth": 1}, {"recompute": recompute}, {"tensor": 2, "zero": 2}
+        )
+        assert_counted(config, Layout.from_parallel(config.parallel, 4), {0, 3}, traffic=True)
 
 
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-h2": 1, "interleaved": 2, "breadth-first": 2}
