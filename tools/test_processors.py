@@ -87,8 +87,12 @@ SETTINGS: tuple[Mapping[str, str], ...] = (
 
 @dataclass(frozen=True)
 class SettingResult:
-    """The result of the tests under a setting. verdict: passed, failed or skipped. note: why it was
-    skipped, or pytest's summary."""
+    """The result of the tests under a setting.
+
+    Attributes:
+        verdict: Passed, failed or skipped.
+        note: Why it was skipped, or pytest's summary.
+    """
 
     setting: str
     verdict: str
@@ -151,14 +155,14 @@ def find_ignored_setting(setting: Mapping[str, str], environment: Mapping[str, s
         environment: All variables of the new process.
     """
     command, verbose = [sys.executable, "-c", _PROBE], {**environment, "ONEDNN_VERBOSE": "1"}
-    done = subprocess.run(command, env=verbose, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
+    completed = subprocess.run(command, env=verbose, capture_output=True, text=True, check=True)
+    lines = completed.stdout.splitlines()
     for variable, (start, names) in _REPORTED.items():
         values = (line.removeprefix(start) for line in lines if line.startswith(start))
-        used = next(values, "unknown")
+        value_in_use = next(values, "unknown")
         value = setting.get(variable)
-        if value is not None and not used.startswith(names[value]):
-            return f"{variable}={value}: what is used is {used}"
+        if value is not None and not value_in_use.startswith(names[value]):
+            return f"{variable}={value}: what is used is {value_in_use}"
     return None
 
 
@@ -177,12 +181,12 @@ def run(setting: Mapping[str, str], flags: frozenset[str], command: Sequence[str
     if reason := find_ignored_setting(setting, environment):
         return SettingResult(name, "skipped", reason)
     start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    completed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     seconds = time.monotonic() - start
-    lines = done.stdout.splitlines()
+    lines = completed.stdout.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    note = "\n".join([*failed, *lines[-1:]]) or done.stderr.strip()[-500:]
-    return SettingResult(name, "failed" if done.returncode else "passed", note, seconds)
+    note = "\n".join([*failed, *lines[-1:]]) or completed.stderr.strip()[-500:]
+    return SettingResult(name, "failed" if completed.returncode else "passed", note, seconds)
 
 
 def format_report(results: Iterable[SettingResult], processor_name: str) -> str:

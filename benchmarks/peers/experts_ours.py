@@ -89,7 +89,7 @@ def main() -> None:
         parameter.value.copy_(value.view(parameter.value.shape))
     tokens = torch.zeros(1, shape.tokens, dtype=torch.int64)
     microbatch = Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
-    context, state = stage._make_context(microbatch), stage._make_pass_state()
+    context, state = stage.make_context(microbatch), stage.make_pass_state()
     x = numbers.x.requires_grad_()
 
     def start_step() -> None:

@@ -15,6 +15,7 @@ from megaframe.architecture.layer import (
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import NormDescription, RMSNormDescription
 from megaframe.architecture.spec import Constant, Normal, ParamSpec
+from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or, list_divisors
@@ -172,23 +173,25 @@ class SoftmaxAttention(MixerDescription):
             elements += self.value_width + self.ring_width * (parallel.context > neighbours)
         return SavedActivations(self.heads * elements, self.heads)
 
-    def count_context_bytes(
-        self, parallel: ParallelConfig, width: int, seq: int
-    ) -> tuple[float, float]:
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
         """Return those of heads that are exchanged for tokens, and of keys and values that go
         around the ring: forward only the halves that ranks behind may see, and backward these with
-        their gradients, which are summed in at least fp32 (`context_parallel/ring.py`)."""
-        context, neighbours = parallel.context, count_exchanging_ranks(parallel)
-        ring, pieces = context // neighbours, 2 * context * (context > 1) or 1
-        tokens = -(-seq // pieces) * pieces
-        groups = max(self.ring_groups, parallel.tensor)
-        groups *= max(1, neighbours * parallel.tensor // groups)  # each neighbour has a head
-        exchanged = tokens * (self.heads + groups) * self.ring_width * (neighbours - 1) / neighbours
-        around = tokens / ring * groups * self.ring_width
-        keys, gradients = (ring - 1) * (ring - 0.5), 0.75 * ring * (ring - 1)
-        forward = exchanged + 0.75 * ring * (ring - 1) * around
-        backward = (exchanged + keys * around) * width + gradients * around * max(4, width)
-        return forward * width, backward
+        their gradients (`megaframe.context_parallel.ring`)."""
+        context, tensor = parallel.context, parallel.tensor
+        if context == 1:
+            return {}
+        neighbours = count_exchanging_ranks(parallel)
+        ring = context // neighbours
+        padded = -(-seq // (2 * context)) * 2 * context / seq
+        groups = max(self.ring_groups, tensor)
+        groups *= max(1, neighbours * tensor // groups)  # each neighbour has a head
+        exchanged = padded * (self.heads + groups) * self.ring_width * (neighbours - 1) / neighbours
+        around = padded * groups * self.ring_width * (ring - 1)
+        keys, gradients = around * (1 - 0.5 / ring), 0.75 * around
+        forward = exchanged + 0.75 * around
+        return {"context": AxisTraffic(forward, exchanged + keys, wide_backward=gradients)}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The transformer block, and the block of a multi-token predictor: what they are made of."""
+"""The transformer block: what it is made of."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from megaframe.architecture.norm import (
 )
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
 from megaframe.architecture.spec import ParamSpec, count_copies
+from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,
@@ -148,45 +149,58 @@ class BlockDescription:
         norms before them with their statistics, unless they are recomputed, and the inputs of the
         norms after them with their statistics.
         """
-        kept = self.mixer.count_saved(parallel, recompute) + self.feed_forward.count_saved(
+        saved = self.mixer.count_saved(parallel, recompute) + self.feed_forward.count_saved(
             parallel, recompute
         )
         if self.parallel == "none":
-            kept = kept + SavedActivations(values=self.norm.width)
+            saved = saved + SavedActivations(values=self.norm.width)
         recomputed = recompute == "selective" and self.norm.recomputes
         if self.norms_before:
             needs_rows = [self.feed_forward.keeps_normed_input]
             needs_rows.append(self.mixer.keeps_normed_input and not self.shares_norm)
             norms = 1 if self.shares_norm else 2
             kept_norms = min(norms, sum(needs_rows)) if recomputed else norms
-            kept = sum([self.norm.saved] * kept_norms, kept)
+            saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
-            kept = kept + self.norm.saved + self.norm.saved
-        return kept
+            saved = saved + self.norm.saved + self.norm.saved
+        return saved
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
         parts = (self.mixer, self.feed_forward)
-        kept = sum(
+        saved = sum(
             (part.count_saved_for_weights(parallel, recompute) for part in parts),
             SavedActivations(),
         )
         in_parallel, rows = self.parallel != "none", 0
         if recompute == "selective" and self.norms_before and self.norm.recomputes:
             # Each product of the input normalises it again, into memory of its own.
-            again = (part.input_products - 1 for part in parts if not part.keeps_normed_input)
-            rows += sum(again)
+            recomputed_rows = (
+                part.input_products - 1 for part in parts if not part.keeps_normed_input
+            )
+            rows += sum(recomputed_rows)
         elif in_parallel and (self.shares_norm or not self.norms_before):
             rows -= all(part.input_products for part in parts)  # both halves keep the same rows
         if in_parallel and not (self.norms_after or self.drops or self.residual_scale != 1.0):
             # The gradient of the stream is that of both outputs.
             rows -= all(part.keeps_output_gradient for part in parts)
-        return kept + SavedActivations(values=rows * self.norm.width)
+        return saved + SavedActivations(values=rows * self.norm.width)
 
     @property
     def tensor_traffic(self) -> TensorTraffic:
         """What the rows of a token move over the tensor axis."""
         return self.mixer.tensor_traffic + self.feed_forward.tensor_traffic
+
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return what moves over other axes than `tensor`, by axis. The arguments are those of
+        `LayerDescription.count_traffic`."""
+        traffic: dict[str, AxisTraffic] = {}
+        for part in (self.mixer, self.feed_forward):
+            for axis, moved in part.count_traffic(parallel, seq, near).items():
+                traffic[axis] = traffic.get(axis, AxisTraffic()) + moved
+        return traffic
 
     @property
     def tensor_statistics(self) -> int:
@@ -197,33 +211,6 @@ class BlockDescription:
         """Return the elements that a forward pass sums over the ranks of a sample."""
         parts = (self.mixer, self.feed_forward)
         return sum(part.count_tensor_sums(samples) for part in parts)
-
-
-@dataclass(frozen=True)
-class PredictorDescription:
-    """One depth of multi-token prediction (DeepSeek-V3, 2024, section 2.2): the stream and the
-    embedding of a token ahead are normalised, joined by a matrix, and passed through a block. Its
-    final norm belongs to the head."""
-
-    block: BlockDescription
-    join: LinearSpec
-
-    @property
-    def norm(self) -> NormDescription:
-        """Of the stream and of the token."""
-        return self.block.norm
-
-    def declare_parameters(self, name: str, block_name: str) -> Iterator[ParamSpec]:
-        """Yield the specs of all parameters.
-
-        Args:
-            name: The path of the predictor in the model.
-            block_name: That of its block, which is numbered after the last layer.
-        """
-        yield from self.norm.declare_parameters(f"{name}.stream_norm")
-        yield from self.norm.declare_parameters(f"{name}.token_norm")
-        yield from self.join.declare_parameters(f"{name}.join")
-        yield from self.block.declare_parameters(block_name)
 
 
 @lru_cache(maxsize=4096)
@@ -257,12 +244,6 @@ def find_block_config(model: ModelConfig, layer: int) -> BlockConfig:
         if moe is not None and has_experts(moe, layer)
         else MLPConfig(),
     )
-
-
-def describe_predictor(model: ModelConfig, index: int) -> PredictorDescription:
-    """Return predictor number `index`, from 0."""
-    join = LinearSpec((2, model.hidden), (model.hidden,), model.init_std)
-    return PredictorDescription(describe_block(model, model.layers + index), join)
 
 
 @lru_cache(maxsize=256)

@@ -1,13 +1,17 @@
-"""Tables that are looked up by number, tokens and learned positions, and the weight of the head."""
+"""Both ends of a model: the embedding, with tables that are looked up by number, and the head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megaframe.architecture.layer import HasParameters, LayerDescription, SavedActivations
 from megaframe.architecture.limits import Limit
+from megaframe.architecture.linear import LinearSpec, TensorTraffic
+from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,109 @@ class TableDescription:
         shape, init = (self.rows, self.width), Normal(self.std)
         yield ParamSpec(f"{name}.weight", shape, init, role="embedding", decay=True, axes=axes)
 
+    def count_saved(self, parallel: ParallelConfig) -> SavedActivations:
+        """Return what a look-up of token numbers keeps: on each tensor rank with a part of the rows
+        the numbers within it, and which are outside."""
+        divided = self.split and parallel.tensor > 1
+        return SavedActivations(other_bytes=9 * parallel.tensor * divided)
+
+    @property
+    def tensor_traffic(self) -> TensorTraffic:
+        """The rows of a divided table are scattered, and their gradients gathered."""
+        moved = self.width * self.split
+        return TensorTraffic(moved, moved, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingDescription(LayerDescription):
+    """What makes the stream from token numbers.
+
+    Attributes:
+        tokens: The table of tokens.
+        positions: That of learned positions; None without any.
+    """
+
+    tokens: TableDescription
+    positions: TableDescription | None
+
+    name = "embedding"
+
+    @property
+    def parts(self) -> Mapping[str, HasParameters]:
+        """The tables."""
+        parts: dict[str, HasParameters] = {"tokens": self.tokens}
+        return parts if self.positions is None else {**parts, "positions": self.positions}
+
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the numbers of rows that are not those of the microbatch itself: positions are
+        counted, on each tensor rank for all tokens."""
+        positions = 0 if self.positions is None else 8 * parallel.tensor
+        return self.tokens.count_saved(parallel) + SavedActivations(other_bytes=positions)
+
+    @property
+    def tensor_traffic(self) -> TensorTraffic:
+        """What the table of tokens moves; that of positions is whole."""
+        return self.tokens.tensor_traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadDescription(LayerDescription):
+    """The last norm and the projection to the vocabulary, once for the next token and once for each
+    token further ahead, with a norm of its own. Gradients are computed with the loss, in the
+    forward pass.
+
+    Attributes:
+        norm: Before the projection.
+        weight: The projection; None if it is the table of tokens.
+        projection: Its product.
+        depths: Tokens predicted beyond the next one.
+    """
+
+    norm: NormDescription
+    weight: ParamSpec | None
+    projection: LinearSpec
+    depths: int
+
+    name = "head"
+
+    @property
+    def parts(self) -> Mapping[str, HasParameters]:
+        """The norm of the next token."""
+        return {"norm": self.norm}
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the specs of all norms, and of the projection unless it is tied."""
+        yield from super().declare_parameters(name)
+        for index in range(self.depths):
+            yield from self.norm.declare_parameters(f"predictors.{index}.norm")
+        if self.weight is not None:
+            yield self.weight
+
+    @property
+    def linears(self) -> list[LinearSpec]:
+        """The projection, for one of the losses."""
+        return [self.projection]
+
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return what one of the losses keeps: what its norm does, and the gradient of the
+        normalised stream."""
+        return self.norm.saved_statistics + SavedActivations(values=self.norm.width)
+
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return nothing: the gradient of the projection is computed with the loss."""
+        return SavedActivations()
+
+    @property
+    def tensor_traffic(self) -> TensorTraffic:
+        """What one of the losses moves: the stream is gathered and its gradient scattered."""
+        return TensorTraffic(2 * self.norm.width, 0, 0)
+
+    @property
+    def tensor_sums(self) -> int:
+        """Elements per token, in at least fp32, that one of the losses sums over tensor ranks: the
+        largest logit, the sum of exponentials, and the logit of the label."""
+        return 3
+
 
 def get_vocab_size(model: ModelConfig) -> int:
     """Return the rows of the token table.
@@ -65,6 +172,33 @@ def describe_position_table(model: ModelConfig, seq: int) -> TableDescription | 
     if model.position != "learned":
         return None
     return TableDescription(model.positions or seq, model.hidden, model.init_std, split=False)
+
+
+def describe_embedding(model: ModelConfig, seq: int) -> EmbeddingDescription:
+    """Return the embedding. A vocabulary that is not known yet counts as 0.
+
+    Args:
+        model: The section `model`.
+        seq: As in `describe_position_table`.
+    """
+    tokens = TableDescription(model.vocab or 0, model.hidden, model.init_std, split=True)
+    return EmbeddingDescription(tokens=tokens, positions=describe_position_table(model, seq))
+
+
+def describe_head(model: ModelConfig, norm: NormDescription) -> HeadDescription:
+    """Return the head. A vocabulary that is not known yet counts as 0.
+
+    Args:
+        model: The section `model`.
+        norm: That of the stream.
+    """
+    words = model.vocab or 0
+    return HeadDescription(
+        norm=norm,
+        weight=None if model.tie_embeddings or not words else describe_head_weight(model),
+        projection=LinearSpec((model.hidden,), (words,), model.init_std, split=0),
+        depths=model.mtp_depth,
+    )
 
 
 def describe_head_weight(model: ModelConfig) -> ParamSpec:

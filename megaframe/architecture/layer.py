@@ -16,6 +16,7 @@ from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
+from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or
 
@@ -183,8 +184,8 @@ class LayerDescription(ABC):
         """Return what a backward pass leaves for a separate weight pass, if the layer's input is
         not normalised again by each product."""
         tensor = parallel.tensor
-        kept = (linear.count_kept_for_weights(tensor) for linear in self.linears)
-        return SavedActivations(values=sum(kept))
+        saved_elements = (linear.count_kept_for_weights(tensor) for linear in self.linears)
+        return SavedActivations(values=sum(saved_elements))
 
     @property
     def tensor_traffic(self) -> TensorTraffic:
@@ -193,6 +194,19 @@ class LayerDescription(ABC):
         for linear in self.linears:
             total = total + linear.tensor_traffic
         return total
+
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return what moves over other axes than `tensor`, by axis.
+
+        Args:
+            parallel: The layout.
+            seq: Tokens of a sample.
+            near: Neighbours on the expert axis that share a node
+                (`megaframe.architecture.moe.count_near_experts`).
+        """
+        return {}
 
     @property
     def tensor_statistics(self) -> int:
@@ -296,19 +310,11 @@ class MixerDescription(LayerDescription):
         is passed (`megaframe.context_parallel.states.pass_states`): a state and its decay."""
         return 0
 
-    def count_context_bytes(
-        self, parallel: ParallelConfig, width: int, seq: int
-    ) -> tuple[float, float]:
-        """Return the bytes that all tensor and context ranks of a sample together send over the
-        context axis, in a forward pass and in a backward pass. By default each rank sends all
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return what moves over other axes than `tensor`. By default each context rank sends all
         others what its two pieces do to a state: forward, once more where the backward pass
-        computes it again (`megaframe.ops.autograd.recompute`), and the gradients of it.
-
-        Args:
-            parallel: The layout.
-            width: Bytes of a value.
-            seq: Tokens of a sample.
-        """
-        ranks = parallel.context
-        passed = 2 * ranks * (ranks - 1) * self.passed_elements * max(4, width)
-        return passed, 2 * passed
+        computes it again (`megaframe.ops.autograd.recompute`), and the gradients of it."""
+        passed = 2 * parallel.context * (parallel.context - 1) * self.passed_elements / seq
+        return {"context": AxisTraffic(wide_forward=passed, wide_backward=2 * passed)}

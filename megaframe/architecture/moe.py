@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import gcd
+from itertools import pairwise
+from math import comb, gcd
 
 from megaframe.architecture.activation import ActivationDescription
 from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.mlp import MLPDescription
-from megaframe.architecture.spec import Constant, ParamSpec
+from megaframe.architecture.spec import Constant, ParamSpec, locate_shard
+from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.model import ModelConfig, MoEConfig
 from megaframe.config.parallel import ParallelConfig
 
@@ -171,14 +173,17 @@ class MoEDescription(FeedForwardDescription):
         """Return what experts and their router keep. Experts count as equally loaded, and without
         their routes."""
         moe, hidden = self.moe, self.hidden
-        copies = (
-            parallel.expert_tensor
-        )  # each of these ranks has the rows of all, and part of a width
-        arriving = moe.top_k * copies
+        # Each of these ranks has the rows of all, and part of a width.
+        copies = parallel.expert_tensor
+        arriving: float = moe.top_k * copies
         if parallel.expert * copies == 1:
             arriving = 0  # experts select from the normalised rows
         elif parallel.dispatch == "all_gather" and copies == 1:
             arriving = parallel.expert
+        elif parallel.dispatch == "deduplicated" and copies == 1:
+            near = count_near_experts(parallel, parallel.node_size or parallel.expert)
+            if near == 1:  # a row arrives once, and its experts select from it
+                arriving = parallel.expert * self._compute_node_share(parallel.expert, 1)
         elements = arriving * hidden + moe.top_k * (copies + self.experts.up.results)
         # Jitter keeps its factors and its result; the normalised rows only where experts use them
         # here.
@@ -190,8 +195,10 @@ class MoEDescription(FeedForwardDescription):
         scores = moe.experts * (1 + self.balances_samples + penalised) + balanced
         scores += (moe.top_k + 2) * moe.normalise + penalised
         has_label = balanced or penalised
-        kept = SavedActivations(elements, scores, 8 * moe.top_k + has_label)
-        return kept if self.shared is None else kept + self.shared.count_saved(parallel, recompute)
+        saved = SavedActivations(elements, scores, 8 * moe.top_k + has_label)
+        return (
+            saved if self.shared is None else saved + self.shared.count_saved(parallel, recompute)
+        )
 
     @property
     def balances_samples(self) -> bool:
@@ -201,6 +208,59 @@ class MoEDescription(FeedForwardDescription):
     def count_tensor_sums(self, samples: int) -> int:
         """Return the loads of all experts in each sample, and in the padding."""
         return (samples + 1) * self.moe.experts * self.balances_samples
+
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return what moves to the experts and back, with the weights of the choices, as if all
+        sets of `top_k` experts were chosen equally often."""
+        ranks, copies, moe = parallel.expert, parallel.expert_tensor, self.moe
+        traffic: dict[str, AxisTraffic] = {}
+        if ranks > 1:
+            traffic["expert"] = self._count_dispatch(parallel.dispatch, ranks, near)
+        if copies > 1:
+            # Rows that have arrived, with their weights, are gathered, and their results scattered.
+            rows = moe.top_k * (copies - 1)
+            moved = (2 * self.hidden + 1) * rows
+            sources = {"all_to_all": ranks, "hierarchical": ranks // near, "deduplicated": near}
+            counts = 8 * sources.get(parallel.dispatch, 1) * moe.experts / ranks * (copies - 1)
+            traffic["expert_tensor"] = AxisTraffic(moved, moved, count_bytes=counts)
+        return traffic
+
+    def _count_dispatch(self, method: str, ranks: int, near: int) -> AxisTraffic:
+        """Return what a dispatch method moves over the expert axis (`megaframe.expert_parallel`):
+        rows to the experts, results back, and the weights of choices."""
+        moe, hidden, far = self.moe, self.hidden, ranks // near
+        choices, experts = moe.top_k, moe.experts
+        # Neighbours and nodes get the same share of the choices.
+        near_share, far_share = (near - 1) / near, (far - 1) / far
+        integers = counts = 0.0
+        if method == "all_to_all":
+            rows = weights = choices * (ranks - 1) / ranks
+            counts = 8 * experts * (ranks - 1)
+        elif method == "all_gather":
+            rows, weights = ranks - 1, choices * (ranks - 1)
+            integers, counts = 8 * weights, 8 * (ranks - 1)
+        elif method == "hierarchical":
+            rows = weights = choices * (near_share + far_share)
+            counts = 8 * experts * (ranks - 1)
+        else:
+            nodes = (far - 1) * self._compute_node_share(ranks, near)
+            rows = choices * near_share + nodes
+            weights = choices * (near_share + nodes)
+            integers = 8 * choices * nodes
+            counts = 8 * (far * (far - 1) + experts / far * (near - 1))
+        moved = 2 * hidden * rows + weights
+        return AxisTraffic(moved, moved, integer_bytes=integers, count_bytes=counts)
+
+    def _compute_node_share(self, ranks: int, near: int) -> float:
+        """Return the share of rows that have a choice on a node of `near` ranks: all but those
+        whose choices are all among the experts of other nodes, on average over nodes."""
+        experts, choices = self.moe.experts, self.moe.top_k
+        starts = [locate_shard(experts, rank, ranks)[0] for rank in range(0, ranks, near)]
+        sizes = (stop - start for start, stop in pairwise([*starts, experts]))
+        elsewhere = sum(comb(experts - size, choices) for size in sizes) / len(starts)
+        return 1 - elsewhere / comb(experts, choices)
 
     @property
     def input_products(self) -> int:

@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from megaframe.architecture.block import describe_block, describe_predictor
-from megaframe.config.model import ModelConfig
+from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
+from megaframe.architecture.embedding import (
+    EmbeddingDescription,
+    HeadDescription,
+    describe_embedding,
+    describe_head,
+)
+from megaframe.architecture.predictor import PredictorDescription, describe_predictor
 from megaframe.config.schema import RunConfig
 from megaframe.schedule.costs import ActionCosts
 
@@ -48,6 +54,45 @@ class StagePlan:
         if self.blocks:
             parts.append(f"blocks {self.blocks[0]}-{self.blocks[-1]}")
         return " + ".join(parts + ["head"] * self.last)
+
+
+@dataclass(frozen=True)
+class StageDescription:
+    """What the parts of a stage are made of.
+
+    Attributes:
+        embedding: On the first stage, else None.
+        blocks: In order.
+        predictors: On the last stage, in order.
+        head: On the last stage, else None. It computes a loss for itself and for each predictor.
+    """
+
+    embedding: EmbeddingDescription | None
+    blocks: tuple[BlockDescription, ...]
+    predictors: tuple[PredictorDescription, ...]
+    head: HeadDescription | None
+
+    @property
+    def layers(self) -> list[BlockDescription | PredictorDescription]:
+        """The blocks and the predictors."""
+        return [*self.blocks, *self.predictors]
+
+    @property
+    def losses(self) -> int:
+        """How many losses its head computes."""
+        return 0 if self.head is None else 1 + self.head.depths
+
+
+def describe_stage(config: RunConfig, plan: StagePlan) -> StageDescription:
+    """Return what a stage is made of, unless its blocks are emulated."""
+    model = config.model
+    depths = range(model.mtp_depth if plan.last else 0)
+    return StageDescription(
+        describe_embedding(model, config.train.seq) if plan.first else None,
+        tuple(describe_block(model, layer) for layer in plan.blocks),
+        tuple(describe_predictor(model, index) for index in depths),
+        describe_head(model, describe_norm(model)) if plan.last else None,
+    )
 
 
 def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
@@ -176,16 +221,12 @@ def compute_output_work(config: RunConfig) -> PassWork:
     return PassWork(forward, backward, weight)
 
 
-def list_stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
-    """Return the layers of a stage. Its predictors' blocks are numbered after the last layer."""
-    return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
-
-
 def _compute_head_flops(config: RunConfig) -> float:
     """Return the forward FLOPs per token of the head; 0 with emulated blocks."""
     if config.model.emulate is not None:
         return 0.0
-    return 2.0 * config.model.hidden * (config.model.vocab or 0)
+    head = describe_head(config.model, describe_norm(config.model))
+    return 2.0 * sum(linear.elements for linear in head.linears)
 
 
 def _find_minimal_maximum(ends: Sequence[float], head: float, stages: int) -> float:

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megaframe.architecture.block import describe_block, describe_predictor
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.embedding import get_vocab_size
+from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import compute_block_work, plan_stages
 from megaframe.config import RunConfig

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.architecture.attention import AttentionDescription
-from megaframe.context_parallel.ring import RingMask, ring_attention
+from megaframe.context_parallel.ring import ring_attention
+from megaframe.context_parallel.ring_mask import RingMask
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.pass_state import PassState
 from megaframe.model.query_key_norm import make_query_key_norms
@@ -154,14 +155,14 @@ def attend_heads(
         has_sinks = sinks_N is not None
         by_kernel = attend_by_kernel(run.kernels, *shared, mask, scale, softcap, has_sinks)
         if by_kernel is None:
-            out_BSNV = _attend_locally(*shared, mask, scale, softcap, sinks_N)
+            out_BSNV = attend_locally(*shared, mask, scale, softcap, sinks_N)
         else:
             out_BSNV = by_kernel
     out_BSNV = run.context.gather_heads(out_BSNV)
     return out_BSNV.reshape(out_BSNV.shape[0] * out_BSNV.shape[1], -1)
 
 
-def _attend_locally(
+def attend_locally(
     query_BSND: Tensor,
     key_BSGD: Tensor,
     value_BSGV: Tensor,

@@ -73,6 +73,7 @@ class Stage:
     Attributes:
         run: What the run fixes for the layers.
         precision: Types of numbers.
+        keys: Of random masks; None if nothing is random.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Stage:
         self._sharding, self._chunk = sharding, chunk
         moe, drops = config.model.moe, config.model.dropout > 0
         random = drops or (moe is not None and moe.jitter > 0)
-        self._keys = DropoutKeys(config.run.seed) if random else None
+        self.keys = DropoutKeys(config.run.seed) if random else None
         # Added by a forward, removed by the backward (or by W, if backwards are split).
         self._activations: dict[int, StageActivations] = {}
         self._statistics = LayerStatistics()
@@ -134,8 +135,8 @@ class Stage:
 
     def start_step(self, step: int) -> None:
         """Begin optimizer step `step`, on which random masks depend."""
-        if self._keys is not None:
-            self._keys.begin(step)
+        if self.keys is not None:
+            self.keys.begin(step)
 
     def forward(
         self,
@@ -165,7 +166,7 @@ class Stage:
             The output for the next stage, [rows, hidden]; on the last stage the loss sum over valid
             tokens, fp64 scalar.
         """
-        context, state = self._make_context(microbatch, self._keys, scale), self._make_pass_state()
+        context, state = self.make_context(microbatch, self.keys, scale), self.make_pass_state()
         activations = self._activations[number] = StageActivations(context, state)
         state.interleave_hook.switch = hand_over
         values = self._make_value_contexts(self.units, next_unit, with_second_half=False)
@@ -313,12 +314,12 @@ class Stage:
         if self.post_process is None:
             return x
         values = self._make_value_contexts([self.post_process.head])
-        return self.post_process.evaluate(x, microbatch, self._make_context(microbatch), values)
+        return self.post_process.evaluate(x, microbatch, self.make_context(microbatch), values)
 
     @torch.no_grad()
     def compute_hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
         """Return the stream [rows, hidden] after the last block, without dropout and gradients."""
-        context, state = self._make_context(microbatch), self._make_pass_state()
+        context, state = self.make_context(microbatch), self.make_pass_state()
         values = self._make_value_contexts(self.units, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):
@@ -373,16 +374,24 @@ class Stage:
         statistics, self._statistics = self._statistics, LayerStatistics()
         return statistics
 
-    def _make_context(
+    def make_context(
         self,
         microbatch: Microbatch,
         keys: DropoutKeys | None = None,
         scale: Tensor | None = None,
     ) -> MicrobatchContext:
+        """Return what a microbatch brings to the layers.
+
+        Args:
+            microbatch: This context rank's part of it.
+            keys: Of dropout masks; None if nothing is random.
+            scale: As in `forward`; None without gradients.
+        """
         dtype = self.precision.compute
         return make_microbatch_context(self.config.model, self.run, microbatch, dtype, keys, scale)
 
-    def _make_pass_state(self) -> PassState:
+    def make_pass_state(self) -> PassState:
+        """Return the mutable objects of the passes of one microbatch."""
         boundary = BlockBoundary(self._sharding.gather_second_half)
         return PassState(self._statistics, self._workspace, boundary)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaframe.architecture.block import describe_block, describe_norm, list_mixers
-from megaframe.architecture.stages import StagePlan, list_stage_layers
+from megaframe.architecture.block import BlockDescription, describe_block, list_mixers
+from megaframe.architecture.layer import LayerDescription
+from megaframe.architecture.predictor import PredictorDescription
+from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.schedule import Action, ActionKind
@@ -24,9 +26,9 @@ def compute_peak_activations(
     the end of its consumer, or to its send.
 
     Args:
-        config: model, precision, recompute and microbatch.
-        plans: the stages of this rank.
-        actions: its list of actions, in order.
+        config: Model, precision, recompute and microbatch.
+        plans: The stages of this rank.
+        actions: Its list of actions, in order.
     """
     size = {plan.number: _compute_stage_bytes(config, plan) for plan in plans}
     weight_pass_size = {
@@ -72,11 +74,10 @@ def compute_peak_activations(
 def _compute_recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the largest number of bytes of a stage's recomputed block while it is recomputed, 0 if
     none is; with the inputs that offload has brought back for up to two blocks."""
-    blocks = [compute_block_bytes(config, layer) for layer in plan.blocks[: plan.recomputed]]
-    if config.train.recompute == "full" and plan.last:
-        blocks += [
-            compute_predictor_bytes(config, index) for index in range(config.model.mtp_depth)
-        ]
+    stage = describe_stage(config, plan)
+    blocks = [_count_saved_bytes(config, block) for block in stage.blocks[: plan.recomputed]]
+    if config.train.recompute == "full":
+        blocks += [_count_saved_bytes(config, predictor) for predictor in stage.predictors]
     offloaded_inputs = 0
     if config.train.offload and blocks:  # inputs of the block in use and of the one before it
         tokens = config.train.microbatch * config.train.seq
@@ -84,6 +85,8 @@ def _compute_recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
     return max(blocks, default=0) + offloaded_inputs * DTYPE_BYTES[config.train.precision]
 
 
+SavingPart = BlockDescription | LayerDescription | PredictorDescription
+"""What says how much it keeps for the backward pass."""
 _MESSAGES = {
     ActionKind.F: (ActionKind.RECV_F, ActionKind.SEND_F, 1),
     ActionKind.B: (ActionKind.RECV_B, ActionKind.SEND_B, -1),
@@ -96,42 +99,55 @@ def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage keeps of one microbatch.
 
     These are the input of each block, everything else of the blocks that are not recomputed, and
-    the rotary tables. On the last stage, also the head's input and its gradient and what its norm
-    keeps, once for the model and once per predictor, and everything else of the predictors.
+    the rotary tables. On the first stage, also what the embedding keeps; on the last stage what the
+    head keeps for each loss, with its input, and everything else of the predictors.
     """
-    tokens = config.train.microbatch * config.train.seq
-    stream = tokens * config.model.hidden * DTYPE_BYTES[config.train.precision]
-    saved = sum(compute_block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
-    depth = config.model.mtp_depth * plan.last
-    streams = len(plan.blocks) + 2 * (plan.last + depth)
+    stage, width = describe_stage(config, plan), DTYPE_BYTES[config.train.precision]
+    stream = config.train.microbatch * config.train.seq * config.model.hidden * width
+    inputs = len(plan.blocks) + stage.losses
     if config.train.offload:
-        streams -= plan.recomputed  # the inputs of recomputed blocks are in host memory
-    # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
-    saved += config.parallel.tensor * compute_rotary_bytes(config)
-    ends = (plan.last + depth) * tokens * _compute_norm_bytes(config)
+        inputs -= plan.recomputed  # those of recomputed blocks are in host memory
+    saved = sum(_count_saved_bytes(config, block) for block in stage.blocks[plan.recomputed :])
+    if stage.embedding is not None:
+        saved += _count_saved_bytes(config, stage.embedding)
+    if stage.head is not None:
+        saved += stage.losses * _count_saved_bytes(config, stage.head)
     if config.train.recompute != "full":
-        ends += sum(compute_predictor_bytes(config, index) for index in range(depth))
-    return streams * stream + saved + ends
+        saved += sum(_count_saved_bytes(config, predictor) for predictor in stage.predictors)
+    # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
+    return inputs * stream + saved + config.parallel.tensor * compute_rotary_bytes(config)
+
+
+def _count_saved_bytes(config: RunConfig, part: SavingPart) -> int:
+    """Return the bytes that a part keeps of a microbatch besides its input."""
+    train, width = config.train, DTYPE_BYTES[config.train.precision]
+    saved = part.count_saved(config.parallel, train.recompute).count_bytes(width)
+    return round(train.microbatch * train.seq * saved)
 
 
 def _compute_stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage's backward of one microbatch leaves for its weight pass."""
-    model = config.model
-    joins = 3 * model.mtp_depth * plan.last * model.hidden * DTYPE_BYTES[config.train.precision]
-    joins *= config.train.microbatch * config.train.seq
-    rotary = config.parallel.tensor * compute_rotary_bytes(config)
-    return compute_weight_pass_bytes(config, list_stage_layers(model, plan)) + joins + rotary
-
-
-def compute_weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
-    """Return the bytes of one microbatch that the backward of the blocks of `layers` leaves for
-    their weight pass: the inputs of all linears, and the gradients of their outputs."""
     if config.model.emulate is not None:
         return 0
+    stage = describe_stage(config, plan)
+    left = (_count_left_bytes(config, part) for part in stage.layers)
+    return sum(left) + config.parallel.tensor * compute_rotary_bytes(config)
+
+
+def _count_left_bytes(config: RunConfig, part: BlockDescription | PredictorDescription) -> int:
+    """Return the bytes that the backward pass of a part leaves of a microbatch for a weight pass:
+    the inputs of all linears, and the gradients of their outputs."""
     train, width = config.train, DTYPE_BYTES[config.train.precision]
-    blocks = (describe_block(config.model, layer) for layer in layers)
-    saved = (block.count_saved_for_weights(config.parallel, train.recompute) for block in blocks)
-    return round(train.microbatch * train.seq * sum(each.count_bytes(width) for each in saved))
+    left = part.count_saved_for_weights(config.parallel, train.recompute).count_bytes(width)
+    return round(train.microbatch * train.seq * left)
+
+
+def compute_weight_pass_bytes(config: RunConfig, layer: int) -> int:
+    """Return the bytes of one microbatch that the backward pass of a block leaves for its weight
+    pass."""
+    if config.model.emulate is not None:
+        return 0
+    return _count_left_bytes(config, describe_block(config.model, layer))
 
 
 def compute_rotary_bytes(config: RunConfig) -> int:
@@ -143,28 +159,6 @@ def compute_rotary_bytes(config: RunConfig) -> int:
     return config.train.seq * width * DTYPE_BYTES[config.train.precision]
 
 
-def compute_predictor_bytes(config: RunConfig, index: int) -> int:
-    """Return the bytes that predictor number `index` keeps of a microbatch, besides the stream that
-    it starts from.
-
-    These are five streams (the output of the preceding depth's norm, the embeddings of the tokens
-    ahead, both of them normalised, and the result of joining them), and what its block and three
-    norms keep.
-    """
-    tokens = config.train.microbatch * config.train.seq
-    streams = 5 * config.model.hidden * DTYPE_BYTES[config.train.precision]
-    block = compute_block_bytes(config, config.model.layers + index)
-    return block + tokens * (streams + 3 * _compute_norm_bytes(config))
-
-
-def _compute_norm_bytes(config: RunConfig) -> int:
-    """Return the bytes of statistics that a norm of the stream keeps per token."""
-    saved = describe_norm(config.model).saved_statistics
-    return round(saved.count_bytes(DTYPE_BYTES[config.train.precision]))
-
-
 def compute_block_bytes(config: RunConfig, layer: int) -> int:
     """Return the bytes that one block keeps of a microbatch besides its input."""
-    train, width = config.train, DTYPE_BYTES[config.train.precision]
-    saved = describe_block(config.model, layer).count_saved(config.parallel, train.recompute)
-    return train.microbatch * train.seq * round(saved.count_bytes(width))
+    return _count_saved_bytes(config, describe_block(config.model, layer))

@@ -6,11 +6,11 @@ Gradients and values count without the padding of buckets.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from megaframe.architecture.block import describe_block
-from megaframe.architecture.stages import StagePlan, list_stage_layers
+from megaframe.architecture.moe import count_near_experts
+from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
@@ -23,18 +23,19 @@ _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 def compute_communication_bytes(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> Mapping[str, float]:
-    """Return the bytes over `tensor`, `context`, `data` and `pipeline` of a rank with these stages
-    and lowered actions. Over `context` it is the mean of the ranks of a ring.
+    """Return the bytes over `tensor`, `context`, `data`, `pipeline`, `expert` and `expert_tensor`
+    of a rank with these stages and lowered actions. Over context and expert axes it is the mean of
+    their ranks, with equally loaded experts.
 
     "data" has the gradients and values of dense parameters, over data and context ranks. At ZeRO 3
     it counts every value in every pass; in fact blocks whose values are still present are not
     fetched again.
 
     Args:
-        config: model, precision and microbatch.
-        layout: the sizes of the axes.
-        plans: the stages of the rank.
-        actions: the lowered actions of the rank in one step.
+        config: Model, precision and microbatch.
+        layout: The sizes of the axes.
+        plans: The stages of the rank.
+        actions: The lowered actions of the rank in one step.
     """
     train, tensor = config.train, layout.tensor
     width = DTYPE_BYTES[train.precision]
@@ -49,11 +50,15 @@ def compute_communication_bytes(
         + weight_passes[plan.number] * _count_tensor_elements_of_weight_pass(config, plan)
         for plan in plans
     )
+    by_stage = [_count_bytes_of_layers(config, layout, plan) for plan in plans]
     # An all-reduce moves everything twice.
     statistics = 2 * microbatches * sum(_count_tensor_statistics(config, plan) for plan in plans)
     return {
         "tensor": share * tokens * (rows * width + statistics * max(4, width)),
-        "context": microbatches * sum(_count_context_bytes(config, layout, plan) for plan in plans),
+        **{
+            axis: microbatches * sum(moved[axis] for moved in by_stage)
+            for axis in ("context", "expert", "expert_tensor")
+        },
         "pipeline": messages * stream / tensor,
         "data": _compute_data_bytes(config, layout, plans, microbatches),
     }
@@ -61,45 +66,46 @@ def compute_communication_bytes(
 
 def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Return the elements per token that a stage moves over tensor ranks, for one microbatch.
-
-    Recomputed blocks repeat the transfers of forward. The embedding and the head move the stream
-    twice each, and so do those of each predictor.
-    """
-    model = config.model
-    traffic = [
-        describe_block(model, layer).tensor_traffic for layer in list_stage_layers(model, plan)
-    ]
-    blocks = sum(block.forward + block.backward for block in traffic)
-    recomputed = sum(block.forward for block in traffic[: plan.recomputed])
-    depth = model.mtp_depth * plan.last
-    ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
-    return blocks + recomputed + ends
+    Recomputed blocks repeat the transfers of forward."""
+    stage = describe_stage(config, plan)
+    traffic = [part.tensor_traffic for part in stage.layers]
+    if stage.embedding is not None:
+        traffic.append(stage.embedding.tensor_traffic)
+    if stage.head is not None:
+        traffic += [stage.head.tensor_traffic] * stage.losses
+    recomputed = sum(block.tensor_traffic.forward for block in stage.blocks[: plan.recomputed])
+    return sum(moved.forward + moved.backward for moved in traffic) + recomputed
 
 
 def _count_tensor_statistics(config: RunConfig, plan: StagePlan) -> int:
     """Return the elements per token that a stage sums over tensor ranks in both passes of a
     microbatch, and again in recomputed blocks."""
-    layers = list_stage_layers(config.model, plan)
-    statistics = [describe_block(config.model, layer).tensor_statistics for layer in layers]
+    statistics = [part.tensor_statistics for part in describe_stage(config, plan).layers]
     return 2 * sum(statistics) + sum(statistics[: plan.recomputed])
 
 
-def _count_context_bytes(config: RunConfig, layout: Layout, plan: StagePlan) -> float:
-    """Return the bytes that a rank sends over the context axis for one microbatch of a stage.
-    Recomputed blocks repeat those of forward."""
+def _count_bytes_of_layers(
+    config: RunConfig, layout: Layout, plan: StagePlan
+) -> Mapping[str, float]:
+    """Return the bytes that a rank sends over other axes than `tensor` for one microbatch of a
+    stage, by axis. Recomputed blocks repeat those of forward."""
     train, width = config.train, DTYPE_BYTES[config.train.precision]
-    sent = 0.0
-    for number, layer in enumerate(list_stage_layers(config.model, plan)):
-        mixer = describe_block(config.model, layer).mixer
-        forward, backward = mixer.count_context_bytes(config.parallel, width, train.seq)
-        sent += forward * (1 + (number < plan.recomputed)) + backward
-    return train.microbatch * sent / (layout.tensor * layout.context)
+    tokens = train.microbatch * train.seq / (layout.tensor * layout.context)
+    near = count_near_experts(config.parallel, config.parallel.node_size or layout.world)
+    sent: dict[str, float] = defaultdict(float)
+    stage = describe_stage(config, plan)
+    for number, part in enumerate(stage.layers):
+        passes = 1 + (number < plan.recomputed)
+        for axis, traffic in part.count_traffic(config.parallel, train.seq, near).items():
+            forward = tokens * traffic.count_forward_bytes(width) + traffic.count_bytes
+            sent[axis] += passes * forward + tokens * traffic.count_backward_bytes(width)
+    return sent
 
 
 def _count_tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
     """Return the elements per token that a separate weight pass gathers again."""
-    layers = list_stage_layers(config.model, plan)
-    return sum(describe_block(config.model, layer).tensor_traffic.weight for layer in layers)
+    stage = describe_stage(config, plan)
+    return sum(part.tensor_traffic.weight for part in stage.layers)
 
 
 def _compute_data_bytes(

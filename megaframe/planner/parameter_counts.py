@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megaframe.architecture.block import describe_block, describe_norm, describe_predictor
+from megaframe.architecture.block import describe_block, describe_norm
 from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
 from megaframe.architecture.embedding import TableDescription, describe_position_table
 from megaframe.architecture.layer import HasParameters
+from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.model import ModelConfig
@@ -30,15 +31,15 @@ class RankParameters:
     and the late part after it.
 
     Attributes:
-        vectors: all gains and biases.
-        split: the matrices that tensor ranks divide.
-        tables: each embedding table, and the head.
-        experts: the matrices of experts, 0 where there are none.
-        replicated: the matrices that all tensor ranks have whole.
-        shared: the matrices that groups of neighbouring tensor ranks have in common.
-        positions: the table of positions, which is whole on all tensor ranks as well.
-        tensor: number of tensor ranks.
-        copies: tensor ranks of a group that has `shared` matrices in common.
+        vectors: All gains and biases.
+        split: The matrices that tensor ranks divide.
+        tables: Each embedding table, and the head.
+        experts: The matrices of experts, 0 where there are none.
+        replicated: The matrices that all tensor ranks have whole.
+        shared: The matrices that groups of neighbouring tensor ranks have in common.
+        positions: The table of positions, which is whole on all tensor ranks as well.
+        tensor: Number of tensor ranks.
+        copies: Tensor ranks of a group that has `shared` matrices in common.
     """
 
     vectors: int
@@ -121,8 +122,8 @@ class RankParameters:
         """Return the same parameters with an entry for each bucket instead of each part of a block.
 
         Args:
-            config: has the size of buckets.
-            plans: the stages of this rank.
+            config: Has the size of buckets.
+            plans: The stages of this rank.
         """
         parts, merged, stop = self._parts, [], 0
         for group in self.group_blocks(config, plans):
@@ -138,8 +139,8 @@ class RankParameters:
         """Return the units of each stage, by its number, with their buckets.
 
         Args:
-            config: has the size of buckets, and whether embeddings are tied.
-            plans: the stages of this rank.
+            config: Has the size of buckets, and whether embeddings are tied.
+            plans: The stages of this rank.
         """
         parts = self._parts
         blocks: list[UnitBuckets] = []
@@ -154,7 +155,7 @@ class RankParameters:
                 continue
             shared_buckets = _make_buckets(number, _sum_parts(parts[number : 2 * group.stop]))
             blocks += [
-                UnitBuckets(rest=shared_buckets, ends=block == group.start)
+                UnitBuckets(first_half=shared_buckets, ends=block == group.start)
                 for block in range(group.start, group.stop)
             ]
         for number in range(2 * len(blocks), len(parts), 2):
@@ -170,13 +171,13 @@ class RankParameters:
         # The first user of the token table reduces it: the embedding, a predictor, or a tied head.
         predictors = [replace(unit, tables=tokens) for unit in blocks[layers:]]
         if predictors and not first:
-            predictors[0] = replace(predictors[0], own=tokens)
+            predictors[0] = replace(predictors[0], own_tables=tokens)
         head_tables = tokens if tied else tables[-1:]
         head = UnitBuckets(
-            tables=head_tables, own=() if tied and (first or predictors) else head_tables
+            tables=head_tables, own_tables=() if tied and (first or predictors) else head_tables
         )
         embeddings = tokens + _make_buckets(-2, [self.positions])
-        embedding = UnitBuckets(tables=embeddings, own=embeddings)
+        embedding = UnitBuckets(tables=embeddings, own_tables=embeddings)
         stages, start = {}, 0
         for plan in plans:
             stop = start + len(plan.blocks)
@@ -212,7 +213,13 @@ class _PartCounts:
 def count_parameters(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan]
 ) -> RankParameters:
-    """Return the parameters of a rank that has the stages of `plans`."""
+    """Return the parameters of a rank that has the stages of `plans`.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        plans: The stages of the rank.
+    """
     model = config.model
     sizes = {
         "tensor": layout.tensor,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.block import describe_block
+from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.stages import compute_block_work
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
@@ -57,11 +58,11 @@ def write_page(
     """Write the page of a plan, which needs no network.
 
     Args:
-        path: the HTML file.
-        choice: the layout that is described.
-        result: the search that made the choice, if any; with it the page lists the alternatives.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
+        path: The HTML file.
+        choice: The layout that is described.
+        result: The search that made the choice, if any; with it the page lists the alternatives.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
 
     Raises:
         UserError: plotly is not installed.
@@ -121,8 +122,8 @@ class Chart:
     """A chart.
 
     Attributes:
-        traces: what plotly draws, as (kind of trace, its data).
-        axes: further arguments of plotly's layout.
+        traces: What plotly draws, as (kind of trace, its data).
+        axes: Further arguments of plotly's layout.
     """
 
     title: str
@@ -131,7 +132,13 @@ class Chart:
 
 
 def make_charts(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Iterator[Chart]:
-    """Yield the charts: memory, step, roofline and scaling."""
+    """Yield the charts: memory, step, roofline and scaling.
+
+    Args:
+        choice: The layout that is shown.
+        cluster: Chips and links.
+        constants: Fitted constants of the chips.
+    """
     memory = choice.prediction.memory_bytes
     total = cluster.chip.memory / _GIB
     yield Chart(
@@ -286,9 +293,9 @@ class CommunicationRoofline:
     The axis is bound by compute if intensity is at least ridge.
 
     Attributes:
-        tier: the tier of its transfers.
-        intensity: operations of a rank per byte that it moves for this axis.
-        ridge: operations in the time of one byte on the tier.
+        tier: The tier of its transfers.
+        intensity: Operations of a rank per byte that it moves for this axis.
+        ridge: Operations in the time of one byte on the tier.
     """
 
     axis: str
@@ -311,10 +318,10 @@ def compute_communication_rooflines(
     once per step counts divided by the number of microbatches.
 
     Args:
-        config: the run.
-        layout: the sizes of its axes.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
+        config: The run.
+        layout: The sizes of its axes.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
     """
     machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     model, width = config.model, machine.rate.width
@@ -323,18 +330,22 @@ def compute_communication_rooflines(
     flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     load = compute_block_load(machine, model.layers - 1)
-    stream_bytes = width * rows * model.hidden
     block = describe_block(model, model.layers - 1)
     traffic = block.tensor_traffic
-    between = sum(block.mixer.count_context_bytes(config.parallel, width, config.train.seq))
+    near = count_near_experts(config.parallel, config.parallel.node_size or cluster.node)
+    moved = block.count_traffic(config.parallel, config.train.seq, near)
     gathered_rows = (traffic.forward + traffic.backward) * width * rows
     gathered = 2 * width if config.parallel.zero == 3 else 0
     bytes_per_parameter = gathered + 4 if config.parallel.zero >= 2 else 8 / microbatches
     bytes_by_axis = {
         "tensor": gathered_rows * (layout.tensor - 1) / layout.tensor,
-        "context": config.train.microbatch * between / (layout.tensor * layout.context),
         "data": (load.dense + load.experts) * bytes_per_parameter,
-        "expert": 4 * stream_bytes * block.feed_forward.experts_per_token / layout.tensor,
+        **{
+            axis: rows
+            * (sent.count_forward_bytes(width) + sent.count_backward_bytes(width))
+            / layout.tensor
+            for axis, sent in moved.items()
+        },
     }
     rate = machine.rate.flops
     for axis, size in bytes_by_axis.items():

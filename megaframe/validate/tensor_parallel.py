@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES
 from megaframe.hardware.chips import DTYPE_BYTES
@@ -57,16 +57,15 @@ def find_node_crossing_warning(config: RunConfig, layout: Layout, node_size: int
 def count_tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
     """Return the bytes of activations that a rank moves over the tensor axis in a step.
 
-    Each block moves what its description says; the embedding and the head, also those of each
-    depth of multi-token prediction, move the stream twice. What recomputed layers move again is not
-    counted.
+    What recomputed layers move again is not counted.
     """
     model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context
     microbatches = train.global_batch // (train.microbatch * layout.data)
-    layers = range(model.layers + model.mtp_depth)
-    traffic = [describe_block(model, layer).tensor_traffic for layer in layers]
-    blocks = sum(block.forward + block.backward for block in traffic)
-    ends = 4 * model.hidden * (1 + model.mtp_depth)
-    elements = (blocks + ends) * tokens * microbatches / layout.pipeline
+    stage = describe_stage(config, StagePlan(0, 1, range(model.layers)))
+    assert stage.embedding is not None and stage.head is not None, "it is the whole model"
+    parts = (stage.embedding, *stage.layers, *[stage.head] * stage.losses)
+    traffic = [part.tensor_traffic for part in parts]
+    moved = sum(part.forward + part.backward for part in traffic)
+    elements = moved * tokens * microbatches / layout.pipeline
     return elements * DTYPE_BYTES[train.precision] * (layout.tensor - 1) / layout.tensor

@@ -13,7 +13,7 @@ from pathlib import Path
 import fuzz
 import mutators
 import pytest
-from targets import Target, list_targets, nothing
+from targets import Target, list_targets, make_nothing
 
 from megaframe.errors import UserError
 
@@ -23,8 +23,8 @@ def run_target(call, tmp_path, **settings):
     template = tmp_path / "template"
     template.mkdir(exist_ok=True)
     (template / "in.json").write_text('{"a": [1, 2, {"b": "c"}]}')
-    target = Target("test", nothing, call, words=("word",), **settings)
-    return fuzz.one(target, 0, 0, template, tmp_path / "case")
+    target = Target("test", make_nothing, call, words=("word",), **settings)
+    return fuzz.run_case(target, 0, 0, template, tmp_path / "case")
 
 
 def raise_user_error(text):

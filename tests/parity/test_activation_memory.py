@@ -8,12 +8,14 @@ and with `selective` also the outputs of the norms and of GELU (12). With `full`
 input (2) is left. Everything is divided by the tensor ranks, the norms' part because rows are.
 """
 
+from itertools import chain
+
 import pytest
 import torch
 
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
-from megaframe.data.microbatch import Microbatch
+from megaframe.data.microbatch import Microbatch, look_ahead
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
@@ -100,3 +102,61 @@ def test_a_block_keeps_what_the_paper_says_less_what_is_computed_again(
         assert actual == pytest.approx(
             (FORMULA[recompute] - COMPUTED_AGAIN[recompute]) * unit, rel=0.05
         )
+
+
+MODELS = {
+    "learned positions": {"position": "learned", "bias": True},
+    "predictors": {"mtp_depth": 2, "norm": "rmsnorm", "kv_heads": 2},
+    "tied predictors": {"mtp_depth": 1, "tie_embeddings": True, "position": "learned"},
+    "windows": {"norm": "rmsnorm", "window": (4, None), "activation": "swiglu"},
+}
+
+
+def measure_stage(name, recompute, tensor):
+    """Return all bytes that a whole model keeps on this rank between its forward and its backward
+    pass, without its weights and the microbatch, and the planned bytes."""
+    config = RunConfig(
+        model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, **MODELS[name]},
+        train={"seq": 8, "microbatch": 2, "precision": "bf16", "recompute": recompute},
+        parallel={"tensor": tensor},
+        kernels={"matmul": "torch"},
+    )
+    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
+    tokens, storages = torch.zeros(2, 8, dtype=torch.int64), {}
+    microbatch = Microbatch(tokens, tokens, torch.arange(2))
+    microbatch = look_ahead(microbatch, config.model.mtp_depth)
+
+    def keep(tensor):
+        if tensor.dim() and tensor.numel():
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    stage = train_step.stages[0]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
+    activations = stage._activations[0]
+    post_process, tables = activations.post_process, activations.context.rotary.values()
+    for leaf in (*activations.inputs, *post_process.leaves, *post_process.d_normed):
+        keep(leaf)
+    weights = (bucket.parameters[0].value for bucket in train_step.sharded_parameters.buckets)
+    for given in (*weights, tokens, *chain(*microbatch.ahead)):
+        storages.pop(given.untyped_storage().data_ptr(), None)
+    mesh.close()
+    shapes = {table.sin.shape for table in tables}  # also of the negated table for backward
+    kept = [value for value in storages.values() if value.shape not in shapes]
+    kept += [each for table in tables for each in (table.cos, table.sin)]
+    planned = compute_memory(
+        config, RankParameters(0, (), ()), 1, plan_stages(config), [Action(ActionKind.F, 0, 0)]
+    )
+    return sum(value.untyped_storage().nbytes() for value in kept), planned.activations
+
+
+@pytest.mark.quick(when=lambda name, recompute, tensor: (recompute, tensor) == ("selective", 2))
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_model_keeps_what_its_parts_say_to_a_byte(name, recompute, tensor, pool):
+    measured = pool.run(tensor, measure_stage, name, recompute, tensor)
+    assert sum(kept for kept, _ in measured) == tensor * measured[0][1]

@@ -6,7 +6,6 @@ from functools import cache
 import pytest
 import reference_model as reference
 import torch
-from check_description import find_lies, measure_blocks
 from parity_runs import FEW, assert_same, make_global_batch, run, share, with_documents
 from repo_copy import ROOT
 from tolerances import assert_near
@@ -15,7 +14,7 @@ from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.config.registry import Registry, use_registry
-from megaframe.data.microbatch import IGNORE, Microbatch, context_part
+from megaframe.data.microbatch import IGNORE, Microbatch, select_context_part
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.extensions import load_extensions
 from megaframe.layout import Layout
@@ -24,6 +23,7 @@ from megaframe.planner.communication_volume import compute_communication_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import Action, ActionKind, lower
+from megaframe.training.layer_check import find_lies, measure_layers
 from megaframe.training.train_step import TrainStep
 
 pytestmark = pytest.mark.numeric
@@ -180,7 +180,7 @@ def test_what_comes_later_changes_nothing_as_generation_needs(name, registry):
 
 def measure(*arguments):
     with use_registry(Registry()):
-        return measure_blocks(make_config(*arguments))
+        return measure_layers(make_config(*arguments))
 
 
 @pytest.mark.quick(when=lambda recompute, precision: (recompute, precision) == ("none", "bf16"))
@@ -190,9 +190,10 @@ def measure(*arguments):
 def test_descriptions_are_exact(name, recompute, precision, pool, registry):
     train = {"seq": 12, "microbatch": 2, "global_batch": 2}
     train |= {"precision": precision, "recompute": recompute}
-    for tensor in (1, 2):
-        arguments = name, train, {"tensor": tensor}
-        lies = find_lies(make_config(*arguments), pool.run(tensor, measure, *arguments))
+    for parallel in ({}, {"tensor": 2}, {"context": 2, **RING}, {"context": 2, **ALL_TO_ALL}):
+        arguments = name, train, parallel
+        ranks = parallel.get("tensor", 1) * parallel.get("context", 1)
+        lies = find_lies(make_config(*arguments), pool.run(ranks, measure, *arguments))
         assert not lies, "\n" + "\n".join(map(str, lies))
 
 
@@ -260,7 +261,7 @@ def measure_kept(*arguments):
 
     (stage,) = train_step.stages.values()
     ((part, *_),) = [share(make_global_batch(config, 0), 2, 0, 1, ragged=False)]
-    part = context_part(part, train_step.context.index, train_step.context.size)
+    part = select_context_part(part, train_step.context.index, train_step.context.size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.forward(0, part, torch.ones((), dtype=torch.float64))
     for leaf in stage._activations[0].inputs:

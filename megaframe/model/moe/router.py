@@ -78,14 +78,15 @@ class Router(Module):
     def _choose_plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             # Which experts are chosen has no gradient; their weights have one, through `gather`.
-            chosen_RK = self._choose(scores_RE)
+            chosen_RK = self.choose(scores_RE)
         # From the scores without the balance bias, which decides only who is chosen.
         gates_RK = scores_RE.gather(1, chosen_RK)
         if self.moe.normalise:
             gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp_min(1e-20)
         return chosen_RK, gates_RK
 
-    def _choose(self, scores_RE: Tensor) -> Tensor:
+    def choose(self, scores_RE: Tensor) -> Tensor:
+        """Return the experts of each row, int64 [R, K], from scores [R, E] without gradients."""
         moe = self.moe
         if moe.balance == "bias":
             scores_RE = scores_RE + self.balance.value

@@ -1,13 +1,27 @@
 """Descriptions tell the truth: parameters, bytes kept for backward, FLOPs and traffic of every kind
-of layer are exactly those of the torch layer, on one rank and on two tensor ranks."""
+of layer are exactly those of the torch layer, on one rank and on tensor, context and expert
+ranks."""
+
+from dataclasses import replace
+from math import lcm
 
 import pytest
-from check_description import check_descriptions, find_lies, measure_blocks
+from check_description import check_descriptions
 
+from megaframe.architecture.attention import AttentionDescription, SoftmaxAttention
+from megaframe.architecture.block import describe_norm
+from megaframe.architecture.embedding import EmbeddingDescription, HeadDescription
 from megaframe.architecture.layer import SavedActivations
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
 from megaframe.architecture.mlp import MLPDescription
+from megaframe.architecture.moe import MoEDescription
+from megaframe.architecture.predictor import PredictorDescription
+from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.training.layer_check import find_lies, measure_layers
+from megaframe.training.layer_check.claims import can_load_evenly
+from megaframe.training.layer_check.measure import list_expert_sets
 
 pytestmark = pytest.mark.numeric
 
@@ -70,6 +84,9 @@ MODELS = {
         "norm": "rmsnorm",
         "moe": {"experts": 4, "balance": "none", "normalise": False, "groups": 2, "top_groups": 1},
     },
+    "jittered experts": {"moe": {"experts": 4, "jitter": 0.1, "shared": 1}, "dropout": 0.1},
+    "predictors": {"mtp_depth": 2, "norm": "rmsnorm", "tie_embeddings": True},
+    "predictors of experts": {"mtp_depth": 1, "position": "learned", "moe": {"experts": 4}},
     "biased shared expert": {
         "norm": "rmsnorm",
         "bias": True,
@@ -96,48 +113,108 @@ NORMS = {
 MODELS |= NORMS
 
 
-def make_config(name, recompute, precision, tensor):
+LAYOUTS = {
+    "one rank": {},
+    "tensor": {"tensor": 2},
+    "ring": {"context": 2},
+    "exchange": {"context": 2, "context_kind": "all_to_all"},
+    "nested": {"context": 4, "context_kind": "nested", "context_heads": 2},
+    "tensor and ring": {"tensor": 2, "context": 2},
+    "tensor and exchange": {"tensor": 2, "context": 2, "context_kind": "all_to_all"},
+}
+WITH_EXPERTS = {
+    "experts": {"data": 2, "expert": 2},
+    "all gathered": {"data": 2, "expert": 2, "dispatch": "all_gather"},
+    "by nodes": {"data": 4, "expert": 4, "dispatch": "hierarchical", "node_size": 2},
+    "once a node": {"data": 4, "expert": 4, "dispatch": "deduplicated", "node_size": 2},
+    "once a rank": {"data": 2, "expert": 2, "dispatch": "deduplicated", "node_size": 1},
+    "divided experts": {"data": 2, "expert_tensor": 2},
+    "both": {"data": 4, "expert": 2, "expert_tensor": 2},
+    "both, all gathered": {"data": 4, "expert": 2, "expert_tensor": 2, "dispatch": "all_gather"},
+    "both, once a rank": {
+        **{"data": 4, "expert": 2, "expert_tensor": 2, "dispatch": "deduplicated"},
+        "node_size": 2,
+    },
+    "tensor and experts": {"tensor": 2, "expert": 2},
+}
+
+
+def make_config(name, recompute, precision, layout):
     model = {"layers": 1, "hidden": 16, "heads": 4, "vocab": 37, **MODELS[name]}
     if isinstance(model.get("window"), tuple):
         model["layers"] = 2
+    parallel = {**LAYOUTS, **WITH_EXPERTS}[layout]
+    seq, moe = 8, model.get("moe")
+    if layout in WITH_EXPERTS:  # so that all sets of experts are chosen equally often
+        seq = lcm(4, len(list_expert_sets(moe["experts"], moe.get("top_k", 2))))
     return RunConfig(
         model=model,
         train={
-            **{"seq": 8, "microbatch": 2, "global_batch": 2},
+            **{"seq": seq, "microbatch": 2, "global_batch": 2 * parallel.get("data", 1)},
             **{"precision": precision, "recompute": recompute},
         },
-        parallel={"tensor": tensor},
+        parallel=parallel,
         kernels={"matmul": "torch"},
     )
 
 
-QUICK = (
-    "rotated groups",
-    "whole norms",
-    "gates",
-    "one group",
-    "latent",
-    "clamped",
-    "balanced experts",
-)
-"""Measured on two ranks, as are all others in the long tests."""
+def count_ranks(config):
+    parallel = config.parallel
+    return parallel.tensor * parallel.context * (parallel.data or 1)
+
+
+QUICK = {
+    "tensor": (
+        *("rotated groups", "whole norms", "gates", "one group", "latent", "clamped"),
+        "balanced experts",
+    ),
+    "ring": ("rotated groups", "latent", "balanced experts"),
+    "exchange": ("one group", "query and key norms", "predictors"),
+    "nested": ("rotated groups",),
+}
+"""Measured on several ranks, as are all others in the long tests."""
 
 
 @pytest.mark.quick(
-    when=lambda name, recompute, precision, tensor: (
-        (precision == "bf16" and tensor == 1)
-        or ((precision, recompute) == ("fp64", "selective") and tensor == 2 and name in QUICK)
+    when=lambda name, recompute, precision, layout: (
+        (precision == "bf16" and layout == "one rank" and recompute != "full")
+        or ((precision, recompute) == ("fp64", "selective") and name in QUICK.get(layout, ()))
+        or (layout, name, recompute, precision) == ("one rank", "predictors", "full", "bf16")
     )
 )
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
-def test_descriptions_are_exact(name, recompute, precision, tensor, pool):
-    config = make_config(name, recompute, precision, tensor)
-    measured = pool.run(tensor, measure_blocks, config)
+def test_descriptions_are_exact(name, recompute, precision, layout, pool):
+    assert_exact(make_config(name, recompute, precision, layout), pool)
+
+
+def assert_exact(config, pool):
+    measured = pool.run(count_ranks(config), measure_layers, config)
     lies = find_lies(config, measured)
     assert not lies, "\n" + "\n".join(map(str, lies))
+
+
+QUICK_EXPERTS = ("experts", "once a node", "both")
+
+
+@pytest.mark.quick(
+    when=lambda name, recompute, precision, layout: (
+        (name, recompute, precision) == ("balanced experts", "selective", "fp64")
+        and layout in QUICK_EXPERTS
+    )
+)
+@pytest.mark.parametrize("layout", WITH_EXPERTS)
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "name", [name for name, model in MODELS.items() if "moe" in model and "blocks" not in model]
+)
+def test_descriptions_of_experts_are_exact(name, recompute, precision, layout, pool):
+    config = make_config(name, recompute, precision, layout)
+    assert can_load_evenly(config, Layout.from_parallel(config.parallel, count_ranks(config)))
+    assert_exact(config, pool)
 
 
 def add_saved(self, parallel, recompute):
@@ -156,40 +233,139 @@ def add_part(self):
     return {"up": self.up, "down": self.down, "gate": LinearSpec((2,), (3,), 0.1, bias=True)}
 
 
+def widen(self):
+    return {"up": self.up, "down": LinearSpec((self.width + 1,), (self.hidden,), 0.1, split=1)}
+
+
+def split_other_dim(self):
+    return {"up": replace(self.up, split=1), "down": self.down}
+
+
 LIES = {
     "count_saved": (
         add_saved,
-        "kept for backward with recompute=none, bf16: described 4192, measured 4096",
+        ["bytes kept for backward with recompute=none, bf16: described 4192, measured 4096"],
     ),
-    "linears": (property(add_product), "FLOPs of a forward pass: described 65728, measured 65536"),
-    "parts": (property(add_part), "names of parameters: described ['blocks.0.mlp.up.weight', "),
+    "linears": (
+        property(add_product),
+        ["FLOPs of a forward pass: described 65728, measured 65536"],
+    ),
+    "parts": (
+        property(add_part),
+        ["names of parameters: described ['blocks.0.mlp.up.weight', "],
+    ),
+    "parts: shape": (
+        property(widen),
+        ["shape of blocks.0.mlp.down.weight: described (16, 65), measured (16, 64)"],
+    ),
+    "parts: axis": (
+        property(split_other_dim),
+        ["axes of blocks.0.mlp.up.weight: described {1: 'tensor'}, measured {0: 'tensor'}"],
+    ),
 }
 
 
-@pytest.mark.parametrize("member", LIES)
-def test_a_lie_is_told_with_layer_numbers_and_line(member, monkeypatch):
-    lie, numbers = LIES[member]
-    config = make_config("plain mlp", "none", "bf16", 1)
-    measured = [measure_blocks(config)]
-    monkeypatch.setattr(MLPDescription, member, lie)
-    told = [str(found) for found in find_lies(config, measured)]
-    line = (lie if member == "count_saved" else lie.fget).__code__.co_firstlineno
-    (message,) = [text for text in told if numbers in text and "blocks.0.mlp (MLP" in text]
-    assert (
-        f"tests/unit/architecture/test_descriptions.py:{line} (MLPDescription.{member})" in message
-    )
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_told_with_layer_numbers_and_line(lie, monkeypatch):
+    (function, texts), member = LIES[lie], lie.partition(":")[0]
+    config = make_config("plain mlp", "none", "bf16", "one rank")
+    measured = [measure_layers(config)]
+    monkeypatch.setattr(MLPDescription, member, function)
+    told = [str(found) for found in find_lies(config, measured) if "MLPDescr" in found.layer]
+    line = (function if member == "count_saved" else function.fget).__code__.co_firstlineno
+    for text in texts:
+        (message,) = [each for each in told if text in each]
+        assert message.startswith("blocks.0.mlp (MLPDescription)")
+        place = f"tests/unit/architecture/test_descriptions.py:{line} (MLPDescription.{member})"
+        assert place in message
 
 
-def test_a_lie_about_traffic_is_told(monkeypatch, pool):
-    config = make_config("plain mlp", "none", "bf16", 2)
-    measured = pool.run(2, measure_blocks, config)
-    monkeypatch.setattr(MLPDescription, "tensor_traffic", property(add_traffic))
-    told = [str(found) for found in find_lies(config, measured) if "mlp" in found.layer]
-    assert len(told) == 2 and all("over the tensor axis in the backward" in text for text in told)
+def test_a_parameter_split_over_the_wrong_axis_is_told_on_every_rank(monkeypatch, pool):
+    config = make_config("plain mlp", "none", "bf16", "tensor")
+    measured = pool.run(2, measure_layers, config)
+    monkeypatch.setattr(MLPDescription, "parts", property(split_other_dim))
+    told = [str(lie) for lie in find_lies(config, measured) if "blocks.0.mlp" in lie.layer]
+    for rank in range(2):
+        shapes = "described (64, 8), measured (32, 16)"
+        assert any(f"part of blocks.0.mlp.up.weight on rank {rank}: {shapes}" in t for t in told)
+        axes = "described {1: 'tensor'}, measured {0: 'tensor'}"
+        assert any(f"axes of blocks.0.mlp.up.weight on rank {rank}: {axes}" in t for t in told)
+
+
+def send_less(self, parallel, seq, near=1):
+    return {"context": AxisTraffic(7, 9)}
+
+
+def send_nothing(self, parallel, seq, near=1):
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "kind", "member", "lie", "texts"),
+    [
+        (
+            *("tensor", "plain mlp", MLPDescription, "tensor_traffic", property(add_traffic)),
+            [
+                "over the tensor axis in the backward pass: described 1568, measured 1536",
+                "over the tensor axis in the backward and weight pass: described 2080, measured 20",
+            ],
+        ),
+        (
+            *("ring", "rotated groups", SoftmaxAttention, "count_traffic", send_less),
+            [
+                "over the context axis in the forward pass: described 224, measured 384",
+                "over the context axis in the backward pass: described 288, measured 1152",
+            ],
+        ),
+        (
+            *("experts", "experts", MoEDescription, "count_traffic", send_nothing),
+            ["over the expert axis in the forward pass: described 0, measured "],
+        ),
+    ],
+)
+def test_a_lie_about_traffic_is_told(layout, name, kind, member, lie, texts, monkeypatch, pool):
+    config = make_config(name, "none", "bf16", layout)
+    measured = pool.run(2, measure_layers, config)
+    monkeypatch.setattr(kind, member, lie)
+    told = [str(found) for found in find_lies(config, measured) if found.layer.count(".") == 2]
+    line = getattr(lie, "fget", lie).__code__.co_firstlineno
+    for text in texts:
+        (message,) = [each for each in told if text in each]
+        assert f"test_descriptions.py:{line} ({kind.__name__}.{member})" in message
+
+
+def keep_nothing(self, parallel, recompute):
+    return SavedActivations()
+
+
+def keep_more(self):
+    return SavedActivations(values=5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "member", "lie", "parts"),
+    [
+        (EmbeddingDescription, "count_saved", keep_nothing, ["embedding"]),
+        (HeadDescription, "count_saved", keep_nothing, ["head"]),
+        (PredictorDescription, "count_saved", keep_nothing, ["predictors.0"]),
+        (
+            *("norm", "saved_statistics", property(keep_more)),
+            ["blocks.0.attention_norm", "blocks.0.mlp_norm", "head"],
+        ),
+        (AttentionDescription, "count_saved", keep_nothing, ["blocks.0.attention", "blocks.0"]),
+    ],
+)
+def test_all_parts_of_a_model_are_compared(kind, member, lie, parts, monkeypatch):
+    config = make_config("predictors of experts", "none", "bf16", "one rank")
+    measured = [measure_layers(config)]
+    kind = type(describe_norm(config.model)) if kind == "norm" else kind
+    monkeypatch.setattr(kind, member, lie)
+    told = [found.layer.partition(" ")[0] for found in find_lies(config, measured)]
+    assert set(parts) <= set(told)
 
 
 def test_one_call_checks_a_config_on_this_rank(monkeypatch):
-    config = make_config("plain mlp", "none", "bf16", 1)
+    config = make_config("plain mlp", "none", "bf16", "one rank")
     check_descriptions(config)
     monkeypatch.setattr(MLPDescription, "count_saved", add_saved)
     with pytest.raises(AssertionError, match=r"MLPDescription.*described 4192, measured 4096"):

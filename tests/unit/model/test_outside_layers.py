@@ -3,7 +3,6 @@ autograd, their descriptions are exact, and the run says where they have no kern
 
 import pytest
 import torch
-from check_description import find_lies, measure_blocks
 from pydantic import ValidationError
 from repo_copy import ROOT
 from test_model import TERMS, TRAIN, compare_with_autograd
@@ -25,6 +24,7 @@ from megaframe.metrics import StepTimer
 from megaframe.model.activation import activate
 from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.planner.parameter_counts import count_parameters
+from megaframe.training.layer_check import find_lies, measure_layers
 from megaframe.training.train_step import TrainStep
 
 pytestmark = pytest.mark.numeric
@@ -104,7 +104,7 @@ def measure_with(example, model, train, tensor):
             parallel={"tensor": tensor},
             kernels={"matmul": "torch"},
         )
-        return measure_blocks(config), config
+        return measure_layers(config), config
 
 
 @pytest.mark.quick(

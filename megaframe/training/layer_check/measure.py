@@ -1,0 +1,334 @@
+"""What the layers of a model have, keep, compute and send, measured on the ranks of a layout.
+
+Every layer runs alone, on random rows. Where numbers would depend on what a router chooses, it
+chooses evenly, as descriptions count.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, combinations
+from math import comb, lcm
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaframe.architecture.block import describe_block
+from megaframe.architecture.spec import ParamSpec
+from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
+from megaframe.distributed.collectives import barrier
+from megaframe.distributed.mesh import Mesh, read_world_size
+from megaframe.layout import Layout
+from megaframe.model import attention
+from megaframe.model.block import TransformerBlock
+from megaframe.model.forward_context import MicrobatchContext
+from megaframe.model.moe.router import Router
+from megaframe.model.multi_token_prediction import MultiTokenPredictor
+from megaframe.model.norm import Norm
+from megaframe.model.pass_state import PassState
+from megaframe.ops.autograd import backward
+from megaframe.parameters.parameter import Module, Parameter
+from megaframe.pipeline_parallel.stage import Stage
+from megaframe.tensor_parallel.deferred_gradients import DeferredGradientQueue
+from megaframe.training.train_step import TrainStep
+
+_MOST_SETS = 512
+"""Sets of experts that are chosen in turn; of more, single experts are."""
+_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+
+
+@dataclass(frozen=True)
+class LayerMeasurement:
+    """What one rank measures of a layer or block, for one microbatch.
+
+    Attributes:
+        parameters: The specs of the parameters that the layer has, with the shape of this rank's
+            part.
+        saved_bytes: Bytes of the storages that its forward pass keeps for the backward pass,
+            without its input, its output, weights and tables of rotation.
+        weight_pass_bytes: Bytes of the storages that a backward pass leaves for a separate weight
+            pass.
+        flops: FLOPs of the products of the forward pass, with all scores of attention.
+        forward_bytes: Bytes handed to collectives in the forward pass, by axes.
+        backward_bytes: And in the backward pass.
+        split_bytes: In a backward pass without weight gradients, and the weight pass after it.
+    """
+
+    parameters: dict[str, tuple[ParamSpec, tuple[int, ...]]]
+    saved_bytes: int
+    weight_pass_bytes: int
+    flops: int
+    forward_bytes: dict[str, int]
+    backward_bytes: dict[str, int]
+    split_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _RunnablePart:
+    """A part of the model that runs alone.
+
+    Attributes:
+        name: Its name in the model.
+        parameters: Its own ones.
+        run: Returns its output for rows and the state of a pass, and the gradient of the output if
+            the part knows it, as the head does.
+    """
+
+    name: str
+    parameters: list[Parameter]
+    run: Callable[[Tensor, PassState], tuple[Tensor, Tensor | None]]
+
+
+def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
+    """Return what this rank measures of every block, its layers and norms, the embedding, the
+    predictors and the head, by name. All ranks of `config.parallel` call this together.
+
+    Args:
+        config: Its layout has one pipeline rank. Each rank should have equally many tokens.
+    """
+    layout = Layout.from_parallel(config.parallel, read_world_size())
+    mesh = Mesh(layout, device="cpu", timeout=config.parallel.timeout)
+    train_step = TrainStep(config, mesh)
+    train_step.optimizer.initialize(config.run.seed)
+    stage = train_step.stages[0]
+    stage.start_step(0)
+    microbatch = _make_microbatch(config, train_step)
+    with _choose_evenly(config):
+        measurements = _Measuring(train_step, mesh, microbatch).measure_all()
+    stage.take_statistics()
+    barrier(mesh.world)  # no rank closes connections that others use
+    mesh.close()
+    return measurements
+
+
+def _make_microbatch(config: RunConfig, train_step: TrainStep) -> Microbatch:
+    """Return this context rank's part of a microbatch of random tokens, all of which have a
+    label."""
+    shape = (config.train.microbatch, config.train.seq)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(0, config.model.vocab or 1, (2, *shape), generator=generator)
+    documents = torch.zeros_like(tokens) if config.data.reset_attention else None
+    microbatch = Microbatch(tokens, labels, torch.arange(shape[0]), None, documents)
+    microbatch = look_ahead(microbatch, config.model.mtp_depth)
+    return select_context_part(microbatch, train_step.context.index, train_step.context.size)
+
+
+class _Measuring:
+    """Runs the parts of the only stage of a rank."""
+
+    def __init__(self, train_step: TrainStep, mesh: Mesh, microbatch: Microbatch) -> None:
+        self._sharded, self._mesh, self._microbatch = (
+            train_step.sharded_parameters,
+            mesh,
+            microbatch,
+        )
+        self._stage: Stage = train_step.stages[0]
+        scale = torch.ones((), dtype=torch.float64)
+        self._context = self._stage.make_context(microbatch, self._stage.keys, scale)
+        self._scale = scale
+        weights = (bucket.parameters[0].value for bucket in self._sharded.buckets)
+        self._weights = set(map(_find_storage, weights))
+        tables = [t for rotary in self._context.rotary.values() for t in (rotary.cos, rotary.sin)]
+        given = [microbatch.tokens_BS, microbatch.labels_BS, *chain(*microbatch.ahead)]
+        given += [] if microbatch.positions_BS is None else [microbatch.positions_BS]
+        self._known = self._weights | set(map(_find_storage, [*tables, *given]))
+        self._table_shapes = {table.shape for table in tables}  # also of the negated for backward
+
+    def measure_all(self) -> dict[str, LayerMeasurement]:
+        """Return what is measured of all parts, by name."""
+        return {part.name: self._measure(part) for part in self._list_parts()}
+
+    def _list_parts(self) -> Iterator[_RunnablePart]:
+        stage, context, microbatch = self._stage, self._context, self._microbatch
+        embedding, post_process = stage.embedding, stage.post_process
+        assert embedding is not None and post_process is not None, "all stages are on this rank"
+        shared = list(embedding.parameters())
+        yield _RunnablePart(
+            "embedding", shared, lambda x, state: (embedding(microbatch, context), None)
+        )
+        for layer, block in zip(stage.plan.blocks, stage.blocks, strict=True):
+            assert isinstance(block, TransformerBlock)
+            description = describe_block(stage.config.model, layer)
+            names = description.mixer.name, description.feed_forward.name
+            yield from self._list_parts_of_block(block, names)
+        head = post_process.head
+        own = [parameter for parameter in head.parameters() if parameter not in shared]
+        shared = [*shared, *own]
+        for predictor, (tokens, _) in zip(post_process.predictors, microbatch.ahead, strict=True):
+            own_ones = [p for p in predictor.parameters() if p not in shared]
+            run = partial(_run_predictor, predictor, tokens, context)
+            yield _RunnablePart(predictor.name, own_ones, run)
+
+        def compute_loss(x: Tensor, state: PassState) -> tuple[Tensor, Tensor | None]:
+            normed = head.norm(x, head.run.kernels)
+            loss = head.compute_loss(normed, microbatch.labels_BS, self._scale, context)
+            return normed, loss.d_hidden
+
+        yield _RunnablePart("head", own, compute_loss)
+
+    def _list_parts_of_block(
+        self, block: TransformerBlock, names: tuple[str, str]
+    ) -> Iterator[_RunnablePart]:
+        context = self._context
+
+        def make_part(name: str, module: Module, run: Callable[..., Tensor]) -> _RunnablePart:
+            parameters = list(module.parameters())
+            return _RunnablePart(name, parameters, lambda x, state: (run(x, state), None))
+
+        for name in _NORMS:
+            norm: Norm | None = getattr(block, name)
+            if norm is not None:
+                run = partial(_run_norm, norm, block.run.kernels)
+                yield make_part(f"{block.name}.{name}", norm, run)
+        for layer, name in zip((block.attention, block.mlp), names, strict=True):
+            yield make_part(
+                f"{block.name}.{name}",
+                layer,
+                lambda x, state, layer=layer: layer(x, None, context, state),
+            )
+        yield make_part(block.name, block, lambda x, state: block(x, context, state))
+
+    def _measure(self, part: _RunnablePart) -> LayerMeasurement:
+        self._sharded.start_step()
+        leaf, state = self._make_leaf(), self._stage.make_pass_state()
+        known, storages = self._known | {_find_storage(leaf)}, {}
+
+        def keep(value: Tensor) -> Tensor:
+            if _find_storage(value) not in known and value.numel() and value.dim():
+                storages[_find_storage(value)] = value
+            return value
+
+        self._mesh.take_traffic()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            output, gradient = part.run(leaf, state)
+        forward_bytes = self._mesh.take_traffic()
+        storages.pop(_find_storage(output), None)
+        if gradient is not None:
+            storages[_find_storage(gradient)] = gradient
+        kept = [value for value in storages.values() if value.shape not in self._table_shapes]
+        backward(output, torch.randn_like(output) if gradient is None else gradient)
+        backward_bytes = self._mesh.take_traffic()
+        with FlopCounterMode(display=False) as counter, _compute_all_scores():
+            state = self._stage.make_pass_state()
+            output, gradient = part.run(self._make_leaf(), state)
+            flops = counter.get_total_flops()
+        self._mesh.take_traffic()
+        state.deferred.deferring = True
+        backward(output, torch.randn_like(output) if gradient is None else gradient)
+        deferred = state.deferred.take()
+        left = _find_storages(deferred)
+        queue = DeferredGradientQueue(deferred)
+        for _ in deferred:
+            queue.compute_next()
+        return LayerMeasurement(
+            {
+                parameter.spec.name: (parameter.spec, tuple(parameter.value.shape))
+                for parameter in part.parameters
+            },
+            sum(value.untyped_storage().nbytes() for value in kept),
+            sum(size for storage, size in left.items() if storage not in self._weights),
+            flops,
+            forward_bytes,
+            backward_bytes,
+            self._mesh.take_traffic(),
+        )
+
+    def _make_leaf(self) -> Tensor:
+        rows, width = self._context.rows, self._stage.config.model.hidden
+        leaf = torch.randn(rows.padded // rows.ranks, width)
+        return leaf.to(self._stage.precision.compute).requires_grad_()
+
+
+def _run_norm(norm: Norm, kernels: Any, x: Tensor, state: PassState) -> Tensor:
+    return norm(x, kernels)
+
+
+def _run_predictor(
+    predictor: MultiTokenPredictor,
+    tokens_BS: Tensor,
+    context: MicrobatchContext,
+    x: Tensor,
+    state: PassState,
+) -> tuple[Tensor, None]:
+    return predictor(x, tokens_BS, context, state), None
+
+
+def _find_storage(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _find_storages(deferred: Any) -> dict[int, int]:
+    """Return the bytes of all storages that deferred weight gradients keep, by address."""
+    storages: dict[int, int] = {}
+    remaining = [deferred]
+    while remaining:
+        value = remaining.pop()
+        if isinstance(value, Tensor):
+            if value.dim():
+                storages[_find_storage(value)] = value.untyped_storage().nbytes()
+        elif isinstance(value, (tuple, list)):
+            remaining += value
+        elif isinstance(value, partial):
+            remaining += [value.func, *value.args, *value.keywords.values()]
+        elif inspect.isfunction(value):
+            remaining += [cell.cell_contents for cell in value.__closure__ or ()]
+    return storages
+
+
+@contextmanager
+def _compute_all_scores() -> Iterator[None]:
+    """Within it attention multiplies all queries with all keys, so that its FLOPs do not depend on
+    tiles and padding of this machine's kernels."""
+
+    def attend_to_all(
+        query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask: Any, scale: float, *_: Any
+    ) -> Tensor:
+        # A softcap and sinks add no products.
+        out_BNSV = F.scaled_dot_product_attention(
+            query_BSND.transpose(1, 2),
+            key_BSGD.transpose(1, 2),
+            value_BSGV.transpose(1, 2),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
+        )
+        return out_BNSV.transpose(1, 2)
+
+    with patch.object(attention, "attend_locally", attend_to_all), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _choose_evenly(config: RunConfig) -> AbstractContextManager[object]:
+    """Return a context in which routers choose all sets of experts in turn, or if there are too
+    many, all experts."""
+    moe = config.model.moe
+    if moe is None:
+        return nullcontext()
+    sets = list_expert_sets(moe.experts, moe.top_k)
+
+    def choose(router: Router, scores_RE: Tensor) -> Tensor:
+        rows = torch.arange(len(scores_RE)) % len(sets)
+        return torch.tensor(sets)[rows]
+
+    return patch.object(Router, "choose", choose)
+
+
+def list_expert_sets(experts: int, choices: int) -> list[tuple[int, ...]]:
+    """Return the sets of experts that rows choose in turn. If the number of a rank's rows is a
+    multiple of theirs, all experts are equally loaded."""
+    if comb(experts, choices) <= _MOST_SETS:
+        return list(combinations(range(experts), choices))
+    return [
+        tuple((start + i) % experts for i in range(choices))
+        for start in range(0, lcm(experts, choices), choices)
+    ]
