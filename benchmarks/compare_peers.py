@@ -28,9 +28,13 @@ OURS = "megaframe"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A script with the options that select its cases. peers: names of the options for the
-    interpreters and checkouts of peers. guide: page with more about it. hosts: whether it emulates
-    hosts, which requires root."""
+    """A script with the options that select its cases.
+
+    Attributes:
+        guide: Page with more about it.
+        peers: Names of the options for the interpreters and checkouts of peers.
+        hosts: Whether it emulates hosts, which requires root.
+    """
 
     title: str
     script: str

@@ -49,10 +49,13 @@ class Contender:
 class ContenderRun:
     """One run of one contender: its own measurement, and the seconds from its start to its end.
 
-    best_tokens_per_second: of the fastest step, which is least disturbed by other work on the
-    machine. peak_rss_bytes: of the process that trains. loss: as the comparison defines it.
-    overhead: share of the time that is neither forward, backward nor update, if the contender
-    reports it.
+    Attributes:
+        best_tokens_per_second: Of the fastest step, which is least disturbed by other work on
+            the machine.
+        peak_rss_bytes: Of the process that trains.
+        loss: As the comparison defines it.
+        overhead: Share of the time that is neither forward, backward nor update, if the
+            contender reports it.
     """
 
     tokens_per_second: float
@@ -79,7 +82,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class ContenderSummary:
-    """Results of all rounds for one contender. ratio: its speed over the fastest peer's."""
+    """Results of all rounds for one contender.
+
+    Attributes:
+        ratio: Its speed over the fastest peer's.
+    """
 
     name: str
     speed: Spread

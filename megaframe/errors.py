@@ -104,6 +104,12 @@ def report_errors(rank: int = 0) -> Iterator[None]:
     before they report, and the launcher normally ends them meanwhile. On other nodes, whose
     launchers end their ranks later, the first local rank waits less than its neighbours, so that it
     alone reports.
+
+    Args:
+        rank: This rank of the launch.
+
+    Raises:
+        SystemExit: In place of the error.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does

@@ -164,19 +164,19 @@ class Layout:
         """
         self._check_rank(rank)
         strides = self._compute_strides()
-        own = [strides[axis] for axis in _check_view(axes)]
-        first = rank - sum(rank // stride % size * stride for stride, size in own)
+        strides_of_axes = [strides[axis] for axis in _check_view(axes)]
+        first = rank - sum(rank // stride % size * stride for stride, size in strides_of_axes)
         return tuple(first + offset for offset in self._list_offsets(axes))
 
     def list_groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return the distinct `list_members(rank, *axes)`: a partition of the world."""
         strides = self._compute_strides()
-        own = [strides[axis] for axis in _check_view(axes)]
+        strides_of_axes = [strides[axis] for axis in _check_view(axes)]
         offsets = self._list_offsets(axes)
         firsts = (
             rank
             for rank in range(self.world)
-            if all(rank // stride % size == 0 for stride, size in own)
+            if all(rank // stride % size == 0 for stride, size in strides_of_axes)
         )
         return tuple(tuple(first + offset for offset in offsets) for first in firsts)
 

@@ -68,7 +68,7 @@ def _make_summary_table(checkpoint: Checkpoint) -> Table:
         if name.startswith(_STATE):
             kind = f"optimizer {name.removeprefix(_STATE).partition('/')[0]}"
         for column, amount in enumerate(
-            (1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))
+            (1, math.prod(tensor.shape), tensor.count_bytes(tensor.shape))
         ):
             kinds[kind][column] += amount
     table = Table(box=None)

@@ -52,14 +52,18 @@ def find_prediction(runs: list[RunFolder], arguments: argparse.Namespace) -> dic
     is none."""
     if arguments.prediction or len(runs) > 1:
         return read_prediction(arguments.prediction)
-    found, why = compare_run_or_reason(runs[0].folder, runs[0].environment, arguments.cluster)
-    if found is None:
+    prediction, why = compare_run_or_reason(runs[0].folder, runs[0].environment, arguments.cluster)
+    if prediction is None:
         print(why)
-    return found.record() if found else None
+    return prediction.record() if prediction else None
 
 
 def project(run: RunFolder) -> str:
-    """Return the run's project of Weights & Biases. Raises `UserError` if it has none."""
+    """Return the run's project of Weights & Biases.
+
+    Raises:
+        UserError: If it has none.
+    """
     name = get_config_value(run.config, "meter.wandb")
     if not name:
         raise UserError(f"{run.folder} has no meter.wandb in its config: it is in no project")
@@ -67,7 +71,13 @@ def project(run: RunFolder) -> str:
 
 
 def serve(runs: list[RunFolder], arguments: argparse.Namespace, prediction: dict | None) -> None:
-    """Print the address, and serve until interrupted."""
+    """Print the address, and serve until interrupted.
+
+    Args:
+        runs: The runs of the page.
+        arguments: The command line.
+        prediction: A predicted step, beside the runs; None for none.
+    """
     server = DashboardServer(runs, host=arguments.host, port=arguments.port, prediction=prediction)
     print(server.address, flush=True)
     try:

@@ -33,8 +33,13 @@ def main() -> None:
 def write(library: Path, output: Path, limit: int) -> tuple[int, int]:
     """Write the corpus, completely or not at all, and return the number of documents and of bytes.
 
-    library: folder of the sources. limit: bytes at most. Raises `UserError` if no source is below
-    the limit, or the file cannot be written.
+    Args:
+        library: Folder of the sources.
+        output: The file.
+        limit: Bytes at most.
+
+    Raises:
+        UserError: If no source is below the limit, or the file cannot be written.
     """
     documents = size = 0
     temporary = output.with_name(f"{output.name}.{os.getpid()}.unfinished")

@@ -47,11 +47,15 @@ _LEAST_FREE = 2**30
 
 @dataclass(frozen=True)
 class HostFinding:
-    """A line of the report. what: its subject. level: ok, warning (slow or unusual), or error (no
-    run can start)."""
+    """A line of the report.
 
-    what: str
-    said: str
+    Attributes:
+        subject: Its subject.
+        level: Ok, warning (slow or unusual), or error (no run can start).
+    """
+
+    subject: str
+    message: str
     level: str = "ok"
 
 
@@ -70,9 +74,9 @@ def judge_gpu(gpu: Mapping[str, str]) -> Iterator[HostFinding]:
     slowed = [reason for bit, reason in _SLOWED.items() if bits & bit]
     if slowed:
         yield HostFinding(subject, f"slowed: {', '.join(slowed)}", "warning")
-    used, total = _parse_number(gpu["memory.used"]), _parse_number(gpu["memory.total"])
-    if total and used > 0.1 * total:
-        yield HostFinding(subject, f"{used} of {total} MiB are in use by others", "warning")
+    used_mib, total_mib = _parse_number(gpu["memory.used"]), _parse_number(gpu["memory.total"])
+    if total_mib and used_mib > 0.1 * total_mib:
+        yield HostFinding(subject, f"{used_mib} of {total_mib} MiB are in use by others", "warning")
     errors = _parse_number(gpu["ecc.errors.uncorrected.volatile.total"])
     if errors:
         yield HostFinding(
@@ -94,8 +98,8 @@ def read_smi() -> list[dict[str, str]]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return read_gpus(done.stdout) if done.returncode == 0 else []
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return read_gpus(completed.stdout) if completed.returncode == 0 else []
 
 
 def judge_software() -> Iterator[HostFinding]:
@@ -107,16 +111,16 @@ def judge_software() -> Iterator[HostFinding]:
 
     installed = ", ".join(f"{name} {version}" for name, version in read_versions().items())
     yield HostFinding("software", f"Python {platform.python_version()}, {installed}")
-    known, num_visible = read_smi(), torch.cuda.device_count()
-    for gpu in known:
+    gpus, num_visible = read_smi(), torch.cuda.device_count()
+    for gpu in gpus:
         yield from judge_gpu(gpu)
-    if len(known) > num_visible:
+    if len(gpus) > num_visible:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None:
-            text = f"torch sees {num_visible} of {len(known)} GPUs: CUDA_VISIBLE_DEVICES={hidden}"
+            text = f"torch sees {num_visible} of {len(gpus)} GPUs: CUDA_VISIBLE_DEVICES={hidden}"
             yield HostFinding("torch", text, "warning")
         else:
-            text = f"torch {torch.__version__} sees {num_visible} of {len(known)} GPUs"
+            text = f"torch {torch.__version__} sees {num_visible} of {len(gpus)} GPUs"
             yield HostFinding("torch", text, "error" if num_visible else "warning")
     if not num_visible:
         if reason := explain_unusable_gpu():
@@ -267,7 +271,7 @@ def main() -> int:
     num_errors = 0
     for finding in run_checks((judge_software, judge_links, judge_kernels, judge_folder)):
         mark = {"ok": " ", "warning": "!", "error": "X"}[finding.level]
-        print(f"{mark} {finding.what:<28} {finding.said}", flush=True)
+        print(f"{mark} {finding.subject:<28} {finding.message}", flush=True)
         num_errors += finding.level == "error"
     print(
         "a run can start"

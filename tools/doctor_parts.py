@@ -206,8 +206,13 @@ def list_parts(world: int) -> dict[str, Callable[[Doctor], None]]:
 
 
 def run(names: Sequence[str], first: int, doctor: Doctor) -> None:
-    """Do these parts, from number `first` on. Ends the process if one fails, as other ranks could
-    wait for this one."""
+    """Do these parts. Ends the process if one fails, as other ranks could wait for this one.
+
+    Args:
+        names: The parts, in order.
+        first: Number of the part to begin with.
+        doctor: What they report to.
+    """
     doctor.part = "start"
     all_parts = list_parts(doctor.world)
     try:

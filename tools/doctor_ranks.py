@@ -76,21 +76,25 @@ def list_part_names(world: int) -> list[str]:
 
 @dataclass
 class RankFinding:
-    """What was found in a part. right: None if nobody could judge it. wrong: ranks on which it is
-    not right."""
+    """The outcome of a check in a part.
+
+    Attributes:
+        passed: Whether it is on every rank as it must be; None if nobody could judge it.
+        failed_ranks: Ranks on which it is not as it must be.
+    """
 
     part: str
-    what: str
-    right: bool | None
-    said: str
+    check: str
+    passed: bool | None
+    message: str
     numbers: dict[str, Any] = field(default_factory=dict)
-    wrong: list[int] = field(default_factory=list)
+    failed_ranks: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
-        mark = "X" if self.right is False else " "
-        name = f"{self.part}: {self.what}" if self.what else self.part
-        where = f" (ranks {', '.join(map(str, self.wrong))})" if self.wrong else ""
-        return f"{mark} {name:<44} {self.said}{where}"
+        mark = "X" if self.passed is False else " "
+        name = f"{self.part}: {self.check}" if self.check else self.part
+        where = f" (ranks {', '.join(map(str, self.failed_ranks))})" if self.failed_ranks else ""
+        return f"{mark} {name:<44} {self.message}{where}"
 
 
 Lines = dict[int, list[dict[str, Any]]]
@@ -98,8 +102,15 @@ Lines = dict[int, list[dict[str, Any]]]
 
 
 class RankProcesses:
-    """The processes of some ranks. environment: returns that of a rank, which all of one start
-    share. command: what a rank runs."""
+    """The processes of some ranks.
+
+    Args:
+        ranks: The ranks of this machine.
+        environment: Returns that of a rank, which all of one start share.
+        timeout: Seconds that a part may take.
+        device: On which they compute.
+        command: What a rank runs.
+    """
 
     def __init__(
         self,
@@ -114,7 +125,12 @@ class RankProcesses:
 
     def run_parts(self, names: Sequence[str], tell: Callable[[str], None]) -> Lines:
         """Do all parts; return what the ranks have written. A part that fails is a finding of the
-        rank that says why. tell: called with the name of each part."""
+        rank that says why.
+
+        Args:
+            names: The parts, in order.
+            tell: Called with the name of each part.
+        """
         lines: Lines = {rank: [] for rank in self._ranks}
         first = 0
         while first < len(names):
@@ -219,19 +235,19 @@ def merge_findings(lines: Lines) -> list[RankFinding]:
     merged: dict[tuple[str, str], RankFinding] = {}
     for rank in sorted(lines):
         for line in lines[rank]:
-            if "what" not in line:
+            if "check" not in line:
                 continue
-            key = line["part"], line["what"]
-            finding = RankFinding(*key, line["right"], line["said"], line["numbers"])
+            key = line["part"], line["check"]
+            finding = RankFinding(*key, line["passed"], line["message"], line["numbers"])
             merged_finding = merged.setdefault(key, finding)
-            if finding.right is False:
-                if merged_finding.right is not False:
-                    merged_finding.right, merged_finding.said = False, finding.said
-                merged_finding.wrong.append(rank)
-            elif merged_finding.right is None:
-                merged_finding.right, merged_finding.said, merged_finding.numbers = (
-                    finding.right,
-                    finding.said,
+            if finding.passed is False:
+                if merged_finding.passed is not False:
+                    merged_finding.passed, merged_finding.message = False, finding.message
+                merged_finding.failed_ranks.append(rank)
+            elif merged_finding.passed is None:
+                merged_finding.passed, merged_finding.message, merged_finding.numbers = (
+                    finding.passed,
+                    finding.message,
                     finding.numbers,
                 )
     order: dict[str, int] = {}
@@ -256,7 +272,14 @@ def run_alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
 
 def gather_lines(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
     """Return what the ranks of all nodes have written, on the first one. Those that do not say so
-    in time are a finding."""
+    in time are a finding.
+
+    Args:
+        lines: What the ranks of this node have written.
+        rank: The first rank of this node.
+        world: Number of ranks.
+        timeout: Seconds to wait for the others.
+    """
     from megaframe.distributed.rendezvous import get_launcher_store
 
     store, _, _ = get_launcher_store(rank, world, timeout)
@@ -276,7 +299,14 @@ def gather_lines(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
 def write_report(
     findings: Sequence[RankFinding], report: Path, ranks: int, names: Sequence[str]
 ) -> list[Path]:
-    """Write the report as JSON and as text; return both files."""
+    """Write the report as JSON and as text; return both files.
+
+    Args:
+        findings: The findings of all ranks.
+        report: Path of the files without suffix.
+        ranks: Number of ranks.
+        names: The parts that were done.
+    """
     report.parent.mkdir(parents=True, exist_ok=True)
     texts, table = report.with_suffix(".txt"), report.with_suffix(".json")
     texts.write_text(
@@ -286,7 +316,7 @@ def write_report(
         "at": time.strftime("%Y-%m-%d"),
         "ranks": ranks,
         "parts": list(names),
-        "right": all(finding.right is not False for finding in findings),
+        "passed": all(finding.passed is not False for finding in findings),
         "findings": [asdict(finding) for finding in findings],
     }
     table.write_text(json.dumps(report_fields, indent=1) + "\n", encoding="utf-8")
@@ -295,11 +325,11 @@ def write_report(
 
 def describe_verdict(findings: Sequence[RankFinding]) -> str:
     """Return the last line of the report."""
-    wrong = [finding for finding in findings if finding.right is False]
-    if not wrong:
+    failed_ranks = [finding for finding in findings if finding.passed is False]
+    if not failed_ranks:
         return "the ranks work together"
-    names = ", ".join(dict.fromkeys(finding.part for finding in wrong))
-    return f"{len(wrong)} findings are wrong (X), in {names}"
+    names = ", ".join(dict.fromkeys(finding.part for finding in failed_ranks))
+    return f"{len(failed_ranks)} findings are wrong (X), in {names}"
 
 
 def check_ranks(
@@ -314,13 +344,13 @@ def check_ranks(
     """Examine several ranks, and print and write the report. Returns the exit status.
 
     Args:
-        ranks: number of ranks to start on this machine; 0 under torchrun, whose ranks each call
+        ranks: Number of ranks to start on this machine; 0 under torchrun, whose ranks each call
             this.
-        report: the file to write; its suffix is replaced.
-        timeout: seconds that a part may take.
-        device: as `run.device`.
-        chosen: parts to do, by the beginnings of their names; all if empty.
-        command: what a rank runs.
+        report: The file to write; its suffix is replaced.
+        timeout: Seconds that a part may take.
+        device: As `run.device`.
+        chosen: Parts to do, by the beginnings of their names; all if empty.
+        command: What a rank runs.
     """
     world = ranks or int(os.environ["WORLD_SIZE"])
     me = 0 if ranks else int(os.environ["RANK"])
@@ -346,4 +376,4 @@ def check_ranks(
     files = write_report(findings, report, world, names)
     print(*findings, describe_verdict(findings), sep="\n")
     print(f"report to send back: {files[0]} and {files[1]}")
-    return 0 if all(finding.right is not False for finding in findings) else 1
+    return 0 if all(finding.passed is not False for finding in findings) else 1

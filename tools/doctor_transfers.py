@@ -20,14 +20,14 @@ from torch import Tensor
 from megaframe.distributed.collectives import (
     Group,
     all_gather,
-    all_gather_uneven,
+    all_gather_v,
     all_reduce,
     all_to_all,
-    all_to_all_uneven,
+    all_to_all_v,
     barrier,
     receive,
     reduce_scatter,
-    reduce_scatter_uneven,
+    reduce_scatter_v,
     send,
     shift_ring,
 )
@@ -47,13 +47,13 @@ class Doctor:
     """The state of one rank's checks, and its file of findings.
 
     Attributes:
-        device: as `run.device`.
-        timeout: seconds that a check may take.
-        folder: where the rank writes.
-        part: name of the part that runs.
-        large: bytes of a large message.
-        nccl: settings of NCCL that are in force.
-        latest: the mesh that was made last.
+        device: As `run.device`.
+        timeout: Seconds that a check may take.
+        folder: Where the rank writes.
+        part: Name of the part that runs.
+        large: Bytes of a large message.
+        nccl: Settings of NCCL that are in force.
+        latest: The mesh that was made last.
     """
 
     device: str
@@ -72,16 +72,16 @@ class Doctor:
         with open(self.folder / f"rank-{self.rank}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(fields) + "\n")
 
-    def report(self, check: str, right: bool | None, text: str, **numbers: object) -> None:
+    def report(self, check: str, passed: bool | None, text: str, **numbers: object) -> None:
         """Write a finding.
 
         Args:
-            check: what was checked, within the part.
-            right: whether it is as it must be; None if this rank cannot judge it.
-            text: the finding, as the report shows it.
-            numbers: measurements, for the report's JSON.
+            check: What was checked, within the part.
+            passed: Whether it is as it must be; None if this rank cannot judge it.
+            text: The finding, as the report shows it.
+            numbers: Measurements, for the report's JSON.
         """
-        self.write_line(part=self.part, what=check, right=right, said=text, numbers=numbers)
+        self.write_line(part=self.part, check=check, passed=passed, message=text, numbers=numbers)
 
     def make_mesh(self, **sizes: int) -> Mesh:
         """Return a mesh of all ranks, whose watchdog ends and names what hangs."""
@@ -100,7 +100,13 @@ class Doctor:
 
 
 def measure_seconds(mesh: Mesh, work: Callable[[], object], times: int) -> float:
-    """Return the seconds that each of `times` calls takes, the device's work included."""
+    """Return the seconds that each of `times` calls takes, the device's work included.
+
+    Args:
+        mesh: All ranks, which begin together.
+        work: What is measured.
+        times: Number of calls.
+    """
 
     def finish() -> None:
         if mesh.device.type == "cuda":
@@ -179,7 +185,14 @@ def check_rings(doctor: Doctor) -> None:
 
 def make_test_values(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return small whole numbers that differ between ranks: their sums are exact in every type, for
-    up to 85 ranks in bf16."""
+    up to 85 ranks in bf16.
+
+    Args:
+        rank: The rank.
+        count: How many.
+        dtype: Their type.
+        device: Where they are.
+    """
     return ((torch.arange(count, device=device) + 3 * rank) % 4).to(dtype)
 
 
@@ -190,7 +203,13 @@ CollectiveCase = tuple[Callable[[], Tensor], Tensor]
 def make_collective_cases(
     group: Group, dtype: torch.dtype, device: torch.device
 ) -> dict[str, CollectiveCase]:
-    """Return a call of every collective that training uses, and its result, by name."""
+    """Return a call of every collective that training uses, and its result, by name.
+
+    Args:
+        group: The ranks.
+        dtype: Type of the tensors.
+        device: Where they are.
+    """
     own_index, world = group.index, group.size
     sizes = [rank % 3 + 1 for rank in range(world)]
     starts = np.cumsum([0, *sizes])
@@ -201,7 +220,7 @@ def make_collective_cases(
     of_all_ranks = torch.stack(
         [make_test_values(rank, 35 * world, dtype, device) for rank in range(world)]
     )
-    own, parts = of_all_ranks[own_index], of_all_ranks.view(world, world, 35)
+    own_values, parts = of_all_ranks[own_index], of_all_ranks.view(world, world, 35)
     total, own_prefix = (
         of_all_ranks.double().sum(0).to(dtype),
         of_all_ranks[own_index, : starts[-1]],
@@ -209,28 +228,28 @@ def make_collective_cases(
     beginnings = torch.cat([row[:size] for row, size in zip(of_all_ranks, sizes, strict=True)])
     received_sizes = [sizes[own_index]] * world
     return {
-        "all_reduce sum": (lambda: all_reduce(own.clone(), group).wait(), total),
+        "all_reduce sum": (lambda: all_reduce(own_values.clone(), group).wait(), total),
         "all_reduce max": (
-            lambda: all_reduce(own.clone(), group, "max").wait(),
+            lambda: all_reduce(own_values.clone(), group, "max").wait(),
             of_all_ranks.amax(0),
         ),
         "all_reduce min": (
-            lambda: all_reduce(own.clone(), group, "min").wait(),
+            lambda: all_reduce(own_values.clone(), group, "min").wait(),
             of_all_ranks.amin(0),
         ),
-        "all_gather": (lambda: all_gather(own, group).wait(), of_all_ranks.view(-1)),
-        "reduce_scatter": (lambda: reduce_scatter(own, group).wait(), total[even]),
+        "all_gather": (lambda: all_gather(own_values, group).wait(), of_all_ranks.view(-1)),
+        "reduce_scatter": (lambda: reduce_scatter(own_values, group).wait(), total[even]),
         "all_to_all": (lambda: all_to_all(parts[own_index], group).wait(), parts[:, own_index]),
-        "all_gather uneven": (
-            lambda: all_gather_uneven(own[: sizes[own_index]], sizes, group).wait(),
+        "all_gather_v": (
+            lambda: all_gather_v(own_values[: sizes[own_index]], sizes, group).wait(),
             beginnings,
         ),
-        "reduce_scatter uneven": (
-            lambda: reduce_scatter_uneven(own_prefix, sizes, group).wait(),
+        "reduce_scatter_v": (
+            lambda: reduce_scatter_v(own_prefix, sizes, group).wait(),
             total[uneven],
         ),
-        "all_to_all uneven": (
-            lambda: all_to_all_uneven(own_prefix, sizes, received_sizes, group).wait(),
+        "all_to_all_v": (
+            lambda: all_to_all_v(own_prefix, sizes, received_sizes, group).wait(),
             torch.cat([row[uneven] for row in of_all_ranks]),
         ),
     }

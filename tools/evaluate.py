@@ -74,7 +74,7 @@ def _on_texts(
     files = ((path, read_sequence(path, tokenizer, reading)) for path in arguments.text)
     sources = read_split(config, arguments.split) if arguments.split else ()
     for name, passage in chain(files, sources):
-        (found,) = score(
+        (text_score,) = score(
             stage,
             [passage],
             context=context,
@@ -83,12 +83,12 @@ def _on_texts(
             data=config.data,
             token_bytes=None if tokenizer is None else tokenizer.count_token_bytes(),
         )
-        if not found.tokens:
+        if not text_score.tokens:
             raise UserError(f"{name}: data.mask_eod of the run leaves no token that counts")
-        total += found
-        shown[name] = _to_json(found)
+        total += text_score
+        shown[name] = _to_json(text_score)
         if not arguments.json:
-            print(_format_line(name, found))
+            print(_format_line(name, text_score))
     if len(shown) > 1:
         shown["all"] = _to_json(total)
         if not arguments.json:
@@ -100,8 +100,8 @@ def _on_tasks(
     arguments: argparse.Namespace, config: RunConfig, stage: Stage, context: int
 ) -> dict[str, Any]:
     # The harness imports a package `evaluate`, which this file must not shadow.
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
         os.environ.setdefault(name, "1")  # must be set before the libraries are imported
     from megaframe.training.lm_eval import TaskOptions, evaluate_tasks

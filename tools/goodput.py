@@ -2,7 +2,7 @@
 published failures and measured costs.
 
 python tools/goodput.py --mix llama3 --ranks 16384 --costs restart=15,load=10,stall=0.2
-python tools/goodput.py --ranks 16384 100000 --measured benchmarks/results/drill.json --target 0.93
+python tools/goodput.py --ranks 100000 --measured benchmarks/results/chaos_test.json --target 0.93
 
 Costs that a chaos test has measured (tools/chaos/chaos_test.py --write) are listed apart from those
 assumed.
@@ -17,11 +17,8 @@ from pathlib import Path
 
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import make_integer_parser, parse_json, read_file
+from megaframe.planner.failures import MIXES, PUBLISHED, FailureCosts, FailureMix
 from megaframe.planner.goodput import (
-    MIXES,
-    PUBLISHED,
-    FailureCosts,
-    FailureMix,
     compute_effective_share,
     find_best_interval,
     find_max_restart_seconds,
@@ -59,7 +56,14 @@ def check_arguments(
     mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: float | None
 ) -> None:
     """Raise `UserError` for a target that is no share, and for ranks that fail so often that no run
-    gets anywhere: it could not be simulated either."""
+    gets anywhere: it could not be simulated either.
+
+    Args:
+        mix: The failures.
+        sizes: Numbers of ranks.
+        costs: What failures and saves cost.
+        target: The effective share to reach; None for none.
+    """
     if target is not None and not 0 < target < 1:
         raise UserError(f"--target {target} is not a share between 0 and 1, such as 0.93")
     for ranks in sizes:
@@ -74,12 +78,15 @@ def check_arguments(
 
 def load_measured_costs(path: Path) -> dict[str, float]:
     """Return the costs in a file that a chaos test has written. `crash` is 0, because there the
-    time to notice a crash is a part of `restart`, which begins with the last step. Raises
-    `UserError` if the file is not from a chaos test."""
+    time to notice a crash is a part of `restart`, which begins with the last step.
+
+    Raises:
+        UserError: If the file is not from a chaos test.
+    """
     try:
-        drill = parse_json(read_file(path, MOST_BYTES))
-        kill = {cause: float(drill["kill"][cause]) for cause in ("restart", "load", "again")}
-        costs = {"crash": 0.0, **kill, "stall": float(drill["whole"]["stall"])}
+        results = parse_json(read_file(path, MOST_BYTES))
+        kill = {cause: float(results["kill"][cause]) for cause in ("restart", "load", "warmup")}
+        costs = {"crash": 0.0, **kill, "stall": float(results["whole"]["stall"])}
         if not all(0 <= seconds < 1e9 for seconds in costs.values()):
             raise ValueError(f"seconds out of range in {costs}")
         return costs
@@ -91,8 +98,11 @@ def load_measured_costs(path: Path) -> dict[str, float]:
 
 
 def apply_costs(costs: FailureCosts, text: str) -> FailureCosts:
-    """Return the costs with some of them set from NAME=SECONDS,... Raises `UserError` for unknown
-    names and invalid numbers."""
+    """Return the costs with some of them set from NAME=SECONDS,...
+
+    Raises:
+        UserError: For unknown names and invalid numbers.
+    """
     names = [field.name for field in fields(costs)]
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
@@ -109,7 +119,12 @@ def apply_costs(costs: FailureCosts, text: str) -> FailureCosts:
 
 
 def format_costs(costs: FailureCosts, names: set[str] | None = None) -> str:
-    """Return the costs in the format of --costs. names: which of them; None for all."""
+    """Return the costs in the format of --costs.
+
+    Args:
+        costs: What failures and saves cost.
+        names: Which of them; None for all.
+    """
     chosen = [field.name for field in fields(costs) if names is None or field.name in names]
     return ", ".join(f"{name}={getattr(costs, name):g}" for name in chosen)
 

@@ -40,8 +40,12 @@ _LEAST_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class MeasuredConstants:
-    """The result. constants: those found. errors: relative error of each product's predicted
-    time."""
+    """The result.
+
+    Attributes:
+        constants: Those found.
+        errors: Relative error of each product's predicted time.
+    """
 
     constants: Constants
     errors: tuple[float, ...]
@@ -64,7 +68,13 @@ def measure_median_seconds(kernel: Callable[[], object], device: torch.device) -
 def measure_products(
     sizes: list[tuple[int, int, int]], kind: torch.dtype, device: torch.device
 ) -> list[float]:
-    """Return the seconds of a product for each size (rows, outputs, terms)."""
+    """Return the seconds of a product for each size.
+
+    Args:
+        sizes: Rows, outputs and terms of each product.
+        kind: Type of the operands.
+        device: Where they are.
+    """
     seconds = []
     for rows, outputs, terms in sizes:
         left = torch.randn(rows, terms, device=device).to(kind)
@@ -78,20 +88,22 @@ def fit_constants(
     kind: str,
     sizes: list[tuple[int, int, int]],
     measured: list[float],
-    known: Constants,
+    others: Constants,
 ) -> MeasuredConstants:
     """Return the constants whose `product` and `start` explain these products best, by a search on
     a grid: the model is not linear where memory bounds a product.
 
     Args:
-        sizes: as in `product_times`.
-        measured: measured seconds.
-        known: the other constants.
+        chip: The chip.
+        kind: Type of the operands.
+        sizes: As in `measure_products`.
+        measured: Measured seconds.
+        others: The other constants.
     """
-    best = MeasuredConstants(known, (np.inf,))
+    best = MeasuredConstants(others, (np.inf,))
     for start in (0.0, *np.geomspace(4, 1024, 33)):
         for share in np.geomspace(0.02, 1.5, 120):
-            constants = replace(known, product=float(share), start=float(start))
+            constants = replace(others, product=float(share), start=float(start))
             rate = compute_kernel_rates(chip, constants, kind)
             errors = [
                 float(estimate_matmul_seconds(rate, *size)) / seconds - 1
@@ -116,7 +128,13 @@ def measure_bandwidth(device: torch.device, largest: int) -> float:
 def measure_unknown_chip(chip: Chip, device: torch.device, largest: int) -> Chip:
     """Return a chip of which only the memory is known, with the rates that are measured on it: of
     the fastest product by type, and of moving memory. Types in which it cannot multiply have no
-    rate."""
+    rate.
+
+    Args:
+        chip: The chip, of which only the memory is known.
+        device: This device.
+        largest: Width of the largest product.
+    """
     peaks: dict[str, float] = {}
     for kind, dtype in TYPES.items():
         sizes = [(width, width, width) for width in list_widths(largest)[-3:]]
@@ -132,8 +150,15 @@ def measure_constants(
     chip: Chip, kind: str, device: torch.device, largest: int
 ) -> MeasuredConstants:
     """Measure all constants of this chip that one process can measure; the others are those already
-    known. largest: width of the largest product."""
-    known = get_family_constants(chip.family)
+    known.
+
+    Args:
+        chip: The chip.
+        kind: Type of the operands.
+        device: This device.
+        largest: Width of the largest product.
+    """
+    family_constants = get_family_constants(chip.family)
     sizes = [(width, width, width) for width in list_widths(largest)] + [(largest, largest, 64)]
     memory = min(1.0, measure_bandwidth(device, largest) / chip.bandwidth)
     small = torch.zeros(1, device=device)
@@ -148,7 +173,7 @@ def measure_constants(
     if sustained is None:
         raise UserError(f"chip {chip.name} has no figure for {kind}; use {', '.join(chip.peaks)}")
     attention = flops / attention_time / sustained
-    constants = replace(known, memory=memory, launch=launch, attention=attention)
+    constants = replace(family_constants, memory=memory, launch=launch, attention=attention)
     return fit_constants(chip, kind, sizes, measure_products(sizes, TYPES[kind], device), constants)
 
 

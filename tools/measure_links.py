@@ -57,11 +57,17 @@ them."""
 
 @dataclass(frozen=True)
 class LinkFit:
-    """The fit of one operation on one group of ranks. what: name of the group. alpha, bandwidth:
-    seconds per message and bytes/s of a rank, by the formula for a ring. error: largest relative
-    error of the fitted line. bus: bus bandwidth of the largest size, in bytes/s."""
+    """The fit of one operation on one group of ranks, by the formula for a ring.
 
-    what: str
+    Attributes:
+        alpha: Seconds per message.
+        bandwidth: Bytes/s of a rank.
+        name: Name of the group.
+        error: Largest relative error of the fitted line.
+        bus: Bus bandwidth of the largest size, in bytes/s.
+    """
+
+    name: str
     operation: str
     ranks: int
     alpha: float
@@ -71,7 +77,7 @@ class LinkFit:
 
     def __str__(self) -> str:
         return (
-            f"{self.what:<12}{self.operation:<16}{self.ranks:>6}{self.alpha * 1e6:>12.1f}"
+            f"{self.name:<12}{self.operation:<16}{self.ranks:>6}{self.alpha * 1e6:>12.1f}"
             f"{self.bandwidth / 1e9:>12.3f}{self.bus / 1e9:>12.3f}{self.error:>9.0%}"
         )
 
@@ -86,7 +92,15 @@ def measure_seconds(
     operation: Callable[[Tensor, Group], Tensor], size: int, group: Group, mesh: Mesh, times: int
 ) -> float:
     """Return the seconds of an operation on `size` bytes: the slowest rank of the group, and of
-    `times` repetitions the median."""
+    `times` repetitions the median.
+
+    Args:
+        operation: Starts and waits.
+        size: Bytes that each rank has.
+        group: The ranks.
+        mesh: All ranks, which begin together.
+        times: Number of repetitions.
+    """
     buffer = torch.zeros(size // 4, device=mesh.device)
     samples = []
     for repetition in range(times + 1):
@@ -103,10 +117,18 @@ def measure_seconds(
 
 
 def measure_group(
-    what: str, group: Group, mesh: Mesh, sizes: list[int], times: int
+    name: str, group: Group, mesh: Mesh, sizes: list[int], times: int
 ) -> list[LinkFit]:
     """Measure and fit all operations on one group. All ranks call it together, each with its own
-    group of this kind."""
+    group of this kind.
+
+    Args:
+        name: Of the group, for the table.
+        group: The ranks.
+        mesh: All ranks.
+        sizes: Bytes of the measured messages.
+        times: Number of repetitions.
+    """
     ranks, fits = group.size, []
     for name, operation in OPERATIONS.items():
         rounded = [max(1, size // (4 * ranks)) * 4 * ranks for size in sizes]
@@ -119,7 +141,7 @@ def measure_group(
             passes * hops / ranks / seconds_per_byte if seconds_per_byte > 0 else float("inf")
         )
         bus = compute_bus_bandwidth(name, rounded[-1], ranks, measured[-1])
-        fits.append(LinkFit(what, name, ranks, alpha, bandwidth, error, bus))
+        fits.append(LinkFit(name, name, ranks, alpha, bandwidth, error, bus))
     return fits
 
 
@@ -131,13 +153,13 @@ def make_tiers(
     bandwidth of the latter.
 
     Args:
-        fits: measurements by tier.
-        sizes: ranks of each tier.
-        constants: those of the chip. Measured bandwidth is divided by the share that the planner
+        fits: Measurements by tier.
+        sizes: Ranks of each tier.
+        constants: Those of the chip. Measured bandwidth is divided by the share that the planner
             lets collectives reach (`Constants.links`).
 
     Raises:
-        UserError: no bandwidth can be derived.
+        UserError: No bandwidth can be derived.
     """
     tiers: list[dict[str, object]] = []
     fastest = float("inf")
@@ -164,8 +186,15 @@ def make_tiers(
 def write_description(
     path: Path, cluster: Cluster, tiers: list[dict[str, object]], arguments: argparse.Namespace
 ) -> None:
-    """Write the description. cluster: that of the chip. Of a file that is there, as
-    tools/measure_kernels.py writes, only the tiers change, and what the command line names."""
+    """Write the description. Of a file that is there, as tools/measure_kernels.py writes, only the
+    tiers change, and what the command line names.
+
+    Args:
+        path: The file.
+        cluster: That of the chip.
+        tiers: The measured tiers.
+        arguments: The command line.
+    """
     changes: dict[str, object] = {"tiers": tiers}
     named_figures = {
         "chip": arguments.chip,
@@ -195,7 +224,11 @@ def choose_cluster(arguments: argparse.Namespace, mesh: Mesh) -> Cluster:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line. Raises `UserError` for an unknown chip or impossible sizes."""
+    """Parse the command line.
+
+    Raises:
+        UserError: For an unknown chip or impossible sizes.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -180,8 +180,8 @@ def main() -> None:
     if arguments.trees:
         print(format_table(trees))
     if arguments.write or arguments.page:
-        known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        trees = {**known, **trees}
+        earlier = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        trees = {**earlier, **trees}
         RESULTS.write_text(json.dumps(trees, indent=2) + "\n", encoding="utf-8")
         PAGE.write_text(format_page(trees), encoding="utf-8")
         print(f"wrote {RESULTS} and {PAGE}")

@@ -70,7 +70,11 @@ def _exit_on_signal(number: int, _: FrameType | None) -> None:
 
 
 def parse_links(arguments: argparse.Namespace) -> list[Link]:
-    """Return the link of each host. Raises `UserError` for unknown hosts and invalid rates."""
+    """Return the link of each host.
+
+    Raises:
+        UserError: For unknown hosts and invalid rates.
+    """
     if arguments.hosts < 1 or arguments.ranks < 1:
         asked = f"--hosts {arguments.hosts} --ranks {arguments.ranks}"
         raise UserError(f"{asked}: both are 1 or more")
@@ -88,8 +92,15 @@ def parse_links(arguments: argparse.Namespace) -> list[Link]:
 
 
 def parse_outage(text: str, count: int) -> LinkOutage:
-    """Parse HOST@SECONDS[:SECONDS] into the loss of a link. count: number of hosts. Raises
-    `UserError` if the text is not of this form, or there is no such host."""
+    """Parse HOST@SECONDS[:SECONDS] into the loss of a link.
+
+    Args:
+        text: A word of the command line.
+        count: Number of hosts.
+
+    Raises:
+        UserError: If the text is not of this form, or there is no such host.
+    """
     match = _DROP.fullmatch(text)
     try:
         if match is None:
@@ -102,15 +113,18 @@ def parse_outage(text: str, count: int) -> LinkOutage:
     return LinkOutage(_parse_host(f"--drop {text}", match[1], count), after, length)
 
 
-def _parse_host(what: str, number: str, count: int) -> int:
+def _parse_host(text: str, number: str, count: int) -> int:
     if int(number) >= count:
-        raise UserError(f"{what}: with --hosts {count} they are numbered 0 to {count - 1}")
+        raise UserError(f"{text}: with --hosts {count} they are numbered 0 to {count - 1}")
     return int(number)
 
 
 def find_run_folder(command: Sequence[str]) -> Path | None:
     """Return the folder of the run that the command starts, or None if it starts something else.
-    Raises `UserError` for a mistake in the run's config, before any host is made."""
+
+    Raises:
+        UserError: For a mistake in the run's config, before any host is made.
+    """
     if Path(command[0]).name != ENTRY:
         return None
     parser = argparse.ArgumentParser(prog=ENTRY)
@@ -122,7 +136,11 @@ def find_run_folder(command: Sequence[str]) -> Path | None:
 
 def prepend_launcher(command: Sequence[str], restarts: int) -> list[str]:
     """Return the command line for each host, with `torchrun` in front of a Python file. restarts:
-    its `--max-restarts`. Raises `UserError` if there is no such file."""
+    its `--max-restarts`.
+
+    Raises:
+        UserError: If there is no such file.
+    """
     if not command[0].endswith(".py"):
         return list(command)
     if not Path(command[0]).is_file():
@@ -135,20 +153,22 @@ def summarize_steps(run: Path, since: float) -> dict[str, Any]:
     """Return medians over the steps since a time: seconds of a step and of its parts, and bytes
     handed over by axis. The first step is left out as a warm-up. Empty if there are no steps.
 
-    since: seconds since the epoch.
+    Args:
+        run: Its folder.
+        since: Seconds since the epoch.
     """
     metrics = MetricsFile(run / METRICS_FILE)
     metrics.read()
-    recent = np.flatnonzero(metrics.column("at") >= since)
+    recent = np.flatnonzero(metrics.get_column("at") >= since)
     recent = recent[1:] if len(recent) > 1 else recent
     if not len(recent):
         return {}
 
     def compute_median(name: str) -> float:
-        return float(np.median(metrics.column(name)[recent]))
+        return float(np.median(metrics.get_column(name)[recent]))
 
     def compute_medians(prefix: str) -> dict[str, float]:
-        names = [name for name in metrics.names() if name.startswith(prefix)]
+        names = [name for name in metrics.list_names() if name.startswith(prefix)]
         return {name.removeprefix(prefix): compute_median(name) for name in names}
 
     return {
@@ -161,10 +181,16 @@ def summarize_steps(run: Path, since: float) -> dict[str, Any]:
 
 
 def format_report(links: Sequence[Link], result: HostsResult, steps: Mapping[str, Any]) -> str:
-    """Return the text that is printed at the end."""
+    """Return the text that is printed at the end.
+
+    Args:
+        links: The link of each host.
+        result: How the command ended.
+        steps: What `summarize_steps` returned.
+    """
     lines = [f"{'':<8}{'link':>10}{'sent MB':>12}{'received MB':>13}{'status':>8}"]
-    for number, (link, moved) in enumerate(zip(links, result.moved, strict=True)):
-        sent, received = (count / 1e6 for count in moved)
+    for number, (link, link_bytes) in enumerate(zip(links, result.link_bytes, strict=True)):
+        sent, received = (count / 1e6 for count in link_bytes)
         lines.append(
             f"{f'host {number}':<8}{link.rate:>10}{sent:>12.3f}{received:>13.3f}"
             f"{result.statuses[number]:>8}"
@@ -186,7 +212,11 @@ def format_report(links: Sequence[Link], result: HostsResult, steps: Mapping[str
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. words: its words; None for those of the process."""
+    """Parse the command line.
+
+    Args:
+        words: Its words; None for those of the process.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -42,7 +42,11 @@ examples:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned. fixed: layout keys given on the command line, which a search must keep."""
+    """What is planned.
+
+    Attributes:
+        fixed: Layout keys given on the command line, which a search must keep.
+    """
 
     config: RunConfig
     gpus: int
@@ -84,7 +88,11 @@ def main() -> None:
 
 
 def parse_request(arguments: argparse.Namespace) -> PlanRequest:
-    """Return what a command line asks for. Raises `UserError` if it cannot be planned."""
+    """Return what a command line asks for.
+
+    Raises:
+        UserError: If it cannot be planned.
+    """
     config = load_with_extensions(arguments.config, arguments.overrides)
     if config.model.vocab is None:
         raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
@@ -119,7 +127,13 @@ def predict_layout(request: PlanRequest) -> LayoutChoice:
 
 
 def print_plan(request: PlanRequest, choice: LayoutChoice, result: SearchResult | None) -> None:
-    """Print the plan: words first, tables second."""
+    """Print the plan: words first, tables second.
+
+    Args:
+        request: What was asked for.
+        choice: The layout.
+        result: The search that found it; None if the layout was given.
+    """
     console, cluster = Console(highlight=False, soft_wrap=True), request.cluster
     console.print(
         f"[bold]{request.gpus} GPUs ({cluster.chip.name}) of {cluster.name}, {choice.layout}[/bold]"
@@ -174,7 +188,13 @@ def _make_choices_table(result: SearchResult) -> Table:
 def plan_record(
     request: PlanRequest, choice: LayoutChoice, result: SearchResult | None
 ) -> dict[str, object]:
-    """Return the plan for JSON."""
+    """Return the plan for JSON.
+
+    Args:
+        request: What was asked for.
+        choice: The layout.
+        result: The search that found it; None if the layout was given.
+    """
     prediction = choice.prediction
     record: dict[str, object] = {
         "cluster": request.cluster.name,
@@ -198,11 +218,11 @@ def plan_record(
         record["alternatives"] = list(describe_alternatives(result, request.cluster))
         record["choices"] = [
             {
-                "layout": select_layout_keys(one),
-                "step_seconds": one.prediction.step_seconds,
-                "memory_bytes": sum(one.prediction.memory_bytes.values()),
+                "layout": select_layout_keys(ranked),
+                "step_seconds": ranked.prediction.step_seconds,
+                "memory_bytes": sum(ranked.prediction.memory_bytes.values()),
             }
-            for one in result.choices
+            for ranked in result.choices
         ]
     return record
 
@@ -226,7 +246,16 @@ def write_config(path: Path, choice: LayoutChoice) -> None:
 
 
 def run_dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
-    """Rehearse one rank alone, and print what it counts next to the plan."""
+    """Run one rank's step on meta tensors, and print what it counts next to the plan.
+
+    Args:
+        choice: The layout.
+        rank: The rank.
+        as_json: Whether to print JSON.
+
+    Raises:
+        UserError: For a rank that the layout does not have.
+    """
     from megaframe.training.meta_step import run_meta_step
     from megaframe.training.meta_step.compare import compare_with_plan
 
@@ -242,7 +271,7 @@ def run_dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
         print(json.dumps([vars(row) for row in rows], indent=1))
         return
     console = Console(highlight=False)
-    console.print(f"rank {rank} of {choice.layout}: one step of the real engine, rehearsed alone")
+    console.print(f"rank {rank} of {choice.layout}: one step of the real executor, run alone")
     table = Table("", "counted", "planned", "difference", box=None, pad_edge=False)
     for row in rows:
         table.add_row(row.name, *row.shown)
@@ -250,7 +279,11 @@ def run_dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. argv: its words; None for those of the process."""
+    """Parse the command line.
+
+    Args:
+        argv: Its words; None for those of the process.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -271,7 +304,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="rehearse one rank with the real engine, without memory or other ranks (needs torch)",
+        help="run a step of one rank on meta tensors, without memory or other ranks (needs torch)",
     )
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which one (default: 0)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

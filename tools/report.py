@@ -28,9 +28,11 @@ def main() -> None:
     arguments = parser.parse_args()
     with report_errors():
         run = RunFolder(arguments.run)
-        found, why = compare_run_or_reason(run.folder, run.environment, arguments.cluster)
-        prediction = read_prediction(arguments.prediction) or (found.record() if found else None)
-        text = render_report(run, prediction, [*found.suggest_layouts()] if found else [why])
+        planned, why = compare_run_or_reason(run.folder, run.environment, arguments.cluster)
+        prediction = read_prediction(arguments.prediction)
+        if planned and prediction is None:
+            prediction = planned.record()
+        text = render_report(run, prediction, [*planned.suggest_layouts()] if planned else [why])
         folder = arguments.output or arguments.run
         for name, content in zip(REPORT_FILES, (text, render_html(text)), strict=True):
             write_atomically(folder / name, content)

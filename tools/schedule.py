@@ -222,11 +222,11 @@ def _parse_options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--schedule", metavar="NAME", help=f"{', '.join(SCHEDULE_NAMES)} or file:PATH"
     )
-    what.add_argument("--compare", action="store_true", help="a table of all schedules")
+    source.add_argument("--compare", action="store_true", help="a table of all schedules")
     add("--stages", type=int, required=True, metavar="P", help="ranks of the pipeline")
     add("--chunks", type=int, default=1, metavar="V", help="stages per rank (default: 1)")
     add("--microbatches", type=int, required=True, metavar="M", help="in one step")

@@ -21,16 +21,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from megaframe.dashboard.sweep import (
-    SUMMARY,
-    Result,
-    Sweep,
-    Trial,
-    TrialRun,
-    make_trials,
-    summarize,
-    write_page,
-)
+from megaframe.dashboard.sweep import SUMMARY, Result, Sweep, TrialRun, summarize, write_page
+from megaframe.dashboard.trials import Trial, make_trials
 from megaframe.errors import UserError, report_errors
 
 PAGE = "sweep.html"
@@ -62,13 +54,13 @@ class LocalSweep:
     """Runs the trials of a sweep on this machine.
 
     Args:
-        sweep: what to run.
-        jobs: trials side by side.
-        ranks: of each.
-        gpus: devices to deal out to the jobs, if any.
+        sweep: What to run.
+        jobs: Trials side by side.
+        ranks: Of each.
+        gpus: Devices to deal out to the jobs, if any.
 
     Raises:
-        UserError: if it cannot be run so.
+        UserError: If it cannot be run so.
     """
 
     def __init__(self, sweep: Sweep, jobs: int, ranks: int, gpus: Sequence[str] = ()) -> None:
@@ -110,7 +102,7 @@ class LocalSweep:
                         results[trial.name] = self._make_result(trial, process.returncode)
                         self._print_result(results[trial.name], f"{len(results)} of {len(trials)}")
                         self._sweep.write_results(
-                            [results[one.name] for one in trials if one.name in results]
+                            [results[t.name] for t in trials if t.name in results]
                         )
                 time.sleep(_PAUSE)
         finally:
@@ -141,7 +133,7 @@ class LocalSweep:
         return self._make_trial_run(trial).start(env=environment, start_new_session=True)
 
     def _make_result(self, trial: Trial, status: int) -> Result:
-        """Return what a trial has come to. status: exit status of its run."""
+        """Return the result of a trial whose run has ended with this exit status."""
         run = self._make_trial_run(trial)
         values = run.read_metric(self._sweep.metric)
         step, value = values[-1] if values else (None, None)

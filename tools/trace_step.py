@@ -121,7 +121,7 @@ def trace_step(checkout: Path) -> dict[str, Any]:
         The functions from the trainer to the first block, and the calls and files of a step.
 
     Raises:
-        RuntimeError: the run failed, with the end of its output.
+        RuntimeError: The run failed, with the end of its output.
     """
     checkout = checkout.resolve()
     paths = os.pathsep.join(map(str, (checkout, checkout / "kernels")))
@@ -134,15 +134,17 @@ def trace_step(checkout: Path) -> dict[str, Any]:
         prepare += ["--input", str(folder / "corpus.jsonl"), "--output", str(folder / "tokens")]
         train = [str(Path(__file__).resolve()), str(checkout), str(folder)]
         for arguments in (prepare, train):
-            done = subprocess.run(
+            completed = subprocess.run(
                 [sys.executable, *arguments],
                 cwd=folder,
                 env=environment,
                 capture_output=True,
                 text=True,
             )
-            if done.returncode:
-                raise RuntimeError(f"{arguments[0]} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+            if completed.returncode:
+                raise RuntimeError(
+                    f"{arguments[0]} failed:\n{(completed.stdout + completed.stderr)[-4000:]}"
+                )
         (step,) = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
     return {
         "block_calls": len(step["path"]),

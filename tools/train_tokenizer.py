@@ -28,12 +28,12 @@ def main() -> None:
         )
     reading = CorpusFormat(options.key, options.format, options.split_blank_lines)
     begin = time.monotonic()
-    used = train_sentencepiece(
+    characters = train_sentencepiece(
         options.input, reading, options.output, options.vocab, options.kind, options.megabytes
     )
     seconds = time.monotonic() - begin
     print(
-        f"{path}: {options.vocab} pieces ({options.kind}) from {used / 1e6:,.1f} million "
+        f"{path}: {options.vocab} pieces ({options.kind}) from {characters / 1e6:,.1f} million "
         f"characters in {seconds:.1f} s"
     )
 

@@ -121,7 +121,13 @@ def compute_percentile(values: Sequence[int], share: float) -> int:
 
 
 def count_file(counts: TreeCounts, package: Path, path: Path) -> None:
-    """Add a file to the counts."""
+    """Add a file to the counts.
+
+    Args:
+        counts: To which the file is added.
+        package: The package.
+        path: A file of it.
+    """
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     counts.file_lines.append(len(text.splitlines()))
@@ -185,9 +191,15 @@ def begins_with_verb(name: str) -> bool:
 
 def find_imported_rooms(tree: ast.Module, package: Path, path: Path) -> Iterator[str]:
     """Yield the folders and modules directly under the package that a file imports from others of
-    them, also within functions."""
+    them, also within functions.
+
+    Args:
+        tree: The parsed file.
+        package: The package.
+        path: Of the file.
+    """
     parts = path.relative_to(package).parts
-    own, folder = parts[0].removesuffix(".py"), list(parts[:-1])
+    own_room, folder = parts[0].removesuffix(".py"), list(parts[:-1])
     prefix = find_import_name(package)
     for node in ast.walk(tree):
         names: list[str] = []
@@ -201,8 +213,8 @@ def find_imported_rooms(tree: ast.Module, package: Path, path: Path) -> Iterator
             names = [f"{base}.{alias.name}" for alias in node.names]
         for name in names:
             room = name.removeprefix(f"{prefix}.").partition(".")[0]
-            known = (package / room).is_dir() or (package / f"{room}.py").exists()
-            if name.startswith(f"{prefix}.") and known and room != own:
+            is_room = (package / room).is_dir() or (package / f"{room}.py").exists()
+            if name.startswith(f"{prefix}.") and is_room and room != own_room:
                 yield room
 
 

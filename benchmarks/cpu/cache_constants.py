@@ -100,7 +100,12 @@ def make_update(dtype: torch.dtype) -> Work:
 
 @dataclass(frozen=True)
 class CachedSize:
-    """A size, and the operation that it serves. name, module: of the constant."""
+    """A size, and the operation that it serves.
+
+    Attributes:
+        name: Of the constant.
+        module: That has it.
+    """
 
     name: str
     module: ModuleType

@@ -39,10 +39,10 @@ def make_contenders(arguments: argparse.Namespace, ranks: int, precision: str) -
     """Return the commands of ours and the peers, grouped by ZeRO stage."""
 
     def make_contender(
-        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+        name: str, script: str, python: Path | str, *options: str, ours: bool = False
     ) -> Contender:
         size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(arguments.steps))
-        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+        return Contender(name, (str(python), str(PEERS / script), *size, *options), ours)
 
     chosen = []
     for stage in range(4):
@@ -55,8 +55,10 @@ def make_contenders(arguments: argparse.Namespace, ranks: int, precision: str) -
         if stage and arguments.deepspeed_python:
             # Not resolved: the python of a virtual environment is a link.
             python = arguments.deepspeed_python.absolute()
-            more = ("--stage", str(stage))
-            chosen.append(make_contender(f"DeepSpeed {stage}", "data_deepspeed.py", python, *more))
+            options = ("--stage", str(stage))
+            chosen.append(
+                make_contender(f"DeepSpeed {stage}", "data_deepspeed.py", python, *options)
+            )
         if stage == 1 and arguments.megatron_python:
             python = arguments.megatron_python.absolute()
             chosen.append(make_contender("megatron-core 1", "data_megatron_core.py", python))

@@ -39,10 +39,10 @@ TOLERANCE = 0.02
 def make_contenders(arguments: argparse.Namespace, shape: str, precision: str) -> list[Contender]:
     """Return the commands of ours and the others."""
 
-    def make_contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
+    def make_contender(name: str, script: str, *options: str, ours: bool = False) -> Contender:
         python = arguments.huggingface_python if "huggingface" in script else sys.executable
         size = ("--shape", shape, "--precision", precision, "--steps", str(arguments.steps))
-        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+        return Contender(name, (str(python), str(PEERS / script), *size, *options), ours)
 
     contenders = [
         make_contender("megaframe", "experts_ours.py", ours=True),

@@ -80,9 +80,9 @@ def run_rank(folder: Path, steps: int) -> None:
 
     def time_flush(meter: MetricsLogger, step: int) -> list[StepValues]:
         start = time.perf_counter()
-        known = flush(meter, step)
+        values = flush(meter, step)
         flushes.append(time.perf_counter() - start)
-        return known
+        return values
 
     setattr(StepTimer, "take", count_marks)  # noqa: B010
     setattr(MetricsLogger, "flush", time_flush)  # noqa: B010

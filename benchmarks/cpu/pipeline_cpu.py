@@ -56,16 +56,16 @@ def make_contenders(arguments: argparse.Namespace, stages: int, vocab: int) -> l
     """Return the commands of ours and the peers."""
 
     def make_contender(
-        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+        name: str, script: str, python: Path | str, *options: str, ours: bool = False
     ) -> Contender:
         size = ("--stages", str(stages), "--vocab", str(vocab), "--steps", str(arguments.steps))
-        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+        return Contender(name, (str(python), str(PEERS / script), *size, *options), ours)
 
     chosen = [make_contender("megaframe", "pipeline_ours.py", sys.executable, *OURS, ours=True)]
     for name, (schedule, chunks) in SCHEDULES.items():
         if stages * chunks <= WORKLOAD.layers:
-            more = ("--schedule", schedule)
-            chosen.append(make_contender(name, "pipeline_torch.py", sys.executable, *more))
+            options = ("--schedule", schedule)
+            chosen.append(make_contender(name, "pipeline_torch.py", sys.executable, *options))
     if arguments.megatron_python:
         python = arguments.megatron_python.absolute()  # not resolved: a venv's python is a link
         chosen.append(make_contender("megatron-core", "pipeline_megatron_core.py", python))

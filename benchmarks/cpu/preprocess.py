@@ -199,8 +199,8 @@ def compare_one(
     }
 
 
-def run_peer(python: Path, action: str, prefix: str, arrays: Path, *more: str) -> dict[str, Any]:
-    command = [str(python), str(PEER), action, "--prefix", prefix, "--arrays", str(arrays), *more]
+def run_peer(python: Path, action: str, prefix: str, arrays: Path, *options: str) -> dict[str, Any]:
+    command = [str(python), str(PEER), action, "--prefix", prefix, "--arrays", str(arrays)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(f"megatron-core failed to {action}:\n{result.stderr[-4000:]}")

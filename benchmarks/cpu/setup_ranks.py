@@ -74,12 +74,12 @@ def run_in_process(world: int) -> dict[str, float]:
     """Return what a fresh process measures."""
     command = [sys.executable, __file__, f"--world={world}"]
     variables = {"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": str(world)}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        sys.exit(f"{world} ranks failed:\n{done.stderr[-3000:]}")
-    measured: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    if completed.returncode:
+        sys.exit(f"{world} ranks failed:\n{completed.stderr[-3000:]}")
+    measured: dict[str, float] = json.loads(completed.stdout.strip().splitlines()[-1])
     return measured
 
 

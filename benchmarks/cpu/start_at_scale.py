@@ -63,14 +63,16 @@ _STACK = 256 * 1024
 class WorldOutcome:
     """Measurements of one world.
 
-    set_up: seconds until every client was connected, had found its part of the store, and had its
-    watchdog.
-    quiet: requests per client and second while no rank fails.
-    requests: requests per client from the fault to the end.
-    most: those of the client with most, which is the judge.
-    first, last: seconds from when ranks may notice the fault to the first and last verdict.
-    right: clients that name the right rank, of how many.
-    memory: bytes of all processes together.
+    Attributes:
+        first: Seconds from when ranks may notice the fault to the first verdict.
+        last: The same, to the last one.
+        set_up: Seconds until every client was connected, had found its part of the store, and
+            had its watchdog.
+        quiet: Requests per client and second while no rank fails.
+        requests: Requests per client from the fault to the end.
+        most: Those of the client with most, which is the judge.
+        right: Clients that name the right rank, of how many.
+        memory: Bytes of all processes together.
     """
 
     fault: str
@@ -307,12 +309,12 @@ def run_clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: 
     assert watches.keys() == set(ranks), "not all ranks are connected"
     end.send(("ready", None))
     while True:
-        kind, *more = end.recv()
+        kind, *fields = end.recv()
         if kind == "count":
             end.send(("count", sum(counts.values())))
             continue
         before = Counter(counts)
-        fault, victim, noticed = more
+        fault, victim, noticed = fields
         _apply_fault(fault, victim, noticed, watches, layout, timeout)
         while not all(watchdog.has_left for watchdog, _ in watches.values()):
             time.sleep(0.1)
@@ -347,8 +349,8 @@ def _apply_fault(
         around = [layout.list_members(rank, *axes) for axes in groups]
         group = next((ranks for ranks in around if victim in ranks), around[1])
         time.sleep(max(0.0, noticed - time.monotonic()))
-        others = [other for other in group if other != rank]
-        watches[rank][0].leave(LostRanks(f"rank {rank} lost contact", others))
+        other_ranks = [other for other in group if other != rank]
+        watches[rank][0].leave(LostRanks(f"rank {rank} lost contact", other_ranks))
 
     def is_grouped_with_victim(rank: int) -> bool:
         return any(victim in layout.list_members(rank, *axes) for axes in groups)

@@ -39,10 +39,10 @@ def make_contenders(arguments: argparse.Namespace, ranks: int, precision: str) -
     """Return the commands of ours and the peers."""
 
     def make_contender(
-        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+        name: str, script: str, python: Path | str, *options: str, ours: bool = False
     ) -> Contender:
         size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(arguments.steps))
-        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+        return Contender(name, (str(python), str(PEERS / script), *size, *options), ours)
 
     chosen = [make_contender("megaframe", "tensor_ours.py", sys.executable, *OURS, ours=True)]
     peers = [("torch DTensor", "tensor_torch.py", sys.executable)]

@@ -49,9 +49,9 @@ def make_contenders(arguments: argparse.Namespace, precision: str) -> list[Conte
     """Return the commands of ours and of the peers that were given."""
 
     def make_contender(
-        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+        name: str, script: str, python: Path | str, *further: str, ours: bool = False
     ) -> Contender:
-        options = ("--precision", precision, "--steps", str(arguments.steps), *more)
+        options = ("--precision", precision, "--steps", str(arguments.steps), *further)
         return Contender(name, (str(python), str(PEERS / script), *options), ours)
 
     chosen = []

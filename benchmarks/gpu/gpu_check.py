@@ -64,11 +64,12 @@ _ON_A_GPU = "test_graphs.py::test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_gr
 class Tests:
     """Tests that run before measurements.
 
-    share:   the most that they get of the time.
-    targets: files, folders or tests, as pytest takes them.
-    tiny:    the target of a dry run.
-    workers: number of processes that run one file each; None for one process per spare processor,
-             each running one test at a time.
+    Attributes:
+        share: The most that they get of the time.
+        targets: Files, folders or tests, as pytest takes them.
+        tiny: The target of a dry run.
+        workers: Number of processes that run one file each; None for one process per spare
+            processor, each running one test at a time.
     """
 
     share: float
@@ -107,11 +108,11 @@ TESTS = {
 
 def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:
     """Run tests on this GPU. Return the outcome, the counts, and the end of the output."""
-    done = run_limited(command, seconds)
+    completed = run_limited(command, seconds)
     return {
-        "outcome": {0: "passed", None: done.explain_failure()}.get(done.code, "failed"),
-        "counts": next((line for line in reversed(done.lines) if line.strip()), "no output"),
-        "log": ("\n".join(done.lines) + "\n" + done.errors)[-LAST:],
+        "outcome": {0: "passed", None: completed.explain_failure()}.get(completed.code, "failed"),
+        "counts": next((line for line in reversed(completed.lines) if line.strip()), "no output"),
+        "log": ("\n".join(completed.lines) + "\n" + completed.errors)[-LAST:],
     }
 
 
@@ -138,8 +139,8 @@ def commit() -> str:
         return from_environment
 
     def run_git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip()
+        completed = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return completed.stdout.strip()
 
     try:
         description = run_git("describe", "--always", "--abbrev=12")
@@ -153,11 +154,14 @@ def commit() -> str:
 class Results:
     """What is known so far; written whenever something is added.
 
-    path: None for nowhere. todo, at, running: what the process that measures kernels has to
-    measure, the index of what it began last, and whether that still runs.
+    Attributes:
+        path: None for nowhere.
+        todo: What the process that measures kernels has to measure.
+        at: Index of what it began last.
+        running: Whether that still runs.
     """
 
-    known: dict[str, Any]
+    sections: dict[str, Any]
     path: Path | None = None
     todo: Sequence[Sequence[str]] = ()
     at: int = -1
@@ -165,16 +169,16 @@ class Results:
 
     def add(self, **parts: Any) -> None:
         """Add parts, and update what follows from them."""
-        self.known |= parts
-        measured = self.known["measurements"]
+        self.sections |= parts
+        measured = self.sections["measurements"]
         kernels = dict.fromkeys(m["kernel"] for m in measured)
-        self.known["order"] = {
+        self.sections["order"] = {
             k: order_of([m for m in measured if m["kernel"] == k]) for k in kernels
         }
-        self.known["chosen_over_best"] = compare_chosen_with_best(self.known)
-        self.known["goals"] = evaluate_goals(self.known)
+        self.sections["chosen_over_best"] = compare_chosen_with_best(self.sections)
+        self.sections["goals"] = evaluate_goals(self.sections)
         if self.path is not None:
-            write_json(self.path, self.known)
+            write_json(self.path, self.sections)
 
     def read_line(self, line: str) -> None:
         """Process a line of output of `kernel_bench.py`."""
@@ -188,7 +192,7 @@ class Results:
             print(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", flush=True)
             self.add(**record)
         elif "active" in record:
-            self.add(active={**self.known["active"], **record["active"]})
+            self.add(active={**self.sections["active"], **record["active"]})
         elif "measured" in record:
             self.add_measurement(record["measured"])
 
@@ -196,11 +200,11 @@ class Results:
         """Add a measurement."""
         self.running = False
         print(format_line(measurement), flush=True)
-        self.add(measurements=[*self.known["measurements"], measurement])
+        self.add(measurements=[*self.sections["measurements"], measurement])
 
     def leave_out(self, names: Sequence[str]) -> None:
         """Record what there is no time for."""
-        self.add(left_out_for_time=[*self.known["left_out_for_time"], *names])
+        self.add(left_out_for_time=[*self.sections["left_out_for_time"], *names])
 
 
 def begin(path: Path | None, dry: bool) -> Results:
@@ -210,14 +214,14 @@ def begin(path: Path | None, dry: bool) -> Results:
     from megaframe_kernels.selection import read_chip_name
 
     about = {"chip": read_chip_name(), "commit": commit(), "versions": read_versions(), "dry": dry}
-    nothing = {**_OF_KERNELS, "tests": {}, "training": []}
+    empty = {**_OF_KERNELS, "tests": {}, "training": []}
     try:
         before = json.loads(path.read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):
         before = {}
     if any(before.get(key) != value for key, value in about.items()):
         before = {}
-    return Results({**about, **nothing, **before}, path)
+    return Results({**about, **empty, **before}, path)
 
 
 def measure_group(
@@ -227,20 +231,20 @@ def measure_group(
     continues after it."""
     results.todo, results.at = [[name] for name in names], -1
     while (seconds := until - time.monotonic()) > _LEAST_SECONDS:
-        first, ceilings = results.at + 1, results.known["ceilings"]
+        first, ceilings = results.at + 1, results.sections["ceilings"]
         call = [*command, "--only", *names, "--begin", str(first)]
         if ceilings:
             call += ["--ceilings", str(ceilings["copy"]), str(ceilings["product"])]
         results.running = False
-        done = run_limited(call, seconds, tell=results.read_line, quiet=_QUIET_SECONDS)
-        if done.code == 0:
+        completed = run_limited(call, seconds, tell=results.read_line, quiet=_QUIET_SECONDS)
+        if completed.code == 0:
             return
         lost = [results.todo[results.at]] if results.running else []
         if results.at < first:  # the process began no measurement
             lost = [(name, "all", "all") for name in names]
         for kernel, case, name in lost:
             why = Measurement(
-                kernel, case, name, trouble=done.explain_failure(), details=done.errors
+                kernel, case, name, trouble=completed.explain_failure(), details=completed.errors
             )
             results.add_measurement(asdict(why))
         if results.at < first:
@@ -255,7 +259,7 @@ def check_tests(results: Results, name: str, total_seconds: float, until: float,
     result = {"outcome": "left out for time"}
     if seconds > _LEAST_SECONDS:
         result = run_tests(tests.build_command(dry), seconds)
-    results.add(tests={**results.known["tests"], name: result})
+    results.add(tests={**results.sections["tests"], name: result})
     print(f"tests of {name}: {result['outcome']} {result.get('counts', '')}", flush=True)
 
 
@@ -273,7 +277,7 @@ def check_training(results: Results, only: Sequence[str], until: float, dry: boo
     """Measure all or some rows of whole steps. Rows that are left out keep the results of an
     earlier call."""
     traces = results.path.with_suffix("") if results.path and not dry else None
-    rows = {row["row"]: row for row in results.known["training"]}
+    rows = {row["row"]: row for row in results.sections["training"]}
     for row in training_gpu.measure(dry, only, until, traces):
         print(training_gpu.format_line(row), flush=True)
         if "trouble" not in row or row["row"] not in rows:
@@ -339,7 +343,7 @@ def main() -> int:
     total_seconds = 60 * arguments.minutes
     until = begun + total_seconds
     if not arguments.only_training:
-        results.known |= _OF_KERNELS
+        results.sections |= _OF_KERNELS
         if not arguments.skip_tests:
             check_tests(results, "kernels", total_seconds, until, arguments.dry)
         alone = arguments.skip_training or arguments.only
@@ -350,14 +354,16 @@ def main() -> int:
             check_tests(results, "steps", total_seconds, until, arguments.dry)
         check_training(results, arguments.rows, until, arguments.dry)
     results.add(seconds=time.monotonic() - begun)
-    for name in results.known["left_out_for_time"]:
+    for name in results.sections["left_out_for_time"]:
         print(f"left out for time: {name}")
-    print(format_table(results.known["goals"]))
-    print(f"{f'wrote {path}' if path else 'done'} after {results.known['seconds']:.0f} s")
+    print(format_table(results.sections["goals"]))
+    print(f"{f'wrote {path}' if path else 'done'} after {results.sections['seconds']:.0f} s")
     if arguments.choose:
-        choose(results.known, TABLE)
+        choose(results.sections, TABLE)
     return (
-        0 if all(result["outcome"] == "passed" for result in results.known["tests"].values()) else 1
+        0
+        if all(result["outcome"] == "passed" for result in results.sections["tests"].values())
+        else 1
     )
 
 

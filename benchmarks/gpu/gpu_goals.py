@@ -18,8 +18,10 @@ _OWN = ("triton", "triton-fused")
 
 @dataclass(frozen=True)
 class Goal:
-    """measured: None if it was not measured. most: whether `reach` is an upper limit instead of a
-    lower."""
+    """Attributes:
+    measured: None if it was not measured.
+    most: Whether `reach` is an upper limit instead of a lower.
+    """
 
     name: str
     reach: float

@@ -11,13 +11,10 @@ ended a process.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import os
-import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +23,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+from kernel_timing import (  # noqa: E402  # noqa: E402
+    Ceilings,
+    Timing,
+    measure_ceilings,
+    measure_timing,
+    time_copy,
+    time_product,
+)
 from time_limit import LAST  # noqa: E402
 
 _WORTH_COMPILING = frozenset(
@@ -40,47 +45,17 @@ MOST_ERROR = 0.05
 _LOST = 3
 """Exit status if this process cannot use its GPU any more."""
 
-_SAMPLES = 10, 100
-_SAMPLES_OF_REFERENCE = 3
-_SECONDS = 0.15
-"""Duration of one timing, if it has room for the least number of samples."""
-_CACHE = 2**28
-"""Bytes that are written between calls; no chip has a larger cache."""
-_HEAD_START = 1_500_000
-"""Cycles that the GPU waits before a call, so that the host has queued everything before it begins.
-The slowest calls take the host most of a millisecond."""
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this GPU reaches: bytes per second of a copy (read plus written), FLOP/s of a
-    product."""
-
-    copy: float
-    product: float
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of a call on the GPU: median, 10th and 90th percentile."""
-
-    seconds: float
-    low: float
-    high: float
-
-    @staticmethod
-    def from_samples(samples: Sequence[float]) -> Timing:
-        tenths = statistics.quantiles(samples, n=10, method="inclusive")
-        return Timing(statistics.median(samples), tenths[0], tenths[-1])
-
 
 @dataclass(frozen=True)
 class PassResult:
     """Forward or backward pass of an implementation.
 
-    bytes, flops: the least that it takes. share: of the ceiling that binds. copy_share: of the
-    speed of a copy of as many bytes, if bytes bind. product_share: of the speed of the bare
-    products of its shapes, if it consists of those.
+    Attributes:
+        bytes: The least that it moves.
+        flops: The least that it computes.
+        share: Of the ceiling that binds.
+        copy_share: Of the speed of a copy of as many bytes, if bytes bind.
+        product_share: Of the speed of the bare products of its shapes, if it consists of those.
     """
 
     seconds: float
@@ -97,9 +72,11 @@ class PassResult:
 class Measurement:
     """One implementation on one case.
 
-    error: the largest error of its outputs and gradients, each relative to the norm of the true
-    result in fp64, in a smaller size. trouble: why a number is missing, in one line. details: the
-    end of the traceback.
+    Attributes:
+        error: The largest error of its outputs and gradients, each relative to the norm of the
+            true result in fp64, in a smaller size.
+        trouble: Why a number is missing, in one line.
+        details: The end of the traceback.
     """
 
     kernel: str
@@ -115,70 +92,6 @@ class Measurement:
 def is_right(measured: dict[str, Any]) -> bool:
     """Return whether a measurement, as printed, has a result, and a right one."""
     return measured["trouble"] is None and (measured["error"] or 0.0) <= MOST_ERROR
-
-
-@functools.lru_cache
-def _cache_filler() -> Any:
-    import torch
-
-    return torch.empty(_CACHE, dtype=torch.int8, device="cuda")
-
-
-def measure_timing(run: Callable[[], Any], dry: bool, few: bool = False) -> Timing:
-    """Time a call on the GPU alone, starting from empty caches and without the host's time."""
-    if dry:
-        begun = time.perf_counter()
-        run()
-        return Timing(*[time.perf_counter() - begun] * 3)
-    import torch
-
-    def sample() -> tuple[Any, Any]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        _cache_filler().zero_()
-        torch.cuda._sleep(_HEAD_START)
-        start.record()
-        run()
-        end.record()
-        return start, end
-
-    def read_seconds(events: Sequence[tuple[Any, Any]]) -> list[float]:
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in events]
-
-    for _ in range(0 if few else 2):
-        run()
-    (about,) = read_seconds([sample()])
-    count = _SAMPLES_OF_REFERENCE
-    if not few:
-        count = min(max(int(_SECONDS / max(about, 1e-6)), _SAMPLES[0]), _SAMPLES[1])
-    return Timing.from_samples(read_seconds([sample() for _ in range(count)]))
-
-
-def measure_ceilings(dry: bool) -> Ceilings:
-    """Time a large copy and a large bf16 product of random numbers."""
-    size, width = (2**10, 32) if dry else (2**30, 8192)
-    flops = 2.0 * width**3
-    return Ceilings(2 * size / time_copy(size, dry), flops / time_product((width,) * 3, dry))
-
-
-@functools.lru_cache
-def time_copy(size: int, dry: bool) -> float:
-    """Return the seconds of a copy of this many bytes."""
-    import torch
-
-    source = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return measure_timing(lambda: target.copy_(source), dry).seconds
-
-
-@functools.lru_cache
-def time_product(shape: tuple[int, int, int], dry: bool) -> float:
-    """Return the seconds of a bf16 product with these rows, columns and depth."""
-    import torch
-
-    rows, columns, depth = shape
-    a, b = (torch.randn(count, depth, dtype=torch.bfloat16) for count in (rows, columns))
-    return measure_timing(lambda: a @ b.t(), dry).seconds
 
 
 def list_tensors(tree: Any) -> list[Any]:
@@ -208,12 +121,16 @@ def run_of(kernel: Any, name: str) -> Callable[..., Any] | None:
     if name == REFERENCE:
         return kernel.reference
     implementation = kernel.implementations[name]
-    return implementation.run if implementation.missing() is None else None
+    return implementation.run if implementation.explain_absence() is None else None
 
 
 def compute_error(kernel: Any, run: Callable[..., Any], case: Any) -> float:
     """Return the largest error of outputs and gradients, each relative to the norm of the true
-    result. Raises `ValueError` if integers differ or an error is not finite."""
+    result.
+
+    Raises:
+        ValueError: If integers differ or an error is not finite.
+    """
     import torch
 
     def convert(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -299,8 +216,12 @@ def share(work: Any, seconds: float, ceilings: Ceilings) -> float:
 def measure(
     case: Any, checked: Any, kernel: Any, name: str, ceilings: Ceilings, dry: bool
 ) -> Measurement | None:
-    """Measure one implementation, or return None if this machine lacks it. checked: the case in the
-    size in which its result is checked; if the check fails to run, it is still timed."""
+    """Measure one implementation, or return None if this machine lacks it.
+
+    Args:
+        checked: The case in the size in which its result is checked; if the check fails to run,
+            it is still timed.
+    """
     label = (case.kernel, case.name, name)
     error = trouble = details = None
     try:

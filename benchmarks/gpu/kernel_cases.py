@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 from megaframe_kernels.attention.spans import find_spans
-from megaframe_kernels.experts import permute
+from megaframe_kernels.experts import expert_order
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class LeastWork:
-    """Work of one pass: bytes moved, and floating-point operations if those decide. products: rows,
-    columns and depth of the bare products, if the pass consists of whole ones."""
+    """Work of one pass: bytes moved, and floating-point operations if those decide.
+
+    Attributes:
+        products: Rows, columns and depth of the bare products, if the pass consists of whole
+            ones.
+    """
 
     bytes: float = 0.0
     flops: float = 0.0
@@ -38,8 +42,10 @@ def count_products(*shapes: tuple[int, int, int]) -> LeastWork:
 class KernelCase:
     """Arguments for a kernel, and the least work.
 
-    arguments: makes them, requiring gradients where they have one. backward: None if nothing has a
-    gradient. length: of the longest sum.
+    Attributes:
+        arguments: Makes them, requiring gradients where they have one.
+        backward: None if nothing has a gradient.
+        length: Of the longest sum.
     """
 
     kernel: str
@@ -53,8 +59,13 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class CaseSizes:
-    """Sizes of a model. width: of a head. length: tokens of a sample. parameters: elements of a
-    flat shard."""
+    """Sizes of a model.
+
+    Attributes:
+        width: Of a head.
+        length: Tokens of a sample.
+        parameters: Elements of a flat shard.
+    """
 
     tokens: int
     hidden: int
@@ -249,7 +260,7 @@ def _make_experts(s: CaseSizes) -> Iterator[KernelCase]:
 
     def make_rows(grown: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
-            order_P, places_TK, _ = permute.run_reference_order(draw_choices(), s.experts)
+            order_P, places_TK, _ = expert_order.run_reference_order(draw_choices(), s.experts)
             if not grown:
                 return draw_normal(s.tokens, s.hidden, grad=True), order_P, places_TK
             weights = torch.rand(s.tokens, k).requires_grad_()
@@ -265,27 +276,27 @@ def _make_experts(s: CaseSizes) -> Iterator[KernelCase]:
         "unpermute", f"{k} of {s.experts}", make_rows(True), few, back, length=s.hidden
     )
 
-    def make_grouped(moved: bool) -> Callable[[], tuple[Any, ...]]:
+    def make_grouped(gathers: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
-            order_P, places_TK, ends = permute.run_reference_order(draw_choices(), s.experts)
-            x = draw_normal(s.tokens if moved else s.tokens * k, s.hidden, grad=True)
+            order_P, places_TK, ends = expert_order.run_reference_order(draw_choices(), s.experts)
+            x = draw_normal(s.tokens if gathers else s.tokens * k, s.hidden, grad=True)
             weights = draw_normal(s.experts, s.ffn, s.hidden).div_(s.hidden**0.5).requires_grad_()
-            return (x, weights, ends, order_P, places_TK) if moved else (x, weights, ends)
+            return (x, weights, ends, order_P, places_TK) if gathers else (x, weights, ends)
 
         return arguments
 
     places = s.tokens * k
     product = count_products((places, s.ffn, s.hidden))
-    both = count_products((places, s.hidden, s.ffn), (s.ffn, s.hidden, places))
-    for name, moved in ((f"{s.experts} experts", False), (f"{s.experts} experts, gather", True)):
-        options = {"gather": True} if moved else {}
+    backward = count_products((places, s.hidden, s.ffn), (s.ffn, s.hidden, places))
+    for name, gathers in ((f"{s.experts} experts", False), (f"{s.experts} experts, gather", True)):
+        options = {"gather": True} if gathers else {}
         length = max(s.hidden, s.ffn, s.tokens)
         yield KernelCase(
-            "grouped_product", name, make_grouped(moved), product, both, options, length
+            "grouped_product", name, make_grouped(gathers), product, backward, options, length
         )
 
     def make_gradient() -> tuple[Any, ...]:
-        _, _, ends = permute.run_reference_order(draw_choices(), s.experts)
+        _, _, ends = expert_order.run_reference_order(draw_choices(), s.experts)
         into = torch.randn(s.experts, s.ffn, s.hidden)
         return into, draw_normal(places, s.ffn), draw_normal(places, s.hidden), ends, True
 
@@ -324,11 +335,11 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         arguments = draw_normal(places, s.hidden), draw_ends(), torch.float8_e4m3fn
         return arguments if sharing is None else (*arguments, sharing)
 
-    moved = float(places * s.hidden)
-    yield KernelCase("quantise_experts", "tensor", make_rows, LeastWork(5 * moved))
+    elements = float(places * s.hidden)
+    yield KernelCase("quantise_experts", "tensor", make_rows, LeastWork(5 * elements))
     for name, sharing, passes in (("row", "column", 5.0), ("1 x 128", "block", 3.0)):
         yield KernelCase(
-            "quantise_columns", name, partial(make_rows, sharing), LeastWork(passes * moved)
+            "quantise_columns", name, partial(make_rows, sharing), LeastWork(passes * elements)
         )
 
     def make_product(alike: int, parts: int) -> tuple[Any, ...]:

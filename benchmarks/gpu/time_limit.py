@@ -29,8 +29,12 @@ _GRACE = 5.0
 
 @dataclass(frozen=True)
 class TimedResult:
-    """How a command ended, and after how many seconds. code: None if its time was up. errors: the
-    end of its stderr."""
+    """How a command ended, and after how many seconds.
+
+    Attributes:
+        code: None if its time was up.
+        errors: The end of its stderr.
+    """
 
     code: int | None
     lines: Sequence[str]
@@ -54,8 +58,12 @@ def run_limited(
     tell: Callable[[str], None] | None = None,
     quiet: float = math.inf,
 ) -> TimedResult:
-    """Run the command in the root of the project. tell: is given each line as it comes. quiet:
-    seconds without a line after which it is ended too."""
+    """Run the command in the root of the project. quiet: seconds without a line after which it is
+    ended too.
+
+    Args:
+        tell: Is given each line as it comes.
+    """
     lines: list[str] = []
     late = threading.Event()
     begun = time.monotonic()

@@ -42,9 +42,14 @@ TINY = (
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A config, and its goal on one H200. most: whether `reach` is an upper limit instead of a
-    lower. peer: whether plain PyTorch trains the same. script: ours. kept: whether its trace is
-    kept."""
+    """A config, and its goal on one H200.
+
+    Attributes:
+        most: Whether `reach` is an upper limit instead of a lower.
+        peer: Whether plain PyTorch trains the same.
+        script: Ours.
+        keeps_trace: Whether its trace is kept.
+    """
 
     name: str
     config: str
@@ -54,7 +59,7 @@ class TrainingCase:
     peer: bool = True
     overrides: tuple[str, ...] = ()
     script: str = "gpu_ours.py"
-    kept: bool = False
+    keeps_trace: bool = False
 
     @property
     def path(self) -> str:
@@ -79,7 +84,7 @@ def _make_host_case(config: str, *overrides: str) -> TrainingCase:
 
 GRAPH = ("train.cuda_graph=true",)
 ROWS = (
-    TrainingCase("llama-8b-slice", "llama-8b-slice", "mfu_causal", 0.60, kept=True),
+    TrainingCase("llama-8b-slice", "llama-8b-slice", "mfu_causal", 0.60, keeps_trace=True),
     TrainingCase("llama-8b-slice-fp8", "llama-8b-slice-fp8", "times_bf16", 1.3, peer=False),
     TrainingCase("moe-slice", "moe-slice", "mfu_causal", 0.45),
     TrainingCase("gpt-1.3b", "gpt-1.3b", "mfu_causal", 0.52),
@@ -97,21 +102,24 @@ MOST_IDLE = 0.005
 def run_contender(
     script: str, row: TrainingCase, dry: bool, seconds: float, trace: Path | None = None
 ) -> dict[str, Any]:
-    """Return what one contender says of a row, or what went wrong. trace: where to write the trace
-    of two steps."""
+    """Return what one contender says of a row, or what went wrong.
+
+    Args:
+        trace: Where to write the trace of two steps.
+    """
     command = [sys.executable, str(PEERS / script), "--config", str(ROOT / row.path)]
     if trace is not None:
         command += ["--trace", str(trace)]
     python_path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
-    done = run_limited([*command, *row.list_overrides(dry)], seconds, environment)
-    result = next(filter(None, map(parse_object, reversed(done.lines))), None)
-    if done.code == 0 and result is not None:
+    completed = run_limited([*command, *row.list_overrides(dry)], seconds, environment)
+    result = next(filter(None, map(parse_object, reversed(completed.lines))), None)
+    if completed.code == 0 and result is not None:
         return result
-    trouble = done.explain_failure() if done.code != 0 else "it printed no result"
+    trouble = completed.explain_failure() if completed.code != 0 else "it printed no result"
     # Keep what was measured before it failed.
     key = "trouble" if result is None else "incomplete"
-    return {**(result or {}), key: trouble, "details": done.errors}
+    return {**(result or {}), key: trouble, "details": completed.errors}
 
 
 def add_shares(row: TrainingCase, result: dict[str, Any], dry: bool) -> dict[str, Any]:
@@ -147,8 +155,12 @@ def add_shares(row: TrainingCase, result: dict[str, Any], dry: bool) -> dict[str
 def measure(
     dry: bool, only: Sequence[str] = (), until: float = math.inf, traces: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield each row as it is written into the results. until: the monotonic time by which all end.
-    traces: prefix of the names of traces that are kept."""
+    """Yield each row as it is written into the results.
+
+    Args:
+        until: The monotonic time by which all end.
+        traces: Prefix of the names of traces that are kept.
+    """
     for row in ROWS:
         if only and row.name not in only:
             continue
@@ -157,7 +169,7 @@ def measure(
             yield {**results, "trouble": "left out for time"}
             continue
         trace = None
-        if row.kept and traces is not None:
+        if row.keeps_trace and traces is not None:
             trace = traces.with_name(f"{traces.name}-{row.name}.json.gz")
         scripts = {"ours": row.script, **({"plain": "gpu_plain.py"} if row.peer else {})}
         for name, script in scripts.items():
@@ -186,8 +198,9 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     speeds = {row["row"]: row.get("ours", {}).get("tokens_per_second") for row in rows}
 
     def compute_gain(name: str) -> dict[str, float]:
-        both = speeds.get(name.removesuffix("-fp8")), speeds[name]
-        return {"times_bf16": both[1] / both[0]} if name.endswith("-fp8") and all(both) else {}
+        in_bf16, speed = speeds.get(name.removesuffix("-fp8")), speeds[name]
+        compares = name.endswith("-fp8") and in_bf16 and speed
+        return {"times_bf16": speed / in_bf16} if compares else {}
 
     return [{**row, **compute_gain(row["row"])} for row in rows]
 

@@ -80,8 +80,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results = {}
     for rate in arguments.rates:
-        with open_hosts(RANKS, rate) as both:
-            results[rate] = run_in_world(both, arguments)
+        with open_hosts(RANKS, rate) as hosts:
+            results[rate] = run_in_world(hosts, arguments)
         show(rate, results[rate])
     if arguments.write:
         document = {
@@ -105,14 +105,14 @@ def make_shape(arguments: argparse.Namespace) -> Workload:
     return replace(SHAPE, layers=arguments.layers, batch=arguments.batch)
 
 
-def run_in_world(both: Sequence[Host], arguments: argparse.Namespace) -> Measured:
+def run_in_world(hosts: Sequence[Host], arguments: argparse.Namespace) -> Measured:
     """Run one rank on each host and return what they measured: in each round, the slower one's
     time."""
     options = ("blocks", "layers", "batch", "beside", "steps", "rounds")
     command = [__file__, *(f"--{name}={getattr(arguments, name)}" for name in options)]
     if arguments.compute_core is not None:
         command.append(f"--compute-core={arguments.compute_core}")
-    first, second = (json.loads(answer) for answer in start_ranks(both, command))
+    first, second = (json.loads(answer) for answer in start_ranks(hosts, command))
     return {name: [*map(max, first[name], second[name])] for name in first}
 
 

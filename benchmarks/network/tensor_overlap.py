@@ -43,8 +43,11 @@ Seconds = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True)
 class ExposedTime:
-    """One way compared with compute alone, in seconds. ratio: of what is exposed to that of serial,
-    for the medians and within rounds."""
+    """One way compared with compute alone, in seconds.
+
+    Attributes:
+        ratio: Of what is exposed to that of serial, for the medians and within rounds.
+    """
 
     seconds: Spread
     exposed: float
@@ -68,8 +71,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results = {}
     for rate in arguments.rates:
-        with open_hosts(RANKS, rate) as both:
-            results[rate] = run_in_world(both, arguments)
+        with open_hosts(RANKS, rate) as hosts:
+            results[rate] = run_in_world(hosts, arguments)
         show(rate, results[rate])
     if arguments.write:
         document = {
@@ -86,11 +89,11 @@ def main() -> None:
         print(f"wrote {arguments.write}")
 
 
-def run_in_world(both: Sequence[Host], arguments: argparse.Namespace) -> Seconds:
+def run_in_world(hosts: Sequence[Host], arguments: argparse.Namespace) -> Seconds:
     """Run one rank on each host and return what they measured: in each round, the slower one's
     time."""
     shape = [f"--{name}={getattr(arguments, name)}" for name in ("rows", "hidden", "ffn", "rounds")]
-    answers = start_ranks(both, (__file__, *shape))
+    answers = start_ranks(hosts, (__file__, *shape))
     first, second = (json.loads(answer) for answer in answers)
     return {
         way: {name: [*map(max, first[way][name], second[way][name])] for name in PASSES}

@@ -13,7 +13,8 @@ from ranks import measure, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megaframe.context_parallel.ring import RingMask, ring_attention
+from megaframe.context_parallel.ring import ring_attention
+from megaframe.context_parallel.ring_mask import RingMask
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.ops.attention_mask import AttentionMask

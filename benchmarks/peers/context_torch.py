@@ -29,13 +29,21 @@ SEQ = 2
 
 
 def forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Return one tile's output and log-sum-exp. kwargs: is_causal."""
+    """Return one tile's output and log-sum-exp.
+
+    Args:
+        kwargs: is_causal.
+    """
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return attend(query, key, value, 0.0, kwargs["is_causal"])
 
 
 def backward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Return one tile's gradients. kwargs: grad_out, out, logsumexp, is_causal."""
+    """Return one tile's gradients.
+
+    Args:
+        kwargs: grad_out, out, logsumexp, is_causal.
+    """
     attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     forward = (query, key, value, kwargs["out"], kwargs["logsumexp"])
     return attend_backward(kwargs["grad_out"], *forward, 0.0, kwargs["is_causal"])

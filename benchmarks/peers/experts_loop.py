@@ -81,8 +81,8 @@ def main() -> None:
         torch.stack([getattr(expert, name).weight.grad for expert in layer.experts])
         for name in ("gate", "up", "down")
     )
-    both = torch.stack((gate, up), 1)
-    loss = answer(out, x.grad, layer.router.weight.grad, both, down)
+    gate_up = torch.stack((gate, up), 1)
+    loss = answer(out, x.grad, layer.router.weight.grad, gate_up, down)
     report(shape, seconds, peak_bytes, loss, {"torch": version("torch")})
 
 

@@ -86,8 +86,12 @@ def read_peak_bytes() -> int:
 
 
 def answer(*results: Tensor | None) -> float:
-    """Return the number on which all contenders must agree. results: the output, and the gradients
-    as parameters hold them; None, which is a gradient that was never computed, is an error."""
+    """Return the number on which all contenders must agree.
+
+    Args:
+        results: The output, and the gradients as parameters hold them; None, which is a
+            gradient that was never computed, is an error.
+    """
     squares = []
     for result in results:
         assert result is not None, "a gradient was not computed"
@@ -114,8 +118,11 @@ def report(
     versions: Mapping[str, str],
     overhead: float | None = None,
 ) -> None:
-    """Print the measurement as the harness reads it. peak_rss_bytes: of the passes, before their
-    results are combined for the comparison."""
+    """Print the measurement as the harness reads it.
+
+    Args:
+        peak_rss_bytes: Of the passes, before their results are combined for the comparison.
+    """
     results = {
         "tokens_per_second": shape.tokens / statistics.median(seconds),
         "best_tokens_per_second": shape.tokens / min(seconds),

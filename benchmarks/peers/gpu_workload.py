@@ -73,7 +73,11 @@ def make_batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[
 def run(
     step: Callable[[], Tensor], config: RunConfig, device: torch.device, made_of: Sequence[str]
 ) -> dict[str, Any]:
-    """Measure steps. step: trains one and returns the mean loss of a token."""
+    """Measure steps.
+
+    Args:
+        step: Trains one and returns the mean loss of a token.
+    """
     wait = make_wait(device)
     first = float(step())
     for _ in range(WARMUP - 1):
@@ -121,7 +125,11 @@ def profile_steps(
 ) -> dict[str, Any]:
     """Profile two steps, the second launched while the first runs. Return the shares of time in
     which the GPU does nothing or only communicates, and where most of the time goes; nothing
-    without a GPU. keep: where to write the trace, if it is small."""
+    without a GPU.
+
+    Args:
+        keep: Where to write the trace, if it is small.
+    """
     if device.type != "cuda":
         return {}
     # Host activity is not recorded, because recording would slow it down.

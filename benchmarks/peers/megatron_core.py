@@ -63,7 +63,7 @@ def build(
     tied: bool = True,
     first: bool = True,
     last: bool = True,
-    **more: Any,
+    **options: Any,
 ) -> nn.Module:
     """Return the GPT of the workload with weights in `dtype`; in a pipeline, a stage that may be
     the `first` or the `last` one. more: additional fields of its config."""
@@ -82,7 +82,7 @@ def build(
         bias_dropout_fusion=False,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        **more,
+        **options,
     )
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = FusedAttention

@@ -88,9 +88,13 @@ def run(
 def measure(
     step: Callable[[], float | None], steps: int, tokens: int, versions: Mapping[str, str]
 ) -> None:
-    """Time `steps` calls of `step` on a rank and print what the launcher reads. step: draws a batch
-    of `tokens` over all ranks, trains on it, and returns the loss if it has it. The printed loss is
-    that of the first step."""
+    """Time `steps` calls of `step` on a rank and print what the launcher reads. The printed loss is
+    that of the first step.
+
+    Args:
+        step: Draws a batch of `tokens` over all ranks, trains on it, and returns the loss if it
+            has it.
+    """
     first_loss = step()
     for _ in range(WARMUP_STEPS - 1):
         step()

@@ -97,7 +97,7 @@ def emit(
     peak_rss_bytes: int,
     loss: float,
     versions: Mapping[str, str],
-    **more: float,
+    **values: float,
 ) -> None:
     """Print a measurement as the last line of output, where the harness reads it; `more` are fields
     of its `Outcome` that not every contender knows."""
@@ -107,6 +107,6 @@ def emit(
         "peak_rss_bytes": peak_rss_bytes,
         "loss": loss,
         "versions": {"python": platform.python_version(), **versions},
-        **more,
+        **values,
     }
     print(json.dumps(line), flush=True)

@@ -39,9 +39,13 @@ TIMER_SLACK = 29
 class Steps:
     """What one rank measured of its steps, in seconds.
 
-    starts, ends: of each step. firsts, lasts: start of its first pass and end of its last one.
-    busy: processor time of the thread that runs the engine. live: most activations held at once,
-    one for each microbatch of a stage.
+    Attributes:
+        starts: Start of each step.
+        ends: End of each step.
+        firsts: Start of its first pass.
+        lasts: End of its last pass.
+        busy: Processor time of the thread that runs the executor.
+        live: Most activations held at once, one for each microbatch of a stage.
     """
 
     starts: list[float] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""The engine compared with the simulator: pipelines of many ranks whose blocks only wait.
+"""The executor compared with the simulator: pipelines of many ranks whose blocks only wait.
 
-Every rank is a process that runs the real engine and really communicates over gloo. A block waits
+Every rank is a process that runs the real executor and really communicates over gloo. A block waits
 (`model.emulate`) instead of computing, so ranks do not need a core each. The simulator gets the
 same times and the measured time of sending a tensor from one rank to another. All ranks run exactly
 the list that is simulated, passed as text.
@@ -62,11 +62,15 @@ OVERHEAD_STEPS = 10
 class EmulatedSchedule:
     """One schedule: a step as measured and as simulated, in seconds.
 
-    bubble: share of the step in which a rank does no emulated work, mean over ranks; a step goes
-    from the first start to the last end, including the update. in_spans: the same share of a rank's
-    own time from its first to its last pass, the largest over ranks. live: most activations that
-    the engine of a rank held, in units of the rank's share of the layers. live_limit: what 1F1B
-    holds on its first rank with as many microbatches; a schedule within it is memory-neutral.
+    Attributes:
+        bubble: Share of the step in which a rank does no emulated work, mean over ranks; a step
+            goes from the first start to the last end, including the update.
+        in_spans: The same share of a rank's own time from its first to its last pass, the
+            largest over ranks.
+        live: Most activations that the executor of a rank held, in units of the rank's share of
+            the layers.
+        live_limit: What 1F1B holds on its first rank with as many microbatches; a schedule
+            within it is memory-neutral.
     """
 
     schedule: str
@@ -89,7 +93,11 @@ def make_config(
     name: str, ranks: int, chunks: int, microbatches: int, seconds: float, data: int = 1
 ) -> RunConfig:
     """Return the config of a tiny model with one block per stage, whose F, B and W take `seconds`
-    each. microbatches: of each of the `data` pipelines."""
+    each.
+
+    Args:
+        microbatches: Of each of the `data` pipelines.
+    """
     times = dict.fromkeys(("forward", "backward", "weight"), seconds)
     return RunConfig.model_validate(
         {
@@ -199,7 +207,7 @@ def format_row(line: EmulatedSchedule) -> str:
 
 def measure_overheads() -> Iterator[dict[str, Any]]:
     """Yield the microseconds of processor time per action if blocks take no time, of the thread
-    that runs the engine, in its least disturbed step. The two ranks with the embedding and the
+    that runs the executor, in its least disturbed step. The two ranks with the embedding and the
     head, which are real, are reported apart from the others."""
     for name, ranks, chunks, microbatches in OVERHEAD:
         config = make_config(name, ranks, chunks, microbatches, 0.0)

@@ -1,8 +1,8 @@
-"""The planner compared with the engine: whole steps of 16 and 32 ranks whose blocks only wait.
+"""The planner compared with the executor: whole steps of 16 and 32 ranks whose blocks only wait.
 
-Every rank is a process that runs the real engine over gloo (`emulated_ranks.py`). The planner gets
-the config, the layout and a cluster of which only one number is measured: how long a tensor takes
-from one rank to another.
+Every rank is a process that runs the real executor over gloo (`emulated_ranks.py`). The planner
+gets the config, the layout and a cluster of which only one number is measured: how long a tensor
+takes from one rank to another.
 """
 
 from __future__ import annotations

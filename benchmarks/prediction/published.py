@@ -51,8 +51,11 @@ predictions on the tables in which everything is published."""
 class PublishedPrediction:
     """A row with its prediction.
 
-    config, prediction: the alternative that is predicted to be fastest. near: all alternatives that
-    cannot be told from it. seconds: their mean.
+    Attributes:
+        config: The alternative that is predicted to be fastest.
+        prediction: Its step.
+        near: All alternatives that cannot be told from it.
+        seconds: Their mean.
     """
 
     row: PublishedRun
@@ -74,16 +77,21 @@ def find_cluster(name: str) -> Cluster:
 
 
 def predict_run(
-    row: PublishedRun, known: Mapping[str, Constants] | None = None
+    row: PublishedRun, by_family: Mapping[str, Constants] | None = None
 ) -> PublishedPrediction:
     """Predict a row by the alternative that is predicted to be fastest of those that fit.
 
     If others are within `INDISTINGUISHABLE` of it, any of them may be the configuration of the
     published, tuned run, and the minimum of so many predictions would be too low. The mean of them
-    is therefore predicted. known: constants by family, in place of the shipped ones.
+    is therefore predicted.
+
+    Args:
+        row: The published run.
+        by_family: Constants by family, in place of the shipped ones.
     """
     cluster = find_cluster(row.cluster)
-    constants = known[cluster.chip.family] if known else get_family_constants(cluster.chip.family)
+    family = cluster.chip.family
+    constants = by_family[family] if by_family else get_family_constants(family)
     constants = replace(constants, software=row.software)
     predictions = []
     for config in row.configs:
@@ -151,9 +159,14 @@ def _compute_constant_rate_errors(
 class ErrorSummary:
     """Errors of a table.
 
-    mean, most: of all rows. fitted: mean of those to which constants were fitted (every other row).
-    held_out: mean of the rest. null: mean of the null model. lost: the most that the alternative
-    predicted to be best loses to the one that is best; None without alternatives.
+    Attributes:
+        mean: Of all rows.
+        most: The largest of all rows.
+        fitted: Mean of those to which constants were fitted (every other row).
+        held_out: Mean of the rest.
+        null: Mean of the null model.
+        lost: The most that the alternative predicted to be best loses to the one that is best;
+            None without alternatives.
     """
 
     mean: float
@@ -210,11 +223,11 @@ def fit(family: str, rounds: int = 6) -> Constants:
         rows += [(replace(r, configs=predict_run(r).near), weight) for r in family_rows]
     names = [name for name in FITTED if name not in UNSEEN.get(family, ())]
     begin = np.log([getattr(start, name) for name in names])
-    others = [
+    other_rows = [
         begin + np.log([move.get(name, 1.0) for name in names])
         for move in ({}, {"memory": 0.8, "product": 1.05}, {"start": 0.6, "contention": 0.4})
     ]
-    fits = [_run_gauss_newton(family, start, rows, names, at, rounds) for at in others]
+    fits = [_run_gauss_newton(family, start, rows, names, at, rounds) for at in other_rows]
     return min(fits, key=lambda fitted: fitted[1])[0]
 
 
@@ -236,8 +249,8 @@ def _run_gauss_newton(
         return replace(start, **values)
 
     def compute_errors(logs: np.ndarray) -> np.ndarray:
-        known = {family: make_constants(logs)}
-        return np.array([w * np.log1p(predict_run(row, known).error) for row, w in rows])
+        constants = {family: make_constants(logs)}
+        return np.array([w * np.log1p(predict_run(row, constants).error) for row, w in rows])
 
     now, damping = compute_errors(at), 1e-2
     for _ in range(rounds):

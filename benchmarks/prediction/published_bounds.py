@@ -18,8 +18,11 @@ from published_tables import PublishedRun
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Rank-seconds of one layer and sample of a row, without its bubble. layers: number of layers
-    that the pipeline runs one after the other in a step."""
+    """Rank-seconds of one layer and sample of a row, without its bubble.
+
+    Attributes:
+        layers: Number of layers that the pipeline runs one after the other in a step.
+    """
 
     row: PublishedRun
     seconds: float
@@ -58,7 +61,7 @@ def compute_layer_costs(rows: Sequence[PublishedRun], hidden: int) -> list[Layer
 
 
 def find_contradictions(
-    known: Sequence[LayerCost], apart: float
+    layer_costs: Sequence[LayerCost], apart: float
 ) -> Iterator[tuple[LayerCost, LayerCost]]:
     """Yield pairs of contradicting rows, worst first; no row is in two pairs.
 
@@ -68,60 +71,62 @@ def find_contradictions(
     """
     pairs = [
         (better, worse)
-        for better, worse in permutations(known, 2)
+        for better, worse in permutations(layer_costs, 2)
         if better.tensor <= worse.tensor
         and better.microbatch >= worse.microbatch
         and better.seconds > apart * worse.seconds
     ]
-    used: set[str] = set()
+    used_labels: set[str] = set()
     for better, worse in sorted(pairs, key=lambda pair: pair[1].seconds / pair[0].seconds):
-        if not used & {better.row.label, worse.row.label}:
-            used |= {better.row.label, worse.row.label}
+        if not used_labels & {better.row.label, worse.row.label}:
+            used_labels |= {better.row.label, worse.row.label}
             yield better, worse
 
 
-def compute_error_bound(known: Sequence[LayerCost], apart: float) -> float:
+def compute_error_bound(layer_costs: Sequence[LayerCost], apart: float) -> float:
     """Return the sum of errors (logarithms) on these pairs of any prediction in which more tensor
     ranks and smaller microbatches are not cheaper."""
     return sum(
         math.log(better.seconds / worse.seconds / apart)
-        for better, worse in find_contradictions(known, apart)
+        for better, worse in find_contradictions(layer_costs, apart)
     )
 
 
-def compute_half_microbatch_cost(known: Sequence[LayerCost], microbatch: int) -> float:
+def compute_half_microbatch_cost(layer_costs: Sequence[LayerCost], microbatch: int) -> float:
     """Return by what factor microbatches of half the size cost more, with tensor 1."""
-    seconds = {cost.microbatch: cost.seconds for cost in known if cost.tensor == 1}
+    seconds = {cost.microbatch: cost.seconds for cost in layer_costs if cost.tensor == 1}
     return seconds[microbatch // 2] / seconds[microbatch]
 
 
-def compute_seconds_bound(known: Sequence[LayerCost], of: LayerCost, dearer: float) -> float:
+def compute_seconds_bound(layer_costs: Sequence[LayerCost], of: LayerCost, dearer: float) -> float:
     """Return the most time that `of` can be predicted to take if the extra cost of tensor ranks
     grows at least in proportion to their number minus one.
 
     Bytes of transfers, undivided kernels and starts of products grow like that. The bound is on the
-    line from tensor 1 to the most expensive row of the most tensor ranks. dearer: factor by which
-    its microbatches cost more than those of tensor 1.
+    line from tensor 1 to the most expensive row of the most tensor ranks.
+
+    Args:
+        dearer: Factor by which its microbatches cost more than those of tensor 1.
     """
-    alone, most, dearest = _find_ends(known)
+    alone, most, dearest = _find_ends(layer_costs)
     line = alone + (dearest - alone) * (of.tensor - 1) / (most - 1)
     return line * dearer * of.bubble
 
 
-def _find_ends(known: Sequence[LayerCost]) -> tuple[float, int, float]:
-    most = max(cost.tensor for cost in known)
-    alone = max(cost.seconds for cost in known if cost.tensor == 1)
-    return alone, most, max(cost.seconds for cost in known if cost.tensor == most)
+def _find_ends(layer_costs: Sequence[LayerCost]) -> tuple[float, int, float]:
+    most = max(cost.tensor for cost in layer_costs)
+    alone = max(cost.seconds for cost in layer_costs if cost.tensor == 1)
+    return alone, most, max(cost.seconds for cost in layer_costs if cost.tensor == most)
 
 
-def compute_loss_bound(known: Sequence[LayerCost], dearer: float) -> float:
+def compute_loss_bound(layer_costs: Sequence[LayerCost], dearer: float) -> float:
     """Return the least that such a prediction's choice loses if it is right about all rows with
     tensor sizes other than 2."""
-    fastest = min(cost.row.seconds for cost in known)
+    fastest = min(cost.row.seconds for cost in layer_costs)
     chosen = [
         cost.row.seconds
-        for cost in known
-        if cost.tensor == 2 and compute_seconds_bound(known, cost, dearer) < fastest
+        for cost in layer_costs
+        if cost.tensor == 2 and compute_seconds_bound(layer_costs, cost, dearer) < fastest
     ]
     return min(chosen, default=fastest) / fastest - 1
 
@@ -134,39 +139,39 @@ ALIKE = (4, 6)
 
 def describe_bounds(rows: Sequence[PublishedRun]) -> str:
     """Return these bounds in words, for the page."""
-    known = compute_layer_costs(rows, WIDTH)
+    layer_costs = compute_layer_costs(rows, WIDTH)
     mean, order = (
-        _describe_mean(known, len(rows)),
-        _describe_order(known, compute_layer_costs(rows, 3072)),
+        _describe_mean(layer_costs, len(rows)),
+        _describe_order(layer_costs, compute_layer_costs(rows, 3072)),
     )
     return f"  - Mean: {mean}\n  - Order: {order}"
 
 
-def _describe_mean(known: Sequence[LayerCost], rows: int) -> str:
+def _describe_mean(layer_costs: Sequence[LayerCost], rows: int) -> str:
     alike = sorted(
-        (cost for cost in known if (cost.tensor, cost.microbatch) == ALIKE),
+        (cost for cost in layer_costs if (cost.tensor, cost.microbatch) == ALIKE),
         key=lambda cost: cost.layers,
     )
     durations = ", ".join(f"{cost.layers:.0f} in {cost.row.seconds:.1f} s" for cost in alike)
-    pairs = list(find_contradictions(known, APART))
+    pairs = list(find_contradictions(layer_costs, APART))
     return (
         f"with tensor {ALIKE[0]} and microbatches of {ALIKE[1]}, the time of a step does not grow "
         f"steadily with the number of layers run one after the other: {durations}. In {len(pairs)} "
         f"pairs of rows a layer and sample costs over {APART - 1:.0%} more although it has no more "
         "tensor ranks and no smaller microbatches. Any prediction that knows no reason for this "
-        f"has a mean error of at least {compute_error_bound(known, APART) / rows:.1%} "
+        f"has a mean error of at least {compute_error_bound(layer_costs, APART) / rows:.1%} "
         "(`benchmarks/prediction/published_bounds.py`). Six rows of 39.1 billion parameters with "
         "tensor 2 and 4 make up more than half of the error."
     )
 
 
-def _describe_order(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
-    unsplit = next(cost for cost in known if cost.tensor == 1)
-    alone, most, dearest = _find_ends(known)
-    fastest = min(cost.row.seconds for cost in known)
-    two = min((cost for cost in known if cost.tensor == 2), key=lambda cost: cost.bubble)
+def _describe_order(layer_costs: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
+    unsplit = next(cost for cost in layer_costs if cost.tensor == 1)
+    alone, most, dearest = _find_ends(layer_costs)
+    fastest = min(cost.row.seconds for cost in layer_costs)
+    two = min((cost for cost in layer_costs if cost.tensor == 2), key=lambda cost: cost.bubble)
     dearer = compute_half_microbatch_cost(thin, 4)
-    adds = (compute_seconds_bound(known, two, dearer) / two.bubble / alone) - 1
+    adds = (compute_seconds_bound(layer_costs, two, dearer) / two.bubble / alone) - 1
     price = {(cost.tensor, cost.microbatch): cost.seconds for cost in thin}
     narrow = price[2, 2] / price[1, 2] - 1
     return (
@@ -181,5 +186,6 @@ def _describe_order(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> st
         f"({dearest / alone - 1:.0%} at most) grows with the number of ranks minus one, and "
         f"{narrow * 3072 / WIDTH:.0%} if the {narrow:.0%} of width 3072 fall with the width. The "
         f"row took {two.row.seconds:.1f} s: any prediction that is right about tensor 1 and {most} "
-        f"chooses it or a slower one, and loses {compute_loss_bound(known, dearer):.1%} or more."
+        f"chooses it or a slower one, and loses {compute_loss_bound(layer_costs, dearer):.1%} "
+        "or more."
     )

@@ -122,7 +122,11 @@ def make_gpt_config(
     **parallel: Any,
 ) -> RunConfig:
     """Return the config of a classic GPT. Data ranks shard nothing unless `zero` is given, as in
-    the runs of that time. tied: whether embedding and head share one table."""
+    the runs of that time.
+
+    Args:
+        tied: Whether embedding and head share one table.
+    """
     return RunConfig.model_validate(
         {
             "model": {

@@ -259,8 +259,8 @@ def format_page(
     """Return the whole page.
 
     Args:
-        predictions: the predicted rows of tables, by the table's name.
-        previous: a page from which the lines of tables without predictions are taken. Without it
+        predictions: The predicted rows of tables, by the table's name.
+        previous: A page from which the lines of tables without predictions are taken. Without it
             these tables are left out.
     """
     lines = previous.splitlines() if previous else []

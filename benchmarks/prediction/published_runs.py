@@ -33,8 +33,12 @@ from megaframe.planner.constants import Software
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One measured step. configs: alternatives, only one if everything is published. rivals: rows
-    with the same text are layouts of one model on the same ranks."""
+    """One measured step.
+
+    Attributes:
+        configs: Alternatives, only one if everything is published.
+        rivals: Rows with the same text are layouts of one model on the same ranks.
+    """
 
     table: str
     label: str

@@ -33,12 +33,12 @@ class PublishedTable:
     """A published table of measured steps.
 
     Attributes:
-        name: its name in tests and on the command line.
-        source: its name on the page.
-        citation: where it is published.
-        rows: makes its rows.
-        mean, most: goals for the mean and the largest relative error of a step; None without one.
-        file: name of its file in `ANCHORS`, if it does not stand in this module.
+        name: Its name in tests and on the command line.
+        source: Its name on the page.
+        citation: Where it is published.
+        rows: Makes its rows.
+        mean, most: Goals for the mean and the largest relative error of a step; None without one.
+        file: Name of its file in `ANCHORS`, if it does not stand in this module.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Weak and strong scaling from 8 to 64 ranks by the real engine, whose blocks only wait.
+"""Weak and strong scaling from 8 to 64 ranks by the real executor, whose blocks only wait.
 
 Every rank is a process over gloo (`emulated_ranks.py`), in 1 to 8 pipelines of 8 stages. Weak: each
 pipeline has the same number of microbatches in every world. Strong: all pipelines together have the
 same number, so pipelines with few microbatches idle longer, which the planner predicts. The
-remaining loss is the overhead of the engine, the schedule and the collectives of more ranks.
+remaining loss is the overhead of the executor, the schedule and the collectives of more ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ WEAK, STRONG = 16, 64
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One world. measured, predicted: seconds of a step. efficiency: microbatches per second and
-    rank relative to the smallest world, measured and predicted."""
+    """One world.
+
+    Attributes:
+        measured: Seconds of a step.
+        predicted: The same, as predicted.
+        efficiency: Microbatches per second and rank relative to the smallest world, measured
+            and predicted.
+    """
 
     kind: str
     ranks: int

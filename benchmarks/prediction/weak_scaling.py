@@ -51,9 +51,14 @@ _COLOURS = ("#b8bcc2", "#6f7782", "#0b6e4f", "#f0c9a0", "#d98f4e", "#a34a00")
 
 @dataclass(frozen=True)
 class Variant:
-    """What a step does. ahead: the valid tokens are known with the batch. rule: buckets by rule,
-    not of half a block. half: gradients are reduced in bf16. in_steps: their parts are exchanged in
-    steps."""
+    """What a step does.
+
+    Attributes:
+        ahead: The valid tokens are known with the batch.
+        rule: Buckets by rule, not of half a block.
+        half: Gradients are reduced in bf16.
+        in_steps: Their parts are exchanged in steps.
+    """
 
     name: str
     ahead: bool = True
@@ -75,8 +80,16 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step. data: data ranks. latency: of the network, in us. alone: its seconds without data
-    ranks. seconds: with them. waiting: for the valid tokens. buckets: of the blocks."""
+    """One step.
+
+    Attributes:
+        data: Data ranks.
+        latency: Of the network, in us.
+        alone: Its seconds without data ranks.
+        seconds: With them.
+        waiting: For the valid tokens.
+        buckets: Of the blocks.
+    """
 
     model: str
     ranks: int
@@ -98,8 +111,8 @@ def compute_last_sent(ready: Sequence[float], seconds: Sequence[float]) -> float
     """Return when the last of several transfers ends, which are sent one after the other.
 
     Args:
-        ready: when each may begin, in order.
-        seconds: how long each takes.
+        ready: When each may begin, in order.
+        seconds: How long each takes.
     """
     now = 0.0
     for start, long in zip(ready, seconds, strict=True):
@@ -111,8 +124,8 @@ def compute_last_computed(arrivals: Sequence[float], seconds: Sequence[float]) -
     """Return when the last of several computations ends, which need what arrives in turn.
 
     Args:
-        arrivals: how long the transfer takes that each needs; they follow one another.
-        seconds: how long each computes.
+        arrivals: How long the transfer takes that each needs; they follow one another.
+        seconds: How long each computes.
     """
     arrived = now = 0.0
     for transfer, long in zip(arrivals, seconds, strict=True):
@@ -141,9 +154,9 @@ def simulate(
         config = _with(config, bucket_size=1)
     if variant.half:
         config = _with(config, reduce_precision="bf16")
-    known = get_cluster_constants(cluster)
-    software = replace(known.software, exchange_in_steps=variant.in_steps)
-    constants = replace(known, software=software)
+    shipped = get_cluster_constants(cluster)
+    software = replace(shipped.software, exchange_in_steps=variant.in_steps)
+    constants = replace(shipped, software=software)
     config = resolve_bucket_size(config, layout, cluster)
     machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     counts = count_parameters(config, layout, plan_stages(config))
@@ -159,13 +172,13 @@ def simulate(
     arriving: list[float] = []
     for of in reversed(groups):
         second_half, first_half = halves[of.start]
-        done = (layers - of.start) * backward
+        computed = (layers - of.start) * backward
         if of.halves:
-            ready += [done - backward * first_half / (second_half + first_half), done]
+            ready += [computed - backward * first_half / (second_half + first_half), computed]
             sizes += [second_half, first_half]
             arriving.append(second_half + first_half)
         else:
-            ready.append(done)
+            ready.append(computed)
             sizes.append(sum(map(sum, halves[of.start : of.stop])))
             arriving.append(sizes[-1])
     backward_end = layers * backward
@@ -178,7 +191,9 @@ def simulate(
     blocks = [forward * (of.stop - of.start) for of in groups]
     needed = [counts.vectors, tables[0], *reversed(arriving), *tables[1:]]
     gathered = [float(_compute_exchange_times(machine, size).gather) for size in needed]
-    back = compute_last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
+    gathered_again = compute_last_computed(
+        gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])]
+    )
 
     owned = replace(
         compute_block_load(machine, 0).scale(layers),
@@ -187,7 +202,7 @@ def simulate(
     update = float(estimate_optimizer_seconds(machine, owned))
     many = int(machine.sizes.microbatches)
     passes = many * (layers * (forward + backward) + ends) + update
-    step = passes + (sent - backward_end) + (back - sum(blocks))
+    step = passes + (sent - backward_end) + (gathered_again - sum(blocks))
     latency = cluster.tiers[-1].latency
     waiting = 0.0 if variant.ahead else estimate_counting_wait(machine, latency, step, layers)
     return SimulatedStep(
@@ -239,9 +254,9 @@ def format_table(steps: Sequence[SimulatedStep]) -> str:
     rows = ["| model | latency | ranks | data ranks | " + " | ".join(names) + " |"]
     rows.append("|---" * (4 + len(names)) + "|")
     for start in range(0, len(steps), len(names)):
-        some = steps[start : start + len(names)]
-        first = some[0]
-        cells = " | ".join(f"{line.efficiency:.1%}" for line in some)
+        panel_steps = steps[start : start + len(names)]
+        first = panel_steps[0]
+        cells = " | ".join(f"{line.efficiency:.1%}" for line in panel_steps)
         rows.append(
             f"| {first.model} | {first.latency:g} us | {first.ranks} | {first.data} | {cells} |"
         )
@@ -260,8 +275,10 @@ def draw(steps: Sequence[SimulatedStep], out: Path) -> None:
     ]
     for row, model in enumerate(models):
         for column, latency in enumerate(latencies):
-            some = [line for line in steps if (line.model, line.latency) == (model, latency)]
-            parts += _draw_panel(some, 40 + column * _WIDE, 20 + row * _HIGH, first=column == 0)
+            panel_steps = [line for line in steps if (line.model, line.latency) == (model, latency)]
+            parts += _draw_panel(
+                panel_steps, 40 + column * _WIDE, 20 + row * _HIGH, first=column == 0
+            )
     for number, (variant, colour) in enumerate(zip(VARIANTS, _COLOURS, strict=True)):
         x, y = 40 + number * (width - 40) // len(VARIANTS), height - 8
         parts.append(f'<rect x="{x}" y="{y - 7}" width="12" height="4" fill="{colour}"/>')
@@ -271,10 +288,10 @@ def draw(steps: Sequence[SimulatedStep], out: Path) -> None:
 
 
 def _draw_panel(
-    some: Sequence[SimulatedStep], left: int, top: int, *, first: bool
+    panel_steps: Sequence[SimulatedStep], left: int, top: int, *, first: bool
 ) -> Iterator[str]:
     """Yield the shapes of one panel, whose corner is at (left, top)."""
-    ranks = sorted({line.ranks for line in some})
+    ranks = sorted({line.ranks for line in panel_steps})
     wide, high = _WIDE - 20, _HIGH - 45
 
     def x(number: int) -> float:
@@ -283,7 +300,7 @@ def _draw_panel(
     def y(share: float) -> float:
         return top + 12 + high * (1 - share)
 
-    title = f"{some[0].model}, {some[0].latency:g} us"
+    title = f"{panel_steps[0].model}, {panel_steps[0].latency:g} us"
     yield f'<text x="{left}" y="{top + 4}" font-weight="bold">{title}</text>'
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         yield (
@@ -295,7 +312,9 @@ def _draw_panel(
     for number in ranks:
         yield f'<text x="{x(number):.1f}" y="{y(0) + 12:.1f}" text-anchor="middle">{number}</text>'
     for variant, colour in zip(VARIANTS, _COLOURS, strict=True):
-        of = sorted((step.ranks, step.efficiency) for step in some if step.variant == variant.name)
+        of = sorted(
+            (step.ranks, step.efficiency) for step in panel_steps if step.variant == variant.name
+        )
         points = " ".join(f"{x(number):.1f},{y(share):.1f}" for number, share in of)
         yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
 

@@ -1,5 +1,5 @@
-// The order of a batch's choices by expert, as `megaframe_kernels/experts/permute.py` defines it: a
-// stable counting sort in three launches, without atomics.
+// The order of a batch's choices by expert, as `megaframe_kernels/experts/expert_order.py` defines
+// it: a stable counting sort in three launches, without atomics.
 //
 // Each warp has a run of choices and a row of counts. One instruction finds the lanes that chose
 // the same expert, which gives exact and ordered counts and ranks. Atomics would be either fast or

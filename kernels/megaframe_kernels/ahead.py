@@ -53,18 +53,18 @@ class Usage:
     """What the machine code of one kernel needs.
 
     Attributes:
-        kernel: name of the kernel.
-        example: the launch that it was compiled for.
-        chip: compute capability, such as 90.
-        registers: per thread.
-        stack: bytes.
-        shared: bytes of shared memory.
-        spill_stores: bytes.
-        spill_loads: bytes.
-        matrix: the instruction of its products.
-        serial: the assembler makes each of them wait for the one before, because registers do not
+        kernel: Name of the kernel.
+        example: The launch that it was compiled for.
+        chip: Compute capability, such as 90.
+        registers: Per thread.
+        stack: Bytes.
+        shared: Bytes of shared memory.
+        spill_stores: Bytes.
+        spill_loads: Bytes.
+        matrix: The instruction of its products.
+        serial: The assembler makes each of them wait for the one before, because registers do not
             suffice for several in flight.
-        columns: of tensor memory.
+        columns: Of tensor memory.
     """
 
     kernel: str
@@ -125,9 +125,9 @@ def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
     """Describe a value as Triton's launcher would: its type, and whether it is divisible by 16.
 
     Args:
-        value: the argument.
-        constant: whether it is a `tl.constexpr`.
-        special: whether the kernel is specialised on the value being 1 or divisible by 16.
+        value: The argument.
+        constant: Whether it is a `tl.constexpr`.
+        special: Whether the kernel is specialised on the value being 1 or divisible by 16.
     """
     if constant or value is None or (special and isinstance(value, int) and value == 1):
         return "constexpr", False

@@ -28,7 +28,11 @@ class BuildError(RuntimeError):
 
 def list_sources() -> list[Path]:
     """Return the .cu files, which are beside the package in a checkout and inside it when
-    installed."""
+    installed.
+
+    Raises:
+        BuildError: If they are not installed.
+    """
     for folder in (_HERE / "cuda", _HERE.parent / "cuda"):
         if folder.is_dir():
             return sorted(folder.glob("*.cu"))
@@ -50,7 +54,7 @@ def find_nvcc() -> str:
     installed.
 
     Raises:
-        BuildError: if there is none.
+        BuildError: If there is none.
     """
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
         if home and Path(home, "bin", "nvcc").is_file():
@@ -71,11 +75,11 @@ def build(library: Path, chips: Sequence[int]) -> None:
     """Compile the library for these chips.
 
     Args:
-        library: where to put the library.
-        chips: compute capabilities, such as 90.
+        library: Where to put the library.
+        chips: Compute capabilities, such as 90.
 
     Raises:
-        BuildError: if the compiler fails, with its first error.
+        BuildError: If the compiler fails, with its first error.
     """
     targets = [f"-gencode=arch=compute_{chip},code=sm_{chip}" for chip in chips]
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +87,9 @@ def build(library: Path, chips: Sequence[int]) -> None:
         temporary = Path(folder, library.name)
         options = ("-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden")
         command = [find_nvcc(), *options, *targets, *map(str, list_sources()), "-o", str(temporary)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = (done.stderr + done.stdout).splitlines()
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if completed.returncode:
+            lines = (completed.stderr + completed.stdout).splitlines()
             complaints = (line for line in lines if re.search("error|fatal", line, re.IGNORECASE))
             first = next(complaints, "no message")
             raise BuildError(f"nvcc failed: {first.strip()}")
@@ -94,14 +98,14 @@ def build(library: Path, chips: Sequence[int]) -> None:
 
 
 def find_prebuilt_library() -> Path:
-    """Return where a build ahead is. Its name contains the digest of its sources, so a stale one is
-    not found."""
+    """Return the path of a library built in advance. Its name contains the digest of its sources,
+    so a stale one is not found."""
     return _HERE / f"_cuda-{hash_sources()}.so"
 
 
 def find_cached_library(chip: int) -> Path:
-    """Return where a build at first use is. There is one for each compiler and machine type,
-    because a driver may be too old for a newer compiler's code, and different machines may share a
-    home."""
+    """Return the path of a library built at first use. There is one for each compiler and machine
+    type, because a driver may be too old for a newer compiler's code, and different machines may
+    share a home."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "megaframe_kernels" / f"cuda-{hash_sources(read_nvcc_version())}-sm{chip}.so"

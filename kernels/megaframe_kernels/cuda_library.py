@@ -37,10 +37,10 @@ def load(library: Path) -> ctypes.CDLL:
     """Load a built library and declare the types of its functions.
 
     Args:
-        library: path of the library.
+        library: Path of the library.
 
     Raises:
-        BuildError: if it does not load.
+        BuildError: If it does not load.
     """
     try:
         loaded = ctypes.CDLL(str(library))
@@ -88,13 +88,13 @@ def call(name: str, like: Tensor, *arguments: object) -> None:
     """Call a function of the library on a tensor's GPU; the GPU's stream is its last argument.
 
     Args:
-        name: the function's name.
-        like: a tensor on the GPU.
-        arguments: those before the stream.
+        name: The function's name.
+        like: A tensor on the GPU.
+        arguments: Those before the stream.
 
     Raises:
-        BuildError: if there is no library.
-        RuntimeError: if the function returns a CUDA error.
+        BuildError: If there is no library.
+        RuntimeError: If the function returns a CUDA error.
     """
     library = _find()
     if isinstance(library, str):
@@ -111,7 +111,11 @@ def call(name: str, like: Tensor, *arguments: object) -> None:
 
 
 def count(name: str, *arguments: object) -> int:
-    """Return the result of a function of the library that launches nothing."""
+    """Return the result of a function of the library that launches nothing.
+
+    Raises:
+        BuildError: If the library cannot be loaded.
+    """
     library = _find()
     if isinstance(library, str):
         raise BuildError(library)

@@ -61,12 +61,12 @@ def launch(
     """Run a Triton kernel over a grid of programs; an empty grid runs nothing.
 
     Args:
-        kernel: a `triton.jit` function.
-        grid: number of programs in each dim.
-        arguments: the positional arguments; the first tensor's device is the one to launch on.
-        warps: per program.
-        stages: of the software pipeline, in Triton's sense.
-        constants: the `tl.constexpr` arguments, by name.
+        kernel: A `triton.jit` function.
+        grid: Number of programs in each dim.
+        arguments: The positional arguments; the first tensor's device is the one to launch on.
+        warps: Per program.
+        stages: Of the software pipeline, in Triton's sense.
+        constants: The `tl.constexpr` arguments, by name.
     """
     # The driver does not accept an empty grid.
     if 0 in grid:

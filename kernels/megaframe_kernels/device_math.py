@@ -20,7 +20,7 @@ def multiply_add(
         a: [rows, depth].
         b: [depth, columns].
         add: [rows, columns], or None for 0.
-        PRECISION: of products of fp32 operands, in Triton's sense.
+        PRECISION: Of products of fp32 operands, in Triton's sense.
     """
     # The interpreter would multiply the bits of bf16 as integers. In fp32 the products are the same
     # numbers.

@@ -26,10 +26,10 @@ def bypass_dispatcher(
     """Return a function that calls an operator or, when nothing is being traced, what is behind it.
 
     Args:
-        operator: the operator, as registered with `torch.library`.
-        function: the function behind it.
-        keep: as registered with the operator, if it has a gradient.
-        differentiate: as registered with the operator, if it has a gradient.
+        operator: The operator, as registered with `torch.library`.
+        function: The function behind it.
+        keep: As registered with the operator, if it has a gradient.
+        differentiate: As registered with the operator, if it has a gradient.
     """
     plain = function
     if keep is not None and differentiate is not None:

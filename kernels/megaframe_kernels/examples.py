@@ -16,7 +16,13 @@ from torch import Tensor
 from megaframe_kernels import loss
 from megaframe_kernels.attention import launches
 from megaframe_kernels.elementwise import activation, norm, rotary
-from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
+from megaframe_kernels.experts import (
+    expert_order,
+    grouped_gradient,
+    grouped_product,
+    permute,
+    router,
+)
 from megaframe_kernels.fp8 import grouped_fp8, grouped_fp8_gradient, grouped_quantize, quantize
 from megaframe_kernels.update import adamw, square_sum
 
@@ -26,9 +32,9 @@ class Example:
     """A call with real sizes.
 
     Attributes:
-        name: of the example.
-        call: makes the launch.
-        least_chip: lowest compute capability on which it can run, such as 80.
+        name: Of the example.
+        call: Makes the launch.
+        least_chip: Lowest compute capability on which it can run, such as 80.
     """
 
     name: str
@@ -151,7 +157,7 @@ def _launch_router() -> Iterator[Example]:
 def _launch_permutation() -> Iterator[Example]:
     def call(experts: int) -> None:
         chosen = _make_tensor(8192, 8, dtype=torch.int32)
-        order, places, _ = permute.launch_order(chosen, experts)
+        order, places, _ = expert_order.launch_order(chosen, experts)
         x, weights = _make_tensor(8192, 4096), _make_tensor(8192, 8, dtype=torch.float32)
         rows = permute.launch_gather(x, order, None, 8)
         permute.launch_gather(x, order, weights, 8)

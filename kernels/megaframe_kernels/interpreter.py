@@ -63,28 +63,28 @@ def _replace_language_once_per_launch() -> None:
 
 def _look_types_up() -> None:
     find = interpreter._get_np_dtype
-    known: dict[str, Any] = {}
+    found_types: dict[str, Any] = {}
 
     def look_up(dtype: Any) -> Any:
         scalar = dtype.scalar
-        if scalar.name not in known:
-            known[scalar.name] = find(scalar)
-        return known[scalar.name]
+        if scalar.name not in found_types:
+            found_types[scalar.name] = find(scalar)
+        return found_types[scalar.name]
 
     interpreter._get_np_dtype = look_up
 
 
 def _describe_shapes_once() -> None:
     describe = tl.block_type.__init__
-    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    descriptions: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def describe_once(self: tl.block_type, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
-        if key not in known:
+        if key not in descriptions:
             describe(self, element_ty, shape)
-            known[key] = {**vars(self)}
+            descriptions[key] = {**vars(self)}
         # The description is shared; the element type keeps its own identity.
-        vars(self).update(known[key], element_ty=element_ty)
+        vars(self).update(descriptions[key], element_ty=element_ty)
 
     tl.block_type.__init__ = describe_once
 

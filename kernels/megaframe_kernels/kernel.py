@@ -27,20 +27,20 @@ class Implementation:
     """One way to compute a kernel, with the signature of its reference.
 
     Attributes:
-        name: of the implementation.
-        run: computes the kernel.
-        missing: returns why this machine cannot run it at all, or None.
-        refuses: takes the arguments and returns why it cannot run with them, or None.
+        name: Of the implementation.
+        run: Computes the kernel.
+        explain_absence: Returns why this machine cannot run it at all, or None.
+        refuses: Takes the arguments and returns why it cannot run with them, or None.
     """
 
     name: str
     run: Callable[..., Any]
-    missing: Callable[[], str | None]
+    explain_absence: Callable[[], str | None]
     refuses: Callable[..., str | None]
 
     def explain_refusal(self, *arguments: Any, **options: Any) -> str | None:
         """Return why it cannot run with these arguments, or None."""
-        return self.missing() or self.refuses(*arguments, **options)
+        return self.explain_absence() or self.refuses(*arguments, **options)
 
     def supports(self, *arguments: Any, **options: Any) -> bool:
         """Return whether it can run with these arguments."""
@@ -52,10 +52,10 @@ class Kernel:
     """A function, its implementations by name, and how exact they are.
 
     Attributes:
-        name: of the kernel.
-        reference: computes it in plain torch.
-        implementations: by name.
-        constant: the c of the tolerance, about the number of roundings between an input and an
+        name: Of the kernel.
+        reference: Computes it in plain torch.
+        implementations: By name.
+        constant: The c of the tolerance, about the number of roundings between an input and an
             output.
     """
 

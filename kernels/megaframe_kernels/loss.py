@@ -144,12 +144,12 @@ def launch_forward(
     """Compute `run_reference_parts` in Triton.
 
     Args:
-        logits_TV: logits of the words from `start` on.
-        labels_T: numbers of words in the whole vocabulary.
-        start: number of the first word.
-        vocab: size of the whole vocabulary.
+        logits_TV: Logits of the words from `start` on.
+        labels_T: Numbers of words in the whole vocabulary.
+        start: Number of the first word.
+        vocab: Size of the whole vocabulary.
         label_smoothing: s.
-        softcap: logits x become cap tanh(x / cap).
+        softcap: Logits x become cap tanh(x / cap).
 
     Returns:
         The log-partition and the smoothed label logit of each token, fp32 [T].
@@ -195,17 +195,17 @@ def launch_backward(
     """Write the gradient of the logits.
 
     Args:
-        d_partition_T: gradient of the log-partitions.
-        d_label_T: gradient of the label logits.
-        logits_TV: logits of the words from `start` on.
-        labels_T: numbers of words in the whole vocabulary.
-        partition_T: log-partitions; over the whole vocabulary if the gradient is to be that of all
+        d_partition_T: Gradient of the log-partitions.
+        d_label_T: Gradient of the label logits.
+        logits_TV: Logits of the words from `start` on.
+        labels_T: Numbers of words in the whole vocabulary.
+        partition_T: Log-partitions; over the whole vocabulary if the gradient is to be that of all
             parts.
-        d_logits_TV: receives the gradient; may be the logits themselves.
-        start: number of the first word.
-        vocab: size of the whole vocabulary.
-        label_smoothing: as in the forward pass.
-        softcap: as in the forward pass.
+        d_logits_TV: Receives the gradient; may be the logits themselves.
+        start: Number of the first word.
+        vocab: Size of the whole vocabulary.
+        label_smoothing: As in the forward pass.
+        softcap: As in the forward pass.
     """
     rows, words = logits_TV.shape
     block = min(_GRADIENT_BLOCK, next_power_of_2(max(words, 16)))
@@ -282,11 +282,15 @@ def run_triton(
     """Compute the reference in Triton. The gradient is multiplied by the scale in fp32, before it
     is rounded."""
     settings = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
-    own, own_label = _parts_op(logits_TV, labels_T, *settings)
+    own_partition, own_label = _parts_op(logits_TV, labels_T, *settings)
     # Copies: `join` may work in place.
-    joined, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
+    joined, label = (
+        (own_partition, own_label)
+        if join is None
+        else join(own_partition.clone(), own_label.clone())
+    )
     # A factor, not a selection, for whose length the host would have to wait.
-    valid = (labels_T >= 0).to(own.dtype)
+    valid = (labels_T >= 0).to(own_partition.dtype)
     if gradient:
         # The loss lse + z_loss lse^2 - label has the slopes 1 + 2 z_loss lse and -1. The logits are
         # overwritten by their gradient, in place.

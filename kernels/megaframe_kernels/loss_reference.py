@@ -34,13 +34,13 @@ def run_reference_parts(
     partition = log(sum(exp(z))); label = (1 - s) z[label] + s / vocab sum(z).
 
     Args:
-        logits_TV: logits of the words from `start` on.
-        labels_T: numbers of words in the whole vocabulary; a label that is not among these words
+        logits_TV: Logits of the words from `start` on.
+        labels_T: Numbers of words in the whole vocabulary; a label that is not among these words
             adds 0.
-        start: number of the first word.
-        vocab: size of the whole vocabulary.
+        start: Number of the first word.
+        vocab: Size of the whole vocabulary.
         label_smoothing: s.
-        softcap: logits x become cap tanh(x / cap).
+        softcap: Logits x become cap tanh(x / cap).
 
     Returns:
         The two numbers of each token, [T] in at least fp32.
@@ -65,10 +65,10 @@ def compute_token_losses(
     """Return the loss of each token, given its numbers over the whole vocabulary.
 
     Args:
-        partition_T: log-partitions.
-        label_T: smoothed logits of the labels.
-        labels_T: the labels; IGNORE gives a loss of 0.
-        z_loss: factor of partition^2.
+        partition_T: Log-partitions.
+        label_T: Smoothed logits of the labels.
+        labels_T: The labels; IGNORE gives a loss of 0.
+        z_loss: Factor of partition^2.
     """
     loss = partition_T - label_T + z_loss * partition_T.square()
     return torch.where(labels_T == IGNORE, 0.0, loss)
@@ -91,14 +91,14 @@ def cross_entropy(
     Szegedy et al. 2016; de Brebisson and Vincent 2016.
 
     Args:
-        logits_TV: logits of the words from `start` on.
-        labels_T: numbers of words in the whole vocabulary, or IGNORE.
+        logits_TV: Logits of the words from `start` on.
+        labels_T: Numbers of words in the whole vocabulary, or IGNORE.
         label_smoothing: s.
-        z_loss: factor of lse(z)^2.
-        softcap: logits x become cap tanh(x / cap).
-        start: number of the first word.
-        vocab: size of the whole vocabulary, by default V.
-        join: combines the numbers of all parts of the vocabulary.
+        z_loss: Factor of lse(z)^2.
+        softcap: Logits x become cap tanh(x / cap).
+        start: Number of the first word.
+        vocab: Size of the whole vocabulary, by default V.
+        join: Combines the numbers of all parts of the vocabulary.
 
     Returns:
         The losses, [T] in at least fp32.
@@ -130,7 +130,13 @@ class _JoinedParts(torch.autograd.Function):
 
 
 def join_parts(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor, Tensor]:
-    """Apply `join` to this rank's numbers, with gradients."""
+    """Apply `join` to this rank's numbers, with gradients.
+
+    Args:
+        partition_T: Log-sum-exp over this rank's logits.
+        label_T: The label's logit, if this rank has it.
+        join: Makes them those of the whole vocabulary.
+    """
     return _JoinedParts.apply(partition_T, label_T, join)
 
 
@@ -150,16 +156,16 @@ def run_reference(
     """Return the loss of each token and the logits, or the gradient in their place.
 
     Args:
-        logits_TV: logits of the words from `start` on.
-        labels_T: numbers of words in the whole vocabulary; tokens with negative ones have no loss.
-        label_smoothing: as in `cross_entropy`.
-        z_loss: as in `cross_entropy`.
-        softcap: as in `cross_entropy`.
-        start: number of the first word.
-        vocab: size of the whole vocabulary, by default V.
-        join: combines the numbers of all parts of the vocabulary.
-        gradient: overwrite the logits by the gradient of the sum of the losses.
-        scale: factor of that gradient, a scalar; None for 1.
+        logits_TV: Logits of the words from `start` on.
+        labels_T: Numbers of words in the whole vocabulary; tokens with negative ones have no loss.
+        label_smoothing: As in `cross_entropy`.
+        z_loss: As in `cross_entropy`.
+        softcap: As in `cross_entropy`.
+        start: Number of the first word.
+        vocab: Size of the whole vocabulary, by default V.
+        join: Combines the numbers of all parts of the vocabulary.
+        gradient: Overwrite the logits by the gradient of the sum of the losses.
+        scale: Factor of that gradient, a scalar; None for 1.
 
     Returns:
         The losses, [T] in at least fp32, and `logits_TV`.

@@ -8,7 +8,13 @@ from types import MappingProxyType
 from megaframe_kernels import loss
 from megaframe_kernels.attention import attention
 from megaframe_kernels.elementwise import activation, norm, rotary
-from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
+from megaframe_kernels.experts import (
+    expert_order,
+    grouped_gradient,
+    grouped_product,
+    permute,
+    router,
+)
 from megaframe_kernels.fp8 import (
     grouped_fp8,
     grouped_fp8_gradient,
@@ -29,7 +35,7 @@ _ALL = (
     adamw.KERNEL,
     square_sum.KERNEL,
     router.KERNEL,
-    permute.ORDER,
+    expert_order.ORDER,
     permute.PERMUTE,
     permute.UNPERMUTE,
     grouped_product.KERNEL,

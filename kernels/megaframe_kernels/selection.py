@@ -36,11 +36,11 @@ class KernelChoice:
     reference.
 
     Attributes:
-        kernel: the kernel.
-        order: implementations available on this machine, best first.
-        absent: the preferred ones that are not used, each with the reason.
-        named: whether the implementation was requested by name.
-        on_refusal: is called for every implementation that refuses arguments, unless it was
+        kernel: The kernel.
+        order: Implementations available on this machine, best first.
+        absent: The preferred ones that are not used, each with the reason.
+        named: Whether the implementation was requested by name.
+        on_refusal: Is called for every implementation that refuses arguments, unless it was
             requested by name.
     """
 
@@ -58,7 +58,7 @@ class KernelChoice:
         """Return the function that runs for these arguments.
 
         Raises:
-            KernelError: if an implementation requested by name does not take them.
+            KernelError: If an implementation requested by name does not take them.
         """
         for number, implementation in enumerate(self.order):
             reason = implementation.refuses(*arguments, **options)
@@ -97,12 +97,12 @@ def select(
     """Return a choice for each kernel.
 
     Args:
-        kernels: those that will be used; if an order names CUDA kernels, they are built here.
-        overrides: names of implementations, by kernel.
-        chip: a key of the table, by default `read_chip_name()`.
+        kernels: Those that will be used; if an order names CUDA kernels, they are built here.
+        overrides: Names of implementations, by kernel.
+        chip: A key of the table, by default `read_chip_name()`.
 
     Raises:
-        KernelError: if an override names something that does not exist or is not available here.
+        KernelError: If an override names something that does not exist or is not available here.
     """
     overrides = overrides or {}
     for name in overrides:
@@ -125,7 +125,7 @@ def _choose(kernel: Kernel, order: Sequence[str]) -> KernelChoice:
         # What comes after the reference is slower than it.
         if name == REFERENCE:
             break
-        reason = kernel.implementations[name].missing()
+        reason = kernel.implementations[name].explain_absence()
         if reason is None:
             present.append(kernel.implementations[name])
         # Only those before the first that is present would have been used.
@@ -141,7 +141,7 @@ def _override(kernel: Kernel, name: str, order: Sequence[str]) -> KernelChoice:
     if name == REFERENCE:
         return KernelChoice(kernel, (), absent, named=True)
     implementation = kernel.implementations[name]
-    reason = implementation.missing()
+    reason = implementation.explain_absence()
     if reason is not None:
         raise KernelError(f"{kernel.name}={name} cannot run here: {reason}")
     return KernelChoice(kernel, (implementation,), absent, named=True)

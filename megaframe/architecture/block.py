@@ -149,40 +149,42 @@ class BlockDescription:
         norms before them with their statistics, unless they are recomputed, and the inputs of the
         norms after them with their statistics.
         """
-        kept = self.mixer.count_saved(parallel, recompute) + self.feed_forward.count_saved(
+        saved = self.mixer.count_saved(parallel, recompute) + self.feed_forward.count_saved(
             parallel, recompute
         )
         if self.parallel == "none":
-            kept = kept + SavedActivations(values=self.norm.width)
+            saved = saved + SavedActivations(values=self.norm.width)
         recomputed = recompute == "selective" and self.norm.recomputes
         if self.norms_before:
             needs_rows = [self.feed_forward.keeps_normed_input]
             needs_rows.append(self.mixer.keeps_normed_input and not self.shares_norm)
             norms = 1 if self.shares_norm else 2
             kept_norms = min(norms, sum(needs_rows)) if recomputed else norms
-            kept = sum([self.norm.saved] * kept_norms, kept)
+            saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
-            kept = kept + self.norm.saved + self.norm.saved
-        return kept
+            saved = saved + self.norm.saved + self.norm.saved
+        return saved
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
         parts = (self.mixer, self.feed_forward)
-        kept = sum(
+        saved = sum(
             (part.count_saved_for_weights(parallel, recompute) for part in parts),
             SavedActivations(),
         )
         in_parallel, rows = self.parallel != "none", 0
         if recompute == "selective" and self.norms_before and self.norm.recomputes:
             # Each product of the input normalises it again, into memory of its own.
-            again = (part.input_products - 1 for part in parts if not part.keeps_normed_input)
-            rows += sum(again)
+            recomputed_rows = (
+                part.input_products - 1 for part in parts if not part.keeps_normed_input
+            )
+            rows += sum(recomputed_rows)
         elif in_parallel and (self.shares_norm or not self.norms_before):
             rows -= all(part.input_products for part in parts)  # both halves keep the same rows
         if in_parallel and not (self.norms_after or self.drops or self.residual_scale != 1.0):
             # The gradient of the stream is that of both outputs.
             rows -= all(part.keeps_output_gradient for part in parts)
-        return kept + SavedActivations(values=rows * self.norm.width)
+        return saved + SavedActivations(values=rows * self.norm.width)
 
     @property
     def tensor_traffic(self) -> TensorTraffic:

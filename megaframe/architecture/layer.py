@@ -184,8 +184,8 @@ class LayerDescription(ABC):
         """Return what a backward pass leaves for a separate weight pass, if the layer's input is
         not normalised again by each product."""
         tensor = parallel.tensor
-        kept = (linear.count_kept_for_weights(tensor) for linear in self.linears)
-        return SavedActivations(values=sum(kept))
+        saved_elements = (linear.count_kept_for_weights(tensor) for linear in self.linears)
+        return SavedActivations(values=sum(saved_elements))
 
     @property
     def tensor_traffic(self) -> TensorTraffic:

@@ -111,11 +111,11 @@ class LatentAttentionDescription(SoftmaxAttention):
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the latents, what attention keeps, and unless they are recomputed the normalised
         latents with a statistic for each."""
-        kept = self.count_saved_by_heads(parallel) + SavedActivations(sum(self.latents))
+        saved = self.count_saved_by_heads(parallel) + SavedActivations(sum(self.latents))
         if recompute == "selective":
-            return kept
+            return saved
         norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]
-        return sum(norms, kept)
+        return sum(norms, saved)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. Queries without a latent use the

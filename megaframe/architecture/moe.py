@@ -195,8 +195,10 @@ class MoEDescription(FeedForwardDescription):
         scores = moe.experts * (1 + self.balances_samples + penalised) + balanced
         scores += (moe.top_k + 2) * moe.normalise + penalised
         has_label = balanced or penalised
-        kept = SavedActivations(elements, scores, 8 * moe.top_k + has_label)
-        return kept if self.shared is None else kept + self.shared.count_saved(parallel, recompute)
+        saved = SavedActivations(elements, scores, 8 * moe.top_k + has_label)
+        return (
+            saved if self.shared is None else saved + self.shared.count_saved(parallel, recompute)
+        )
 
     @property
     def balances_samples(self) -> bool:

@@ -189,8 +189,8 @@ def count_copies(total: int, parts: int) -> int:
 def locate_shard(total: int, index: int, parts: int) -> tuple[int, int]:
     """Return start and length of part `index` when `total` items are divided among `parts` ranks in
     order, the first ones getting one more if it is not divisible."""
-    whole, rest = divmod(total, parts)
-    return index * whole + min(index, rest), whole + (index < rest)
+    whole, remainder = divmod(total, parts)
+    return index * whole + min(index, remainder), whole + (index < remainder)
 
 
 def count_parameters(specs: Iterable[ParamSpec]) -> int:

@@ -36,6 +36,13 @@ class SaveCoordinator:
 
     No method waits for another rank except `collect_reports`, which polls, so that others can use
     the store in between.
+
+    Args:
+        store: The store of all ranks.
+        step: Step of the save.
+        rank: This rank; rank 0 leads.
+        world: Number of ranks.
+        timeout: Seconds to wait for the reports of all ranks.
     """
 
     def __init__(self, store: Store, *, step: int, rank: int, world: int, timeout: float) -> None:
@@ -63,29 +70,38 @@ class SaveCoordinator:
         return self._find(self._make_key("attempt"))
 
     def send_report(self, attempt: str, topic: str, message: Message) -> None:
-        """Send this rank's message about a topic to the leader."""
+        """Send this rank's message about a topic to the leader.
+
+        Args:
+            attempt: Id of the attempt at this save.
+            topic: What the message is about: `NEED`, `WRITE` or `READ_BACK`.
+            message: The report.
+        """
         self._store.set(self._make_key(attempt, topic, self._rank), json.dumps(message))
 
     def collect_reports(self, attempt: str, topic: str) -> list[Message]:
-        """Leader: wait for every rank's message. Raises UserError that names the ranks that sent
-        none in time."""
+        """Leader: wait for every rank's message.
+
+        Raises:
+            UserError: With the ranks that sent none in time.
+        """
         keys = [self._make_key(attempt, topic, rank) for rank in range(self._world)]
         for _ in self.poll(self._timeout):
             if self._store.check(keys):
                 return [json.loads(message) for message in self._store.multi_get(keys)]
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        missing_ranks = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         raise UserError(
             f"checkpoint of step {self._step} was abandoned after {self._timeout:g} s: no message "
-            f"({topic}) from ranks {_format_ranks(missing)} of {self._world}"
+            f"({topic}) from ranks {_format_ranks(missing_ranks)} of {self._world}"
         )
 
-    def start_stage(self, attempt: str, stage: str) -> None:
-        """Leader: let the ranks begin a stage, about which they report afterwards."""
-        self._store.set(self._make_key(attempt, "go", stage), "")
+    def start_phase(self, attempt: str, phase: str) -> None:
+        """Leader: let the ranks begin a phase, about which they report afterwards."""
+        self._store.set(self._make_key(attempt, "go", phase), "")
 
-    def has_started(self, attempt: str, stage: str) -> bool:
-        """Return whether the leader has let the ranks begin a stage."""
-        return self._find(self._make_key(attempt, "go", stage)) is not None
+    def has_started(self, attempt: str, phase: str) -> bool:
+        """Return whether the leader has let the ranks begin a phase."""
+        return self._find(self._make_key(attempt, "go", phase)) is not None
 
     def end_attempt(self, attempt: str, failure: str) -> None:
         """Leader: announce how the attempt ended (an empty `failure` is success), and delete its
@@ -95,7 +111,7 @@ class SaveCoordinator:
             for rank in range(self._world):
                 self._store.delete_key(self._make_key(attempt, topic, rank))
 
-    def outcome(self, attempt: str) -> str | None:
+    def read_outcome(self, attempt: str) -> str | None:
         """Return how an attempt ended (empty: with success), or None if it has not ended."""
         return self._find(self._make_key(attempt, "end"))
 

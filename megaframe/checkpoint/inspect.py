@@ -68,12 +68,12 @@ def _find_file_damage(
                 except UserError as error:
                     problems.append(str(error))
     except UserError as error:
-        more = (
+        omitted = (
             f" and {len(names) - _MAX_NAMED_TENSORS} more"
             if len(names) > _MAX_NAMED_TENSORS
             else ""
         )
-        problems.append(f"{error}; it holds {', '.join(names[:_MAX_NAMED_TENSORS])}{more}")
+        problems.append(f"{error}; it holds {', '.join(names[:_MAX_NAMED_TENSORS])}{omitted}")
     return problems
 
 

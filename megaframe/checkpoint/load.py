@@ -37,7 +37,13 @@ from megaframe.errors import UserError
 
 
 class Checkpoint:
-    """An open checkpoint. As long as it is open no writer deletes it (if the store has locks)."""
+    """An open checkpoint. As long as it is open no writer deletes it (if the store has locks).
+
+    Args:
+        path: Of the checkpoint.
+        manifest: What it contains.
+        file: The open manifest, by which writers see that it is in use.
+    """
 
     def __init__(self, path: StorePath, manifest: Manifest, file: ReadHandle | IO[bytes]) -> None:
         self.path = path
@@ -154,10 +160,10 @@ class Checkpoint:
                 raise ValueError(f"{target.name}: dtype {target.tensor.dtype} cannot be loaded")
         if mismatches:
             listed = "\n  ".join(list(mismatches.values())[:5])
-            more = f"\n  and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
+            omitted = f"\n  and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
             raise UserError(
                 f"checkpoint {self.path} is of another model; {len(mismatches)} tensors differ:\n"
-                f"  {listed}{more}"
+                f"  {listed}{omitted}"
             )
 
 
@@ -173,7 +179,8 @@ def _copy_overlaps(saved: torch.Tensor, saved_slice: SavedSlice, targets: Sequen
 def open_checkpoint(path: StorePath) -> Checkpoint:
     """Open a checkpoint: check its manifest, and that its files exist and have the right sizes.
 
-    Raises UserError that names the file and what is wrong with it.
+    Raises:
+        UserError: With the file and what is wrong with it.
     """
     manifest, file = _open_manifest(path)
     try:
@@ -186,7 +193,11 @@ def open_checkpoint(path: StorePath) -> Checkpoint:
 
 
 def read_manifest(path: StorePath) -> Manifest:
-    """Read and check a checkpoint's manifest without looking at its files. Raises UserError."""
+    """Read and check a checkpoint's manifest without looking at its files.
+
+    Raises:
+        UserError: If it is missing, damaged or of another version.
+    """
     manifest, file = _open_manifest(path)
     file.close()
     return manifest

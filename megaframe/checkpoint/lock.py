@@ -57,7 +57,7 @@ class LockHolder(BaseModel):
     renewed: _Time
 
     @staticmethod
-    def current() -> LockHolder:
+    def from_this_process() -> LockHolder:
         """Return this process as a holder from now on."""
         number, now = os.getpid(), time.time()
         start = read_start_time(number) or 0
@@ -94,7 +94,7 @@ class RunLock:
 
     def __init__(self, folders: Mapping[str, StorePath]) -> None:
         self._folders = folders
-        self._own = LockHolder.current()
+        self._holder = LockHolder.from_this_process()
         self._created: dict[str, bool] = {}
         """By key of a folder that is locked, whether it was made for that."""
         self._lost_message = ""
@@ -148,7 +148,7 @@ class RunLock:
             folder = self._folders[key]
             with suppress(OSError, UserError):
                 content, holder = _read_lock(key, folder)
-                if holder is not None and holder.is_same_process(self._own):
+                if holder is not None and holder.is_same_process(self._holder):
                     store_of(folder).compare_and_swap(folder / LOCK, content, None)
                 if self._created[key] and isinstance(folder, Path):
                     folder.rmdir()  # fails if the run has written anything
@@ -160,9 +160,9 @@ class RunLock:
         created = not store.is_folder(folder)
         while True:
             content, holder = _read_lock(key, folder)
-            if holder is None or holder.is_same_process(self._own):
+            if holder is None or holder.is_same_process(self._holder):
                 reason = ""
-            elif holder.can_be_seen_by(self._own):
+            elif holder.can_be_seen_by(self._holder):
                 if not has_ended(holder.process, holder.started):
                     raise _make_in_use_error(key, folder, holder)
                 reason = f"{holder}, which has ended"
@@ -180,7 +180,7 @@ class RunLock:
                 return reason
 
     def _record(self) -> bytes:
-        return self._own.model_copy(update={"renewed": time.time()}).model_dump_json().encode()
+        return self._holder.model_copy(update={"renewed": time.time()}).model_dump_json().encode()
 
     def _renew(self) -> None:
         """Run the thread: renew the locks until they are released or lost."""
@@ -191,7 +191,7 @@ class RunLock:
 
     def _renew_one(self, key: str, folder: StorePath) -> None:
         content, holder = _read_lock(key, folder)
-        if holder is not None and not holder.is_same_process(self._own):
+        if holder is not None and not holder.is_same_process(self._holder):
             self._lost_message = (
                 f"{key}={folder} was taken over by {holder}, because this process had not renewed "
                 f"its lock for {LEASE_SECONDS:g} s; it ends, and leaves the folder to that run"

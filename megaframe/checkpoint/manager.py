@@ -27,7 +27,8 @@ from megaframe.checkpoint import (
     resolve_checkpoint_folder,
 )
 from megaframe.checkpoint.folder import list_checkpoints, step_of
-from megaframe.checkpoint.stores.peer_memory import MemoryFolder, PeerMemoryWriter, PeerRanks
+from megaframe.checkpoint.stores.memory_folder import MemoryFolder
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks
 from megaframe.checkpoint.stores.peer_memory_load import PeerMemoryCheckpoint, open_peer_memory
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, all_reduce
@@ -165,7 +166,7 @@ class CheckpointManager:
             )
         if self._memory_group is not None and self._memory_folder is not None:
             node_size = config.parallel.node_size or read_local_world_size()
-            peers = PeerRanks.for_rank(mesh.rank, mesh.layout.world, node_size)
+            peers = PeerRanks.find(mesh.rank, mesh.layout.world, node_size)
             run_id = self._run_id(self._memory_group, create=True)
             assert run_id is not None
             step_in_memory = source.step if isinstance(source, PeerMemoryCheckpoint) else None

@@ -77,7 +77,7 @@ class SavedTensor(JsonRecord):
     dtype: DTypeName
     slices: tuple[SavedSlice, ...]
 
-    def bytes_of(self, shape: Shape) -> int:
+    def count_bytes(self, shape: Shape) -> int:
         """Return the bytes of a box of this shape."""
         return prod(shape) * DTYPES[self.dtype].itemsize
 
@@ -105,14 +105,17 @@ SAVED_TENSORS = TypeAdapter(dict[str, SavedTensor])
 """Validates and serialises the part of `Manifest.tensors` that one rank saved."""
 
 
-def checksum(data: bytes | memoryview) -> str:
+def compute_checksum(data: bytes | memoryview) -> str:
     """Return the XXH3 checksum of 64 bits, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def merge_tensors(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Merge the parts that the ranks saved. Raises ValueError if two parts disagree about the shape
-    or dtype of a tensor."""
+    """Merge the parts that the ranks saved.
+
+    Raises:
+        ValueError: If two parts disagree about the shape or dtype of a tensor.
+    """
     tensors: dict[str, SavedTensor] = {}
     slices: defaultdict[str, list[SavedSlice]] = defaultdict(list)
     for tensors_of_file in parts:
@@ -148,7 +151,7 @@ def find_problem(manifest: Manifest) -> str | None:
                 )
             if saved_slice.file not in manifest.files:
                 return f"tensor {name} is in {saved_slice.file}, which is not in its list of files"
-            size = tensor.bytes_of(saved_slice.shape)
+            size = tensor.count_bytes(saved_slice.shape)
             if size > MAX_SLICE_BYTES:
                 return (
                     f"tensor {name} has a slice of {size} bytes, larger than any that is read "
@@ -172,19 +175,23 @@ _PREFIX = b'{"checksum":"%s",'
 def seal(record: BaseModel) -> bytes:
     """Serialise a record as JSON that begins with a checksum of the rest."""
     body = record.model_dump_json().encode()[1:]
-    return _PREFIX % checksum(body).encode() + body
+    return _PREFIX % compute_checksum(body).encode() + body
 
 
 def unseal(data: bytes) -> bytes | None:
     """Return the JSON of a sealed record without its checksum, or None if the checksum differs."""
     start = len(_PREFIX % (b"0" * 16))
     head, body = data[:start], data[start:]
-    return b"{" + body if head == _PREFIX % checksum(body).encode() else None
+    return b"{" + body if head == _PREFIX % compute_checksum(body).encode() else None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Serialise a manifest. Raises ValueError for one that could not be loaded: invalid, or larger
-    than `MAX_MANIFEST_BYTES`."""
+    """Serialise a manifest.
+
+    Raises:
+        ValueError: For one that could not be loaded: invalid, or larger than
+            `MAX_MANIFEST_BYTES`.
+    """
     mistake = find_problem(manifest)
     if mistake:
         raise ValueError(mistake)
@@ -195,7 +202,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, source: StorePath) -> Manifest:
-    """Parse and validate a manifest. Raises UserError with a message that begins with `source`."""
+    """Parse and validate a manifest.
+
+    Raises:
+        UserError: With a message that begins with `source`.
+    """
     text = unseal(data)
     if text is None:
         raise UserError(

@@ -31,8 +31,17 @@ T = TypeVar("T")
 
 
 def reshard_checkpoint(source: Checkpoint, folder: StorePath, files: int) -> StorePath:
-    """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
-    `assemble_checkpoint`). Raises `UserError` as `refuse_secrets` does."""
+    """Rewrite a checkpoint into files of about equal size, as `folder`/step-... (see
+    `assemble_checkpoint`).
+
+    Args:
+        source: The checkpoint.
+        folder: The folder of the new one.
+        files: Number of its files.
+
+    Raises:
+        UserError: As `refuse_secrets` does.
+    """
     refuse_secrets(source, [*source.tensors], source.state)
     saved_slices = {
         (name, saved_slice.offset): saved_slice
@@ -46,14 +55,14 @@ def reshard_checkpoint(source: Checkpoint, folder: StorePath, files: int) -> Sto
     ]
     boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
 
-    def bytes_of(entry: FileEntry) -> memoryview:
+    def read_bytes(entry: FileEntry) -> memoryview:
         saved_slice = saved_slices[entry.name, entry.offset]
         ((_, _, contents),) = source.read({entry.name: [saved_slice]})
         return as_bytes(contents)
 
     total = sum(box.bytes for box in boxes)
     groups = group_by_bytes(boxes, lambda box: box.bytes, -(-total // files))
-    return assemble_checkpoint(folder, source.step, source.state, groups, bytes_of)
+    return assemble_checkpoint(folder, source.step, source.state, groups, read_bytes)
 
 
 def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, JsonValue]) -> None:
@@ -72,16 +81,22 @@ def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, Jso
         raise UserError(f"{source} has a password or key in its state; it is not copied")
 
 
-def group_by_bytes(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list[list[T]]:
+def group_by_bytes(items: Iterable[T], count_bytes: Callable[[T], int], size: int) -> list[list[T]]:
     """Group consecutive items. Group n ends with the item whose end reaches n * `size` bytes,
-    counted from the first item."""
+    counted from the first item.
+
+    Args:
+        items: The items, in order.
+        count_bytes: Returns the bytes of an item.
+        size: Bytes of a group.
+    """
     groups: list[list[T]] = []
     num_bytes = 0
     for item in items:
         if num_bytes >= size * len(groups):
             groups.append([])
         groups[-1].append(item)
-        num_bytes += bytes_of(item)
+        num_bytes += count_bytes(item)
     return groups
 
 
@@ -95,7 +110,7 @@ def assemble_checkpoint(
     step: int,
     state: Mapping[str, JsonValue],
     groups: Sequence[Sequence[TensorBox]],
-    bytes_of: Callable[[FileEntry], memoryview],
+    read_bytes: Callable[[FileEntry], memoryview],
 ) -> StorePath:
     """Write a checkpoint as `folder`/step-... with one file per group, or several if the store
     limits the size of files.
@@ -108,7 +123,7 @@ def assemble_checkpoint(
         step: Step of the checkpoint.
         state: Run state of the checkpoint.
         groups: The boxes of each file.
-        bytes_of: Returns the bytes of an entry.
+        read_bytes: Returns the bytes of an entry.
 
     Returns:
         The path of the checkpoint.
@@ -118,7 +133,7 @@ def assemble_checkpoint(
     """
     store, checkpoint = store_of(folder), folder / format_checkpoint_name(step)
     attempt = secrets.token_hex(4)
-    draft = store.draft_path(folder, step, attempt)
+    draft = store.make_draft_path(folder, step, attempt)
     try:
         if checkpoint in list_checkpoints(folder):
             raise UserError(f"{checkpoint} already exists; remove it or give another folder")
@@ -128,8 +143,8 @@ def assemble_checkpoint(
             for part, entries in enumerate(
                 split_into_files(assign_byte_ranges(group), store.max_file_bytes)
             ):
-                name = store.file_name(number, part, attempt)
-                files[name] = write_shard_file(draft / name, entries, bytes_of)
+                name = store.make_file_name(number, part, attempt)
+                files[name] = write_shard_file(draft / name, entries, read_bytes)
                 verify_shard_file(draft / name, files[name])
         return commit_checkpoint(draft, folder, step, state, files, attempt)
     except OSError as error:

@@ -70,10 +70,14 @@ class CheckpointWriter(BackgroundCopier):
     ends with the process, so call `wait` before the process exits.
 
     Args:
+        root: The folder of checkpoints.
+        rank: This rank.
+        world: Number of ranks.
+        store: Of all ranks, which agree by it.
         keep: Number of newest checkpoints to keep (at least 1).
         keep_every: Checkpoints of steps that are multiples of it are kept for good; 0: none.
-        read_back: Read each checkpoint back and check it before older ones are deleted (in a store
-            that cannot withdraw a checkpoint: before it is committed).
+        read_back: Read each checkpoint back and check it before older ones are deleted (in a
+            store that cannot withdraw a checkpoint: before it is committed).
         timeout: Seconds to wait for another rank before a save is abandoned.
         saved: Called on rank 0, in the background, with the step of each completed checkpoint.
     """
@@ -102,7 +106,7 @@ class CheckpointWriter(BackgroundCopier):
         self._keep, self._keep_every = keep, keep_every
         can_withdraw = self._backend.keeps_replaced
         self._verifies = read_back and not can_withdraw
-        self._stages = (WRITE, READ_BACK) if read_back and can_withdraw else (WRITE,)
+        self._phases = (WRITE, READ_BACK) if read_back and can_withdraw else (WRITE,)
         self._timeout, self._saved = timeout, saved
         if rank == 0:
             with _explain_os_errors(f"cannot use {root} for checkpoints", root):
@@ -115,6 +119,11 @@ class CheckpointWriter(BackgroundCopier):
         not change until `wait_for_copy` has returned. Every rank calls this with the same step.
         Together the ranks' slices cover each tensor exactly once; a rank may have none. Only rank
         0's `state` is saved; its floats are restored bit for bit. Waits for the previous save.
+
+        Args:
+            step: Step of the checkpoint.
+            slices: What this rank has of the tensors.
+            state: Plain data of the run: counters, the config.
         """
         state_copy = json.loads(json.dumps(dict(state)))
         self.start(
@@ -136,7 +145,7 @@ class CheckpointWriter(BackgroundCopier):
 
     def _lead_save(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
         attempt = coordinator.open_attempt()
-        draft = self._backend.draft_path(self._root, job.step, attempt)
+        draft = self._backend.make_draft_path(self._root, job.step, attempt)
         failure = "rank 0 was stopped"
         try:
             coordinator.send_report(attempt, NEED, {"bytes": job.data.size})
@@ -148,14 +157,14 @@ class CheckpointWriter(BackgroundCopier):
             ):
                 self._backend.create_draft(draft)  # makes the root again if it was deleted
                 _require_space(self._root, job.step, needed)
-                coordinator.start_stage(attempt, WRITE)
+                coordinator.start_phase(attempt, WRITE)
                 self._contribute(coordinator, attempt, job, WRITE)
                 files = _merge_reports(job.step, coordinator.collect_reports(attempt, WRITE))
                 previous_name = read_pointer(self._root)
                 checkpoint = commit_checkpoint(
                     draft, self._root, job.step, job.state, files, attempt
                 )
-                if READ_BACK in self._stages:
+                if READ_BACK in self._phases:
                     self._read_back(coordinator, attempt, job, checkpoint, previous_name)
                 self._saved(job.step)
                 prune_checkpoints(self._root, checkpoint, self._keep, self._keep_every, attempt)
@@ -184,7 +193,7 @@ class CheckpointWriter(BackgroundCopier):
         Args:
             previous_name: The name that `latest` held before the commit.
         """
-        coordinator.start_stage(attempt, READ_BACK)
+        coordinator.start_phase(attempt, READ_BACK)
         self._contribute(coordinator, attempt, job, READ_BACK)
         reports = coordinator.collect_reports(attempt, READ_BACK)
         try:
@@ -195,25 +204,25 @@ class CheckpointWriter(BackgroundCopier):
 
     def _follow(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
         joined, old_failure = None, None
-        remaining_stages = [*self._stages]
-        deadline_seconds = (1 + len(remaining_stages)) * self._timeout
+        remaining_phases = [*self._phases]
+        deadline_seconds = (1 + len(remaining_phases)) * self._timeout
         # Longer than the leader waits, because the leader can name the ranks that are missing.
         for _ in coordinator.poll(deadline_seconds):
             attempt = coordinator.read_latest_attempt()
             if attempt is not None and attempt != joined:
-                old_failure = coordinator.outcome(attempt)
+                old_failure = coordinator.read_outcome(attempt)
                 if old_failure is None:
-                    joined, remaining_stages = attempt, [*self._stages]
+                    joined, remaining_phases = attempt, [*self._phases]
                     coordinator.send_report(joined, NEED, {"bytes": job.data.size})
             if joined is None:
                 continue
-            failure = coordinator.outcome(joined)
+            failure = coordinator.read_outcome(joined)
             if failure:
                 raise UserError(failure)
             if failure is not None:
                 return
-            if remaining_stages and coordinator.has_started(joined, remaining_stages[0]):
-                self._contribute(coordinator, joined, job, remaining_stages.pop(0))
+            if remaining_phases and coordinator.has_started(joined, remaining_phases[0]):
+                self._contribute(coordinator, joined, job, remaining_phases.pop(0))
         raise UserError(
             f"checkpoint of step {job.step} was abandoned by rank {self._rank} after "
             f"{deadline_seconds:g} s: rank 0 did not finish it"
@@ -221,13 +230,13 @@ class CheckpointWriter(BackgroundCopier):
         )
 
     def _contribute(
-        self, coordinator: SaveCoordinator, attempt: str, job: _SaveJob, stage: str
+        self, coordinator: SaveCoordinator, attempt: str, job: _SaveJob, phase: str
     ) -> None:
         """Write this rank's files (none if it has no data) or read them back. Tell the leader which
         files they are, or what went wrong."""
         message: Message = {}
         try:
-            if stage == WRITE:
+            if phase == WRITE:
                 self._write_files(attempt, job)
             else:
                 for name, saved in job.files.items():
@@ -237,7 +246,7 @@ class CheckpointWriter(BackgroundCopier):
             message = {"error": str(error)}
         except Exception:
             message = {"error": traceback.format_exc()}
-        coordinator.send_report(attempt, stage, message)
+        coordinator.send_report(attempt, phase, message)
 
     def _write_files(self, attempt: str, job: _SaveJob) -> None:
         job.files.clear()
@@ -253,8 +262,8 @@ class CheckpointWriter(BackgroundCopier):
     def _make_file(
         self, attempt: str, job: _SaveJob, part_number: int, entries: Sequence[FileEntry]
     ) -> tuple[str, SavedFile]:
-        draft = self._backend.draft_path(self._root, job.step, attempt)
-        path = draft / self._backend.file_name(self._rank, part_number, attempt)
+        draft = self._backend.make_draft_path(self._root, job.step, attempt)
+        path = draft / self._backend.make_file_name(self._rank, part_number, attempt)
         with _explain_os_errors("cannot write", path, job.data.size, discard=path):
             aligned_data = job.data.wait_for_memory() if len(entries) == len(job.entries) else None
             saved = write_shard_file(path, entries, job.data.wait_for_entry, aligned_data)
@@ -289,12 +298,12 @@ def commit_checkpoint(
         OSError: If something cannot be written.
     """
 
-    def tensors(name: str) -> dict[str, SavedTensor]:
+    def read_tensors(name: str) -> dict[str, SavedTensor]:
         with ShardReader(draft / name, files[name]) as reader:
-            return reader.tensors()
+            return reader.read_tensors()
 
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        tensors_per_file = list(pool.map(tensors, files))
+        tensors_per_file = list(pool.map(read_tensors, files))
     manifest = Manifest(
         step=step, state=dict(state), files=dict(files), tensors=merge_tensors(tensors_per_file)
     )
@@ -314,9 +323,9 @@ def _merge_reports(step: int, messages: Sequence[Message]) -> dict[str, SavedFil
         if "error" in message
     ]
     if errors:
-        more = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
+        omitted = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
         raise UserError(
-            f"checkpoint of step {step} could not be saved: " + "; ".join(errors[:3]) + more
+            f"checkpoint of step {step} could not be saved: " + "; ".join(errors[:3]) + omitted
         )
     return {
         name: SavedFile.model_validate(saved)

@@ -23,7 +23,7 @@ from megaframe.checkpoint.manifest import (
     SavedFile,
     SavedSlice,
     SavedTensor,
-    checksum,
+    compute_checksum,
 )
 from megaframe.checkpoint.slices import Shape, Slice, index_within, split_into_tiles
 from megaframe.checkpoint.stores.direct_io import ALIGNMENT
@@ -87,7 +87,11 @@ def assign_byte_ranges(boxes: Iterable[TensorBox]) -> list[FileEntry]:
 
 def sort_by_alignment(slices: Sequence[Slice]) -> list[Slice]:
     """Return the non-empty slices, largest element size first, so that each starts aligned to its
-    element size. Raises ValueError for a dtype that cannot be saved."""
+    element size.
+
+    Raises:
+        ValueError: For a dtype that cannot be saved.
+    """
     nonempty = [tensor_slice for tensor_slice in slices if tensor_slice.tensor.numel()]
     for tensor_slice in nonempty:
         if tensor_slice.tensor.dtype not in DTYPE_NAMES:
@@ -128,7 +132,13 @@ def plan_entries(slices: Sequence[Slice]) -> tuple[list[FileEntry], list[Tensor]
 
 
 def make_entry_name(name: str, offset: Shape, shape: Shape) -> str:
-    """Return the name of a header entry, such as `head.weight[0:512,64:128]`."""
+    """Return the name of a header entry, such as `head.weight[0:512,64:128]`.
+
+    Args:
+        name: Of the logical tensor.
+        offset: Of the slice in the tensor.
+        shape: Of the slice.
+    """
     spans = (f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
     return f"{name}[{','.join(spans)}]"
 
@@ -147,7 +157,7 @@ def split_into_files(entries: Sequence[FileEntry], limit: int | None) -> list[li
 def write_shard_file(
     path: StorePath,
     entries: Sequence[FileEntry],
-    bytes_of: Callable[[FileEntry], memoryview],
+    read_bytes: Callable[[FileEntry], memoryview],
     aligned_data: memoryview | None = None,
 ) -> SavedFile:
     """Write the bytes of entries, back to back, to a new file.
@@ -155,7 +165,7 @@ def write_shard_file(
     Args:
         path: Where to write the file.
         entries: The boxes to write; their byte ranges are assigned anew.
-        bytes_of: Returns the bytes of an entry.
+        read_bytes: Returns the bytes of an entry.
         aligned_data: See `Store.create_file`.
 
     Returns:
@@ -171,7 +181,7 @@ def write_shard_file(
     with store_of(path).create_file(path, size, reserved, aligned_data) as file:
         for index, entry in enumerate(entries):
             digest = xxhash.xxh3_64()
-            data = bytes_of(entry)
+            data = read_bytes(entry)
             for begin in range(0, len(data), CHUNK_BYTES):
                 chunk = data[begin : begin + CHUNK_BYTES]
                 digest.update(chunk)
@@ -179,7 +189,7 @@ def write_shard_file(
             checksums[index] = digest.hexdigest()
         header = _encode_header(path.name, placed_entries, checksums)
         file.finish(header)
-    return SavedFile(bytes=size, header=checksum(header))
+    return SavedFile(bytes=size, header=compute_checksum(header))
 
 
 def _encode_header(file: str, entries: Sequence[FileEntry], checksums: Sequence[str]) -> bytes:

@@ -24,7 +24,7 @@ from megaframe.checkpoint.manifest import (
     SavedFile,
     SavedSlice,
     SavedTensor,
-    checksum,
+    compute_checksum,
 )
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, MAX_HEADER_BYTES, make_entry_name
 from megaframe.checkpoint.stores.direct_io import ALIGNMENT, allocate_aligned
@@ -52,6 +52,7 @@ class ShardReader:
     Its header is checked before it is parsed.
 
     Args:
+        path: Of the file.
         saved: What the manifest says about the file.
         bypass_cache, sole_reader: See `Store.open`.
 
@@ -100,7 +101,7 @@ class ShardReader:
         length = int.from_bytes(self._read(0, min(8, size)), "little")
         if length <= min(MAX_HEADER_BYTES, size - 8):
             header = self._read(0, 8 + length)
-            if checksum(header) == saved.header:
+            if compute_checksum(header) == saved.header:
                 try:
                     parsed = from_json(header[8:])
                 except ValueError:
@@ -124,9 +125,13 @@ class ShardReader:
         if num_read < len(destination):
             raise UnreadableFile(f"{self.path} is damaged: it ends within {content}")
 
-    def tensors(self) -> dict[str, SavedTensor]:
+    def read_tensors(self) -> dict[str, SavedTensor]:
         """Return the part of the manifest that the rank that wrote the file stored in its
-        header."""
+        header.
+
+        Raises:
+            UnreadableFile: If the header does not have it.
+        """
         metadata = self._header.get("__metadata__")
         try:
             text = metadata["tensors"] if isinstance(metadata, dict) else None
@@ -182,7 +187,7 @@ class ShardReader:
         Raises:
             UnreadableFile: If the bytes do not have the slice's checksum.
         """
-        size = tensor.bytes_of(saved_slice.shape)
+        size = tensor.count_bytes(saved_slice.shape)
         start = self._data_start + self._find_position(name, tensor, saved_slice, size)
         # Use the same offset from a multiple of the alignment in memory as in the file.
         skip = 0 if start % DTYPES[tensor.dtype].itemsize else start % ALIGNMENT
@@ -227,7 +232,7 @@ def allocate_buffers(requests: Iterable[SliceRequest]) -> list[Tensor]:
     """Allocate buffers (tensors of bytes) for reading slices, each large enough for the largest
     slice: as many as fit into `_READ_AHEAD_BYTES`, at least one, but no more than there are
     slices."""
-    sizes = [tensor.bytes_of(saved_slice.shape) for _, tensor, saved_slice in requests]
+    sizes = [tensor.count_bytes(saved_slice.shape) for _, tensor, saved_slice in requests]
     count = min(len(sizes), max(1, _READ_AHEAD_BYTES // max([1, *sizes])))
     size = ALIGNMENT * (1 + -(-max(sizes, default=0) // ALIGNMENT))
     memory = torch.from_numpy(allocate_aligned(count * size))
@@ -245,7 +250,7 @@ def verify_shard_file(path: StorePath, saved: SavedFile) -> dict[str, SavedTenso
     """
     # Bypass the page cache; otherwise only memory would be verified.
     with ShardReader(path, saved, bypass_cache=True) as reader:
-        tensors = reader.tensors()
+        tensors = reader.read_tensors()
         requests = [
             (name, tensor, saved_slice)
             for name, tensor in tensors.items()

@@ -180,16 +180,16 @@ def select_saved(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]
 
 def describe_missing_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
     """Yield a line for each kind of optimizer state that the checkpoint lacks."""
-    missing: dict[str, dict[str, None]] = {}
+    missing_tensors: dict[str, dict[str, None]] = {}
     for tensor_slice in slices:
         if tensor_slice.name.startswith(OPTIMIZER_PREFIX) and tensor_slice.name not in saved:
             kind, _, name = tensor_slice.name.removeprefix(OPTIMIZER_PREFIX).partition("/")
-            missing.setdefault(kind, {})[name] = None
-    for kind, names in missing.items():
+            missing_tensors.setdefault(kind, {})[name] = None
+    for kind, names in missing_tensors.items():
         start = "the weights" if kind == "ema" else "zero"
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        omitted = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield (
-            f"the checkpoint has no optimizer state `{kind}` of {next(iter(names))}{more}; "
+            f"the checkpoint has no optimizer state `{kind}` of {next(iter(names))}{omitted}; "
             f"it starts from {start}"
         )
 

@@ -25,6 +25,8 @@ def get_qk_norm_form(value: bool | str) -> str:
 
 
 class AttentionConfig(Section):
+    """Attention over heads, as the mixer of a block."""
+
     kind: Literal["attention"] = "attention"
     """Attention with grouped key and value heads."""
     heads: Positive | None = None
@@ -60,6 +62,8 @@ class AttentionConfig(Section):
 
 
 class LatentMixerConfig(Section):
+    """Latent attention, as the mixer of a block."""
+
     kind: Literal["latent"]
     """Multi-head latent attention, as `model.latent` describes it."""
     window: Positive | None = None
@@ -67,6 +71,8 @@ class LatentMixerConfig(Section):
 
 
 class MLPConfig(Section):
+    """A dense MLP, as the second half of a block."""
+
     kind: Literal["mlp"] = "mlp"
     """A dense MLP."""
     ffn: Positive | None = None
@@ -82,6 +88,8 @@ class MLPConfig(Section):
 
 
 class MoEMixtureConfig(Section):
+    """A mixture of experts, as the second half of a block."""
+
     kind: Literal["moe"]
     """Experts, as `model.moe` describes them."""
 
@@ -90,31 +98,33 @@ def _expand_kind(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
-def _kind_of(value: Any) -> str | None:
+def _get_kind(value: Any) -> str | None:
     return value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
 
 
-def _mixer_kind(value: Any) -> str | None:
-    return _kind_of(value) or "attention"
+def _get_mixer_kind(value: Any) -> str | None:
+    return _get_kind(value) or "attention"
 
 
-def _feed_forward_kind(value: Any) -> str | None:
-    return _kind_of(value) or "mlp"
+def _get_feed_forward_kind(value: Any) -> str | None:
+    return _get_kind(value) or "mlp"
 
 
 MixerConfig = Annotated[
     Annotated[AttentionConfig, Tag("attention")] | Annotated[LatentMixerConfig, Tag("latent")],
-    Discriminator(_mixer_kind),
+    Discriminator(_get_mixer_kind),
     BeforeValidator(_expand_kind),
 ]
 FeedForwardConfig = Annotated[
     Annotated[MLPConfig, Tag("mlp")] | Annotated[MoEMixtureConfig, Tag("moe")],
-    Discriminator(_feed_forward_kind),
+    Discriminator(_get_feed_forward_kind),
     BeforeValidator(_expand_kind),
 ]
 
 
 class BlockConfig(Section):
+    """A transformer layer, or several alike: its mixer, what follows it, and its norms."""
+
     repeat: Positive = 1
     """Number of consecutive layers like this one."""
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()

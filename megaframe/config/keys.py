@@ -91,7 +91,7 @@ def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
     other keys. Keys that only one kind of section has are named with the kind:
     `mixer[attention].window`."""
     keys: list[ConfigKey] = []
-    for kind, part in _sections_by_kind(key.field.annotation, key.field.metadata).items():
+    for kind, part in _map_kinds_to_sections(key.field.annotation, key.field.metadata).items():
         keys += _collect_keys(part, f"{key.name}[{kind}].")
     if keys:
         return keys
@@ -101,7 +101,7 @@ def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
         ):
             return _collect_kinds(section, f"{key.name}.")
         if get_origin(annotation) is tuple:
-            for kind, part in _sections_by_kind(get_args(annotation)[0]).items():
+            for kind, part in _map_kinds_to_sections(get_args(annotation)[0]).items():
                 keys += _collect_keys(part, f"{key.name}[{kind}].")
     return keys
 
@@ -109,14 +109,16 @@ def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
 def _collect_kinds(section: type[Section], prefix: str) -> list[ConfigKey]:
     keys = []
     for name, field in section.model_fields.items():
-        kinds = _sections_by_kind(field.annotation, field.metadata)
+        kinds = _map_kinds_to_sections(field.annotation, field.metadata)
         keys.append(ConfigKey(prefix + name, field, _find_section_class(field.annotation)))
         for kind, kind_section in kinds.items():
             keys += _collect_keys(kind_section, f"{prefix}{name}[{kind}].")
     return keys
 
 
-def _sections_by_kind(annotation: Any, metadata: Iterable[Any] = ()) -> dict[str, type[Section]]:
+def _map_kinds_to_sections(
+    annotation: Any, metadata: Iterable[Any] = ()
+) -> dict[str, type[Section]]:
     """Return the sections of a union in which `kind` says which one is meant; empty for others.
 
     Args:
@@ -133,7 +135,7 @@ def _sections_by_kind(annotation: Any, metadata: Iterable[Any] = ()) -> dict[str
             if isinstance(tag, Tag):
                 kinds[str(tag.tag)] = get_args(member)[0]
         if tags and not any(isinstance(tag, Tag) for tag in tags):
-            kinds |= _sections_by_kind(member)  # a union of our own sections, beside parts
+            kinds |= _map_kinds_to_sections(member)  # a union of our own sections, beside parts
     return kinds | _list_part_kinds(metadata)
 
 
@@ -173,7 +175,7 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     if any(isinstance(bound, Extensible) for bound in bounds):
         null = " or null" * (type(None) in args)
         return _describe_extensible(annotation, _list_part_kinds(bounds)) + null
-    if kinds := _sections_by_kind(annotation):
+    if kinds := _map_kinds_to_sections(annotation):
         return f"keys of a part, of kind {join_or(kinds)}"
     if _list_union_members(annotation):
         # Lists come last: what follows a list would read as one of its items.
@@ -198,7 +200,7 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
 
 def _describe_extensible(annotation: Any, part_kinds: Iterable[str]) -> str:
     """Describe the values of a field that also takes parts of these kinds."""
-    own_kinds = _sections_by_kind(annotation)
+    own_kinds = _map_kinds_to_sections(annotation)
     if own_kinds:
         return f"keys of a part, of kind {join_or([*own_kinds, *part_kinds])}, or only its kind"
     own = [describe_type(kind) for kind in _list_non_null_members(annotation)]
@@ -226,7 +228,7 @@ def _resolve(
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     written: list[int | str] = []
     for part in path:
-        kinds = _sections_by_kind(annotation, bounds)
+        kinds = _map_kinds_to_sections(annotation, bounds)
         if str(part) in kinds:
             annotation, bounds = kinds[str(part)], ()
             continue
@@ -285,9 +287,9 @@ def format_value(value: Any) -> str:
     if isinstance(value, Section):
         if isinstance(value, Part) and value.model_fields_set <= {"kind"}:
             return value.name
-        given = value.model_fields_set | {"kind"}
+        keys_set = value.model_fields_set | {"kind"}
         # In the order of the schema; a set of names has none.
-        shown = {key: getattr(value, key) for key in type(value).model_fields if key in given}
+        shown = {key: getattr(value, key) for key in type(value).model_fields if key in keys_set}
         return format_value(shown)
     if isinstance(value, tuple | list):
         return "[" + ", ".join(format_value(item) for item in value) + "]"

@@ -117,8 +117,10 @@ def _validate(table: ConfigTable) -> tuple[RunConfig | None, list[ConfigMistake]
         return RunConfig.model_validate(nested), []
     except ValidationError as errors:
         # A default derived from an invalid key cannot be computed; that is no mistake of its own.
-        own = [e for e in errors.errors() if e["type"] != "default_factory_not_called"]
-        return None, [_to_config_mistake(e["type"], e["loc"], table) for e in own[:MAX_MISTAKES]]
+        relevant_errors = [e for e in errors.errors() if e["type"] != "default_factory_not_called"]
+        return None, [
+            _to_config_mistake(e["type"], e["loc"], table) for e in relevant_errors[:MAX_MISTAKES]
+        ]
 
 
 def _to_config_mistake(

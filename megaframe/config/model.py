@@ -13,6 +13,8 @@ from megaframe.config.section import NonNegative, Positive, Section
 
 
 class RotaryScalingConfig(Section):
+    """How rotary wavelengths are stretched for samples longer than those of training."""
+
     kind: Literal["none", "llama3", "yarn"] = "none"
     """How to scale rotary frequencies to contexts longer than the model was trained on."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
@@ -33,6 +35,8 @@ class RotaryScalingConfig(Section):
 
 
 class LatentAttentionConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2, 2024)."""
+
     query_rank: Positive | None = None
     """Width of the query latent. Default: none; queries are computed directly from the residual
     stream."""
@@ -47,6 +51,8 @@ class LatentAttentionConfig(Section):
 
 
 class EmulationConfig(Section):
+    """Blocks that wait instead of compute."""
+
     forward: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that the forward pass of one block waits per microbatch."""
     backward: Annotated[float, Field(ge=0)] = 0.0
@@ -56,6 +62,8 @@ class EmulationConfig(Section):
 
 
 class MoEConfig(Section):
+    """Experts, their router, and how their load is balanced."""
+
     experts: Positive
     """Number of routed experts per layer."""
     top_k: Positive = 2
@@ -105,6 +113,8 @@ class MoEConfig(Section):
 
 
 class ModelConfig(Section):
+    """The model: its sizes, and what all of its layers have in common."""
+
     layers: Annotated[int, Field(gt=0, le=2_000)] = 12
     """Number of transformer blocks."""
     blocks: tuple[BlockConfig, ...] | None = None

@@ -12,6 +12,8 @@ from megaframe.config.section import NonNegative, Positive, Section
 
 
 class ParameterGroupConfig(Section):
+    """Rates of a group of parameters."""
+
     lr: Annotated[float, Field(gt=0)] = 1.0
     """Factor on the learning rate of these parameters."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
@@ -19,6 +21,8 @@ class ParameterGroupConfig(Section):
 
 
 class ParameterGroupsConfig(Section):
+    """The groups of parameters, by the role that layers give them."""
+
     matrix: ParameterGroupConfig = ParameterGroupConfig()
     """Weights of the linear layers in the blocks."""
     embedding: ParameterGroupConfig = ParameterGroupConfig()
@@ -30,6 +34,8 @@ class ParameterGroupsConfig(Section):
 
 
 class OptimConfig(Section):
+    """The optimizer, its state, and the learning rate."""
+
     name: Annotated[
         Literal["adamw", "muon", "lion", "sgd"] | OptimizerPart, Extensible("optimizer")
     ] = "adamw"

@@ -10,6 +10,8 @@ from megaframe.config.section import NonNegative, Positive, Section
 
 
 class ParallelConfig(Section):
+    """The layout: sizes of the axes, and how ranks divide work and communicate."""
+
     auto: bool = False
     """Let the planner choose the layout for the available ranks: every key from `tensor` to
     `schedule` here that is not given, `train.microbatch` and `train.recompute`. A resumed run keeps

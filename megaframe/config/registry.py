@@ -133,12 +133,12 @@ class Extensible:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        # Parts are found when a value is validated; pydantic sees the other types only.
+        # Parts are looked up when a value is validated; pydantic sees the other types only.
         if is_part(source):
             inner: core_schema.CoreSchema = core_schema.is_instance_schema(source)
         else:
-            own = tuple(kind for kind in get_args(source) if not is_part(kind))
-            inner = handler.generate_schema(Union[own])  # noqa: UP007
+            other_types = tuple(kind for kind in get_args(source) if not is_part(kind))
+            inner = handler.generate_schema(Union[other_types])  # noqa: UP007
         return core_schema.no_info_wrap_validator_function(
             self._validate,
             inner,

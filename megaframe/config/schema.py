@@ -22,6 +22,8 @@ from megaframe.config.section import Fraction, NonNegative, Positive, Section
 
 
 class RunSection(Section):
+    """The run itself: its folder, seed and device."""
+
     dir: str = "runs/default"
     """Run folder, for the resolved config, metrics and checkpoints."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
@@ -47,6 +49,8 @@ class RunSection(Section):
 
 
 class BatchRampConfig(Section):
+    """A batch that grows at the beginning of a run."""
+
     start: Positive
     """Global batch of the first step, in samples; a multiple of `increment`."""
     increment: Positive
@@ -56,6 +60,8 @@ class BatchRampConfig(Section):
 
 
 class TrainConfig(Section):
+    """Length, batch, precision and recomputation of training."""
+
     steps: Positive = 1000
     """Optimizer steps in the whole run."""
     seq: Positive = 1024
@@ -106,6 +112,8 @@ class TrainConfig(Section):
 
 
 class KernelsConfig(Section):
+    """Which implementation of each kernel runs."""
+
     elementwise: Literal["auto", "triton", "torch", "liger", "reference"] = "auto"
     """LayerNorm and RMSNorm, MLP activations, rotation of queries and keys. For all keys of this
     section: `auto` picks the fastest supported kernel on a GPU and plain PyTorch on a CPU.
@@ -147,6 +155,8 @@ Split = tuple[Fraction, Fraction, Fraction]
 
 
 class DataSourceConfig(Section):
+    """A token file, and its share of the data."""
+
     path: str
     """Path of the token files without suffix: PATH.bin and PATH.idx."""
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -157,6 +167,8 @@ class DataSourceConfig(Section):
 
 
 class DataConfig(Section):
+    """The data, its splits, and what is masked."""
+
     sources: tuple[DataSourceConfig, ...] = ()
     """Token files, their weights in the blend and their splits."""
     split: Split = (0.98, 0.02, 0.0)
@@ -180,6 +192,8 @@ class DataConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When and where checkpoints are saved, and from which one a run starts."""
+
     every: NonNegative = 1000
     """Steps between checkpoints; the end of the run is saved too. 0 never saves."""
     keep: Positive = 2
@@ -211,6 +225,8 @@ class CheckpointConfig(Section):
 
 
 class MetricsConfig(Section):
+    """What is measured, and where it is written."""
+
     every: Positive = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
     experts_every: NonNegative = 100
@@ -240,6 +256,8 @@ class MetricsConfig(Section):
 
 
 class FaultToleranceConfig(Section):
+    """How faults are detected, and what a run does about them."""
+
     step_timeout: Annotated[float, Field(ge=0)] = 1800.0
     """Maximum seconds for a step, an evaluation or the wait for a save; 0: no limit. When it is
     exceeded, all ranks write their stacks to the run folder, the rank, step and action that block

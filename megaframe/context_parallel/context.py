@@ -6,8 +6,8 @@ each rank has some of the heads and all tokens of its group. The groups form a r
 and values around. A group of one rank exchanges nothing and a ring of one passes nothing, so ring
 attention, all-to-all and the nesting of both are one code path.
 
-Each rank has two pieces of a sample, not next to each other (`microbatch.zigzag`). A layer that
-passes a state from token to token gathers what each piece does to it (`gather_pieces`,
+Each rank has two pieces of a sample, not next to each other (`microbatch.divide_zigzag`). A layer
+that passes a state from token to token gathers what each piece does to it (`gather_pieces`,
 `states.py`), whatever attention does with the same ranks.
 
 Shape legend: B samples, S tokens of this rank, U ranks that exchange heads, N query heads, G
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megaframe.data.microbatch import zigzag
+from megaframe.data.microbatch import divide_zigzag
 from megaframe.distributed.collectives import ALONE, Group, Ring
 from megaframe.distributed.differentiable import exchange_differentiably, gather_differentiably
 
@@ -75,7 +75,9 @@ class ContextParallel:
 
     def compute_positions(self, length: int, device: torch.device) -> Tensor:
         """Return where in its sample each of this rank's `length` tokens is, int64 [length]."""
-        return zigzag(torch.arange(length * self.size, device=device), self.index, self.size, 0)
+        return divide_zigzag(
+            torch.arange(length * self.size, device=device), self.index, self.size, 0
+        )
 
     def scatter_heads(
         self, query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor

@@ -27,9 +27,9 @@ def compute_bucket_means(
     """Return the mean of the finite values of each bucket, NaN if it has none.
 
     Args:
-        values: the values [n].
-        starts: index of the first value of each bucket, increasing.
-        weights: of the values, if they are to be weighted [n].
+        values: The values [n].
+        starts: Index of the first value of each bucket, increasing.
+        weights: Of the values, if they are to be weighted [n].
     """
     if not len(starts):
         return np.empty(0)
@@ -51,7 +51,13 @@ def find_bucket_extremes(values: Floats, starts: NDArray[np.int64]) -> tuple[Flo
 
 
 def block_maxima(table: Floats, rows: int, columns: int) -> Floats:
-    """Reduce [R, C] to at most [rows, columns], each the maximum of its block."""
+    """Reduce [R, C] to at most [rows, columns], each the maximum of its block.
+
+    Args:
+        table: The values, [R, C].
+        rows: The most rows of the result.
+        columns: The most columns of the result.
+    """
     for axis, most in ((0, rows), (1, columns)):
         if table.shape[axis] > most:
             table = np.maximum.reduceat(

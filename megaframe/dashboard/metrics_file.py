@@ -46,7 +46,7 @@ class MetricsFile:
         self._offset = 0
         self._bad: list[int] = []
         self._lines = 0
-        self._back: list[str] = []
+        self._rewinds: list[str] = []
         self._torn = self._many = self._given_up = False
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class MetricsFile:
         self.version += self._offset != before
         return self._offset != before
 
-    def notes(self) -> Iterator[str]:
+    def list_notes(self) -> Iterator[str]:
         """Yield what a reader of the page should know about the file."""
         if not self._lines and not self._torn:
             yield "no metrics yet" if self.path.exists() else f"there is no {self.path.name}"
@@ -93,7 +93,7 @@ class MetricsFile:
             yield f"nothing after line {self._lines} is read: this is no file of metrics"
         if self._torn:
             yield "the last line is incomplete: it is being written, or was cut off"
-        yield from self._back[:3]
+        yield from self._rewinds[:3]
         if self._many:
             yield f"only the first {_MOST_COLUMNS} names of metrics are read"
         yield from self._describe_uneven()
@@ -110,7 +110,7 @@ class MetricsFile:
             if inside and base not in inside:
                 yield f"there are rows of {group}, but none of {base}"
 
-    def column(self, name: str) -> NDArray[np.float64]:
+    def get_column(self, name: str) -> NDArray[np.float64]:
         """Return the values of a metric by line, NaN in lines without it."""
         column = np.full(len(self), np.nan)
         values = self._columns.get(name)
@@ -118,7 +118,7 @@ class MetricsFile:
             column[: len(values)] = values
         return column
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of all columns, in the order in which they were first seen."""
         return list(self._columns)
 
@@ -133,7 +133,7 @@ class MetricsFile:
             return
         steps = self._columns["step"]
         if steps and step <= steps[-1]:
-            self._back.append(
+            self._rewinds.append(
                 f"after step {steps[-1]:.0f} comes step {step} (line {self._lines}): what it "
                 "repeats is left out; two runs in one file, or one that was resumed"
             )

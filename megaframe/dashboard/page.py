@@ -61,8 +61,8 @@ def render_page(data: Mapping[str, Any], token: str = "") -> str:
     """Return the HTML of the page.
 
     Args:
-        data: what the page shows; is embedded as JSON.
-        token: of the server that a live page polls for new data; empty for a saved page.
+        data: What the page shows; is embedded as JSON.
+        token: Of the server that a live page polls for new data; empty for a saved page.
     """
     return _PAGE.format(
         token=f' data-token="{escape(token)}"' if token else "",
@@ -85,7 +85,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that nobody sees a part of it.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: The file cannot be written.
     """
     partial = path.parent / f"{path.name}.partial"
     try:

@@ -36,10 +36,10 @@ class Panel:
     """A panel of the page.
 
     Attributes:
-        kind: lines, bars, waterfall or heat.
-        keys: metrics drawn as lines; a key that ends with a slash stands for all metrics with this
+        kind: Lines, bars, waterfall or heat.
+        keys: Metrics drawn as lines; a key that ends with a slash stands for all metrics with this
             prefix.
-        scale: factor on values.
+        scale: Factor on values.
     """
 
     id: str
@@ -99,7 +99,13 @@ PANELS = (
 def build_page_data(
     runs: Sequence[RunFolder], prediction: Mapping[str, Any] | None = None, points: int = POINTS
 ) -> dict[str, Any]:
-    """Return everything that the page shows, ready for JSON."""
+    """Return everything that the page shows, ready for JSON.
+
+    Args:
+        runs: The runs of the page.
+        prediction: A predicted step, as `read_prediction` returns it.
+        points: The most points of a line.
+    """
     names = _make_unique_names([run.name for run in runs])
     with np.errstate(all="ignore"):  # any numbers may be in a file
         run_data = [
@@ -114,14 +120,20 @@ def build_page_data(
 
 
 def build_run_data(run: RunFolder, name: str, points: int) -> dict[str, Any]:
-    """Return one run's part of `build_page_data`."""
+    """Return one run's part of `build_page_data`.
+
+    Args:
+        run: The run.
+        name: Its name on the page.
+        points: The most points of a line.
+    """
     metrics = run.metrics
     starts = list_bucket_starts(len(metrics), points)
-    seconds = metrics.column("seconds")
+    seconds = metrics.get_column("seconds")
     ends = np.append(starts[1:], len(metrics)) - 1 if len(starts) else starts
-    tokens = np.nan_to_num(metrics.column("tokens")).cumsum()
+    tokens = np.nan_to_num(metrics.get_column("tokens")).cumsum()
     hours = np.nan_to_num(seconds).cumsum() / 3600
-    axes = {"step": metrics.column("step"), "tokens": tokens, "hours": hours}
+    axes = {"step": metrics.get_column("step"), "tokens": tokens, "hours": hours}
     return {
         "name": name,
         "folder": sanitize_text(str(run.folder)),
@@ -142,15 +154,15 @@ def build_run_data(run: RunFolder, name: str, points: int) -> dict[str, Any]:
 def compute_mean_losses(run: RunFolder) -> dict[str, float]:
     """Return the share of the peak by cause, and `mfu` last if it is known, over all steps but the
     first, which includes warm-up."""
-    weights = run.metrics.column("seconds").copy()
+    weights = run.metrics.get_column("seconds").copy()
     if len(weights) > 1:
         weights[0] = 0.0
     single_bucket = np.zeros(min(1, len(weights)), dtype=np.int64)
-    names = [name for name in run.metrics.names() if name.startswith("lost/")]
+    names = [name for name in run.metrics.list_names() if name.startswith("lost/")]
     losses = {}
     for name in (*names, "mfu"):
         # A cause that a line does not name cost nothing in that step.
-        values = run.metrics.column(name)
+        values = run.metrics.get_column(name)
         value = compute_bucket_means(
             values if name == "mfu" else np.nan_to_num(values), single_bucket, weights
         )
@@ -164,24 +176,24 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
     metrics = run.metrics
     if not len(metrics):
         return []
-    seconds = metrics.column("seconds")
+    seconds = metrics.get_column("seconds")
     total = float(np.nansum(seconds))
-    tokens = float(np.nansum(metrics.column("tokens")))
+    tokens = float(np.nansum(metrics.get_column("tokens")))
 
     def get_last(name: str) -> float:
-        values = metrics.column(name)
+        values = metrics.get_column(name)
         values = values[np.isfinite(values)]
         return float(values[-1]) if values.size else math.nan
 
     def compute_rate(name: str) -> float:
         return float(
-            compute_bucket_means(metrics.column(name), np.zeros(1, dtype=np.int64), seconds)[0]
+            compute_bucket_means(metrics.get_column(name), np.zeros(1, dtype=np.int64), seconds)[0]
         )
 
-    best = metrics.column("eval_loss")
-    memory = np.nan_to_num(metrics.column("memory_bytes")).max() / 2**30
+    best = metrics.get_column("eval_loss")
+    memory = np.nan_to_num(metrics.get_column("memory_bytes")).max() / 2**30
     rows = [
-        ("steps", f"{metrics.column('step')[0]:,.0f} to {metrics.column('step')[-1]:,.0f}"),
+        ("steps", f"{metrics.get_column('step')[0]:,.0f} to {metrics.get_column('step')[-1]:,.0f}"),
         ("tokens", f"{tokens:,.0f}"),
         ("hours", f"{total / 3600:,.3g}"),
         ("loss", _format_value(get_last("loss"), ".4f")),
@@ -202,7 +214,7 @@ def compute_predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of the peak of a predicted step by cause.
 
     Args:
-        prediction: has `step_seconds`, `mfu` and `breakdown`: seconds by part, with exposed
+        prediction: Has `step_seconds`, `mfu` and `breakdown`: seconds by part, with exposed
             communication under the names of axes.
     """
     seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")
@@ -218,8 +230,11 @@ def compute_predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_prediction(path: Path | None) -> dict[str, Any] | None:
-    """Read a predicted step from a JSON file, as `compute_predicted_losses` takes it. Raises
-    `UserError` if the file has none."""
+    """Read a predicted step from a JSON file, as `compute_predicted_losses` takes it.
+
+    Raises:
+        UserError: If the file has none.
+    """
     if path is None:
         return None
     try:
@@ -273,8 +288,8 @@ def _make_unique_names(names: Sequence[str]) -> list[str]:
 def _build_series(run: RunFolder, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]:
     """Return by metric the means of buckets and, if steps were thinned out, also the extremes."""
     series = {}
-    for name in _select_names(run.metrics.names()):
-        values = run.metrics.column(name)
+    for name in _select_names(run.metrics.list_names()):
+        values = run.metrics.get_column(name)
         if not _has_values(values) or (
             name.startswith(("time/", "bytes/")) and not np.nan_to_num(values).any()
         ):
@@ -295,7 +310,7 @@ def _select_names(names: Iterable[str]) -> list[str]:
 def _build_events(run: RunFolder, axes: Mapping[str, Floats]) -> list[dict[str, Any]]:
     """Return events and their places on the axes. If there are too many, restarts and skips have
     precedence over checkpoints."""
-    events = list(run.events())
+    events = list(run.list_events())
     if len(events) > _EVENTS:
         rare = [event for event in events if event.kind != "checkpoint"][:_EVENTS]
         checkpoints = [event for event in events if event.kind == "checkpoint"]
@@ -303,7 +318,7 @@ def _build_events(run: RunFolder, axes: Mapping[str, Floats]) -> list[dict[str, 
     steps = axes["step"]
     placed_events = []
     for event in events:
-        place = min(len(steps) - 1, int(np.searchsorted(steps, event.step)))
-        at = {name: round_values([values[place]], 9)[0] for name, values in axes.items()}
+        index = min(len(steps) - 1, int(np.searchsorted(steps, event.step)))
+        at = {name: round_values([values[index]], 9)[0] for name, values in axes.items()}
         placed_events.append({**at, "kind": event.kind, "text": event.text})
     return placed_events

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from megaframe.dashboard.advice import suggest_remedies
 from megaframe.dashboard.panels import (
     compute_mean_losses,
     compute_predicted_losses,
     label_cause,
     summarize_run,
 )
+from megaframe.dashboard.remedies import suggest_remedies
 from megaframe.dashboard.run_folder import RunFolder, get_config_value
 from megaframe.io.http import CONTENT_SECURITY_POLICY
 from megaframe.io.untrusted import sanitize_text
@@ -44,9 +44,9 @@ def render_report(
     """Return the report as Markdown.
 
     Args:
-        run: the run.
-        prediction: as `panels.compute_predicted_losses` takes it, if there is one.
-        planner: the planner's suggestions, or why it has none.
+        run: The run.
+        prediction: As `panels.compute_predicted_losses` takes it, if there is one.
+        planner: The planner's suggestions, or why it has none.
     """
     return "\n".join(_render_lines(run, prediction, planner)) + "\n"
 
@@ -75,13 +75,13 @@ def _render_lines(
     causes = sorted(
         (c for c in {**lost, **expected} if c != "mfu"), key=lambda c: -lost.get(c, 0.0)
     )
-    known = [c for c in causes if max(lost.get(c, 0.0), expected.get(c, 0.0)) >= 5e-4]
+    shown_causes = [c for c in causes if max(lost.get(c, 0.0), expected.get(c, 0.0)) >= 5e-4]
     rows = []
-    for cause in [*known, *(["mfu"] if "mfu" in lost else [])]:
+    for cause in [*shown_causes, *(["mfu"] if "mfu" in lost else [])]:
         row = [label_cause(cause), f"{lost.get(cause, 0.0):.1%}"]
         rows.append([*row, f"{expected.get(cause, 0.0):.1%}"] if expected else row)
     yield from _render_table(["cause", "of the peak", *(["predicted"] if expected else [])], rows)
-    events = list(run.events())
+    events = list(run.list_events())
     counts = {kind: sum(e.kind == kind for e in events) for kind in ("restart", "skip")}
     if any(counts.values()):
         yield from ("", "## What happened", "")
@@ -108,18 +108,18 @@ def render_html(markdown: str) -> str:
 
 def _render_blocks(lines: Sequence[str]) -> Iterator[str]:
     """Convert headings, lists, tables and paragraphs, as `render_report` writes them, to HTML."""
-    place = 0
-    while place < len(lines):
-        line = lines[place]
-        start = place
-        place += 1
+    position = 0
+    while position < len(lines):
+        line = lines[position]
+        start = position
+        position += 1
         if line.startswith("#"):
             depth = len(line) - len(line.lstrip("#"))
             yield f"<h{depth}>{_render_text(line[depth + 1 :])}</h{depth}>"
         elif line.startswith(("- ", "| ")):
-            while place < len(lines) and lines[place].startswith(line[:2]):
-                place += 1
-            block = lines[start:place]
+            while position < len(lines) and lines[position].startswith(line[:2]):
+                position += 1
+            block = lines[start:position]
             yield _render_list(block) if line.startswith("- ") else _render_grid(block)
         elif line:
             yield f"<p>{_render_text(line)}</p>"

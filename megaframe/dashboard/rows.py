@@ -81,7 +81,13 @@ def _group(places: list[str], kinds: Mapping[str, Floats]) -> dict[str, Any]:
 
 def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
     """Return by panel the rows `z` of a heat map, with the numbers of its rows and columns. If the
-    columns are steps, `x` has their values on each of `axes`, which have a value for every line."""
+    columns are steps, `x` has their values on each of `axes`, which have a value for every line.
+
+    Args:
+        run: The run.
+        axes: Values of the horizontal axes by name, with one value for every line.
+        points: The most rows and columns.
+    """
     rows, heatmaps, most = run.metrics.rows, {}, min(points, 200)
 
     def build_along(table: Floats, row_kind: str, steps: Sequence[int]) -> dict[str, Any]:

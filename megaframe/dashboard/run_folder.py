@@ -23,7 +23,7 @@ class RunEvent:
     """Something that happened at the end of a step.
 
     Attributes:
-        kind: restart, skip or checkpoint.
+        kind: Restart, skip or checkpoint.
     """
 
     step: int
@@ -32,7 +32,11 @@ class RunEvent:
 
 
 class RunFolder:
-    """A run folder, as it was when last read. Raises `UserError` if it is not a run folder."""
+    """A run folder, as it was when last read.
+
+    Raises:
+        UserError: If it is not a run folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         if not os.path.isdir(folder):
@@ -60,8 +64,8 @@ class RunFolder:
     @property
     def notes(self) -> list[str]:
         """What a reader should know about the run."""
-        notes = [*self.metrics.notes(), *self._notes]
-        if len(self.metrics) and not np.isfinite(self.metrics.column("mfu")).any():
+        notes = [*self.metrics.list_notes(), *self._notes]
+        if len(self.metrics) and not np.isfinite(self.metrics.get_column("mfu")).any():
             notes.append("MFU n/a: the peak of this device is not known; set meter.peak_tflops")
         if missing := self._describe_missing_ranks():
             notes.append(missing)
@@ -73,17 +77,17 @@ class RunFolder:
         ranks = self.environment.get("ranks")
         return ranks if isinstance(ranks, int) and 0 < ranks < 1 << 24 else None
 
-    def events(self) -> Iterator[RunEvent]:
+    def list_events(self) -> Iterator[RunEvent]:
         """Yield events in the order of their steps."""
         metrics, events = self.metrics, []
-        steps = metrics.column("step")
-        for step, after in zip(steps, metrics.column("resumed_after"), strict=True):
+        steps = metrics.get_column("step")
+        for step, after in zip(steps, metrics.get_column("resumed_after"), strict=True):
             if np.isfinite(after):
                 events.append(RunEvent(int(step), "restart", f"resumed after step {after:.0f}"))
-        for step in steps[metrics.column("skipped") > 0]:
+        for step in steps[metrics.get_column("skipped") > 0]:
             events.append(RunEvent(int(step), "skip", f"step {step:.0f}: update skipped"))
         # A checkpoint is saved after its step has ended, so its time is in the next step's line.
-        for step in steps[metrics.column("time/checkpoint") > 0]:
+        for step in steps[metrics.get_column("time/checkpoint") > 0]:
             events.append(
                 RunEvent(int(step) - 1, "checkpoint", f"checkpoint of step {step - 1:.0f}")
             )
@@ -124,7 +128,13 @@ def make_showable(value: Any) -> Any:
 def flatten_config(
     config: Mapping[str, Any], prefix: str = "", depth: int = 0
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys and values of a nested mapping as text."""
+    """Yield the keys and values of a nested mapping as text.
+
+    Args:
+        config: The mapping.
+        prefix: What all keys begin with.
+        depth: How many mappings contain this one.
+    """
     for key, value in config.items():
         if isinstance(value, Mapping) and value and depth < 6:
             yield from flatten_config(value, f"{prefix}{key}.", depth + 1)

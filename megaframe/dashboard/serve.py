@@ -24,8 +24,17 @@ from megaframe.io.http import LOOPBACK, make_handler
 
 
 class DashboardServer:
-    """Serves runs from `start` or `run` until `close`. host, port: where it listens; port 0 takes
-    any free port. Raises `UserError` if it cannot listen there."""
+    """Serves runs from `start` or `run` until `close`.
+
+    Args:
+        runs: The runs of the page.
+        host: Where it listens.
+        port: Where it listens; 0 takes any free port.
+        prediction: A predicted step, beside the runs; None for none.
+
+    Raises:
+        UserError: If it cannot listen there.
+    """
 
     def __init__(
         self,
@@ -38,7 +47,7 @@ class DashboardServer:
         self.token = secrets.token_urlsafe(18)
         self._runs, self._prediction, self._host = runs, prediction, host
         self._lock = threading.Lock()
-        self._kept: tuple[str, dict[str, Any]] | None = None
+        self._cached: tuple[str, dict[str, Any]] | None = None
         try:
             self._server = ThreadingHTTPServer((host, port), make_handler(self._answer))
         except (OSError, OverflowError, UnicodeError) as error:
@@ -91,6 +100,6 @@ class DashboardServer:
             for run in self._runs:
                 run.read()
             version = "-".join(str(run.metrics.version) for run in self._runs)
-            if self._kept is None or self._kept[0] != version:
-                self._kept = version, build_page_data(self._runs, self._prediction)
-            return self._kept
+            if self._cached is None or self._cached[0] != version:
+                self._cached = version, build_page_data(self._runs, self._prediction)
+            return self._cached

@@ -1,33 +1,23 @@
-"""A sweep over config keys: which values it tries, what a trial runs, and its results as a table
-and a page.
-
-Nothing is kept of what has been tried: the values that a trial draws, and the name of its folder,
-are functions of what is swept over. So the same sweep finds its own trials again, and a larger one
-those of a smaller one.
-"""
+"""A sweep over config keys: what its trials (`trials.py`) run, and their results as a table and a
+page."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import math
-import random
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from megaframe.config import RunConfig
 from megaframe.dashboard.metrics_file import MetricsFile
+from megaframe.dashboard.trials import Space, Trial, parse_space
 from megaframe.errors import UserError
 from megaframe.extensions import load_with_extensions
 from megaframe.io.run_files import METRICS_FILE
@@ -38,51 +28,12 @@ CONSOLE = "console.txt"
 """File in a trial's folder with what its run prints."""
 SMOOTHED = 10
 """Steps over which a training metric is averaged; evaluation metrics are not averaged."""
-_RANGE = re.compile(r"(uniform|log):([^:]+):([^:]+)")
 _TAIL = 2000
 _WIDE = 10.0
 """Ratio of the largest to the smallest of some values from which on their axis is logarithmic."""
 
-
-@dataclass(frozen=True)
-class Range:
-    """A range of numbers to draw from, uniformly, or uniformly in the logarithm."""
-
-    low: float
-    high: float
-    log: bool
-
-    def draw(self, name: str) -> float:
-        """Return a number in the range, which `name` determines."""
-        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        value = random.Random(name).uniform(low, high)
-        rounded = float(f"{math.exp(value) if self.log else value:.6g}")
-        return min(max(rounded, self.low), self.high)
-
-
-Space = Mapping[str, "Range | list[str]"]
-"""What is tried for each key: a range, or a list of values in the format of a command line."""
 Result = dict[str, Any]
 """Of a trial: its `keys`, last `step`, metric under its name, `folder`, and `error` or None."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A run of a sweep.
-
-    Attributes:
-        keys: its values, in the format of a command line.
-    """
-
-    keys: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        """Name of its folder, which its values determine."""
-        return "trial-" + hashlib.blake2b(str(self).encode(), digest_size=5).hexdigest()
-
-    def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in sorted(self.keys.items()))
 
 
 @dataclass(frozen=True)
@@ -90,8 +41,8 @@ class Sweep:
     """A run, what a sweep varies in it, and what its trials are compared by.
 
     Attributes:
-        config, words: of the run that is varied, and its command line.
-        metric: lower is better.
+        config, words: Of the run that is varied, and its command line.
+        metric: Lower is better.
     """
 
     config: RunConfig
@@ -104,12 +55,12 @@ class Sweep:
         """Return the sweep that a command line asks for.
 
         Args:
-            words: command line of the run.
+            words: Command line of the run.
             space: KEY=[A, B], KEY=uniform:LOW:HIGH or KEY=log:LOW:HIGH.
-            metric: what the user has named; None for `eval_loss`, or `loss` without evaluations.
+            metric: What the user has named; None for `eval_loss`, or `loss` without evaluations.
 
         Raises:
-            UserError: for mistakes in any of them, and a metric that the run does not have.
+            UserError: For mistakes in any of them, and a metric that the run does not have.
         """
         config, line = parse_run(words)
         ranges = parse_space(space)
@@ -141,10 +92,10 @@ class TrialRun:
     """The run of a trial, in a folder of its own.
 
     Args:
-        folder: of the trial; it is made.
-        words: command line of the run.
-        keys: values of the trial.
-        ranks: number of ranks.
+        folder: Of the trial; it is made.
+        words: Command line of the run.
+        keys: Values of the trial.
+        ranks: Number of ranks.
     """
 
     def __init__(
@@ -156,7 +107,11 @@ class TrialRun:
         self._metrics, self._last_step = MetricsFile(folder / METRICS_FILE), 0
 
     def start(self, **options: Any) -> subprocess.Popen[bytes]:
-        """Start it, with what it prints in a file of its folder. options: of `subprocess.Popen`."""
+        """Start it, with what it prints in a file of its folder.
+
+        Args:
+            options: Of `subprocess.Popen`.
+        """
         with open(self.folder / CONSOLE, "wb") as console:
             return subprocess.Popen(self._command, stdout=console, stderr=console, **options)
 
@@ -172,7 +127,7 @@ class TrialRun:
         """Return why the run failed, in one line.
 
         Args:
-            status: its exit status.
+            status: Its exit status.
         """
         tail = (self.folder / CONSOLE).read_bytes()[-_TAIL:].decode(errors="replace")
         lines = [line for line in tail.splitlines() if line.strip()] or ["nothing was printed"]
@@ -185,7 +140,7 @@ def parse_run(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
     of the config file.
 
     Raises:
-        UserError: there is a mistake in the config.
+        UserError: There is a mistake in the config.
     """
     parser = argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False)
     parser.add_argument("--config")
@@ -197,96 +152,16 @@ def parse_run(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
     return load_with_extensions(file, arguments.overrides), [*options, *arguments.overrides]
 
 
-def parse_space(texts: Sequence[str]) -> Space:
-    """Parse KEY=[A, B], KEY=uniform:LOW:HIGH and KEY=log:LOW:HIGH into what is swept over. Raises
-    `UserError` for other forms, for a repeated key, and if there is nothing to sweep over."""
-    space: dict[str, Range | list[str]] = {}
-    for text in texts:
-        key, _, values = text.partition("=")
-        range_match = _RANGE.fullmatch(values)
-        if key in space:
-            raise UserError(f"--sweep {key} is given twice; put all values into one list")
-        if key in ("run.dir", "checkpoint.folder"):
-            raise UserError(
-                f"--sweep {key}: every trial has its own folder in run.dir; leave it out"
-            )
-        space[key] = _parse_range(text, range_match) if range_match else _parse_values(text, values)
-    if not space:
-        raise UserError(
-            "there is nothing to sweep over; give --sweep 'optim.lr=[1e-3, 3e-3]', for example"
-        )
-    return space
-
-
-def _parse_range(text: str, match: re.Match[str]) -> Range:
-    """Return a range. text: for messages. match: match of `_RANGE`. Raises `UserError` if the range
-    is empty or its bounds are not numbers."""
-    try:
-        low, high = float(match[2]), float(match[3])
-    except ValueError:
-        low = high = math.nan
-    if not -math.inf < low < high < math.inf or (match[1] == "log" and low <= 0):
-        raise UserError(
-            f"--sweep {text}: LOW and HIGH are numbers, LOW < HIGH, and above 0 for log"
-        )
-    return Range(low, high, match[1] == "log")
-
-
-def _parse_values(text: str, listed: str) -> list[str]:
-    """Return the values of a list, each in the format of a command line. Raises `UserError` if it
-    is not a list, or is empty."""
-    try:
-        values = yaml.safe_load(listed)
-    except yaml.YAMLError:
-        values = None
-    if not isinstance(values, list) or not values:
-        raise UserError(
-            f"--sweep {text} is not KEY=[A, B], KEY=uniform:LOW:HIGH or KEY=log:LOW:HIGH"
-        )
-    return [json.dumps(value) if not isinstance(value, str) else value for value in values]
-
-
-def make_trials(space: Space, times: int, seed: int) -> list[Trial]:
-    """Return every combination of the lists' values, `times` times, each time with new numbers from
-    the ranges.
-
-    Args:
-        space: values of each key, a list or a range.
-        times: number of times.
-        seed: of the numbers from the ranges.
-
-    Raises:
-        UserError: this would repeat trials.
-    """
-    if times < 1:
-        raise UserError(f"--trials {times} is too few; use 1 or more")
-    ranges = {key: values for key, values in space.items() if isinstance(values, Range)}
-    lists = {key: values for key, values in space.items() if not isinstance(values, Range)}
-    if times > 1 and not ranges:
-        raise UserError(
-            f"--trials {times} would repeat the same runs, because no key has a range; sweep over "
-            f"run.seed={list(range(times))} instead"
-        )
-    trials = {}
-    for number, combination in product(range(times), product(*lists.values())):
-        keys = dict(zip(lists, combination, strict=True))
-        name = f"{seed} {number} {Trial(keys)}"
-        numbers = {key: f"{values.draw(f'{name} {key}')}" for key, values in ranges.items()}
-        trial = Trial({key: {**keys, **numbers}[key] for key in space})
-        trials[trial.name] = trial
-    return list(trials.values())
-
-
 def build_trial_command(
     words: Sequence[str], keys: Mapping[str, Any], run: Path, ranks: int
 ) -> list[str]:
     """Return the command that runs a trial, and is asked to leave when its parent ends.
 
     Args:
-        words: command line of the run.
-        keys: values of the trial's keys, which override those of the run.
-        run: folder of the trial.
-        ranks: processes of the trial.
+        words: Command line of the run.
+        keys: Values of the trial's keys, which override those of the run.
+        run: Folder of the trial.
+        ranks: Processes of the trial.
     """
     prefix = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -301,8 +176,14 @@ def read_values_after(
     metrics: MetricsFile, metric: str, last_step: int
 ) -> Iterator[tuple[int, float]]:
     """Yield (step, metric) for the steps after `last_step` that have the metric. A training metric
-    is averaged over the last `SMOOTHED` steps."""
-    values, steps = metrics.column(metric), metrics.column("step")
+    is averaged over the last `SMOOTHED` steps.
+
+    Args:
+        metrics: The metrics of a trial.
+        metric: Name of a metric.
+        last_step: The step before the first one that is read.
+    """
+    values, steps = metrics.get_column(metric), metrics.get_column("step")
     for index in np.flatnonzero(np.isfinite(values) & (steps > last_step)):
         first = index if metric.startswith("eval") else max(0, index - SMOOTHED + 1)
         yield int(steps[index]), float(np.nanmean(values[first : index + 1]))
@@ -310,7 +191,13 @@ def read_values_after(
 
 def summarize(results: Sequence[Result], space: Space, metric: str) -> tuple[str, int]:
     """Return the trials as a table, best first, with the keys of the best one; and how many
-    failed."""
+    failed.
+
+    Args:
+        results: Results of the trials.
+        space: What was swept over.
+        metric: Name of the metric by which they are ordered.
+    """
     finished = _list_finished(results, metric)
     # Trials that were stopped early have trained less, so those with most steps come first.
     finished.sort(key=lambda result: (-result["step"], result[metric]))
@@ -347,10 +234,10 @@ def write_page(path: Path, results: Sequence[Result], space: Space, metric: str)
     """Write a page with the metric over the values of each key, which needs no network.
 
     Args:
-        path: the HTML file.
-        results: the trials; those without the metric are left out.
-        space: keys that were varied, one plot for each.
-        metric: key of the results that is shown.
+        path: The HTML file.
+        results: The trials; those without the metric are left out.
+        space: Keys that were varied, one plot for each.
+        metric: Key of the results that is shown.
 
     Raises:
         UserError: plotly is not installed.

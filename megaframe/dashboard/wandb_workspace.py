@@ -28,7 +28,7 @@ def build_workspace(entity: str, project: str) -> Any:
     """Return the workspace, not yet saved.
 
     Raises:
-        UserError: the extra `wandb` is missing.
+        UserError: The extra `wandb` is missing.
     """
     try:
         import wandb_workspaces.reports.v2 as blocks
@@ -54,7 +54,7 @@ def save_workspace(entity: str, project: str) -> str:
     """Save the workspace in the project, and return its URL.
 
     Raises:
-        UserError: the extra `wandb` is missing, or W&B refused or could not be reached.
+        UserError: The extra `wandb` is missing, or W&B refused or could not be reached.
     """
     panels = build_workspace(entity, project)
     import wandb
@@ -70,12 +70,12 @@ def upload_page(folder: Path, project: str, html: str) -> None:
     one. Without an API key it is added to the files of an offline run.
 
     Args:
-        folder: of the run.
-        project: of Weights & Biases that the run is in.
-        html: the page.
+        folder: Of the run.
+        project: Of Weights & Biases that the run is in.
+        html: The page.
 
     Raises:
-        UserError: if the extra `wandb` is missing, or the upload fails.
+        UserError: If the extra `wandb` is missing, or the upload fails.
     """
     try:
         import wandb

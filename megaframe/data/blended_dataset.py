@@ -37,13 +37,20 @@ _WINDOWS_AHEAD = 1024
 
 
 class BlendedDataset:
-    """The sources of `config.data` that have a share of one split. The order of each source is
-    determined by `seed` and the source's file name. Samples are those of the files after the
-    transforms of the split.
+    """The sources of `config.data` that have a share of one split. Samples are those of the files
+    after the transforms of the split.
 
-    sources, paths, weights, sizes (samples per epoch) and names have one entry per source, in the
-    order of the config. A name is the file name, or the path if several sources have that file
-    name. Raises `UserError` for sources that cannot be used, and if none has a share of the split.
+    `sources`, `paths`, `weights`, `sizes` (samples per epoch) and `names` have one entry per
+    source, in the order of the config. A name is the file name, or the path if several sources have
+    that file name.
+
+    Args:
+        config: The run.
+        split: The split.
+        seed: Determines the order of each source, with the source's file name.
+
+    Raises:
+        UserError: For sources that cannot be used, and if none has a share of the split.
     """
 
     def __init__(self, config: RunConfig, split: Split, seed: int) -> None:
@@ -53,22 +60,24 @@ class BlendedDataset:
         _check_paths([source.path for source in data.sources])
         shares = [source.split or data.split for source in data.sources]
         position = SPLITS.index(split)
-        used = [
+        used_sources = [
             (s, weights)
             for s, weights in zip(data.sources, shares, strict=True)
             if weights[position]
         ]
-        if not used:
+        if not used_sources:
             raise UserError(
                 f"no source has a share of the {split} split: data.split={list(data.split)} and "
                 "data.sources[...].split leave it none; give it one, as [0.98, 0.02, 0]"
             )
-        self.paths = tuple(source.path for source, _ in used)
+        self.paths = tuple(source.path for source, _ in used_sources)
         vocab = config.model.vocab or _ANY_TOKEN
         self._seq = config.train.seq
         self._data = data
-        self.sources = [GPTDataset(s.path, split, weights, self._seq, vocab) for s, weights in used]
-        self.weights = tuple(source.weight for source, _ in used)
+        self.sources = [
+            GPTDataset(s.path, split, weights, self._seq, vocab) for s, weights in used_sources
+        ]
+        self.weights = tuple(source.weight for source, _ in used_sources)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
         count_of_name = Counter(files)
@@ -165,15 +174,15 @@ def split_batch(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
     if batch.tokens_BS.shape[0] == size:
         return (batch,)
     tokens = batch.tokens_BS.split(size)
-    nothing = (None,) * len(tokens)
+    absent = (None,) * len(tokens)
     return tuple(
         Microbatch(*parts)
         for parts in zip(
             tokens,
             batch.labels_BS.split(size),
             batch.samples_B.split(size),
-            nothing if batch.positions_BS is None else batch.positions_BS.split(size),
-            nothing if batch.documents_BS is None else batch.documents_BS.split(size),
+            absent if batch.positions_BS is None else batch.positions_BS.split(size),
+            absent if batch.documents_BS is None else batch.documents_BS.split(size),
             strict=True,
         )
     )

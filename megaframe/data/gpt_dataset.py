@@ -98,9 +98,11 @@ class GPTDataset:
         high_W = np.searchsorted(starts, firsts_W + self._seq, "right")
         counts_W = high_W - low_W
         rows = np.repeat(np.arange(windows_W.size), counts_W)
-        which = np.arange(rows.size) + np.repeat(low_W - (np.cumsum(counts_W) - counts_W), counts_W)
+        start_indices = np.arange(rows.size) + np.repeat(
+            low_W - (np.cumsum(counts_W) - counts_W), counts_W
+        )
         beginnings_WT = np.zeros((windows_W.size, self._seq + 1), np.bool_)
-        beginnings_WT[rows, starts[which] - firsts_W[rows]] = True
+        beginnings_WT[rows, starts[start_indices] - firsts_W[rows]] = True
         return beginnings_WT
 
     def _read_span(self) -> tuple[int, int]:
@@ -185,9 +187,15 @@ def _open_dataset(path: str) -> IndexedDataset:
 
 def split_range(count: int, shares: tuple[float, float, float], split: Split) -> tuple[int, int]:
     """Return the part [first, last) that a split has of `count` documents or tokens. Its bounds are
-    the rounded cumulative shares."""
-    place = SPLITS.index(split)
-    first, last = (round(min(1.0, sum(shares[:n])) * count) for n in (place, place + 1))
+    the rounded cumulative shares.
+
+    Args:
+        count: Number of documents or tokens.
+        shares: Of training, validation and test.
+        split: Which of them.
+    """
+    index = SPLITS.index(split)
+    first, last = (round(min(1.0, sum(shares[:n])) * count) for n in (index, index + 1))
     return first, last
 
 

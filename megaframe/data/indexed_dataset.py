@@ -48,7 +48,7 @@ def choose_token_dtype(vocab: int) -> np.dtype:
 
 def get_dtype_code(dtype: np.dtype) -> int:
     """Return the code of a dtype in the header."""
-    return {known: code for code, known in DTYPES.items()}[dtype]
+    return {stored: code for code, stored in DTYPES.items()}[dtype]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,11 @@ class DatasetIndex:
 
 
 def read_index(prefix: str) -> DatasetIndex:
-    """Map and check `prefix`.idx against the size of `prefix`.bin. Raises `UserError`."""
+    """Map and check `prefix`.idx against the size of `prefix`.bin.
+
+    Raises:
+        UserError: If one of them is missing, damaged or of another format.
+    """
     index_path, bin_path = f"{prefix}.idx", f"{prefix}.bin"
     dtype, sequences, documents = read_header(index_path)
     bin_bytes = _read_file_size(bin_path)
@@ -201,8 +205,10 @@ class IndexedDataset:
     """A token file open for reading: `prefix`.bin and `prefix`.idx.
 
     tokens: the whole `.bin` as one mapped array. The other arrays are those of `Index`. `len(file)`
-    is the number of sequences. Raises `UserError` if a file is missing, truncated, empty, of
-    another format or inconsistent.
+    is the number of sequences.
+
+    Raises:
+        UserError: If a file is missing, truncated, empty, of another format or inconsistent.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -223,7 +229,7 @@ class IndexedDataset:
     def __len__(self) -> int:
         return self.lengths.size
 
-    def sequence(self, number: int) -> NDArray:
+    def get_sequence(self, number: int) -> NDArray:
         """Return the tokens of a sequence as a view of the file.
 
         Raises:

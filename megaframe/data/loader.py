@@ -114,11 +114,19 @@ class Loader:
     """Makes an endless sequence of steps over one split. A source that is used up starts again in a
     new order.
 
-    Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank
-    (p // microbatch) % data_ranks, so the batch has the same samples in the same order for any
-    number of ranks. The config must have passed the checks of `megaframe.validate` for this number
-    of ranks, which ensure that batch sizes and ramp are divisible. Raises `UserError` for sources
-    and splits that cannot work.
+    Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank (p //
+    microbatch) % data_ranks, so the batch has the same samples in the same order for any number of
+    ranks. The config must have passed the checks of `megaframe.validate` for this number of ranks,
+    which ensure that batch sizes and ramp are divisible.
+
+    Args:
+        config: The run.
+        data_rank: This rank among those that have different samples.
+        data_ranks: How many these are.
+        split: The split that is read.
+
+    Raises:
+        UserError: For sources and splits that cannot work.
     """
 
     def __init__(
@@ -162,7 +170,7 @@ class Loader:
         self._state_returned = self._state_read = state_restored
         return notes
 
-    def global_batch(self, samples_seen: int) -> int:
+    def compute_global_batch(self, samples_seen: int) -> int:
         """Return the size of the step that begins after `samples_seen` samples."""
         return compute_batch_size(self._config.train, samples_seen)
 
@@ -197,7 +205,7 @@ class Loader:
             self._prefetch = Prefetch(self._read_step, depth)
         return self._prefetch.next() if self._prefetch else self._read_step()
 
-    def evaluation(self, samples: int) -> Iterator[tuple[str, Microbatch]]:
+    def iterate_validation(self, samples: int) -> Iterator[tuple[str, Microbatch]]:
         """Yield this rank's share of the first `samples` samples of the validation split, each
         once: name of a source and a microbatch of it, source by source.
 
@@ -230,7 +238,7 @@ class Loader:
     def _read_step(self) -> tuple[StepBatch, SamplerState]:
         """Read the next step. Returns it and the state after it."""
         before, microbatch = self._state_read, self._config.train.microbatch
-        size = self.global_batch(before.samples)
+        size = self.compute_global_batch(before.samples)
         sources, numbers, after = before.take(size)
         positions = np.arange(size).reshape(-1, self._ranks, microbatch)
         positions_N = positions[:, self._rank].reshape(-1)

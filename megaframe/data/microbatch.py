@@ -62,7 +62,7 @@ def _shift(x_BS: Tensor, by: int, filling: int) -> Tensor:
     return F.pad(x_BS[:, by:], (0, min(by, x_BS.shape[1])), value=filling)
 
 
-def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
+def divide_zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
     """Return part `index` of the last dim of x.
 
     Of 2 * parts equal pieces, these are those numbered `index` and 2 * parts - 1 - index. Under a
@@ -85,23 +85,29 @@ def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
     return torch.cat((pieces[index], pieces[-1 - index]), -1)
 
 
-def context_part(microbatch: Microbatch, index: int, parts: int) -> Microbatch:
-    """Return the part of the microbatch for context rank `index` of `parts`, in zigzag order.
-    Padding comes after all tokens of a sample, where no token attends to it, and has no loss."""
+def select_context_part(microbatch: Microbatch, index: int, parts: int) -> Microbatch:
+    """Return the part of a microbatch for a context rank, in zigzag order. Padding comes after all
+    tokens of a sample, where no token attends to it, and has no loss.
+
+    Args:
+        microbatch: All tokens of the samples.
+        index: The context rank.
+        parts: Number of context ranks.
+    """
     if parts == 1:
         return microbatch
     tokens, positions = microbatch.tokens_BS, microbatch.positions_BS
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     return Microbatch(
-        zigzag(tokens, index, parts, 0),
-        zigzag(microbatch.labels_BS, index, parts, IGNORE),
+        divide_zigzag(tokens, index, parts, 0),
+        divide_zigzag(microbatch.labels_BS, index, parts, IGNORE),
         microbatch.samples_B,
-        zigzag(positions, index, parts, 0),
+        divide_zigzag(positions, index, parts, 0),
         microbatch.documents_BS,
         tokens.shape[1],
         tuple(
-            (zigzag(far, index, parts, 0), zigzag(labels, index, parts, IGNORE))
+            (divide_zigzag(far, index, parts, 0), divide_zigzag(labels, index, parts, IGNORE))
             for far, labels in microbatch.ahead
         ),
     )

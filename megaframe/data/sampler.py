@@ -140,7 +140,7 @@ class BlendSources:
     weights: tuple[float, ...]
     sizes: tuple[int, ...]
 
-    def by_path(self, values: Sequence[Any]) -> dict[str, Any]:
+    def map_by_path(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return the values, one per source, by the path of the source."""
         return dict(zip(self.paths, values, strict=True))
 
@@ -175,13 +175,13 @@ class SamplerState:
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values: `samples`, and by path what `restore_sampler`
         needs."""
-        by_path = self.sources.by_path
+        map_by_path = self.sources.map_by_path
         return {
             "samples": self.samples,
-            "consumed": {**self.removed, **by_path(self.blend.consumed)},
-            "base": by_path(self.blend.base),
-            "weights": by_path(self.sources.weights),
-            "sizes": by_path(self.sources.sizes),
+            "consumed": {**self.removed, **map_by_path(self.blend.consumed)},
+            "base": map_by_path(self.blend.base),
+            "weights": map_by_path(self.sources.weights),
+            "sizes": map_by_path(self.sources.sizes),
         }
 
 
@@ -201,19 +201,19 @@ def restore_sampler(
         UserError: For a malformed state.
     """
     _check(state)
-    moved = _find_moved(state["sizes"], sources)
+    new_paths = _find_moved_sources(state["sizes"], sources)
     consumed, base, weights, sizes = (
-        {moved.get(path, path): value for path, value in state[key].items()}
+        {new_paths.get(path, path): value for path, value in state[key].items()}
         for key in ("consumed", "base", "weights", "sizes")
     )
     counts = tuple(consumed.get(path, 0) for path in sources.paths)
     removed = {path: count for path, count in consumed.items() if path not in set(sources.paths)}
     blend = Blend.start(sources.weights, counts)
     notes = []
-    if moved:
-        pairs = ", ".join(f"{old} is now {new}" for old, new in moved.items())
+    if new_paths:
+        pairs = ", ".join(f"{old} is now {new}" for old, new in new_paths.items())
         notes.append(f"files of data.sources have moved, and are continued: {pairs}")
-    if weights == sources.by_path(sources.weights):
+    if weights == sources.map_by_path(sources.weights):
         blend = replace(blend, base=tuple(base[path] for path in sources.paths))
     else:
         notes.append(_describe_change(weights, sources, state["samples"]))
@@ -221,7 +221,7 @@ def restore_sampler(
     return SamplerState(sources, blend, state["samples"], removed), notes
 
 
-def _find_moved(before: Mapping[str, int], sources: BlendSources) -> dict[str, str]:
+def _find_moved_sources(before: Mapping[str, int], sources: BlendSources) -> dict[str, str]:
     """Find sources that have moved. Returns the new path by the old one.
 
     A source has moved if a new path has the same file name and number of samples. If several old
@@ -275,7 +275,7 @@ def _is_count(value: object) -> bool:
 
 
 def _describe_change(before: Mapping[str, float], sources: BlendSources, samples: int) -> str:
-    now = sources.by_path(sources.weights)
+    now = sources.map_by_path(sources.weights)
     parts = {
         "added": [path for path in now if path not in before],
         "removed": [path for path in before if path not in now],
@@ -289,7 +289,7 @@ def _describe_change(before: Mapping[str, float], sources: BlendSources, samples
 
 
 def _describe_sizes(before: Mapping[str, int], sources: BlendSources) -> Iterator[str]:
-    now = sources.by_path(sources.sizes)
+    now = sources.map_by_path(sources.sizes)
     other = [path for path in now if path in before and now[path] != before[path]]
     if other:
         yield (

@@ -182,9 +182,9 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.decode([int(token) for token in ids])
 
     def count_token_bytes(self) -> NDArray[np.int32]:
-        return np.array([self._bytes_of(token) for token in range(self.vocab_size)], np.int32)
+        return np.array([self._count_bytes(token) for token in range(self.vocab_size)], np.int32)
 
-    def _bytes_of(self, token: int) -> int:
+    def _count_bytes(self, token: int) -> int:
         model = self._model
         if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
             return 0
@@ -232,11 +232,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def count_token_bytes(self) -> NDArray[np.int32]:
         added = self._model.get_added_tokens_decoder()
-        length = self._measure_piece()
+        count_bytes = self._measure_piece()
         counts = np.zeros(self.vocab_size, np.int32)
         for token, name in self._names.items():
             if token not in added:
-                counts[token] = length(name)
+                counts[token] = count_bytes(name)
             elif not added[token].special:
                 counts[token] = len(name.encode())
         return counts
@@ -249,12 +249,12 @@ class HuggingFaceTokenizer(Tokenizer):
             return len
         fallback = bool((self._description.get("model") or {}).get("byte_fallback"))
 
-        def length(piece: str) -> int:
+        def count_bytes(piece: str) -> int:
             if fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
                 return 1
             return len(piece.removeprefix("##").replace("▁", " ").encode())
 
-        return length
+        return count_bytes
 
     def _find_eod(self, path: str, vocab: dict[str, int]) -> str:
         for name in HF_EOD_NAMES:
@@ -287,14 +287,14 @@ class TiktokenTokenizer(Tokenizer):
             mergeable_ranks=self._ranks,
             special_tokens={"<|endoftext|>": self.eod},
         )
-        self._known = used_ranks
+        self._used_ranks = used_ranks
         self.fingerprint = _compute_fingerprint("tiktoken", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         return [self._model.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(token) for token in ids if token in self._known])
+        return self._model.decode([int(token) for token in ids if token in self._used_ranks])
 
     def count_token_bytes(self) -> NDArray[np.int32]:
         counts = np.zeros(self.vocab_size, np.int32)
@@ -339,8 +339,11 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def import_library(name: str, extra: str) -> ModuleType:
-    """Import an optional library. Raises UserError that names the extra of megaframe that installs
-    it."""
+    """Import an optional library.
+
+    Raises:
+        UserError: With the extra of megaframe that installs it.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -265,7 +265,7 @@ class Bucket:
             yield from self._over_shard.spread(grads)
 
     def _make_reducer(self, group: Group, span: slice) -> GradientReducer:
-        """Return what sums `span` over the group."""
+        """Return the reducer of `span` over the group."""
 
         def split_views(flat: Tensor) -> list[Tensor]:
             return [piece for _, _, piece in self.iterate_pieces(flat, span)]
@@ -289,11 +289,11 @@ class Bucket:
     def _accumulate(self, grads: Tensor) -> None:
         """Add this rank's part to its sums, and give the buffer back."""
         # Microbatches are added up in master precision, one after the other.
-        own = get_own_part(grads, self.sharding.shard)
+        own_part = get_own_part(grads, self.sharding.shard)
         if self._summed:
-            self.grad_sums.add_(own)
+            self.grad_sums.add_(own_part)
         else:
-            self.grad_sums.copy_(own)
+            self.grad_sums.copy_(own_part)
         self._summed, self.holds_full_grads = True, False
         # The other parts of the buffer are undefined after the sum, and the sums are copied out of
         # it.
@@ -351,11 +351,11 @@ class Bucket:
             parameter.value = values[span].view(parameter.box.shape)
 
     def _start_gather(self, values: Tensor) -> None:
-        own = values[self.master_span]
+        own_part = values[self.master_span]
         source = self.weights if self.rounded is None else self.rounded
         # Below stage 3 both are the same memory, which the update has written.
-        if own.data_ptr() != source.data_ptr():
-            own.copy_(source)
+        if own_part.data_ptr() != source.data_ptr():
+            own_part.copy_(source)
         # At stage 0 every rank has updated all values itself.
         if self.sharding.stage:
             self._gathering = all_gather_(values, self.sharding.shard)

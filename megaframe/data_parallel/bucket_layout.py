@@ -123,12 +123,12 @@ class BucketLayout:
             p: bucket for bucket in (*first_buckets, *second_buckets) for p in bucket.parameters
         }
         # One list for all of them: it stands for them where their values come and go together.
-        used = list({self._bucket_of[p]: None for p in parameters})
+        buckets = list({self._bucket_of[p]: None for p in parameters})
         for unit in units:
             # Only the first unit reduces: a backward pass ends with it, and then the sums of all
             # are complete.
             self.completed_by[id(unit)] = []
-            self.used_by[id(unit)] = used
+            self.used_by[id(unit)] = buckets
             if unit.second_half is not None:
                 self.completed_by[id(unit.second_half)] = []
                 self.used_by[id(unit.second_half)] = []
@@ -225,8 +225,10 @@ def _count_matrix_elements(block: Module, mesh: Mesh) -> tuple[int, int]:
     those of the first rank, which has the most, so that all ranks put the same blocks together."""
     first, sizes = dict.fromkeys(mesh.coordinate, 0), mesh.layout.sizes
     in_second = set() if block.second_half is None else {*block.second_half.parameters()}
-    second = others = 0
+    second_half = first_half = 0
     for p in block.parameters():
         size = 0 if p.spec.role in _VECTORS else p.spec.find_local_box(first, sizes).size
-        second, others = (second + size, others) if p in in_second else (second, others + size)
-    return second, others
+        second_half, first_half = (
+            (second_half + size, first_half) if p in in_second else (second_half, first_half + size)
+        )
+    return second_half, first_half

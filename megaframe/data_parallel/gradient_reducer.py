@@ -63,8 +63,8 @@ class GradientReducer:
         if self._buffers is None or not self.group.should_send_pairwise(flat):
             yield reduce_scatter_(flat, self.group)
             return
-        others = len(flat) - len(flat) // self.group.size
-        received = self._buffers.borrow_receive_buffer(others, flat.dtype)
+        received_elements = len(flat) - len(flat) // self.group.size
+        received = self._buffers.borrow_receive_buffer(received_elements, flat.dtype)
         yield reduce_scatter_(flat, self.group, received)
         # Reached when the next transfer is asked for, so this one is done.
         self._buffers.give_back(received)
@@ -118,18 +118,18 @@ class CompressedReducer(GradientReducer):
     def _exchange(self, rows: Tensor, group: Group) -> Generator[Pending[Tensor], None, Tensor]:
         """Sum rows [parts, ranks, part] over a group. Returns the sums that this rank gets, [parts,
         part], in the memory of its own rows."""
-        own, codec = group.index, self.codec
-        others = [rows[:, rank] for rank in range(group.size) if rank != own]
+        own_index, codec = group.index, self.codec
+        rows_of_others = [rows[:, rank] for rank in range(group.size) if rank != own_index]
         # All messages are encoded before the exchange starts, since it reads them from one buffer.
-        messages = torch.stack([codec.encode(other.reshape(-1)) for other in others])
+        messages = torch.stack([codec.encode(other.reshape(-1)) for other in rows_of_others])
         received = exchange_messages(messages, group)
         # Computed while the exchange is in flight; it reads `messages` only, so `rows` may change.
-        for other, message in zip(others, messages, strict=True):
+        for other, message in zip(rows_of_others, messages, strict=True):
             self._save_residual(other, message)
         yield received
         # A view of the own row, which is never encoded. Messages are added to it in master
         # precision and in the order of ranks, so the sum does not depend on arrival.
-        total = rows[:, own]
+        total = rows[:, own_index]
         for message in received.wait():
             total.add_(codec.decode(message, total.numel(), total.dtype).view_as(total))
         return total

@@ -57,17 +57,17 @@ class PowerSGDReducer(GradientReducer):
         (owed, owed_plain), (sums, sums_plain) = self._split(self._residual), self._split(flat)
         # P = M Q of each matrix. Boxes that factors would not make smaller travel whole along with
         # P.
-        left = [matrix @ right for matrix, right in zip(owed, self._right, strict=True)]
-        first = _Packed([*left, *owed_plain], flat)
+        left_factors = [matrix @ right for matrix, right in zip(owed, self._right, strict=True)]
+        first = _Packed([*left_factors, *owed_plain], flat)
         yield all_reduce(first.flat, self.group)
         # All ranks orthogonalise the same sum, so they get the same basis.
-        bases = [torch.linalg.qr(factor).Q for factor in first.parts[: len(left)]]
+        bases = [torch.linalg.qr(factor).Q for factor in first.parts[: len(left_factors)]]
         own_right = [matrix.t() @ base for matrix, base in zip(owed, bases, strict=True)]
         second = _Packed(own_right, flat)
         if own_right:
             yield all_reduce(second.flat, self.group)
         for target, residual, total in zip(
-            sums_plain, owed_plain, first.parts[len(left) :], strict=True
+            sums_plain, owed_plain, first.parts[len(left_factors) :], strict=True
         ):
             target.copy_(total)
             residual.zero_()

@@ -37,7 +37,7 @@ class ReducerConfig:
 
     @classmethod
     def from_parallel(cls, parallel: ParallelConfig, *, compress: bool) -> ReducerConfig:
-        """Return what a config selects.
+        """Return the reduction that a config selects.
 
         Args:
             parallel: The section of the config.
@@ -72,7 +72,7 @@ class ReducerConfig:
         buffers: BufferPool,
         slow_views: Views | None = None,
     ) -> GradientReducer:
-        """Return what sums spans of gradients over a group.
+        """Return the reducer of spans of gradients over a group.
 
         Args:
             group: The ranks that sum.

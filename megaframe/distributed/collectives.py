@@ -38,10 +38,10 @@ __all__ = [
     "WaitTimer",
     "all_gather",
     "all_gather_",
-    "all_gather_uneven",
+    "all_gather_v",
     "all_reduce",
     "all_to_all",
-    "all_to_all_uneven",
+    "all_to_all_v",
     "barrier",
     "exchange_messages",
     "exchange_pairwise",
@@ -49,7 +49,7 @@ __all__ = [
     "receive",
     "reduce_scatter",
     "reduce_scatter_",
-    "reduce_scatter_uneven",
+    "reduce_scatter_v",
     "send",
     "shift_ring",
     "start_collective",
@@ -160,7 +160,7 @@ def start_collective(
     start: Callable[[], dist.Work | None],
     kind: str,
     *,
-    uneven: bool = False,
+    variable_size: bool = False,
 ) -> Pending[Tensor]:
     """Start a collective over a group.
 
@@ -169,12 +169,12 @@ def start_collective(
         group: The ranks.
         start: Starts it and returns torch's work.
         kind: Its name.
-        uneven: Whether the shape of `out` differs between ranks.
+        variable_size: Whether the shape of `out` differs between ranks.
 
     Returns:
         `out`. In a serial group it is complete when this returns.
     """
-    group.check_collective(kind, None if uneven else out)
+    group.check_collective(kind, None if variable_size else out)
     traffic = group.traffic
     pending = start_pending(
         out, group, start, kind, timer=traffic.collective_timer, size=traffic.take_latest()
@@ -218,15 +218,15 @@ def reduce_scatter_(flat: Tensor, group: Group, buffer: Tensor | None = None) ->
     Returns:
         This rank's part, a view of `flat`.
     """
-    own = get_own_part(flat, group)
+    own_part = get_own_part(flat, group)
     if group.handle is None:
-        return Pending(own)
-    group.traffic.count(own.nbytes * (group.size - 1))
+        return Pending(own_part)
+    group.traffic.count(own_part.nbytes * (group.size - 1))
     if not group.should_send_pairwise(flat):
         return start_collective(
-            own,
+            own_part,
             group,
-            lambda: scatter_single(own, flat, group=group.handle, async_op=True),
+            lambda: scatter_single(own_part, flat, group=group.handle, async_op=True),
             "reduce_scatter",
         )
     parts = flat.view(group.size, -1)
@@ -235,27 +235,31 @@ def reduce_scatter_(flat: Tensor, group: Group, buffer: Tensor | None = None) ->
     def add() -> None:
         # In the order of ranks after this one's own part, which is already in place.
         for other in arriving:
-            own.add_(other)
+            own_part.add_(other)
 
-    coming = [*arriving[: group.index], own, *arriving[group.index :]]
-    return exchange_pairwise(own, parts, coming, group, add, kind="reduce_scatter", like=own)
+    received = [*arriving[: group.index], own_part, *arriving[group.index :]]
+    return exchange_pairwise(
+        own_part, parts, received, group, add, kind="reduce_scatter", like=own_part
+    )
 
 
 def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
     """All-gather in place: fill each other part from its rank. The result is all of `flat`."""
     if group.handle is None:
         return Pending(flat)
-    own = get_own_part(flat, group)
-    group.traffic.count(own.nbytes * (group.size - 1))
+    own_part = get_own_part(flat, group)
+    group.traffic.count(own_part.nbytes * (group.size - 1))
     if not group.should_send_pairwise(flat):
         return start_collective(
             flat,
             group,
-            lambda: gather_single(flat, own, group.handle, async_op=True),
+            lambda: gather_single(flat, own_part, group.handle, async_op=True),
             "all_gather",
         )
     parts = flat.view(group.size, -1)
-    return exchange_pairwise(flat, [own] * group.size, parts, group, kind="all_gather", like=flat)
+    return exchange_pairwise(
+        flat, [own_part] * group.size, parts, group, kind="all_gather", like=flat
+    )
 
 
 def exchange_messages(messages: Tensor, group: Group) -> Pending[Tensor]:
@@ -284,15 +288,15 @@ def exchange_messages(messages: Tensor, group: Group) -> Pending[Tensor]:
     )
 
 
-def all_to_all_uneven(
-    parts: Tensor, leaving: Sequence[int], coming: Sequence[int], group: Group
+def all_to_all_v(
+    parts: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group
 ) -> Pending[Tensor]:
     """Exchange parts of any sizes.
 
     Args:
         parts: Rows for all ranks, rank after rank, [sum(leaving), ...].
-        leaving: How many rows go to each rank.
-        coming: How many rows come from each rank.
+        send_counts: How many rows go to each rank.
+        receive_counts: How many rows come from each rank.
         group: The ranks.
 
     Returns:
@@ -301,23 +305,23 @@ def all_to_all_uneven(
     if group.handle is None:
         return Pending(parts)
     parts = parts.contiguous()
-    out = parts.new_empty((sum(coming), *parts.shape[1:]))
+    out = parts.new_empty((sum(receive_counts), *parts.shape[1:]))
     # Bytes of a row. What a rank keeps for itself is not counted.
     size = parts.nbytes // max(1, len(parts))
-    group.traffic.count((len(parts) - leaving[group.index]) * size)
-    group.check_parts(parts, leaving, coming)
+    group.traffic.count((len(parts) - send_counts[group.index]) * size)
+    group.check_parts(parts, send_counts, receive_counts)
     return start_collective(
         out,
         group,
         lambda: dist.all_to_all_single(
-            out, parts, list(coming), list(leaving), group.handle, async_op=True
+            out, parts, list(receive_counts), list(send_counts), group.handle, async_op=True
         ),
         "all_to_all",
-        uneven=True,
+        variable_size=True,
     )
 
 
-def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+def all_gather_v(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     """Gather the tensors of all ranks.
 
     Args:
@@ -332,7 +336,7 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pen
         return Pending(tensor)
     tensor = tensor.contiguous()
     out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-    # Views of the result, of uneven sizes.
+    # Views of the result, of different sizes.
     parts = list(out.split(list(sizes)))
     group.traffic.count(tensor.nbytes * (group.size - 1))
     if not group.should_send_pairwise(tensor):
@@ -346,7 +350,7 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pen
     return exchange_pairwise(out, [tensor] * group.size, parts, group, kind="all_gather", like=out)
 
 
-def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+def reduce_scatter_v(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     """Sum the tensors of all ranks.
 
     Args:
@@ -360,19 +364,19 @@ def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) ->
     if group.handle is None:
         return Pending(tensor)
     tensor = tensor.contiguous()
-    leaving = list(tensor.split(list(sizes)))
-    own = leaving[group.index]
-    out = torch.empty_like(own)
-    group.traffic.count(tensor.nbytes - own.nbytes)
+    parts = list(tensor.split(list(sizes)))
+    own_part = parts[group.index]
+    out = torch.empty_like(own_part)
+    group.traffic.count(tensor.nbytes - own_part.nbytes)
     if not group.should_send_pairwise(tensor):
         return start_collective(
             out,
             group,
-            lambda: dist.reduce_scatter(out, leaving, group=group.handle, async_op=True),
+            lambda: dist.reduce_scatter(out, parts, group=group.handle, async_op=True),
             "reduce_scatter",
-            uneven=True,
+            variable_size=True,
         )
-    coming = [torch.empty_like(own) for _ in leaving]
-    coming[group.index] = own
-    add = partial(sum_into, out, coming)
-    return exchange_pairwise(out, leaving, coming, group, add, kind="reduce_scatter", like=tensor)
+    received = [torch.empty_like(own_part) for _ in parts]
+    received[group.index] = own_part
+    add = partial(sum_into, out, received)
+    return exchange_pairwise(out, parts, received, group, add, kind="reduce_scatter", like=tensor)

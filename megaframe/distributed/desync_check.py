@@ -29,7 +29,13 @@ _ROOT = _PACKAGE.parent.parent
 
 
 class DesyncCheck:
-    """This rank's side of the comparison. store: shared by all ranks."""
+    """This rank's side of the comparison.
+
+    Args:
+        store: Shared by all ranks.
+        rank: This rank.
+        progress: Where this rank is in its work, for messages.
+    """
 
     def __init__(self, store: Store, rank: int, progress: RankProgress) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs

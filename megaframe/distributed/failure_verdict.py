@@ -176,7 +176,13 @@ def decode_ranks(runs: Iterable[Iterable[int]]) -> tuple[int, ...]:
 
 
 class FailureStore:
-    """One rank's access to what the ranks write to each other in the store."""
+    """One rank's access to what the ranks write to each other in the store.
+
+    Args:
+        store: Shared by all ranks.
+        rank: This rank.
+        world: Number of ranks.
+    """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         # The store is used by nothing else, because others may block on theirs.

@@ -45,9 +45,9 @@ class FakeGroup(dist.ProcessGroup):
 
     def allgather(self, *args: Any, **options: Any) -> FinishedWork:
         """Fill every part with this rank's tensor."""
-        (parts,), (own,) = args[:2]
+        (parts,), (tensor,) = args[:2]
         for part in parts:
-            _fill(part, own)
+            _fill(part, tensor)
         return FinishedWork()
 
     def _reduce_scatter_base(
@@ -67,12 +67,20 @@ class FakeGroup(dist.ProcessGroup):
         leaving: list[int],
         opts: object = None,
     ) -> FinishedWork:
-        """Fill the part from each rank with what this rank sends to itself."""
+        """Fill the part from each rank with what this rank sends to itself.
+
+        Args:
+            out: Gets the parts of all ranks.
+            tensor: The parts for all ranks.
+            coming: Rows from each rank; empty for equal parts.
+            leaving: Rows to each rank; empty for equal parts.
+            opts: Ignored.
+        """
         if not out.is_meta:
             even = [len(tensor) // self.size()] * self.size()
-            own = tensor.split(leaving or even)[self.rank()]
+            sent_to_itself = tensor.split(leaving or even)[self.rank()]
             for part in out.split(coming or even):
-                _fill(part, own)
+                _fill(part, sent_to_itself)
         return FinishedWork()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> FinishedWork:

@@ -66,17 +66,17 @@ class HostStagedGroup(dist.ProcessGroup):
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: object = None) -> HostStagedWork:
         """Gather parts of equal size into one tensor."""
-        host, own = _allocate_on_host(out), _copy_to_host(tensor)
-        work = gather_single(host, own, self._over, async_op=True)
-        return HostStagedWork(work, [(out, host)])
+        host_out, host_tensor = _allocate_on_host(out), _copy_to_host(tensor)
+        work = gather_single(host_out, host_tensor, self._over, async_op=True)
+        return HostStagedWork(work, [(out, host_out)])
 
     def allgather(  # type: ignore[override]
         self, outs: list[list[Tensor]], tensors: list[Tensor], opts: object
     ) -> HostStagedWork:
         """Gather parts of any sizes, by gloo's all-to-all, its only collective that allows them."""
-        (parts,), (own,) = outs, tensors
-        coming, leaving = [part.numel() for part in parts], [own.numel()] * self.size()
-        flat = _copy_to_host(own).flatten().repeat(self.size())
+        (parts,), (tensor,) = outs, tensors
+        coming, leaving = [part.numel() for part in parts], [tensor.numel()] * self.size()
+        flat = _copy_to_host(tensor).flatten().repeat(self.size())
         gathered = flat.new_empty(sum(coming))
         work = dist.all_to_all_single(gathered, flat, coming, leaving, self._over, async_op=True)
         results = zip(parts, gathered.split(coming), strict=True)
@@ -84,9 +84,9 @@ class HostStagedGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> HostStagedWork:
         """Sum, and scatter parts of equal size."""
-        host, all_of_it = _allocate_on_host(out), _copy_to_host(tensor)
-        work = scatter_single(host, all_of_it, opts.reduceOp, self._over, async_op=True)
-        return HostStagedWork(work, [(out, host)])
+        host_out, host_tensor = _allocate_on_host(out), _copy_to_host(tensor)
+        work = scatter_single(host_out, host_tensor, opts.reduceOp, self._over, async_op=True)
+        return HostStagedWork(work, [(out, host_out)])
 
     def reduce_scatter(  # type: ignore[override]
         self, outs: list[Tensor], tensor_lists: list[list[Tensor]], opts: Any
@@ -95,8 +95,8 @@ class HostStagedGroup(dist.ProcessGroup):
         (out,), (parts,) = outs, tensor_lists
         flat = torch.cat([_copy_to_host(part).flatten() for part in parts])
         work = dist.all_reduce(flat, opts.reduceOp, self._over, async_op=True)
-        own = flat.split([part.numel() for part in parts])[self.rank()]
-        return HostStagedWork(work, [(out, own.view_as(out))])
+        own_part = flat.split([part.numel() for part in parts])[self.rank()]
+        return HostStagedWork(work, [(out, own_part.view_as(out))])
 
     def all_to_all_single(
         self,
@@ -106,12 +106,20 @@ class HostStagedGroup(dist.ProcessGroup):
         leaving: list[int],
         opts: object = None,
     ) -> HostStagedWork:
-        """Exchange parts with the given sizes, or of equal size if the lists are empty."""
-        host, own = _allocate_on_host(out), _copy_to_host(tensor)
+        """Exchange parts with the given sizes, or of equal size if the lists are empty.
+
+        Args:
+            out: Gets the parts of all ranks.
+            tensor: The parts for all ranks.
+            coming: Rows from each rank; empty for equal parts.
+            leaving: Rows to each rank; empty for equal parts.
+            opts: Ignored.
+        """
+        host_out, host_tensor = _allocate_on_host(out), _copy_to_host(tensor)
         work = dist.all_to_all_single(
-            host, own, coming or None, leaving or None, self._over, async_op=True
+            host_out, host_tensor, coming or None, leaving or None, self._over, async_op=True
         )
-        return HostStagedWork(work, [(out, host)])
+        return HostStagedWork(work, [(out, host_out)])
 
     # The names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]

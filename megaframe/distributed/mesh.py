@@ -268,8 +268,10 @@ class Mesh(ProcessGroups):
             UserError: If the system does not allow it.
         """
         world = self.layout.world
-        own = {self.layout.list_members(self.rank, *axes) for axes in axis_sets}
-        sizes = [] if self.nccl is not None else [len(ranks) for ranks in own if len(ranks) > 1]
+        own_groups = {self.layout.list_members(self.rank, *axes) for axes in axis_sets}
+        sizes = (
+            [] if self.nccl is not None else [len(ranks) for ranks in own_groups if len(ranks) > 1]
+        )
         files = sum(map(gloo_sockets.count_files_of_group, sizes)) + to_store
         purpose = f"rank {self.rank}: the connections to other ranks"
         if self.rank == 0:

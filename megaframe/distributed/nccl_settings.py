@@ -154,6 +154,6 @@ def launch_order_problem() -> str | None:
         return f"NCCL keeps no order among them with {setting}; use {_LAUNCH_ORDER}=1"
     version = torch.cuda.nccl.version()
     if version < _OLDEST_NCCL:
-        used, least = (".".join(map(str, numbers)) for numbers in (version, _OLDEST_NCCL))
-        return f"NCCL {used} keeps no order among them; use NCCL {least} or later"
+        version_in_use, least = (".".join(map(str, numbers)) for numbers in (version, _OLDEST_NCCL))
+        return f"NCCL {version_in_use} keeps no order among them; use NCCL {least} or later"
     return None

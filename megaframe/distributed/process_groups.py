@@ -198,16 +198,16 @@ class ProcessGroups:
         same order, because in either a rank waits for others.
         """
         columns = self.layout.list_groups("pipeline")
-        own = self.coordinate["pipeline"]
+        own_index = self.coordinate["pipeline"]
         # Sorted: making and connecting a link waits for others, so all ranks go through them in one
         # order.
         for source, target in sorted(set(links)):
             low, high = sorted((source, target))
             pairs = [(column[low], column[high]) for column in columns]
             link = self._make_group(("pipeline",), pairs, link=True)
-            if own in (source, target):
+            if own_index in (source, target):
                 self._links[source, target] = link
-                connect_link(link, self.device, sends=own == source)
+                connect_link(link, self.device, sends=own_index == source)
 
     def link(self, source: int, target: int) -> Group:
         """Return the link from pipeline coordinate `source` to `target`, one of which must be this
@@ -252,16 +252,16 @@ class ProcessGroups:
         Returns:
             The group with this rank, or a group of this rank alone if there is none.
         """
-        missing = [r for r in members if len(r) > 1 and not (shared and r in self._handles)]
-        handles = self._make_handles(missing, backend, "+".join(axes), link=link)
+        new_members = [r for r in members if len(r) > 1 and not (shared and r in self._handles)]
+        handles = self._make_handles(new_members, backend, "+".join(axes), link=link)
         if shared:
             self._handles.update(handles)
         # Stays as it is if no group has this rank.
-        own = Group(axes, (self.rank,), 0, None, progress=self.progress)
+        own_group = Group(axes, (self.rank,), 0, None, progress=self.progress)
         for ranks in members:
             if self.rank in ranks:
                 handle = handles.get(ranks) or (self._handles.get(ranks) if shared else None)
-                own = Group(
+                own_group = Group(
                     axes,
                     ranks,
                     ranks.index(self.rank),
@@ -274,8 +274,8 @@ class ProcessGroups:
                 )
         # Counted on all ranks or on none, so that every rank reports the same axes.
         if any(len(ranks) > 1 for ranks in members):
-            self._counted.append((self._format_traffic_label(axes), own))
-        return own
+            self._counted.append((self._format_traffic_label(axes), own_group))
+        return own_group
 
     def _make_handles(
         self, members: Sequence[Ranks], backend: str | None, name: str, *, link: bool = False
@@ -292,8 +292,8 @@ class ProcessGroups:
         if self.nccl is None or backend is not None or link:
             return {ranks: self._make_handle(ranks, backend) for ranks in members}
         with self._report_missing_ranks():
-            own = self.nccl.split(members, name)
-        return {ranks: own if self.rank in ranks else None for ranks in members}
+            own_handle = self.nccl.split(members, name)
+        return {ranks: own_handle if self.rank in ranks else None for ranks in members}
 
     def _make_handle(self, ranks: Ranks, backend: str | None) -> dist.ProcessGroup | None:
         """Make a process group, or return None if this rank is not in it. Fake groups are made only
@@ -316,12 +316,12 @@ class ProcessGroups:
         try:
             yield
         except RuntimeError as error:
-            others = set(range(self.layout.world)) - {self.rank}
+            other_ranks = set(range(self.layout.world)) - {self.rank}
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise LostRanks(
                 f"the {self.layout.world} ranks did not all meet at {address} within "
                 f"parallel.timeout={self._timeout:g} s: {str(error).splitlines()[0]}",
-                others,
+                other_ranks,
             ) from error
 
     def _format_traffic_label(self, axes: tuple[str, ...]) -> str:

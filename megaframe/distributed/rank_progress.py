@@ -28,7 +28,7 @@ class Waitable(Protocol):
     """What a rank can wait for."""
 
     def describe_wait(self) -> str:
-        """Return it in words."""
+        """Return what is waited for, in words."""
 
 
 class DeviceEvent(Protocol):

@@ -93,17 +93,17 @@ def find_fresh_store(store: Store, rank: int, world: int, timeout: float) -> Sto
 
 def _collect_answers(store: Store, name: str, world: int, timeout: float) -> Store:
     """Do rank 0's part of `find_fresh_store`."""
-    others = range(1, world)
+    other_ranks = range(1, world)
     answers: dict[int, str] = {}
     store.set("start", name)
     for pause in _poll_pauses(timeout, 1):
         answers = _read_answers(store, name)
-        if answers.keys() >= set(others):
-            keys = [_make_heard_key(name, rank) for rank in others]
-            store.multi_set(keys, [answers[rank] for rank in others])  # type: ignore[attr-defined]
+        if answers.keys() >= set(other_ranks):
+            keys = [_make_heard_key(name, rank) for rank in other_ranks]
+            store.multi_set(keys, [answers[rank] for rank in other_ranks])  # type: ignore[attr-defined]
             return PrefixStore(f"start-{name}", store)
         time.sleep(pause)
-    missing = [rank for rank in others if rank not in answers]
+    missing = [rank for rank in other_ranks if rank not in answers]
     raise RuntimeError(f"{name_ranks(missing)} did not answer within {timeout:g} s")
 
 

@@ -252,9 +252,9 @@ class Watchdog:
             f"{self._name_rank(rank)} {answers.get(rank, 'does not answer')}"
             for rank in ranks[:MAX_NAMED]
         ) + " ..." * (len(ranks) > MAX_NAMED)
-        others = sorted(statuses.keys() - set(ranks))
-        if others:
-            text += f" | {describe_statuses([statuses[rank] for rank in others])}"
+        other_ranks = sorted(statuses.keys() - set(ranks))
+        if other_ranks:
+            text += f" | {describe_statuses([statuses[rank] for rank in other_ranks])}"
         all_answered = len(statuses) == self._layout.world > 1
         if all_answered and all(status.waiting for status in statuses.values()):
             text += " | every rank waits for another; faults.check_collectives=true compares what "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.spec import locate_shard
-from megaframe.distributed.collectives import ALONE, Group, all_gather, all_gather_uneven
+from megaframe.distributed.collectives import ALONE, Group, all_gather, all_gather_v
 from megaframe.expert_parallel.transfer import (
     AllGatherRows,
     AllToAllRows,
@@ -180,7 +180,7 @@ def _route_all_gather(choice: _Assignment) -> TokenRoute:
     """Gather every row on all ranks; each rank selects the rows that chose one of its experts."""
     axis, chosen = choice.parallel.axis, choice.chosen_RK
     sizes = all_gather(_to_device((choice.rows,), chosen.device), axis).wait().tolist()
-    all_chosen = all_gather_uneven(chosen, sizes, axis).wait()
+    all_chosen = all_gather_v(chosen, sizes, axis).wait()
     # No message says which rows are for whom: each rank finds its own among the choices of all.
     is_own = _is_within(all_chosen, choice.own_experts)
     local = torch.where(is_own, all_chosen - choice.own_experts.start, DROPPED)

@@ -21,9 +21,9 @@ from torch import Tensor
 from megaframe.distributed.collectives import (
     Group,
     Pending,
-    all_gather_uneven,
-    all_to_all_uneven,
-    reduce_scatter_uneven,
+    all_gather_v,
+    all_to_all_v,
+    reduce_scatter_v,
 )
 from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.ops.kernel_dispatch import Kernels
@@ -138,7 +138,13 @@ class SortByExpert:
 
 class SelectGates:
     """Select elements `index` of the flattened [R, K]. Each is selected at most once, so the way
-    back only copies."""
+    back only copies.
+
+    Args:
+        index: Numbers of the elements.
+        rows: R, the rows.
+        choices: K, the experts of a row.
+    """
 
     communicates = False
 
@@ -169,11 +175,11 @@ class AllToAllRows:
         return self.group.size > 1
 
     def forward(self, x: Tensor) -> Pending[Tensor]:
-        return all_to_all_uneven(x, self.send_counts, self.receive_counts, self.group)
+        return all_to_all_v(x, self.send_counts, self.receive_counts, self.group)
 
     def transpose(self, y: Tensor) -> Pending[Tensor]:
         # Back the same way: what was received is sent, and the other way round.
-        return all_to_all_uneven(y, self.receive_counts, self.send_counts, self.group)
+        return all_to_all_v(y, self.receive_counts, self.send_counts, self.group)
 
 
 @dataclass(frozen=True)
@@ -189,10 +195,10 @@ class AllGatherRows:
         return self.group.size > 1
 
     def forward(self, x: Tensor) -> Pending[Tensor]:
-        return all_gather_uneven(x, self.sizes, self.group)
+        return all_gather_v(x, self.sizes, self.group)
 
     def transpose(self, y: Tensor) -> Pending[Tensor]:
-        return reduce_scatter_uneven(y, self.sizes, self.group)
+        return reduce_scatter_v(y, self.sizes, self.group)
 
 
 RouteSteps = Sequence[RouteStep]

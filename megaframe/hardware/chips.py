@@ -38,23 +38,23 @@ class Chip:
     """One device.
 
     Attributes:
-        family: key into `constants.CONSTANTS`.
-        peaks: dense FLOP/s by type (`TYPES`), of tensor cores where they have the type; types that
+        family: Key into `constants.CONSTANTS`.
+        peaks: Dense FLOP/s by type (`TYPES`), of tensor cores where they have the type; types that
             the chip lacks, or of which nothing is stated, are left out. Products in fp32 count as
             fp32, because torch uses TF32 only if told to.
-        memory: bytes.
+        memory: Bytes.
         bandwidth: bytes/s of that memory.
-        units: processors that share the tiles of a product.
-        watts: power limit.
-        product_watts: power that large products would draw at the peak's clock; None if unknown,
+        units: Processors that share the tiles of a product.
+        watts: Power limit.
+        product_watts: Power that large products would draw at the peak's clock; None if unknown,
             and then they are assumed to be within the limit.
-        idle_watts: power when idle.
+        idle_watts: Power when idle.
         host_link: bytes/s to or from the host's memory, in both directions at the same time; None
             if unknown.
         link: bytes/s of all links to the other chips of a node together, in one direction (NVLink,
             Infinity Fabric); None if such links join no more than two chips, or none.
-        names: a pattern of the whole name under which torch reports the device.
-        source: where the figures are from.
+        names: A pattern of the whole name under which torch reports the device.
+        source: Where the figures are from.
     """
 
     name: str
@@ -146,9 +146,9 @@ def identify_chip(device: str, memory: float, units: int = 2) -> Chip:
     the chip of this name; then only its memory is known (`Chip.has_rates`).
 
     Args:
-        device: name of the device, as torch reports it.
-        memory: its bytes, as torch reports them.
-        units: its multiprocessors.
+        device: Name of the device, as torch reports it.
+        memory: Its bytes, as torch reports them.
+        units: Its multiprocessors.
     """
     named = find_chip(device)
     if named is None or abs(memory / named.memory - 1) > _MEMORY_TOLERANCE:

@@ -63,10 +63,10 @@ class Tier:
     """A tier: `size` consecutive ranks that reach each other at the same speed.
 
     Attributes:
-        latency: seconds per message (alpha).
+        latency: Seconds per message (alpha).
         bandwidth: bytes/s of one rank in one direction (1/beta).
-        dims: dimensions of a torus.
-        reduces: whether the switches can sum (in-network reduction).
+        dims: Dimensions of a torus.
+        reduces: Whether the switches can sum (in-network reduction).
     """
 
     name: str
@@ -80,19 +80,22 @@ class Tier:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of equal chips. Raises `UserError` if the tiers do not fit together.
+    """A cluster of equal chips.
 
     Attributes:
-        tiers: from the innermost to the outermost, whose size is that of the whole cluster.
-        failure_hours: mean hours between failures of one chip, including its share of everything
+        tiers: From the innermost to the outermost, whose size is that of the whole cluster.
+        failure_hours: Mean hours between failures of one chip, including its share of everything
             around it.
-        price: dollars per chip and hour.
-        restart_seconds: time from a failure until training continues.
+        price: Dollars per chip and hour.
+        restart_seconds: Time from a failure until training continues.
         storage: bytes/s at which one rank writes a checkpoint.
-        jitter: share by which the slowest of 1,000 ranks lags behind the mean; it grows with the
+        jitter: Share by which the slowest of 1,000 ranks lags behind the mean; it grows with the
             root of the logarithm of the number of ranks.
-        constants: what was measured on the chip, by the names of `constants.Constants`.
-        notes: what is assumed about the cluster; every plan says it.
+        constants: What was measured on the chip, by the names of `constants.Constants`.
+        notes: What is assumed about the cluster; every plan says it.
+
+    Raises:
+        UserError: If the tiers do not fit together.
     """
 
     name: str
@@ -194,12 +197,12 @@ def find_cluster_for_device(device: str, memory: float | None = None, units: int
     what is only assumed. Of an unknown device nothing but its memory can be planned.
 
     Args:
-        device: name of the device, as torch reports it.
-        memory: its bytes; by default those of the chip's datasheet.
-        units: its multiprocessors.
+        device: Name of the device, as torch reports it.
+        memory: Its bytes; by default those of the chip's datasheet.
+        units: Its multiprocessors.
 
     Raises:
-        UserError: nothing at all is known: neither the device's name nor its memory.
+        UserError: Nothing at all is known: neither the device's name nor its memory.
     """
     chip = find_chip(device) if memory is None else identify_chip(device, memory, units)
     if chip is None:
@@ -250,7 +253,7 @@ def load_cluster(name: str = DEFAULT) -> Cluster:
     are what was measured on it.
 
     Raises:
-        UserError: naming all mistakes.
+        UserError: Naming all mistakes.
     """
     path = _resolve_cluster_path(name)
     raw = _read_description(name, path)
@@ -297,10 +300,10 @@ def write_cluster(path: Path, cluster: Cluster, changes: Mapping[str, Any], comm
     What the file already says stays, except for `changes`.
 
     Args:
-        path: the file. Its name is the cluster's.
-        cluster: the cluster to describe where there is no such file yet.
-        changes: keys of the description, and their values.
-        comment: the first line of the file.
+        path: The file. Its name is the cluster's.
+        cluster: The cluster to describe where there is no such file yet.
+        changes: Keys of the description, and their values.
+        comment: The first line of the file.
     """
     if path.exists():
         content = dict(yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -20,7 +20,7 @@ def make_handler(
     """Return the class that handles a server's GET requests.
 
     Args:
-        answer: takes the path and query of a request, and returns status, content type and content.
+        answer: Takes the path and query of a request, and returns status, content type and content.
     """
 
     class Handler(BaseHTTPRequestHandler):

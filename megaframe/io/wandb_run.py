@@ -27,17 +27,17 @@ def start_wandb_run(
     key, unless WANDB_MODE says otherwise.
 
     Args:
-        folder: of the run; the id and the files of an offline run are kept in it.
-        project: its project there.
-        fresh: whether to begin under a new id, whatever is in the folder.
-        config: keys and values that describe the run there.
+        folder: Of the run; the id and the files of an offline run are kept in it.
+        project: Its project there.
+        fresh: Whether to begin under a new id, whatever is in the folder.
+        config: Keys and values that describe the run there.
 
     Returns:
         What `wandb.init` returns.
 
     Raises:
-        ImportError: if the package is missing.
-        InvalidWandbId: if the folder's id is not valid.
+        ImportError: If the package is missing.
+        InvalidWandbId: If the folder's id is not valid.
     """
     import wandb
 
@@ -69,7 +69,7 @@ def read_or_make_id(path: Path, *, fresh: bool) -> str:
     """Return the id kept in `path`, or make one if there is none or the run begins anew.
 
     Raises:
-        InvalidWandbId: if the file has no valid id.
+        InvalidWandbId: If the file has no valid id.
     """
     if not fresh and path.exists():
         try:

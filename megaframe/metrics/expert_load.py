@@ -86,9 +86,13 @@ class ExpertLoadMetrics:
         choices = tokens * self._moe.top_k * len(self._layer_index)
         yield "experts/dropped", dropped / choices, "sum"
         if self._every and step % self._every == 0:
-            none = torch.zeros(self._moe.experts, dtype=torch.float64, device=device)
+            no_load = torch.zeros(self._moe.experts, dtype=torch.float64, device=device)
             for name, index in self._layer_index.items():
-                yield f"experts/tokens/{index}", loads_and_biases.get(name, (none, none))[0], "max"
+                yield (
+                    f"experts/tokens/{index}",
+                    loads_and_biases.get(name, (no_load, no_load))[0],
+                    "max",
+                )
 
 
 def _compute_peak_over_mean(load: Tensor) -> Tensor:

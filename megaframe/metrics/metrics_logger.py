@@ -120,7 +120,13 @@ class MetricsLogger:
 
     def record(self, name: str, value: MetricValue, how: ReduceType = "last") -> None:
         """Put a value into the step's line; see `StepRecords.add`. A name `a/b` is written as key b
-        of an object a."""
+        of an object a.
+
+        Args:
+            name: Of the metric.
+            value: A number, a scalar tensor or a row.
+            how: How values of one step and of several ranks become one.
+        """
         self._records.add(name, value, how)
 
     def flush(self, step: int) -> list[StepValues]:
@@ -195,10 +201,10 @@ class MetricsLogger:
         """Print a text that a part of the model gives rise to, and that the first rank, which may
         have another part, need not know. It is printed for the first rank of each pipeline rank,
         because the others have the same."""
-        place = self._mesh.coordinate
+        coordinate = self._mesh.coordinate
         if self._console is not None:
             self.note(text)
-        elif not any(place[axis] for axis in ("tensor", "context", "data")):
+        elif not any(coordinate[axis] for axis in ("tensor", "context", "data")):
             print_note(self._config, f"rank {self._mesh.rank}: {text}")
 
     def close(self, ending: Sequence[tuple[str, str]] = ()) -> None:

@@ -12,7 +12,13 @@ from megaframe.metrics.sinks import make_write_error
 
 
 class Profiler:
-    """Profiles the steps in `meter.profile`, each into its own file; these steps take longer."""
+    """Profiles the steps in `meter.profile`, each into its own file; these steps take longer.
+
+    Args:
+        config: The run.
+        mesh: The mesh of its ranks.
+        start_step: The step from which this process continues.
+    """
 
     def __init__(self, config: RunConfig, mesh: Mesh, start_step: int) -> None:
         self._folder, self._rank = Path(config.run.dir) / "profile", mesh.rank

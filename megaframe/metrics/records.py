@@ -50,6 +50,11 @@ class StepRecords:
         and `min` take the extreme. `last` keeps this rank's latest value and is not communicated;
         the first rank's is the one that is written. All other names must be the same on all ranks.
 
+        Args:
+            name: Of the metric.
+            value: A number, a scalar tensor, or a tensor with one dim (a row).
+            how: How values are combined.
+
         Raises:
             ValueError: If a name is recorded in two ways.
         """
@@ -71,7 +76,13 @@ class StepRecords:
 
 
 class PendingReduction:
-    """The values of one step while they are being reduced over the ranks of a group."""
+    """The values of one step while they are being reduced over the ranks of a group.
+
+    Args:
+        entries: The values by name.
+        group: The ranks.
+        device: Of the transfers.
+    """
 
     def __init__(
         self, entries: Mapping[str, RecordedValue], group: Group, device: torch.device
@@ -166,17 +177,17 @@ def _pack(values: Sequence[MetricValue], device: torch.device) -> Tensor:
     """Return values as one padded fp64 vector on the device. The host does not wait: its own
     numbers go there together, through pinned memory."""
     numbers: list[float] = []
-    places: list[tuple[slice, Tensor]] = []
+    destinations: list[tuple[slice, Tensor]] = []
     for value in values:
         if not isinstance(value, Tensor):
             numbers.append(float(value))
         elif value.device.type == "cpu":
             numbers.extend(value.reshape(-1).tolist())
         else:
-            places.append((slice(len(numbers), len(numbers) + value.numel()), value))
+            destinations.append((slice(len(numbers), len(numbers) + value.numel()), value))
             numbers.extend([0.0] * value.numel())
     numbers.extend([0.0] * (-len(numbers) % _PADDING))
     vector = copy_to_device(torch.tensor(numbers, dtype=torch.float64), device)
-    for position, value in places:
+    for position, value in destinations:
         vector[position].copy_(value.reshape(-1))
     return vector

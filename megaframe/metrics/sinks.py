@@ -215,6 +215,12 @@ class WandbSink:
     A resumed run continues under the same id. The service ignores steps that it already has, so
     repeating steps after a kill does no harm. Each prefix before a slash becomes a section of the
     workspace. `tools/dashboard.py RUN --upload` adds the whole page to the run.
+
+    Args:
+        folder: The run folder.
+        project: Name of the project.
+        config: The run, as the service shows it.
+        start_step: The step from which this process continues.
     """
 
     def __init__(self, folder: Path, project: str, config: RunConfig, start_step: int) -> None:

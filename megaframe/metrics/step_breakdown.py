@@ -29,13 +29,15 @@ class StepBreakdown:
     Args:
         config: The config of the run.
         mesh: The mesh of its ranks.
+        read_extra: Returns further values of a rank by name; the names are the same on all
+            ranks.
         more: Returns further values of a rank by name; the names are the same on all ranks.
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, more: Callable[[], Mapping[str, float]] = dict
+        self, config: RunConfig, mesh: Mesh, read_extra: Callable[[], Mapping[str, float]] = dict
     ) -> None:
-        self._more = more
+        self._read_extra = read_extra
         self._axes = mesh.traffic_axes
         self._parts = [*PARTS, *(COMMUNICATION + axes for axes in self._axes)]
         self._place, self._rank = mesh.coordinate["pipeline"], mesh.rank
@@ -50,7 +52,7 @@ class StepBreakdown:
         work = sum(parts[name] for name in _WORK)
         if self._every and step % self._every == 0:
             rows = {name: parts.get(name, 0.0) for name in self._parts} | {"work": work}
-            for name, value in (rows | dict(self._more())).items():
+            for name, value in (rows | dict(self._read_extra())).items():
                 yield f"ranks/{name}", self._make_row(self._rank, self._world, value), "sum"
         if self._world == 1:
             return
@@ -99,7 +101,7 @@ class StepBreakdown:
         }
         return breakdown
 
-    def _make_row(self, place: int, length: int, value: float) -> torch.Tensor:
+    def _make_row(self, index: int, length: int, value: float) -> torch.Tensor:
         row = torch.zeros(length, dtype=torch.float64)
-        row[place] = value
+        row[index] = value
         return row

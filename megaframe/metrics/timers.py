@@ -259,7 +259,13 @@ class PartTimer:
 
 class TransferTimer(PartTimer):
     """The timer of waits over some axes. Waits within an evaluation or a checkpoint are charged to
-    that part instead of these axes."""
+    that part instead of these axes.
+
+    Args:
+        timer: The timer of the steps.
+        part: The part of a step to which waits are charged.
+        axes: Label of the axes.
+    """
 
     __slots__ = ("_axes", "checks_arrival")
 
@@ -278,7 +284,13 @@ class TransferTimer(PartTimer):
         self._timer._enter(charged if charged in _UNDIVIDED else self._part)
 
     def record_arrival(self, started: Any, size: int, late: bool) -> None:
-        """Note a transfer that was waited for; see `WaitTimer`."""
+        """Note a transfer that was waited for; see `WaitTimer`.
+
+        Args:
+            started: What `start` returned when the transfer started.
+            size: Bytes that were waited for.
+            late: As far as is known, they had not arrived before the wait.
+        """
         timer = self._timer
         if size and (late or timer.records_actions) and timer._charged not in _UNDIVIDED:
             marks = timer._split.marks

@@ -11,7 +11,12 @@ _RATES = ("tflops_per_second", "mfu", "mfu_full_attention", "hfu")
 
 
 class RunTotals:
-    """Sums over the lines given to `add`. seconds, tokens: of all these steps."""
+    """Sums over the lines given to `add`.
+
+    Attributes:
+        seconds: Of all these steps.
+        tokens: Of all these steps.
+    """
 
     def __init__(self) -> None:
         self.steps = 0

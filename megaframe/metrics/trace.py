@@ -29,7 +29,14 @@ Slice = tuple[str, str, str, float, float]
 
 
 class Tracer:
-    """Traces the steps in `meter.trace`. All ranks make the same calls."""
+    """Traces the steps in `meter.trace`. All ranks make the same calls.
+
+    Args:
+        config: The run.
+        mesh: The mesh of its ranks.
+        timer: The timer of the steps.
+        start_step: The step from which this process continues.
+    """
 
     def __init__(self, config: RunConfig, mesh: Mesh, timer: StepTimer, start_step: int) -> None:
         self._path = Path(config.run.dir) / TRACE_FILE
@@ -59,7 +66,9 @@ class Tracer:
         splits[0][1].between(base, base)  # waits until a GPU has come here
         host = time.perf_counter_ns() + offset
         own_slices = [
-            one for step, timeline in splits for one in _trace_slices(timeline, step, base, host)
+            event
+            for step, timeline in splits
+            for event in _trace_slices(timeline, step, base, host)
         ]
         gathered = gather_bytes(json.dumps(own_slices).encode(), world, device)
         if gathered:
@@ -111,22 +120,24 @@ def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     yield make_metadata_event(rank, 0, "process_name", name=f"rank {rank}")
     yield make_metadata_event(rank, 0, "process_sort_index", sort_index=rank)
     busy: dict[str, list[float]] = {lane: [] for lane in _LANES}
-    placed = []
-    for lane, name, category, start, end in sorted(slices, key=lambda one: (one[3], -one[4])):
+    slices_in_rows = []
+    for lane, name, category, start, end in sorted(slices, key=lambda event: (event[3], -event[4])):
         until = busy.setdefault(lane, [])
         apart = lane not in _LANES
-        place = next((i for i, time in enumerate(until) if not apart or time <= start), len(until))
-        until[place:] = [end] if place == len(until) else [end, *until[place + 1 :]]
-        placed.append((lane, place, name, category, start, end))
-    threads = {(lane, place) for lane, place, *_ in placed}
+        row = next((i for i, time in enumerate(until) if not apart or time <= start), len(until))
+        until[row:] = [end] if row == len(until) else [end, *until[row + 1 :]]
+        slices_in_rows.append((lane, row, name, category, start, end))
+    threads = {(lane, row) for lane, row, *_ in slices_in_rows}
     order = [*_LANES, *sorted(set(busy) - set(_LANES))]
     numbers = {
         key: number
-        for number, key in enumerate(sorted(threads, key=lambda one: (order.index(one[0]), one[1])))
+        for number, key in enumerate(
+            sorted(threads, key=lambda thread: (order.index(thread[0]), thread[1]))
+        )
     }
-    for (lane, place), number in numbers.items():
-        name = lane if not place else f"{lane} ({place + 1})"
+    for (lane, row), number in numbers.items():
+        name = lane if not row else f"{lane} ({row + 1})"
         yield make_metadata_event(rank, number, "thread_name", name=name)
         yield make_metadata_event(rank, number, "thread_sort_index", sort_index=number)
-    for lane, place, name, category, start, end in placed:
-        yield make_slice_event(rank, numbers[lane, place], name, category, start, end)
+    for lane, row, name, category, start, end in slices_in_rows:
+        yield make_slice_event(rank, numbers[lane, row], name, category, start, end)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.architecture.attention import AttentionDescription
-from megaframe.context_parallel.ring import RingMask, ring_attention
+from megaframe.context_parallel.ring import ring_attention
+from megaframe.context_parallel.ring_mask import RingMask
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.pass_state import PassState
 from megaframe.model.query_key_norm import make_query_key_norms

@@ -19,8 +19,8 @@ from megaframe.architecture.block import list_mixers
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.context_parallel.ring import RingMask, find_document_ends
-from megaframe.data.microbatch import IGNORE, Microbatch, zigzag
+from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
+from megaframe.data.microbatch import IGNORE, Microbatch, divide_zigzag
 from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
@@ -149,7 +149,7 @@ class MicrobatchContext:
             return first.expand(self.batch, self.length)
         # Documents cover whole samples, so that the token before a piece is known.
         begins_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
-        return zigzag(begins_BS, context.index, context.size, True)
+        return divide_zigzag(begins_BS, context.index, context.size, True)
 
     @property
     def has_label_R(self) -> Tensor:

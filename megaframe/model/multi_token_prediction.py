@@ -66,5 +66,5 @@ class MultiTokenPredictor(Module):
         # its own.
         stream = self.stream_norm(self.previous_norm(x, kernels), kernels)
         # [rows, 2 * hidden]: stream first, then token, as the weight of `join` has its two inputs.
-        both = torch.cat((stream, self.token_norm(ahead, kernels)), 1)
-        return self.block(self.join(both, state.deferred), context, state)
+        stream_and_token = torch.cat((stream, self.token_norm(ahead, kernels)), 1)
+        return self.block(self.join(stream_and_token, state.deferred), context, state)

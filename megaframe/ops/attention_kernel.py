@@ -159,5 +159,5 @@ def _refuse(kernels: Kernels, name: str, softcap: float | None, has_sinks: bool)
 def _pad_heads_like(x: Tensor, like: Tensor) -> Tensor:
     """Pad the heads of x with zeros to the width of `like`. Zeros contribute nothing, and callers
     cut off the extra outputs."""
-    missing = like.shape[-1] - x.shape[-1]
-    return F.pad(x, (0, missing)) if missing > 0 else x
+    padding = like.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, padding)) if padding > 0 else x

@@ -30,7 +30,13 @@ _HOSTS = ("cpu", "meta")
 
 
 def should_compute_in_blocks(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a tile is faster as products of blocks than in torch's fused attention."""
+    """Return whether a tile is faster as products of blocks than in torch's fused attention.
+
+    Args:
+        query_BQND: Queries of the tile.
+        key_BKGD: Its keys.
+        mask: Which of them see each other; None for no mask.
+    """
     on_host = query_BQND.device.type == "cpu" and mask is None
     return on_host and cpu_attention.is_faster(query_BQND.transpose(1, 2), key_BKGD.transpose(1, 2))
 
@@ -227,8 +233,8 @@ def _pad_to_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
 
 
 def _pad_head(head: Tensor, width: int) -> Tensor:
-    missing = width - head.shape[-1]
-    return F.pad(head, (0, missing)) if missing else head
+    padding = width - head.shape[-1]
+    return F.pad(head, (0, padding)) if padding else head
 
 
 def _make_causal(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:
@@ -257,7 +263,7 @@ def _attend_flash_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    nothing = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout: no random state
+    no_state = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout: no random state
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         d_out,
         query,
@@ -271,7 +277,7 @@ def _attend_flash_backward(
         key.shape[2],
         0.0,
         causal,
-        nothing,
-        nothing,
+        no_state,
+        no_state,
         scale=scale,
     )

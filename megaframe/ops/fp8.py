@@ -262,7 +262,7 @@ def check_fp8(
         if it does not, or if the run does not multiply in 8 bits.
 
     Raises:
-        UserError: it would on a GPU, unasked, which is slower than 16 bits.
+        UserError: It would on a GPU, unasked, which is slower than 16 bits.
     """
     scaling = config.train.fp8
     if scaling == "none":

@@ -106,11 +106,11 @@ class Kernels:
             return
         yield "kernels, and why not faster ones:"
         for key, names in FAMILIES.items():
-            used = [self._choices[name] for name in names if name in self._choices]
-            alike: dict[str, list[str]] = {}
-            for choice in used:
-                alike.setdefault(_describe_choice(choice), []).append(choice.kernel.name)
-            lines = [f"{', '.join(names)} {how}" for how, names in alike.items()]
+            choices = [self._choices[name] for name in names if name in self._choices]
+            names_by_choice: dict[str, list[str]] = {}
+            for choice in choices:
+                names_by_choice.setdefault(_describe_choice(choice), []).append(choice.kernel.name)
+            lines = [f"{', '.join(names)} {how}" for how, names in names_by_choice.items()]
             if key in self._plain:
                 lines.append(f"plain code, because {self._plain[key]}")
             if lines:
@@ -138,7 +138,13 @@ class Kernels:
         return {name: choice.active for name, choice in self._choices.items()}
 
     def explain_refusal(self, name: str, *arguments: Any, **options: Any) -> str | None:
-        """Return why plain code computes a kernel for these arguments, or None if it does not."""
+        """Return why plain code computes a kernel for these arguments, or None if it does not.
+
+        Args:
+            name: Of the kernel.
+            *arguments: With which it would be called.
+            **options: With which it would be called.
+        """
         choice = self._choices.get(name)
         if choice is None:
             return f"{name} has no implementation but the reference here"
@@ -152,7 +158,7 @@ class Kernels:
             reason: What it does not support.
 
         Raises:
-            UserError: if the config names an implementation.
+            UserError: If the config names an implementation.
         """
         choice = self._choices[name]
         if choice.named and choice.active != PLAIN_CODE:
@@ -245,7 +251,7 @@ def make_kernels(
         notify: As for `Kernels`.
 
     Raises:
-        UserError: a named implementation that this machine does not have; no library on a GPU,
+        UserError: A named implementation that this machine does not have; no library on a GPU,
             unless the config asks for plain code; or `train.fp8` without the library, which also
             contains the plain code of 8-bit products.
     """
@@ -283,14 +289,14 @@ def make_kernels(
         ) from None
     choices: dict[str, KernelChoice] = {}
     for key in selected:
-        used = {kernel: KERNELS[kernel] for kernel in FAMILIES[key]}
+        kernels_of_key = {kernel: KERNELS[kernel] for kernel in FAMILIES[key]}
         overrides = {
             kernel: named[key]
-            for kernel in used
+            for kernel in kernels_of_key
             if key in named and named[key] in KERNELS[kernel].implementations
         }
         try:
-            choices |= select(used, overrides)
+            choices |= select(kernels_of_key, overrides)
         except KernelError as error:
             raise UserError(f"kernels.{key}: {error}; use another, or {AUTO}") from None
     return Kernels(choices, compiler, reasons, notify, without)

@@ -101,7 +101,13 @@ def _get_library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
 
 
 def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Return left [M, K] times right [K, N], plus a bias [N] if given, as [M, N]."""
+    """Return left [M, K] times right [K, N], plus a bias [N] if given, as [M, N].
+
+    Args:
+        left_MK: The left operand.
+        right_KN: The right operand.
+        bias_N: Added to each row.
+    """
     # On a GPU and for empty operands it is always torch.
     library: MatmulLibrary = "torch"
     if _on_cpu(left_MK):
@@ -213,12 +219,12 @@ def _multiply_widened_into(
         sums_MN = out_MN if in_place else out_MN.new_empty(M, N, dtype=torch.float32)
         for piece in _iterate_slices(K, M + N):
             # The first piece overwrites, unless the sums are `out` itself and are to be added to.
-            more = piece.start > 0 or (add and in_place)
+            accumulates = piece.start > 0 or (add and in_place)
             left, right = left_MK[:, piece].float(), right_KN[piece].float()
             if wide == "torch":
-                torch.addmm(sums_MN, left, right, beta=1.0 if more else 0.0, out=sums_MN)
+                torch.addmm(sums_MN, left, right, beta=1.0 if accumulates else 0.0, out=sums_MN)
             else:
-                _multiply_in_pieces(wide, sums_MN, left, right, add=more)
+                _multiply_in_pieces(wide, sums_MN, left, right, add=accumulates)
         if not in_place:
             _write(out_MN, sums_MN if bias_N is None else sums_MN.add_(bias_N), add)
         return

@@ -25,7 +25,13 @@ class AdamWOptions:
 
 
 class AdamW(UpdateTransform):
-    """AdamW, with running means of gradients and of their squares."""
+    """AdamW, with running means of gradients and of their squares.
+
+    Args:
+        options: Betas, eps and the group's rates.
+        storage: The types of the moments.
+        kernels: The kernel that computes the update, if it is there.
+    """
 
     single_chunk = True
     writes_rounded = True

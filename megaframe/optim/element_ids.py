@@ -18,7 +18,13 @@ from megaframe.data_parallel.partition import BucketPartition
 
 class ElementIds:
     """The ids of the elements whose master weights a rank has. An element's id is a hash of (seed,
-    name of the parameter) plus its place in the whole parameter, in row-major order."""
+    name of the parameter) plus its place in the whole parameter, in row-major order.
+
+    Args:
+        specs: The parameters of a bucket.
+        partition: Which of their elements this rank has.
+        seed: Of the run.
+    """
 
     def __init__(self, specs: Sequence[ParamSpec], partition: BucketPartition, seed: int) -> None:
         self._shapes = [spec.shape for spec in specs]

@@ -73,7 +73,13 @@ class UpdateTransform:
 
 
 class ElementwiseRule(UpdateRule):
-    """The rule that applies several transforms to each chunk, one after the other."""
+    """The rule that applies several transforms to each chunk, one after the other.
+
+    Args:
+        weights: The master weights of this rank.
+        transforms: Applied one after the other.
+        storage: Where their moments are.
+    """
 
     def __init__(
         self, weights: Tensor, transforms: Sequence[UpdateTransform], storage: MomentStorage

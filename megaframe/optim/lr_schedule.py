@@ -32,12 +32,12 @@ def compute_learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
         return max(optim.min_lr, optim.lr * math.sqrt(start / max(start, update)))
     if optim.schedule == "wsd":
         length = optim.decay or max(1, steps // 5)
-        done = (update - (steps - length)) / length
+        progress = (update - (steps - length)) / length
     else:
         end = optim.decay or steps
-        done = (update - optim.warmup) / max(1, end - optim.warmup)
+        progress = (update - optim.warmup) / max(1, end - optim.warmup)
     # Before the decay the rate is `lr`, and after its end `min_lr`.
-    done = min(max(done, 0.0), 1.0)
+    progress = min(max(progress, 0.0), 1.0)
     if optim.schedule == "cosine":
-        return optim.min_lr + fall * 0.5 * (1.0 + math.cos(math.pi * done))
-    return optim.lr - fall * done
+        return optim.min_lr + fall * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optim.lr - fall * progress

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.spec import Box
-from megaframe.distributed.collectives import Group, Pending, all_to_all_uneven
+from megaframe.distributed.collectives import Group, Pending, all_to_all_v
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,13 @@ class MatrixGather:
         self._owned = [i for i, owner in enumerate(owners) if owner == group.index]
         sent = [_cut(of_rank, matrices) for of_rank in pieces.sent]
         received = [_cut(of_rank, matrices) for of_rank in pieces.received]
-        ranks, own = range(group.size), group.index
+        ranks, own_index = range(group.size), group.index
         # Four lists of cuts, each by the rank at the other end: what this rank sends to owners and
         # receives from them, and as an owner what it collects from others and returns to them.
-        self._to_owners = [[c for c in sent[own] if owners[c.matrix] == r] for r in ranks]
-        self._from_owners = [[c for c in received[own] if owners[c.matrix] == r] for r in ranks]
+        self._to_owners = [[c for c in sent[own_index] if owners[c.matrix] == r] for r in ranks]
+        self._from_owners = [
+            [c for c in received[own_index] if owners[c.matrix] == r] for r in ranks
+        ]
         self._collected = [[c for c in sent[r] if c.matrix in self._owned] for r in ranks]
         self._returned = [[c for c in received[r] if c.matrix in self._owned] for r in ranks]
 
@@ -111,7 +113,7 @@ class MatrixGather:
             [sum(cut.box.size for cut in cuts) for cuts in side]
             for side in (outgoing, incoming)
         )
-        return all_to_all_uneven(flat, sent, received, self._group)
+        return all_to_all_v(flat, sent, received, self._group)
 
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:

@@ -210,8 +210,8 @@ def group_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> Par
     if decay is None:
         # A rate that is set for the group applies to all of it; otherwise the layer decides.
         decay = optim.weight_decay if spec.decay else 0.0
-    own = get_part_name(optim.name)
-    rule = "adamw" if own == "muon" and name != "matrix" else own
+    optimizer = get_part_name(optim.name)
+    rule = "adamw" if optimizer == "muon" and name != "matrix" else optimizer
     return ParameterGroup(name, rule, GroupRates(group.lr, decay))
 
 

@@ -33,16 +33,28 @@ class StateCodec(Protocol):
     block_size: int
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Return memory for `length` values of the master type `dtype`, all zero."""
+        """Return memory for values, all zero.
+
+        Args:
+            length: Number of values.
+            dtype: Their master type.
+            device: Where the memory is.
+        """
         ...
 
     def select_span(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
-        """Return what stores the values of `span`, which starts at a multiple of `BLOCK`, as
-        views."""
+        """Return views of the parts of `stored` that hold the values of `span`, which starts at a
+        multiple of `BLOCK`."""
         ...
 
     def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
-        """Return the values, `length` of them; for an exact codec the stored tensor itself."""
+        """Return the values; for an exact codec the stored tensor itself.
+
+        Args:
+            stored: What `encode` has written.
+            length: Number of values.
+            dtype: Their master type.
+        """
         ...
 
     def encode(self, values: Tensor, draws: Tensor) -> tuple[Tensor, ...]:

@@ -181,7 +181,7 @@ NO_OFFLOAD = StateOffload()
 
 
 def offload_to_host(device: torch.device) -> StateOffload:
-    """Return what stores the state of a device in host memory."""
+    """Return the offload of a device's optimizer state to host memory."""
     return GpuHostOffload(device) if device.type == "cuda" else HostOffload(device)
 
 

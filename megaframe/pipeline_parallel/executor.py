@@ -333,7 +333,8 @@ class _ScheduleRun:
     def _make_block_recorder(
         self, backward: bool, stage: int, microbatch: int
     ) -> Callable[[int, Tensor], None] | None:
-        """Return what records the maximum of each block of a pass; None without `by_block`."""
+        """Return a function that records the maximum of each block of a pass; None without
+        `by_block`."""
         if not self._by_block:
             return None
 

@@ -26,9 +26,9 @@ def compute_peak_activations(
     the end of its consumer, or to its send.
 
     Args:
-        config: model, precision, recompute and microbatch.
-        plans: the stages of this rank.
-        actions: its list of actions, in order.
+        config: Model, precision, recompute and microbatch.
+        plans: The stages of this rank.
+        actions: Its list of actions, in order.
     """
     size = {plan.number: _compute_stage_bytes(config, plan) for plan in plans}
     weight_pass_size = {

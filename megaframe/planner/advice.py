@@ -48,13 +48,13 @@ def describe_decision(result: SearchResult, cluster: Cluster) -> Iterator[str]:
 def describe_prediction(choice: LayoutChoice, cluster: Cluster) -> Iterator[str]:
     """Yield the prediction of a layout in words, and the duration and cost of the run."""
     prediction, train = choice.prediction, choice.config.train
-    used = sum(prediction.memory_bytes.values()) / _GIB
+    used_gib = sum(prediction.memory_bytes.values()) / _GIB
     mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
     misfit = "" if prediction.fits else ": it does not fit"
     yield (
         f"A step takes {prediction.step_seconds:.3g} s: {prediction.tokens_per_second:,.0f} tokens "
         f"a second, {prediction.tflops_per_gpu:.0f} TFLOP/s a GPU{mfu}; the fullest GPU needs "
-        f"{used:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{misfit}."
+        f"{used_gib:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{misfit}."
     )
     tokens = train.steps * train.global_batch * train.seq
     state = prediction.host_bytes
@@ -102,14 +102,14 @@ def _select_adjacent_values(values: Array, chosen: int) -> Array:
 
 
 def _compare_value(
-    result: SearchResult, cluster: Cluster, name: str, value: int, which: Array
+    result: SearchResult, cluster: Cluster, name: str, value: int, mask: Array
 ) -> str | None:
     """Return how much longer the best layout with this value takes; None if none fits.
 
     Args:
-        which: mask of the candidates with this value that fit.
+        mask: Mask of the candidates with this value that fit.
     """
-    if not which.any():
+    if not mask.any():
         return None
     column = getattr(result.candidates, name)
     simulated = [item for item in result.choices if int(column[item.index]) == value]
@@ -121,7 +121,7 @@ def _compare_value(
         }
     else:
         estimates, best = result.estimates, result.best.index
-        fastest_index = int(np.argmin(np.where(which, estimates.step_seconds, np.inf)))
+        fastest_index = int(np.argmin(np.where(mask, estimates.step_seconds, np.inf)))
         slowdown = float(estimates.step_seconds[fastest_index] / estimates.step_seconds[best]) - 1
         changes = {
             part: float(seconds[fastest_index] - seconds[best])
@@ -134,9 +134,9 @@ def _compare_value(
 
 
 def _describe_too_large(
-    result: SearchResult, cluster: Cluster, name: str, value: int, which: Array
+    result: SearchResult, cluster: Cluster, name: str, value: int, mask: Array
 ) -> str:
-    memory = np.where(which, result.estimates.memory_bytes, np.inf)
+    memory = np.where(mask, result.estimates.memory_bytes, np.inf)
     return (
         f"{_describe_value(name, value, cluster)}: needs {memory.min() / _GIB:.0f} GiB a GPU of "
         f"{cluster.chip.memory / _GIB:.0f}"

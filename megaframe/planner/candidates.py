@@ -56,8 +56,8 @@ class Candidates:
     is that of the config.
 
     Attributes:
-        recompute: index into `RECOMPUTE`.
-        schedule: index into `SCHEDULES`.
+        recompute: Index into `RECOMPUTE`.
+        schedule: Index into `SCHEDULES`.
     """
 
     tensor: Array
@@ -76,9 +76,9 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def select(self, which: Array | slice) -> Candidates:
+    def select(self, index: Array | slice) -> Candidates:
         """Return the candidates at these indices, or where this mask is true."""
-        return Candidates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+        return Candidates(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
     def make_sizes(self, config: RunConfig) -> LayoutSizes:
         """Return the sizes for the cost arithmetic."""
@@ -106,10 +106,10 @@ def enumerate_candidates(
     """Return all valid layouts on `gpus` GPUs, possibly none.
 
     Args:
-        config: the run; its layout is ignored.
-        gpus: number of GPUs.
-        cluster: decides how large tensor groups and replicas may be.
-        fixed: values of keys of `SEARCHED_KEYS` that are given.
+        config: The run; its layout is ignored.
+        gpus: Number of GPUs.
+        cluster: Decides how large tensor groups and replicas may be.
+        fixed: Values of keys of `SEARCHED_KEYS` that are given.
     """
     fixed = fixed or {}
     rows = [
@@ -136,7 +136,13 @@ def enumerate_candidates(
 
 
 def apply_candidate(config: RunConfig, candidates: Candidates, index: int) -> RunConfig:
-    """Return the config with the layout of candidate number `index`."""
+    """Return the config with the layout of a candidate.
+
+    Args:
+        config: The config of the search.
+        candidates: The candidates.
+        index: Which of them.
+    """
     parallel = {name: int(getattr(candidates, name)[index]) for name in PARALLEL_KEYS}
     parallel_config = config.parallel
     parallel_update = {
@@ -276,7 +282,7 @@ def _list_schedules_with_chunks(
     """Yield pairs (schedule, chunks) for a pipeline.
 
     Args:
-        samples: samples of a microbatch on all data ranks.
+        samples: Samples of a microbatch on all data ranks.
     """
     if pipeline == 1:
         if fixed.get("chunks", 1) == 1:

@@ -29,11 +29,11 @@ class GroupLevel:
     """The part of a group that meets on one tier.
 
     Attributes:
-        members: how many meet there.
-        alpha: seconds per message.
+        members: How many meet there.
+        alpha: Seconds per message.
         bandwidth: bytes/s of each rank in one direction.
-        rails: whether only ranks with the same number in their nodes are connected.
-        reduces: whether the switches can sum.
+        rails: Whether only ranks with the same number in their nodes are connected.
+        reduces: Whether the switches can sum.
     """
 
     members: Number
@@ -57,10 +57,10 @@ def list_group_levels(
     On a torus a group has the links of as many dimensions as it extends over.
 
     Args:
-        cluster: its tiers.
-        stride: distance in ranks between two members.
-        size: number of members.
-        shares: share of the bandwidth that collectives reach, by tier; the last one applies to all
+        cluster: Its tiers.
+        stride: Distance in ranks between two members.
+        size: Number of members.
+        shares: Share of the bandwidth that collectives reach, by tier; the last one applies to all
             further tiers.
     """
     found_levels, inside = [], np.ones_like(np.asarray(size, dtype=float))
@@ -73,8 +73,10 @@ def list_group_levels(
         bandwidth = np.full_like(members, tier.bandwidth * get_share_on_tier(shares, number))
         if tier.kind == "torus":
             side = tier.size ** (1.0 / tier.dims)
-            used = np.clip(np.ceil(np.log(np.maximum(members, 2)) / np.log(side)), 1, tier.dims)
-            bandwidth = bandwidth * used / tier.dims
+            dims_used = np.clip(
+                np.ceil(np.log(np.maximum(members, 2)) / np.log(side)), 1, tier.dims
+            )
+            bandwidth = bandwidth * dims_used / tier.dims
         rails = tier.kind == "rail"
         found_levels.append(GroupLevel(members, tier.latency, bandwidth, rails, tier.reduces))
         inside = inside * members
@@ -101,27 +103,27 @@ def _flatten_group(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]
     latency: Number = 0.0
     bandwidth: Number = np.inf
     for level in group:
-        used = level.members > 1
+        is_crossed = level.members > 1
         # A ring leaves each group of the tiers inside once; its last hop is on the outermost tier.
         latency = latency * level.members + (level.members - 1) * level.alpha
-        closing = np.where(used, level.alpha, closing)
-        bandwidth = np.where(used, np.minimum(bandwidth, level.bandwidth * count), bandwidth)
+        closing = np.where(is_crossed, level.alpha, closing)
+        bandwidth = np.where(is_crossed, np.minimum(bandwidth, level.bandwidth * count), bandwidth)
         count = count * level.members
     return count, (latency + closing) / count, bandwidth
 
 
-def naive_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_naive_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All ranks send to one rank in turn, which sends the sum back: 2 (p-1) (alpha + n beta)."""
     p, alpha, bandwidth = _find_slowest_tier(group)
     return 2 * (p - 1) * (alpha + size / bandwidth)
 
 
-def ring_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_ring_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Reduce-scatter and all-gather on a ring: 2 (p-1) alpha + 2 n beta (p-1)/p."""
-    return 2 * ring_all_gather(size, group)
+    return 2 * estimate_ring_all_gather(size, group)
 
 
-def tree_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_tree_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta. On several tiers it is a tree
     of trees, with the latency of each tier."""
     p, _, bandwidth = _flatten_group(group)
@@ -129,7 +131,7 @@ def tree_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     return np.where(p > 1, 2 * latency + 2 * size / bandwidth, 0.0)
 
 
-def halving_doubling_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_halving_doubling_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Recursive halving and doubling: 2 log2(p) alpha + 2 n beta (p-1)/p. If p is not a power of
     two, each surplus rank sends its whole buffer to another rank and gets the result back:
     2 (alpha + n beta) more. Everything is charged to the slowest tier, because in half of the
@@ -140,38 +142,38 @@ def halving_doubling_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Nu
     return core + np.where(below < p, 2 * (alpha + size / bandwidth), 0.0)
 
 
-def hierarchical_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_hierarchical_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Reduce-scatter on each tier from the innermost, then all-gather back: each tier carries only
     what the tiers inside it have left of the message."""
-    return 2 * hierarchical_all_gather(size, group)
+    return 2 * estimate_hierarchical_all_gather(size, group)
 
 
-def in_network_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_in_network_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Reduction in the switches: every rank sends and receives its message once, 2 alpha + n beta.
     Infinite if the switches of a tier cannot sum."""
     total: Number = 0.0
     message = size
     for level in group:
-        used = level.members > 1
+        is_crossed = level.members > 1
         cost = 2 * level.alpha + message / level.bandwidth if level.reduces else np.inf
-        total = total + np.where(used, cost, 0.0)
+        total = total + np.where(is_crossed, cost, 0.0)
         message = message / level.members
     return total
 
 
-def ring_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_ring_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All-gather on a ring: (p-1) alpha + n beta (p-1)/p. Reduce-scatter takes as long."""
     p, alpha, bandwidth = _flatten_group(group)
     return (p - 1) * alpha + size / bandwidth * (p - 1) / p
 
 
-def doubling_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_doubling_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Recursive doubling: ceil(log2 p) alpha + n beta (p-1)/p on the slowest tier."""
     p, alpha, bandwidth = _find_slowest_tier(group)
     return _log2(p) * alpha + size / bandwidth * (p - 1) / p
 
 
-def hierarchical_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_hierarchical_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All-gather tier by tier from the outermost, among ranks of the same number; the innermost
     tier comes last and carries the whole buffer."""
     total: Number = 0.0
@@ -183,7 +185,7 @@ def hierarchical_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number
     return total
 
 
-def pairwise_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_pairwise_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Every rank sends 1/p of its n bytes to each other rank: (p-1) alpha, and on each tier the
     time of the bytes for ranks that are reached over it. On rails, bytes for ranks of another
     number first go to the neighbour of that number, on the tier inside."""
@@ -202,7 +204,7 @@ def pairwise_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
     return total
 
 
-def hierarchical_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_hierarchical_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All-to-all tier by tier: each tier exchanges everything that goes elsewhere on it, in one
     message per member: (m-1) alpha + n beta (m-1)/m on a tier of m members."""
     total: Number = 0.0
@@ -212,7 +214,7 @@ def hierarchical_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number
     return total
 
 
-def stepped_exchange(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_stepped_exchange(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Every rank sends each other one its part, n / p, of a sum in steps (`exchange_steps`):
     neighbours of a node add up what the ranks outside get from them, before two steps among nodes,
     each over the slowest tier. (a-1) alpha + n beta (a-1)/a for a step of a ranks, where n is what
@@ -220,16 +222,16 @@ def stepped_exchange(size: Number, group: Sequence[GroupLevel]) -> Number:
     p, alpha, bandwidth = _find_slowest_tier(group)
     node, near, far = _count_exchange_steps(p, group[0].members)
     steps = [GroupLevel(near, alpha, bandwidth), GroupLevel(far, alpha, bandwidth)]
-    return hierarchical_all_gather(size, [replace(group[0], members=node), *steps])
+    return estimate_hierarchical_all_gather(size, [replace(group[0], members=node), *steps])
 
 
-def tree_broadcast(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_tree_broadcast(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Broadcast down a binomial tree: ceil(log2 p) (alpha + n beta)."""
     p, alpha, bandwidth = _find_slowest_tier(group)
     return _log2(p) * (alpha + size / bandwidth)
 
 
-def scatter_broadcast(size: Number, group: Sequence[GroupLevel]) -> Number:
+def estimate_scatter_broadcast(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Broadcast as a scatter down a tree and an all-gather on a ring (van de Geijn):
     (log2 p + p - 1) alpha + 2 n beta (p-1)/p."""
     p, alpha, bandwidth = _flatten_group(group)
@@ -241,25 +243,28 @@ Formula = Callable[[Number, Sequence[GroupLevel]], Number]
 
 ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
-        "naive": naive_all_reduce,
-        "ring": ring_all_reduce,
-        "tree": tree_all_reduce,
-        "halving_doubling": halving_doubling_all_reduce,
-        "hierarchical": hierarchical_all_reduce,
-        "in_network": in_network_all_reduce,
+        "naive": estimate_naive_all_reduce,
+        "ring": estimate_ring_all_reduce,
+        "tree": estimate_tree_all_reduce,
+        "halving_doubling": estimate_halving_doubling_all_reduce,
+        "hierarchical": estimate_hierarchical_all_reduce,
+        "in_network": estimate_in_network_all_reduce,
     },
     "all_gather": {
-        "ring": ring_all_gather,
-        "doubling": doubling_all_gather,
-        "hierarchical": hierarchical_all_gather,
+        "ring": estimate_ring_all_gather,
+        "doubling": estimate_doubling_all_gather,
+        "hierarchical": estimate_hierarchical_all_gather,
     },
     "reduce_scatter": {
-        "ring": ring_all_gather,
-        "halving": doubling_all_gather,
-        "hierarchical": hierarchical_all_gather,
+        "ring": estimate_ring_all_gather,
+        "halving": estimate_doubling_all_gather,
+        "hierarchical": estimate_hierarchical_all_gather,
     },
-    "all_to_all": {"pairwise": pairwise_all_to_all, "hierarchical": hierarchical_all_to_all},
-    "broadcast": {"tree": tree_broadcast, "scatter": scatter_broadcast},
+    "all_to_all": {
+        "pairwise": estimate_pairwise_all_to_all,
+        "hierarchical": estimate_hierarchical_all_to_all,
+    },
+    "broadcast": {"tree": estimate_tree_broadcast, "scatter": estimate_scatter_broadcast},
 }
 """Formula of each algorithm, by operation."""
 
@@ -269,8 +274,8 @@ def estimate_hop_seconds(size: Number, group: Sequence[GroupLevel]) -> Number:
     group: alpha + n beta; 0 for a group of one rank.
 
     Args:
-        size: bytes of the message.
-        group: levels of the group.
+        size: Bytes of the message.
+        group: Levels of the group.
     """
     p, alpha, bandwidth = _find_slowest_tier(group)
     return np.where(p > 1, alpha + size / bandwidth, 0.0)
@@ -283,10 +288,10 @@ def estimate_collective_seconds(
     group of one rank.
 
     Args:
-        operation: a key of `ALGORITHMS`.
-        size: bytes of the whole buffer.
-        group: levels of the group.
-        algorithms: names of the algorithms to choose from; empty for all.
+        operation: A key of `ALGORITHMS`.
+        size: Bytes of the whole buffer.
+        group: Levels of the group.
+        algorithms: Names of the algorithms to choose from; empty for all.
     """
     best: Number = np.inf
     for name, formula in ALGORITHMS[operation].items():
@@ -300,10 +305,10 @@ def compute_bus_bandwidth(operation: str, size: float, members: int, seconds: fl
     link's nominal bandwidth for any number of ranks.
 
     Args:
-        operation: a key of `ALGORITHMS`.
-        size: bytes of the whole buffer.
-        members: ranks of the group.
-        seconds: duration of one collective.
+        operation: A key of `ALGORITHMS`.
+        size: Bytes of the whole buffer.
+        members: Ranks of the group.
+        seconds: Duration of one collective.
     """
     factor = {"all_reduce": 2.0, "broadcast": members / max(1, members - 1)}.get(operation, 1.0)
     return factor * size * (members - 1) / members / seconds
@@ -315,9 +320,9 @@ def _find_slowest_tier(group: Sequence[GroupLevel]) -> tuple[Number, Number, Num
     alpha: Number = 0.0
     bandwidth: Number = np.inf
     for level in group:
-        used = level.members > 1
-        alpha = np.where(used, np.maximum(alpha, level.alpha), alpha)
-        bandwidth = np.where(used, np.minimum(bandwidth, level.bandwidth), bandwidth)
+        is_crossed = level.members > 1
+        alpha = np.where(is_crossed, np.maximum(alpha, level.alpha), alpha)
+        bandwidth = np.where(is_crossed, np.minimum(bandwidth, level.bandwidth), bandwidth)
         count = count * level.members
     return count, alpha, bandwidth
 

@@ -28,9 +28,9 @@ def estimate_tensor_parallel_times(
     forward, as when the constants were fitted.
 
     Args:
-        machine: the links, and the layout.
-        linears: seconds of the products that the transfers overlap with.
-        elements: per token that a block gathers or scatters in forward
+        machine: The links, and the layout.
+        linears: Seconds of the products that the transfers overlap with.
+        elements: Per token that a block gathers or scatters in forward
             (`TensorTraffic.forward`): four times the width of the stream if an MLP follows
             attention.
     """
@@ -65,10 +65,10 @@ def estimate_exposed_seconds(
     more than is hidden.
 
     Args:
-        transfer: seconds of the transfer.
-        compute: seconds of the compute that runs at the same time.
-        parts: number of parts.
-        delay: seconds by which the whole transfer would delay compute.
+        transfer: Seconds of the transfer.
+        compute: Seconds of the compute that runs at the same time.
+        parts: Number of parts.
+        delay: Seconds by which the whole transfer would delay compute.
     """
     exposed = np.maximum(transfer / parts, transfer - compute * (parts - 1) / parts)
     hidden = transfer - exposed
@@ -79,7 +79,13 @@ def estimate_context_parallel_times(
     machine: Machine, mixer: MixerDescription, attention: PassTimes
 ) -> PassTimes:
     """Return the exposed transfers of the context axis: keys and values on the ring, each
-    overlapped with a tile; or the exchange of heads for tokens; or what pieces do to a state."""
+    overlapped with a tile; or the exchange of heads for tokens; or what pieces do to a state.
+
+    Args:
+        machine: Rates and rank groups.
+        mixer: The mixer of a layer.
+        attention: Its compute, behind which transfers can hide.
+    """
     sizes, width = machine.sizes, machine.rate.width
     if not mixer.has_scores:
         gathered = 2 * sizes.microbatch * sizes.context * mixer.passed_elements / sizes.tensor

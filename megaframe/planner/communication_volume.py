@@ -32,10 +32,10 @@ def compute_communication_bytes(
     fetched again.
 
     Args:
-        config: model, precision and microbatch.
-        layout: the sizes of the axes.
-        plans: the stages of the rank.
-        actions: the lowered actions of the rank in one step.
+        config: Model, precision and microbatch.
+        layout: The sizes of the axes.
+        plans: The stages of the rank.
+        actions: The lowered actions of the rank in one step.
     """
     train, tensor = config.train, layout.tensor
     width = DTYPE_BYTES[train.precision]

@@ -69,7 +69,13 @@ def compare_run_or_reason(
     folder: Path, environment: Mapping[str, Any], cluster: str | None = None
 ) -> tuple[RunComparison | None, str]:
     """Return the result of `compare_run` for a run's folder and an empty text, or None and the
-    reason why there is no prediction."""
+    reason why there is no prediction.
+
+    Args:
+        folder: The run folder.
+        environment: What the run has recorded about its machine.
+        cluster: Name or path of a cluster; by default that of the config or device.
+    """
     try:
         return compare_run(folder / "config.yaml", environment, cluster), ""
     except UserError as error:
@@ -82,12 +88,12 @@ def compare_run(
     """Return the prediction for a run with this config file and environment.
 
     Args:
-        config: path of the run's config file.
-        environment: content of the run's environment.json.
-        cluster: name of the cluster to assume, if given.
+        config: Path of the run's config file.
+        environment: Content of the run's environment.json.
+        cluster: Name of the cluster to assume, if given.
 
     Raises:
-        UserError: there can be no prediction: the number of ranks, the cluster or `model.vocab` is
+        UserError: There can be no prediction: the number of ranks, the cluster or `model.vocab` is
             unknown, or the config is not valid.
     """
     run_config, ranks = load(str(config)), environment.get("ranks")

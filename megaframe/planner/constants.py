@@ -25,51 +25,51 @@ class Software:
     """What a trainer does that no config key expresses.
 
     Attributes:
-        fused_attention: whether the scores stay on the chip; otherwise the kernels that mask,
+        fused_attention: Whether the scores stay on the chip; otherwise the kernels that mask,
             normalise and drop out move `score_bytes` per score in forward and
             `score_backward_bytes` in backward.
-        attention_speed: speed of the fused attention relative to FlashAttention-2.
-        causal_skip: whether the masked half of the scores is skipped.
-        sequence_parallel: whether norms and residuals are divided among tensor ranks.
-        stream_passes, inner_passes: how often the elementwise kernels of a block read or write a
+        attention_speed: Speed of the fused attention relative to FlashAttention-2.
+        causal_skip: Whether the masked half of the scores is skipped.
+        sequence_parallel: Whether norms and residuals are divided among tensor ranks.
+        stream_passes, inner_passes: How often the elementwise kernels of a block read or write a
             value of width `hidden`, and one of the MLP's inner width, in forward; in backward it is
             twice that.
-        gradient_bytes: bytes per gradient element in the sum over data ranks; None: those of master
+        gradient_bytes: Bytes per gradient element in the sum over data ranks; None: those of master
             precision, or 2 with `parallel.reduce_precision=bf16`.
-        gradients_of: which gradients are sent together, those of a `block`, of a `chunk`, or as
+        gradients_of: Which gradients are sent together, those of a `block`, of a `chunk`, or as
             many as `parallel.bucket_size` says (`buckets`).
-        exchange_in_steps: whether coded parts are exchanged in steps (`layout.exchange_steps`);
+        exchange_in_steps: Whether coded parts are exchanged in steps (`layout.exchange_steps`);
             otherwise between all pairs of ranks.
-        copy_engines: whether copy engines do the transfers of the tensor axis, so that concurrent
+        copy_engines: Whether copy engines do the transfers of the tensor axis, so that concurrent
             compute is not delayed.
-        overlap_data, overlap_tensor, overlap_pipeline: whether these transfers overlap with
+        overlap_data, overlap_tensor, overlap_pipeline: Whether these transfers overlap with
             compute.
-        scatter_pipeline: whether each tensor rank sends only its part of a message to the next
+        scatter_pipeline: Whether each tensor rank sends only its part of a message to the next
             stage.
-        selective: what `train.recompute=selective` recomputes: `norms` (with activations) or
+        selective: What `train.recompute=selective` recomputes: `norms` (with activations) or
             `attention`.
-        kernels: kernels launched in the forward of a block; backward launches `backward_kernels`
+        kernels: Kernels launched in the forward of a block; backward launches `backward_kernels`
             times as many.
-        pass_kernels: kernels launched at the start of a pass while the device idles, because
+        pass_kernels: Kernels launched at the start of a pass while the device idles, because
             without `overlap_pipeline` the host waits for the preceding transfer and launches
             nothing ahead.
-        end_kernels: kernels launched in forward for embedding and loss; in backward
+        end_kernels: Kernels launched in forward for embedding and loss; in backward
             `backward_kernels` times as many.
-        step_kernels: kernels launched once per step, for the norm, the update and logging.
-        collectives: algorithms of the trainer's communication library.
-        head_backward: whether the head computes its gradients in backward instead of in forward.
-        state_bytes: bytes that the update reads and writes per element.
-        accumulate_bytes: bytes per element moved to add a microbatch's weight gradient to the sum,
+        step_kernels: Kernels launched once per step, for the norm, the update and logging.
+        collectives: Algorithms of the trainer's communication library.
+        head_backward: Whether the head computes its gradients in backward instead of in forward.
+        state_bytes: Bytes that the update reads and writes per element.
+        accumulate_bytes: Bytes per element moved to add a microbatch's weight gradient to the sum,
             on top of the product; 0 if the product itself accumulates.
-        products: type of the matrix products if it is not `train.precision`, for example fp8.
-        parts: number of parts in which rows are transferred during forward products; None:
+        products: Type of the matrix products if it is not `train.precision`, for example fp8.
+        parts: Number of parts in which rows are transferred during forward products; None:
             `parallel.tensor_chunks`.
-        logit_bytes: bytes that the loss moves per logit.
-        data_tail: number of parts of the transfers between data ranks; the last part is never
+        logit_bytes: Bytes that the loss moves per logit.
+        data_tail: Number of parts of the transfers between data ranks; the last part is never
             hidden. None: the number of buckets.
-        parallel_block: whether attention and MLP start from the same rows, which halves the tensor
+        parallel_block: Whether attention and MLP start from the same rows, which halves the tensor
             axis's transfers of a block.
-        steps_meet: whether a rank begins its next step before others finish this one, so that a
+        steps_meet: Whether a rank begins its next step before others finish this one, so that a
             step takes as long as the longest span of any rank.
     """
 
@@ -120,18 +120,18 @@ class Constants:
     """The six fitted numbers of a chip generation, its link efficiency, and the software.
 
     Attributes:
-        product: share of the sustained peak that an infinitely large product reaches.
-        start: cost of a tile's prologue and epilogue, in terms of the sum: a sum over k terms takes
+        product: Share of the sustained peak that an infinitely large product reaches.
+        start: Cost of a tile's prologue and epilogue, in terms of the sum: a sum over k terms takes
             as long as k + `start` terms would. The last, partly filled wave of tiles is charged
             separately.
-        attention: share of the sustained peak that fused attention reaches.
-        memory: share of the memory bandwidth that elementwise kernels reach.
-        launch: seconds of the host per kernel launch.
-        contention: how much a concurrent transfer delays compute, as a share of the time that its
+        attention: Share of the sustained peak that fused attention reaches.
+        memory: Share of the memory bandwidth that elementwise kernels reach.
+        launch: Seconds of the host per kernel launch.
+        contention: How much a concurrent transfer delays compute, as a share of the time that its
             bytes take on the innermost tier.
-        links: share of a link's bandwidth that collectives reach, by tier from the innermost; the
+        links: Share of a link's bandwidth that collectives reach, by tier from the innermost; the
             last one applies to all further tiers. Taken from NCCL measurements, not fitted.
-        unfitted: where the numbers are from if they are neither fitted to steps on such chips nor
+        unfitted: Where the numbers are from if they are neither fitted to steps on such chips nor
             measured on one; every prediction says so.
     """
 
@@ -181,7 +181,7 @@ def get_family_constants(family: str) -> Constants:
     """Return the constants of a chip family.
 
     Raises:
-        UserError: no constants of this family are known.
+        UserError: No constants of this family are known.
     """
     if family not in CONSTANTS:
         raise UserError(
@@ -194,7 +194,7 @@ def get_family_constants(family: str) -> Constants:
 def get_cluster_constants(cluster: Cluster) -> Constants:
     """Return the constants of a cluster's chip: those measured on it, as its description has them,
     and otherwise those of the chip's family."""
-    known = get_family_constants(cluster.chip.family)
+    family_constants = get_family_constants(cluster.chip.family)
     if not cluster.constants:
-        return known
-    return replace(known, **cluster.constants, unfitted="")
+        return family_constants
+    return replace(family_constants, **cluster.constants, unfitted="")

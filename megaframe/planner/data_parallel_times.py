@@ -49,10 +49,10 @@ class ParameterLoad:
     """What a rank exchanges and updates: numbers of parameters before data ranks divide them.
 
     Attributes:
-        dense, experts: of its blocks.
-        tables: of the embedding and the head.
-        buckets: number of buckets in which they are exchanged.
-        muon_total, muon_longest: seconds, as in `estimate_layer_muon_seconds`.
+        dense, experts: Of its blocks.
+        tables: Of the embedding and the head.
+        buckets: Number of buckets in which they are exchanged.
+        muon_total, muon_longest: Seconds, as in `estimate_layer_muon_seconds`.
     """
 
     dense: Number = 0.0
@@ -118,8 +118,8 @@ def count_overlapping_passes(sizes: LayoutSizes, is_looped: Number) -> Number:
     one, at the end of a step or at its beginning.
 
     Args:
-        sizes: the layout.
-        is_looped: whether the schedule runs the first stage of every rank before any second stage.
+        sizes: The layout.
+        is_looped: Whether the schedule runs the first stage of every rank before any second stage.
             Then the stages of a rank end as many microbatches apart as there are ranks, otherwise
             together.
     """
@@ -135,10 +135,10 @@ def count_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Nu
     and at most two per block.
 
     Args:
-        machine: the links, and the layout.
-        matrices: elements of the rank's matrices.
-        chunks: stages of the rank.
-        blocks: blocks of the rank.
+        machine: The links, and the layout.
+        matrices: Elements of the rank's matrices.
+        chunks: Stages of the rank.
+        blocks: Blocks of the rank.
     """
     sent_together, bucket_size = machine.software.gradients_of, machine.config.parallel.bucket_size
     if sent_together != "buckets":
@@ -156,7 +156,13 @@ def count_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Nu
 
 def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> RunConfig:
     """Return the config with `parallel.bucket_size=auto` decided for these ranks and links. It
-    stays `auto` if no other rank has the same parameters."""
+    stays `auto` if no other rank has the same parameters.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        cluster: Its machines.
+    """
     if config.parallel.bucket_size != "auto" or layout.data * layout.context == 1:
         return config
     machine = Machine(
@@ -178,10 +184,10 @@ class ExchangeTimes:
     """Seconds of the collectives of gradients and values over data ranks.
 
     Attributes:
-        scatter: each rank gets its part of the sums.
-        gather: all ranks get all values.
-        all_reduce: all ranks get all sums.
-        replicas: sums of a rank's part over its replicas.
+        scatter: Each rank gets its part of the sums.
+        gather: All ranks get all values.
+        all_reduce: All ranks get all sums.
+        replicas: Sums of a rank's part over its replicas.
     """
 
     scatter: Number
@@ -195,7 +201,13 @@ class ExchangeTimes:
 
 
 def estimate_exchange_times(machine: Machine, elements: Number, buckets: Number) -> ExchangeTimes:
-    """Return the seconds of exchanging so many elements in so many buckets."""
+    """Return the seconds of exchanging so many elements in so many buckets.
+
+    Args:
+        machine: Rates and rank groups.
+        elements: Elements of all buckets.
+        buckets: Number of buckets.
+    """
     parallel, software, seconds = (
         machine.config.parallel,
         machine.software,
@@ -237,10 +249,10 @@ def estimate_exposed_exchange_seconds(
     """Return the exposed seconds of exchanging gradients and weights in a step.
 
     Args:
-        machine: the links, and the layout.
-        load: the rank's parameters.
-        window: compute of one microbatch on the rank.
-        passes: number of microbatches that an exchange made once per step overlaps with
+        machine: The links, and the layout.
+        load: The rank's parameters.
+        window: Compute of one microbatch on the rank.
+        passes: Number of microbatches that an exchange made once per step overlaps with
             (`count_overlapping_passes`).
     """
     sizes, software = machine.sizes, machine.software
@@ -309,7 +321,13 @@ def estimate_layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, fl
 
 
 def estimate_newton_schulz_seconds(rate: KernelRates, outputs: int, inputs: int) -> float:
-    """Return the seconds to orthogonalise a matrix [outputs, inputs]."""
+    """Return the seconds to orthogonalise a matrix [outputs, inputs].
+
+    Args:
+        rate: Rates of the kernels on the chip.
+        outputs: Rows of the matrix.
+        inputs: Columns of the matrix.
+    """
     rows, columns = sorted((outputs, inputs))
     products = ((rows, rows, columns), (rows, rows, rows), (rows, columns, rows))
     return _ITERATIONS * float(sum(estimate_matmul_seconds(rate, *sizes) for sizes in products))
@@ -321,10 +339,10 @@ def estimate_muon_seconds(
     """Return the seconds that Muon adds to the update; 0 under other optimizers.
 
     Args:
-        machine: the links, and the layout.
-        elements: elements of the rank's matrices before data ranks divide them.
-        total: seconds for all matrices of the rank's stages (`estimate_layer_muon_seconds`).
-        longest_matrix: seconds for the one that takes longest.
+        machine: The links, and the layout.
+        elements: Elements of the rank's matrices before data ranks divide them.
+        total: Seconds for all matrices of the rank's stages (`estimate_layer_muon_seconds`).
+        longest_matrix: Seconds for the one that takes longest.
     """
     if machine.config.optim.name != "muon":
         return 0.0
@@ -345,8 +363,8 @@ def compute_muon_bytes(machine: Machine, elements: Number) -> tuple[Number, Numb
     gets back from them (for everything that it keeps of the weights).
 
     Args:
-        machine: sizes of the axes, and rates of the kernels.
-        elements: elements of the rank's matrices before data ranks divide them.
+        machine: Sizes of the axes, and rates of the kernels.
+        elements: Elements of the rank's matrices before data ranks divide them.
     """
     size, sizes = machine.rate.width * elements, machine.sizes
     return size / sizes.shard, np.where(sizes.zero == 0, size, size / sizes.shard)

@@ -46,9 +46,9 @@ class MemoryFit:
     """What the rank that needs most memory needs, and what its device has.
 
     Attributes:
-        rank: the first rank with its pipeline coordinate.
-        kinds: bytes by kind.
-        chip: the device.
+        rank: The first rank with its pipeline coordinate.
+        kinds: Bytes by kind.
+        chip: The device.
     """
 
     rank: int
@@ -81,7 +81,13 @@ class MemoryFit:
 
 def compute_fit(config: RunConfig, layout: Layout, chip: Chip) -> MemoryFit:
     """Return whether the ranks of a run fit on devices of this kind. The config must have passed
-    `check`, with numbers for `train.recompute_blocks`."""
+    `check`, with numbers for `train.recompute_blocks`.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        chip: The devices.
+    """
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     memories = compute_pipeline_memory(
         config, layout, build_step_schedule(config, microbatches), chip
@@ -116,10 +122,10 @@ def suggest_changes(
     chip is not known, they are ordered by that of another one, and no step is told.
 
     Args:
-        config: the config that does not fit.
-        gpus: number of GPUs.
-        cluster: the chips and links; if it has fewer GPUs, there are no suggestions.
-        constants: what kernels and collectives reach there.
+        config: The config that does not fit.
+        gpus: Number of GPUs.
+        cluster: The chips and links; if it has fewer GPUs, there are no suggestions.
+        constants: What kernels and collectives reach there.
     """
     if gpus > cluster.size:
         return

@@ -1,9 +1,8 @@
 """Goodput: the share of time in which a run makes lasting progress, given its failures.
 
-Published mixes of failures are replayed with measured costs: how long each kind of failure takes to
-be noticed, and how long restart, reload and saves take. Failures are memoryless, so there is a
-closed form for every interval between saves (Daly 2006); the simulation checks it. A plan uses the
-short form, `predict_goodput`, with the figures of its cluster.
+Mixes of failures (`failures.py`) are replayed with their costs. Failures are memoryless, so there
+is a closed form for every interval between saves (Daly 2006); the simulation checks it. A plan uses
+the short form, `predict_goodput`, with the figures of its cluster.
 """
 
 from __future__ import annotations
@@ -12,115 +11,14 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from megaframe.hardware.cluster import Cluster
+from megaframe.planner.failures import FailureCause, FailureCosts, FailureMix
 
-FailureKind = Literal["crash", "hang", "silent", "planned"]
-"""crash: a process or node dies, which its neighbours and the launcher notice. hang: nothing moves
-until a timeout. silent: numbers are wrong until somebody compares. planned: there is time to save.
-"""
-_DAY = 86400.0
 Number = Any
-
-
-@dataclass(frozen=True)
-class FailureCause:
-    """A cause of failures. count: how often it occurred. spare: whether the node must be
-    replaced."""
-
-    name: str
-    count: int
-    kind: FailureKind = "crash"
-    spare: bool = True
-
-
-@dataclass(frozen=True)
-class FailureMix:
-    """The failures of a run with `ranks` ranks that took `days` days. All ranks are assumed to fail
-    equally often."""
-
-    name: str
-    ranks: int
-    days: float
-    causes: tuple[FailureCause, ...]
-
-    def compute_failure_rate(self, ranks: int) -> float:
-        """Return the failures per second of a run with `ranks` ranks."""
-        return sum(cause.count for cause in self.causes) / (self.days * _DAY) * ranks / self.ranks
-
-
-LLAMA3 = FailureMix(
-    "llama3",
-    16384,
-    54,
-    (
-        FailureCause("faulty GPU", 148),
-        FailureCause("GPU HBM3 memory", 72),
-        FailureCause("software bug", 54, spare=False),
-        FailureCause("network switch or cable", 35),
-        FailureCause("host maintenance, not planned", 32),
-        FailureCause("GPU SRAM memory", 19),
-        FailureCause("GPU system processor", 17),
-        FailureCause("network card", 7),
-        FailureCause("NCCL watchdog timeout", 7, "hang", spare=False),
-        FailureCause("silent data corruption", 6, "silent"),
-        FailureCause("GPU thermal interface and sensor", 6),
-        FailureCause("SSD", 3),
-        FailureCause("power supply", 3),
-        FailureCause("server chassis", 2),
-        FailureCause("IO expansion board", 2),
-        FailureCause("dependency", 2, spare=False),
-        FailureCause("CPU", 2),
-        FailureCause("system memory", 2),
-        FailureCause("planned", 47, "planned", spare=False),
-    ),
-)
-"""The Llama 3 Herd of Models (2024), table 5 and section 3.3.4: 466 interruptions, of which 47 were
-planned; above 90% effective. The paper names causes only; their kinds are assigned here."""
-
-
-MEGASCALE = FailureMix("megascale", 12288, 28, (FailureCause("any", 100, "crash"),))
-"""MegaScale (Jiang et al. 2024), section 6.3: over 100 recoveries in several weeks on more than
-10,000 GPUs, above 90% effective. Taken as four weeks on the 12,288 GPUs of its tables."""
-MIXES = {mix.name: mix for mix in (LLAMA3, MEGASCALE)}
-
-
-@dataclass(frozen=True)
-class FailureCosts:
-    """Costs of failures and saves, in seconds.
-
-    Attributes:
-        crash, hang, silent: time until such a failure is noticed.
-        restart: from then until loading.
-        load: time to load the last save of any kind.
-        swap: further time if a node is replaced; 0 with warm spares.
-        stall: how long steps wait for a save.
-        again: total time lost because the first steps are slower.
-    """
-
-    crash: float = 5.0
-    hang: float = 60.0
-    silent: float = 600.0
-    restart: float = 30.0
-    load: float = 30.0
-    swap: float = 60.0
-    stall: float = 1.0
-    again: float = 10.0
-
-    def compute_downtime(self, cause: FailureCause) -> float:
-        """Return the seconds from a failure to the next step."""
-        detection = 0.0 if cause.kind == "planned" else getattr(self, cause.kind)
-        replacement = self.swap if cause.spare else 0.0
-        return detection + replacement + self.restart + self.load + self.again
-
-
-PUBLISHED = FailureCosts(
-    crash=60, hang=1800, silent=3600, restart=300, load=120, swap=120, stall=10, again=60
-)
-"""Rough costs of published large runs: a collective timeout of half an hour, minutes to start."""
 
 
 def compute_daly_interval(stall: float, mean_between: float) -> float:
@@ -143,9 +41,9 @@ def compute_effective_share(
     too, and all work since the last save. A planned stop costs no work, because it saves first.
 
     Args:
-        mix, costs: the failures, and what they and the saves cost.
-        ranks: ranks of the run.
-        interval: seconds of work between saves.
+        mix, costs: The failures, and what they and the saves cost.
+        ranks: Ranks of the run.
+        interval: Seconds of work between saves.
     """
     rate = mix.compute_failure_rate(ranks)
     total = sum(cause.count for cause in mix.causes)
@@ -173,7 +71,12 @@ def _compute_growth(x: float) -> float:
 
 
 def find_best_interval(mix: FailureMix, ranks: int, costs: FailureCosts) -> float:
-    """Return the interval in seconds with the largest effective share, by golden-section search."""
+    """Return the interval in seconds with the largest effective share, by golden-section search.
+
+    Args:
+        mix, costs: The failures, and what they and the saves cost.
+        ranks: Ranks of the run.
+    """
     low, high = 1e-3, 10 / mix.compute_failure_rate(ranks)
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(100):
@@ -189,8 +92,13 @@ def find_best_interval(mix: FailureMix, ranks: int, costs: FailureCosts) -> floa
 
 @dataclass(frozen=True)
 class SimulatedGoodput:
-    """Result of a simulation. effective: share of time with lasting work. lost: shares of time that
-    were lost, by cause. failures: how many were simulated."""
+    """Result of a simulation.
+
+    Attributes:
+        effective: Share of time with lasting work.
+        lost: Shares of time that were lost, by cause.
+        failures: How many were simulated.
+    """
 
     effective: float
     lost: Mapping[str, float]
@@ -209,11 +117,11 @@ def simulate_failures(
     """Replay random failures one after the other.
 
     Args:
-        mix, costs: the failures, and what they and the saves cost.
-        ranks: ranks of the run.
-        interval: seconds of work between saves.
-        failures: number of failures to replay.
-        seed: of the random numbers.
+        mix, costs: The failures, and what they and the saves cost.
+        ranks: Ranks of the run.
+        interval: Seconds of work between saves.
+        failures: Number of failures to replay.
+        seed: Of the random numbers.
     """
     draw = random.Random(seed)
     rate, weights = mix.compute_failure_rate(ranks), [cause.count for cause in mix.causes]
@@ -271,7 +179,12 @@ def compute_gains_of_halving(
     mix: FailureMix, ranks: int, costs: FailureCosts
 ) -> list[tuple[str, float]]:
     """Return how much halving each cost would add to the effective share at the best interval,
-    largest gain first."""
+    largest gain first.
+
+    Args:
+        mix, costs: The failures, and what they and the saves cost.
+        ranks: Ranks of the run.
+    """
 
     def compute_share(costs: FailureCosts) -> float:
         return compute_effective_share(mix, ranks, costs, find_best_interval(mix, ranks, costs))
@@ -293,9 +206,9 @@ def find_max_restart_seconds(
     """Return the longest restart in seconds that reaches a share at the best interval, else 0.
 
     Args:
-        mix, costs: the failures, and what they and the saves cost; `costs.restart` is ignored.
-        ranks: ranks of the run.
-        share: effective share to reach, from 0 to 1.
+        mix, costs: The failures, and what they and the saves cost; `costs.restart` is ignored.
+        ranks: Ranks of the run.
+        share: Effective share to reach, from 0 to 1.
     """
 
     def is_reached(restart: float) -> bool:
@@ -319,9 +232,9 @@ def format_table_lines(
     interval and Daly's, the effective share computed and simulated, and what to improve first.
 
     Args:
-        mix, costs: the failures, and what they and the saves cost.
-        sizes: numbers of ranks, one for each line.
-        seed: of the simulation.
+        mix, costs: The failures, and what they and the saves cost.
+        sizes: Numbers of ranks, one for each line.
+        seed: Of the simulation.
     """
     head = ("ranks", "between failures", "save every", "Daly", "effective", "simulated", "next")
     yield _format_row(head)
@@ -357,9 +270,13 @@ def estimate_straggler_share(cluster: Cluster, ranks: Number) -> Number:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a run loses and costs. share: share of the time in which training makes lasting
-    progress. interval: seconds between checkpoints. failures_a_day: failures of the whole run per
-    day. days, dollars: duration and price of the requested tokens."""
+    """What a run loses and costs. days, dollars: duration and price of the requested tokens.
+
+    Attributes:
+        share: Share of the time in which training makes lasting progress.
+        interval: Seconds between checkpoints.
+        failures_a_day: Failures of the whole run per day.
+    """
 
     share: float
     interval: float
@@ -376,11 +293,11 @@ def predict_goodput(
     Each interval loses the stall of a save, and each failure loses half an interval and a restart.
 
     Args:
-        cluster: failures, storage and price.
-        ranks: number of ranks.
-        tokens_per_second: of the whole run, while it trains.
-        tokens: tokens to train on.
-        checkpoint_bytes: bytes of the rank that writes most.
+        cluster: Failures, storage and price.
+        ranks: Number of ranks.
+        tokens_per_second: Of the whole run, while it trains.
+        tokens: Tokens to train on.
+        checkpoint_bytes: Bytes of the rank that writes most.
     """
     mean_between = cluster.failure_hours * 3600.0 / ranks
     stall = max(1e-3, checkpoint_bytes / cluster.storage)

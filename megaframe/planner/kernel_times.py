@@ -30,13 +30,13 @@ class KernelRates:
 
     Attributes:
         flops: FLOP/s of infinitely large products.
-        start: overhead of a tile, in terms of its sum.
-        wave: elements wasted in the last wave of tiles, on average half a wave.
+        start: Overhead of a tile, in terms of its sum.
+        wave: Elements wasted in the last wave of tiles, on average half a wave.
         attention: FLOP/s of fused attention.
         memory: bytes/s of elementwise kernels.
         read: bytes/s at which products move their operands.
-        launch: seconds of the host per kernel.
-        width: bytes of a value.
+        launch: Seconds of the host per kernel.
+        width: Bytes of a value.
     """
 
     flops: float
@@ -53,12 +53,12 @@ def compute_kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelR
     """Return the rates of a chip in a type of values.
 
     Args:
-        chip: the device.
-        constants: what kernels reach of its peaks.
-        kind: a value of `train.precision`.
+        chip: The device.
+        constants: What kernels reach of its peaks.
+        kind: A value of `train.precision`.
 
     Raises:
-        UserError: the chip lacks the type, or nothing is known of its speed.
+        UserError: The chip lacks the type, or nothing is known of its speed.
     """
     if not chip.has_rates:
         raise UserError(describe_unknown_chip(chip))
@@ -87,10 +87,10 @@ def estimate_matmul_seconds(
     2 (terms + start) (rows outputs + wave) operations, or of moving the operands if longer.
 
     Args:
-        rate: rates of the kernels on the chip.
-        rows: rows of the first operand and of the result, such as tokens.
-        outputs: columns of the second operand and of the result.
-        terms: products that each element of the result sums.
+        rate: Rates of the kernels on the chip.
+        rows: Rows of the first operand and of the result, such as tokens.
+        outputs: Columns of the second operand and of the result.
+        terms: Products that each element of the result sums.
     """
     compute = 2.0 * (terms + rate.start) * (rows * outputs + rate.wave) / rate.flops
     operand_bytes = rate.width * (rows * terms + terms * outputs + rows * outputs)
@@ -104,9 +104,9 @@ def estimate_grouped_matmul_seconds(
     last wave.
 
     Args:
-        rate: rates of the kernels on the chip.
-        groups: number of products, such as experts.
-        rows, outputs, terms: sizes of one product, as in `estimate_matmul_seconds`.
+        rate: Rates of the kernels on the chip.
+        groups: Number of products, such as experts.
+        rows, outputs, terms: Sizes of one product, as in `estimate_matmul_seconds`.
     """
     compute = 2.0 * (terms + rate.start) * (groups * rows * outputs + rate.wave) / rate.flops
     operand_bytes = rate.width * groups * (rows * terms + terms * outputs + rows * outputs)
@@ -119,11 +119,11 @@ def estimate_linear_seconds(
     """Return the seconds of a linear layer's forward, input gradient and weight gradient.
 
     Args:
-        rate: rates of the kernels on the chip.
-        rows: tokens of one layer.
-        outputs: width of the result.
-        terms: width of the input.
-        groups: number of such layers in one kernel.
+        rate: Rates of the kernels on the chip.
+        rows: Tokens of one layer.
+        outputs: Width of the result.
+        terms: Width of the input.
+        groups: Number of such layers in one kernel.
     """
     return (
         estimate_grouped_matmul_seconds(rate, groups, rows, outputs, terms),

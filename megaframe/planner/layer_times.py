@@ -143,8 +143,8 @@ def _join_parallel_linears(linears: Sequence[LinearSpec]) -> list[LinearSpec]:
 def _estimate_permutation_times(machine: Machine, experts_per_token: int) -> PassTimes:
     """Return the seconds in which rows are sorted for experts, sent, and summed."""
     rows = machine.tokens / machine.sizes.tensor * experts_per_token
-    moved = machine.rate.width * rows * 8 * machine.config.model.hidden
-    seconds = estimate_elementwise_seconds(machine.rate, moved)
+    moved_bytes = machine.rate.width * rows * 8 * machine.config.model.hidden
+    seconds = estimate_elementwise_seconds(machine.rate, moved_bytes)
     return PassTimes(seconds, seconds, 0.0)
 
 

@@ -50,7 +50,7 @@ class LayoutChoice:
     """A layout, the config that has it, and its prediction.
 
     Attributes:
-        index: its number among the candidates of a search, -1 outside of one.
+        index: Its number among the candidates of a search, -1 outside of one.
     """
 
     config: RunConfig
@@ -64,9 +64,9 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        choices: simulated layouts that fit, best first.
-        candidates, estimates: all layouts that were considered.
-        estimated_seconds, seconds: how long the estimates and the whole search took.
+        choices: Simulated layouts that fit, best first.
+        candidates, estimates: All layouts that were considered.
+        estimated_seconds, seconds: How long the estimates and the whole search took.
     """
 
     choices: tuple[LayoutChoice, ...]
@@ -92,15 +92,15 @@ def search(
     """Return the best layouts for `gpus` GPUs.
 
     Args:
-        config: the run; its layout is ignored.
-        gpus: number of GPUs.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
-        fixed: values of `candidates.SEARCHED_KEYS` that the search may not choose.
-        simulated: number of layouts to simulate.
+        config: The run; its layout is ignored.
+        gpus: Number of GPUs.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
+        fixed: Values of `candidates.SEARCHED_KEYS` that the search may not choose.
+        simulated: Number of layouts to simulate.
 
     Raises:
-        UserError: no layout is valid or none fits; the message says what would be needed.
+        UserError: No layout is valid or none fits; the message says what would be needed.
     """
     begin = time.perf_counter()
     if gpus > cluster.size:
@@ -135,7 +135,7 @@ def _simulate_best(
     """Simulate the best candidates by estimate, and return those that fit, best first.
 
     Args:
-        max_simulated: number of candidates to simulate.
+        max_simulated: Number of candidates to simulate.
     """
     fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
     penalty = _compute_penalty(candidates)
@@ -220,13 +220,13 @@ def describe_no_fit(
     needs it, and what would work.
 
     Args:
-        config: the run; its layout is ignored.
-        gpus: number of GPUs.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
-        candidates: the layouts that were considered, at least one.
-        estimates: their estimates.
-        fixed: values of `candidates.SEARCHED_KEYS` that the search could not choose.
+        config: The run; its layout is ignored.
+        gpus: Number of GPUs.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
+        candidates: The layouts that were considered, at least one.
+        estimates: Their estimates.
+        fixed: Values of `candidates.SEARCHED_KEYS` that the search could not choose.
     """
     index = int(np.argmin(estimates.memory_bytes))
     needed, capacity = estimates.memory_bytes[index] / _GIB, cluster.chip.memory / _GIB
@@ -262,7 +262,7 @@ def suggest_alternatives(
     in 8 bits, a chip with more memory.
 
     Args:
-        config, gpus, cluster, constants, fixed: those of the search, as in `search`.
+        config, gpus, cluster, constants, fixed: Those of the search, as in `search`.
     """
     if fixed:
         unfixed = _describe_fastest(config, gpus, cluster, constants)
@@ -314,7 +314,7 @@ def find_fastest(
     its seconds; None if no layout is valid and fits.
 
     Args:
-        config, gpus, cluster, constants, fixed: as in `search`.
+        config, gpus, cluster, constants, fixed: As in `search`.
     """
     candidates = enumerate_candidates(config, gpus, cluster, fixed)
     if not len(candidates):

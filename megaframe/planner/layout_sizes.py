@@ -40,11 +40,11 @@ class LayoutSizes:
     """Sizes of the axes, under their names, and what else a layout's costs depend on.
 
     Attributes:
-        chunks: stages per rank.
+        chunks: Stages per rank.
         zero: ZeRO stage.
-        recompute: index into `RECOMPUTE`.
-        microbatch: samples per microbatch.
-        microbatches: microbatches per step on each rank.
+        recompute: Index into `RECOMPUTE`.
+        microbatch: Samples per microbatch.
+        microbatches: Microbatches per step on each rank.
     """
 
     tensor: Number
@@ -95,8 +95,8 @@ class BlocksPerRank:
     """Numbers of blocks.
 
     Attributes:
-        fullest: of the rank that has most.
-        last: of the rank with the last stage.
+        fullest: Of the rank that has most.
+        last: Of the rank with the last stage.
     """
 
     fullest: Array
@@ -134,8 +134,8 @@ def _compute_head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the work of the head in units of a block's work, as `stages` counts it."""
     works = [compute_block_work(config, layer) for layer in range(config.model.layers)]
     forward = sum(work.forward for work in works) / len(works)
-    others = sum(work.backward + work.weight for work in works) / len(works)
+    backward = sum(work.backward + work.weight for work in works) / len(works)
     end = compute_output_work(config)
     twice = np.where(sizes.recompute == 2, 2.0, 1.0)
     head = end.forward + end.backward + end.weight
-    return head / np.maximum(twice * forward + others, 1e-30)
+    return head / np.maximum(twice * forward + backward, 1e-30)

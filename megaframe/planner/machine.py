@@ -20,9 +20,9 @@ from megaframe.planner.collective_times import (
     GroupLevel,
     count_group_ranks,
     estimate_collective_seconds,
+    estimate_pairwise_all_to_all,
+    estimate_stepped_exchange,
     list_group_levels,
-    pairwise_all_to_all,
-    stepped_exchange,
 )
 from megaframe.planner.constants import Constants
 from megaframe.planner.kernel_times import KernelRates, compute_kernel_rates
@@ -100,7 +100,14 @@ class CostBreakdown:
 
 
 class Machine:
-    """Kernel rates and rank groups of one cluster for given sizes. All cost formulas use it."""
+    """Kernel rates and rank groups of one cluster for given sizes. All cost formulas use it.
+
+    Args:
+        config: The run.
+        cluster: Chips and links.
+        constants: Fitted constants of the chips.
+        sizes: Sizes of the axes; may be arrays, one element for each candidate.
+    """
 
     def __init__(
         self, config: RunConfig, cluster: Cluster, constants: Constants, sizes: LayoutSizes
@@ -122,8 +129,12 @@ class Machine:
 
     @cached_property
     def rate(self) -> KernelRates:
-        """Rates of the kernels in the config's precision. Raises `UserError` if the chip has no
-        such rates; the groups of ranks are known without them."""
+        """Rates of the kernels in the config's precision.
+
+        Raises:
+            UserError: If the chip has no such rates; the groups of ranks are known without
+                them.
+        """
         return compute_kernel_rates(self.cluster.chip, self.constants, self.config.train.precision)
 
     @cached_property
@@ -153,10 +164,10 @@ class Machine:
         """Return the seconds of equal collectives over the ranks of an axis.
 
         Args:
-            operation: a key of `collective_times.ALGORITHMS`.
-            size: bytes of all of them together.
-            axis: a key of `groups`.
-            times: number of collectives.
+            operation: A key of `collective_times.ALGORITHMS`.
+            size: Bytes of all of them together.
+            axis: A key of `groups`.
+            times: Number of collectives.
         """
         algorithms = self.software.collectives
         return times * estimate_collective_seconds(
@@ -168,12 +179,12 @@ class Machine:
         steps of `layout.exchange_steps`, or between all pairs of ranks.
 
         Args:
-            size: bytes of all of them together.
-            axis: a key of `groups`.
-            times: number of exchanges.
+            size: Bytes of all of them together.
+            axis: A key of `groups`.
+            times: Number of exchanges.
         """
         in_steps = self.software.exchange_in_steps
-        formula = stepped_exchange if in_steps else pairwise_all_to_all
+        formula = estimate_stepped_exchange if in_steps else estimate_pairwise_all_to_all
         return times * formula(size / times, self.groups[axis])
 
     def estimate_contention_seconds(self, size: Number, axis: str) -> Number:
@@ -202,7 +213,13 @@ def compute_axis_span(axis: str, layout: Layout) -> tuple[int, int]:
 
 
 def find_outermost_tier(cluster: Cluster, stride: int, size: int) -> Tier:
-    """Return the outermost tier that a group of `size` ranks, `stride` apart, uses."""
+    """Return the outermost tier that a group of ranks uses.
+
+    Args:
+        cluster: Chips and links.
+        stride: Distance of neighbours in the group.
+        size: Ranks of the group.
+    """
     for tier in cluster.tiers:
         if stride * size <= tier.size:
             return tier

@@ -41,18 +41,18 @@ class RankMemory:
     """Bytes on one rank, by kind.
 
     Attributes:
-        weights: in master precision.
-        values: what the model computes with, where it is not the weights themselves.
-        gradients: including what compression has not sent yet.
-        activations: what the backward passes of the microbatches in flight need.
-        logits: one chunk.
-        messages: in transit between stages.
-        buffers: for arriving gradients on a CPU, and for offloaded data on its way through the
+        weights: In master precision.
+        values: What the model computes with, where it is not the weights themselves.
+        gradients: Including what compression has not sent yet.
+        activations: What the backward passes of the microbatches in flight need.
+        logits: One chunk.
+        messages: In transit between stages.
+        buffers: For arriving gradients on a CPU, and for offloaded data on its way through the
             device.
-        checkpoint: the copy that is being written, where it is in the same memory.
-        temporaries: of single operations.
-        overhead: what the device's software takes, and what its allocator cannot use.
-        host: what is kept in host memory, where the device has its own.
+        checkpoint: The copy that is being written, where it is in the same memory.
+        temporaries: Of single operations.
+        overhead: What the device's software takes, and what its allocator cannot use.
+        host: What is kept in host memory, where the device has its own.
     """
 
     weights: int
@@ -99,13 +99,13 @@ def compute_memory(
     """Return the memory of one rank.
 
     Args:
-        config: model, precision, optimizer and layout.
-        parameters: the rank's parameters.
-        ranks: how many ranks share one copy of the dense parameters.
-        plans: the stages that the rank runs.
-        actions: its list of actions, in order.
-        expert_ranks: how many ranks share one copy of the experts.
-        host: whether the device is the host, where transfers need buffers and checkpoints are
+        config: Model, precision, optimizer and layout.
+        parameters: The rank's parameters.
+        ranks: How many ranks share one copy of the dense parameters.
+        plans: The stages that the rank runs.
+        actions: Its list of actions, in order.
+        expert_ranks: How many ranks share one copy of the experts.
+        host: Whether the device is the host, where transfers need buffers and checkpoints are
             copied in the same memory.
     """
     width = DTYPE_BYTES[config.train.precision]
@@ -246,11 +246,11 @@ def compute_optimizer_state_bytes(
     """Return the bytes of optimizer state.
 
     Args:
-        optim: the optimizer and the type of its state.
-        elements: number of parameters.
-        outside_blocks: how many of them are not matrices of blocks.
-        master: bytes of an element in master precision.
-        saved: as in a checkpoint, which stores 8-bit blocks as fp32.
+        optim: The optimizer and the type of its state.
+        elements: Number of parameters.
+        outside_blocks: How many of them are not matrices of blocks.
+        master: Bytes of an element in master precision.
+        saved: As in a checkpoint, which stores 8-bit blocks as fp32.
     """
     moment = 4.0 if saved and optim.state == "int8" else compute_moment_bytes(optim, master)
     total = elements * (count_moments(optim) * moment + (master if optim.ema is not None else 0))
@@ -279,12 +279,12 @@ def compute_rank_memory(
     """Return the memory of the first of the ranks with pipeline coordinate `rank`.
 
     Args:
-        config: model, precision and optimizer.
-        layout: the sizes of the axes.
-        plans: all stages of the model.
-        schedule: that of one step; if it is not lowered, messages are not counted.
-        rank: a pipeline coordinate.
-        host: as in `compute_memory`.
+        config: Model, precision and optimizer.
+        layout: The sizes of the axes.
+        plans: All stages of the model.
+        schedule: That of one step; if it is not lowered, messages are not counted.
+        rank: A pipeline coordinate.
+        host: As in `compute_memory`.
     """
     rank_plans = [plans[stage] for stage in schedule.list_stages(rank)]
     return compute_memory(

@@ -48,10 +48,10 @@ def estimate_peak_memory(config: RunConfig, chip: Chip, c: LayoutSizes, schedule
     which makes the final decision on what fits.
 
     Args:
-        config: the run; its layout is ignored.
-        chip: the device.
-        c: the sizes of the candidates.
-        schedule: indices into `SCHEDULES`, one for each candidate.
+        config: The run; its layout is ignored.
+        chip: The device.
+        c: The sizes of the candidates.
+        schedule: Indices into `SCHEDULES`, one for each candidate.
     """
     blocks, one_stage = _BlockTable(config, c), c.pipeline == 1
     v_shaped, nowhere = _has_schedule(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
@@ -75,9 +75,9 @@ class _ActivationCounts(NamedTuple):
     """The most that a rank holds at once, in activations of one microbatch on one stage.
 
     Attributes:
-        backward: those that wait for a backward pass.
-        weight_pass: those that a backward pass left for a weight pass.
-        either: those that wait for one of the two; each counts as the larger.
+        backward: Those that wait for a backward pass.
+        weight_pass: Those that a backward pass left for a weight pass.
+        either: Those that wait for one of the two; each counts as the larger.
     """
 
     backward: Array
@@ -90,11 +90,11 @@ class _PipelineRank:
     """One rank of each candidate.
 
     Attributes:
-        c: the sizes of the candidates.
-        blocks: what a block of each candidate has.
-        counts: activations that the rank holds.
-        first, last: whether it has the first and the last stage.
-        full: whether it has as many blocks as the fullest rank; otherwise as many as the rank with
+        c: The sizes of the candidates.
+        blocks: What a block of each candidate has.
+        counts: Activations that the rank holds.
+        first, last: Whether it has the first and the last stage.
+        full: Whether it has as many blocks as the fullest rank; otherwise as many as the rank with
             the last stage.
     """
 
@@ -163,8 +163,8 @@ class _BlockTable:
         consecutive layers of each of its stages may have.
 
         Args:
-            kind: index into `layers`, the largest kind first.
-            first: of the fullest rank; otherwise of the rank with the last stage.
+            kind: Index into `layers`, the largest kind first.
+            first: Of the fullest rank; otherwise of the rank with the last stage.
         """
         free = np.asarray(self.per_rank[first], dtype=int)
         per_stage = -(-free // self.chunks)
@@ -178,8 +178,8 @@ class _BlockTable:
         """Return the sum of a quantity over the blocks of a rank.
 
         Args:
-            name: a quantity of a block, such as "kept".
-            first: as in `count`.
+            name: A quantity of a block, such as "kept".
+            first: As in `count`.
         """
         return sum(
             self.count(kind, first) * self._of[kind, name] for kind in range(len(self.layers))
@@ -214,8 +214,8 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     master = max(4, width)
     table = describe_position_table(model, train.seq)
     positions = 0 if table is None else table.rows * table.width
-    both, tied = rank.first & rank.last, model.tie_embeddings
-    tables = rank.first * 1 + rank.last - both * tied
+    is_whole_model, tied = rank.first & rank.last, model.tie_embeddings
+    tables = rank.first * 1 + rank.last - is_whole_model * tied
     ends = blocks.table * tables + positions * rank.first
     names = ("vectors", "split", "replicated", "shared", "experts")
     vectors, split, replicated, shared, experts = (blocks.sum_blocks(name, full) for name in names)
@@ -241,7 +241,7 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     if config.optim.offload and not chip.is_host:
         master_and_state = float(master if width == master else 0)
         values = values + np.where((c.zero == 3) & (width < master), shard, 0.0)
-    second_table = blocks.table * (both & (c.microbatches > 1))
+    second_table = blocks.table * (is_whole_model & (c.microbatches > 1))
     gradients = np.where(c.zero >= 2, vectors + borrowed + second_table + shard, total)
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)

@@ -31,15 +31,15 @@ class RankParameters:
     and the late part after it.
 
     Attributes:
-        vectors: all gains and biases.
-        split: the matrices that tensor ranks divide.
-        tables: each embedding table, and the head.
-        experts: the matrices of experts, 0 where there are none.
-        replicated: the matrices that all tensor ranks have whole.
-        shared: the matrices that groups of neighbouring tensor ranks have in common.
-        positions: the table of positions, which is whole on all tensor ranks as well.
-        tensor: number of tensor ranks.
-        copies: tensor ranks of a group that has `shared` matrices in common.
+        vectors: All gains and biases.
+        split: The matrices that tensor ranks divide.
+        tables: Each embedding table, and the head.
+        experts: The matrices of experts, 0 where there are none.
+        replicated: The matrices that all tensor ranks have whole.
+        shared: The matrices that groups of neighbouring tensor ranks have in common.
+        positions: The table of positions, which is whole on all tensor ranks as well.
+        tensor: Number of tensor ranks.
+        copies: Tensor ranks of a group that has `shared` matrices in common.
     """
 
     vectors: int
@@ -122,8 +122,8 @@ class RankParameters:
         """Return the same parameters with an entry for each bucket instead of each part of a block.
 
         Args:
-            config: has the size of buckets.
-            plans: the stages of this rank.
+            config: Has the size of buckets.
+            plans: The stages of this rank.
         """
         parts, merged, stop = self._parts, [], 0
         for group in self.group_blocks(config, plans):
@@ -139,8 +139,8 @@ class RankParameters:
         """Return the units of each stage, by its number, with their buckets.
 
         Args:
-            config: has the size of buckets, and whether embeddings are tied.
-            plans: the stages of this rank.
+            config: Has the size of buckets, and whether embeddings are tied.
+            plans: The stages of this rank.
         """
         parts = self._parts
         blocks: list[UnitBuckets] = []
@@ -155,7 +155,7 @@ class RankParameters:
                 continue
             shared_buckets = _make_buckets(number, _sum_parts(parts[number : 2 * group.stop]))
             blocks += [
-                UnitBuckets(rest=shared_buckets, ends=block == group.start)
+                UnitBuckets(first_half=shared_buckets, ends=block == group.start)
                 for block in range(group.start, group.stop)
             ]
         for number in range(2 * len(blocks), len(parts), 2):
@@ -171,13 +171,13 @@ class RankParameters:
         # The first user of the token table reduces it: the embedding, a predictor, or a tied head.
         predictors = [replace(unit, tables=tokens) for unit in blocks[layers:]]
         if predictors and not first:
-            predictors[0] = replace(predictors[0], own=tokens)
+            predictors[0] = replace(predictors[0], own_tables=tokens)
         head_tables = tokens if tied else tables[-1:]
         head = UnitBuckets(
-            tables=head_tables, own=() if tied and (first or predictors) else head_tables
+            tables=head_tables, own_tables=() if tied and (first or predictors) else head_tables
         )
         embeddings = tokens + _make_buckets(-2, [self.positions])
-        embedding = UnitBuckets(tables=embeddings, own=embeddings)
+        embedding = UnitBuckets(tables=embeddings, own_tables=embeddings)
         stages, start = {}, 0
         for plan in plans:
             stop = start + len(plan.blocks)
@@ -213,7 +213,13 @@ class _PartCounts:
 def count_parameters(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan]
 ) -> RankParameters:
-    """Return the parameters of a rank that has the stages of `plans`."""
+    """Return the parameters of a rank that has the stages of `plans`.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        plans: The stages of the rank.
+    """
     model = config.model
     sizes = {
         "tensor": layout.tensor,

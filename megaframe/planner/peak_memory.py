@@ -45,10 +45,10 @@ def compute_peak_memory(
     """Return the memory of the rank that needs most, the chip's overhead included.
 
     Args:
-        config: model, precision, recompute and microbatch.
-        layout: the sizes of the axes.
-        schedule: that of one step, not lowered.
-        chip: the device.
+        config: Model, precision, recompute and microbatch.
+        layout: The sizes of the axes.
+        schedule: That of one step, not lowered.
+        chip: The device.
     """
     memories = compute_pipeline_memory(config, layout, schedule, chip)
     return max(memories.values(), key=lambda memory: memory.total)
@@ -61,7 +61,7 @@ def compute_pipeline_memory(
     included; of a long pipeline only of those that may need most.
 
     Args:
-        config, layout, schedule, chip: as in `compute_peak_memory`.
+        config, layout, schedule, chip: As in `compute_peak_memory`.
     """
     plans, lowered, num_ranks = plan_stages(config), lower(schedule), len(schedule.ranks)
     ranks = (
@@ -87,7 +87,13 @@ def select_nonzero_kinds(memory: RankMemory) -> dict[str, int]:
 
 
 def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> RunConfig:
-    """Return the config with numbers in place of `train.recompute_blocks=auto`."""
+    """Return the config with numbers in place of `train.recompute_blocks=auto`.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        chip: The devices.
+    """
     if config.train.recompute_blocks != "auto":
         return config
     return _with_blocks(config, find_min_recomputed_blocks(config, layout, chip))
@@ -96,7 +102,13 @@ def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> R
 def find_min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
     """Return the number of recomputed blocks of each stage: the fewest with which the planned
     memory of each rank leaves room on the chip (one fewer on any stage would not). All blocks of a
-    rank if even that does not suffice."""
+    rank if even that does not suffice.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        chip: The devices.
+    """
     plain = _with_blocks(config, 0)
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(plain, microbatches))

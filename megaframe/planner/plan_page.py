@@ -58,11 +58,11 @@ def write_page(
     """Write the page of a plan, which needs no network.
 
     Args:
-        path: the HTML file.
-        choice: the layout that is described.
-        result: the search that made the choice, if any; with it the page lists the alternatives.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
+        path: The HTML file.
+        choice: The layout that is described.
+        result: The search that made the choice, if any; with it the page lists the alternatives.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
 
     Raises:
         UserError: plotly is not installed.
@@ -122,8 +122,8 @@ class Chart:
     """A chart.
 
     Attributes:
-        traces: what plotly draws, as (kind of trace, its data).
-        axes: further arguments of plotly's layout.
+        traces: What plotly draws, as (kind of trace, its data).
+        axes: Further arguments of plotly's layout.
     """
 
     title: str
@@ -132,7 +132,13 @@ class Chart:
 
 
 def make_charts(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Iterator[Chart]:
-    """Yield the charts: memory, step, roofline and scaling."""
+    """Yield the charts: memory, step, roofline and scaling.
+
+    Args:
+        choice: The layout that is shown.
+        cluster: Chips and links.
+        constants: Fitted constants of the chips.
+    """
     memory = choice.prediction.memory_bytes
     total = cluster.chip.memory / _GIB
     yield Chart(
@@ -287,9 +293,9 @@ class CommunicationRoofline:
     The axis is bound by compute if intensity is at least ridge.
 
     Attributes:
-        tier: the tier of its transfers.
-        intensity: operations of a rank per byte that it moves for this axis.
-        ridge: operations in the time of one byte on the tier.
+        tier: The tier of its transfers.
+        intensity: Operations of a rank per byte that it moves for this axis.
+        ridge: Operations in the time of one byte on the tier.
     """
 
     axis: str
@@ -312,10 +318,10 @@ def compute_communication_rooflines(
     once per step counts divided by the number of microbatches.
 
     Args:
-        config: the run.
-        layout: the sizes of its axes.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
+        config: The run.
+        layout: The sizes of its axes.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
     """
     machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     model, width = config.model, machine.rate.width

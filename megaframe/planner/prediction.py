@@ -76,16 +76,16 @@ class Prediction:
     """Prediction of one step of a run.
 
     Attributes:
-        step_seconds: mean time of a step, including stragglers but not failures.
-        breakdown: seconds by part, which sum to `step_seconds`: compute; tensor, context, expert,
+        step_seconds: Mean time of a step, including stragglers but not failures.
+        breakdown: Seconds by part, which sum to `step_seconds`: compute; tensor, context, expert,
             data, pipeline (exposed communication of each axis); bubble, optimizer, other.
-        mfu, hfu: shares of the chip's dense peak, with causal attention counted as half; hfu
+        mfu, hfu: Shares of the chip's dense peak, with causal attention counted as half; hfu
             includes recompute. None if no peak is known.
-        tflops_per_gpu: model TFLOP/s per GPU, with causal attention counted as half.
-        memory_bytes: bytes by kind on the rank that needs most.
-        fits: whether the chip has as many.
-        host_bytes: bytes that this rank keeps in host memory.
-        reasons: sentences with numbers, the most important first.
+        tflops_per_gpu: Model TFLOP/s per GPU, with causal attention counted as half.
+        memory_bytes: Bytes by kind on the rank that needs most.
+        fits: Whether the chip has as many.
+        host_bytes: Bytes that this rank keeps in host memory.
+        reasons: Sentences with numbers, the most important first.
     """
 
     step_seconds: float
@@ -106,13 +106,13 @@ def predict(
     """Predict a step of `config` on `layout`.
 
     Args:
-        config: a config that has passed `check`.
-        layout: the sizes of its axes.
-        cluster: the chips and links that it runs on.
-        constants: what kernels and collectives reach there.
+        config: A config that has passed `check`.
+        layout: The sizes of its axes.
+        cluster: The chips and links that it runs on.
+        constants: What kernels and collectives reach there.
 
     Raises:
-        UserError: the cluster has fewer ranks, or its chip lacks the config's precision.
+        UserError: The cluster has fewer ranks, or its chip lacks the config's precision.
     """
     if layout.world > cluster.size:
         raise UserError(
@@ -223,9 +223,9 @@ def _estimate_end_of_step(
     """Return the seconds of the exposed exchange between data ranks and those of the update.
 
     Args:
-        plans: stages of the rank.
-        loads: parameters of every layer.
-        compute: seconds of one microbatch on the rank.
+        plans: Stages of the rank.
+        loads: Parameters of every layer.
+        compute: Seconds of one microbatch on the rank.
     """
     tied = machine.config.model.tie_embeddings
     layers = [layer for plan in plans for layer in plan.blocks]
@@ -302,13 +302,13 @@ def explain_step(
     that takes at least a fiftieth of the step, the longest first.
 
     Args:
-        config: the run.
-        layout: the sizes of its axes.
-        cluster: where it runs.
-        constants: what was assumed of kernels and collectives.
-        breakdown: seconds by part.
-        memory: bytes on the device by kind.
-        host_bytes: bytes in host memory.
+        config: The run.
+        layout: The sizes of its axes.
+        cluster: Where it runs.
+        constants: What was assumed of kernels and collectives.
+        breakdown: Seconds by part.
+        memory: Bytes on the device by kind.
+        host_bytes: Bytes in host memory.
     """
     step = sum(breakdown.values())
     total, capacity = sum(memory.values()), cluster.chip.memory

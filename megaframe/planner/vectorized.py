@@ -64,10 +64,10 @@ def estimate(
     """Estimate all candidates, at least 100,000 per second.
 
     Args:
-        config: the run; its layout is ignored.
-        cluster: the chips and links.
-        constants: what kernels and collectives reach there.
-        candidates: the layouts.
+        config: The run; its layout is ignored.
+        cluster: The chips and links.
+        constants: What kernels and collectives reach there.
+        candidates: The layouts.
     """
     rounds = [
         _estimate_round(
@@ -125,7 +125,7 @@ class BusiestRank:
     """What the rank with most work has.
 
     Attributes:
-        blocks: its blocks.
+        blocks: Its blocks.
         heads: 1 if it has the head, else 0.
     """
 
@@ -157,9 +157,9 @@ def estimate_bubble_seconds(schedule: Array, sizes: LayoutSizes, passes: PassTim
     different times. For v-half it is exact if all passes are equal and the number of ranks is even.
 
     Args:
-        schedule: indices into `SCHEDULES`.
-        sizes: the layouts.
-        passes: seconds of all of a rank's stages for one microbatch.
+        schedule: Indices into `SCHEDULES`.
+        sizes: The layouts.
+        passes: Seconds of all of a rank's stages for one microbatch.
     """
     ranks_before = sizes.pipeline - 1
     forward, backward, weight = passes.forward, passes.backward, passes.weight

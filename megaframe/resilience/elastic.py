@@ -29,9 +29,9 @@ def fit_layout(config: RunConfig, world: int) -> tuple[RunConfig, int]:
         return config, world
     for sizes in _list_candidates(config.parallel, world):
         candidate = _apply_sizes(config, sizes)
-        used = sizes["data"] * sizes["tensor"] * sizes["pipeline"] * sizes["context"]
-        if not find_mistakes(candidate, used, data=False):
-            return candidate, used
+        ranks = sizes["data"] * sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+        if not find_mistakes(candidate, ranks, data=False):
+            return candidate, ranks
     reasons = "\n  ".join(find_mistakes(config, world, data=False))
     raise UserError(
         f"faults.elastic found no layout for {world} ranks; the layout of the config:\n  {reasons}"

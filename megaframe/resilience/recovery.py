@@ -269,10 +269,10 @@ class FaultHandler:
                 text = f"step {step}: all replicas are equal when rerun; the difference on"
                 self._metrics.note(f"{text} {name_ranks(before.ranks)} was a transient fault")
             return False
-        which = name_ranks(mismatch.ranks) + (
+        ranks = name_ranks(mismatch.ranks) + (
             "" if mismatch.sure else ", of which one must be wrong,"
         )
-        text = f"step {step}: weights on {which} differ from their replicas"
+        text = f"step {step}: weights on {ranks} differ from their replicas"
         if before is not None:
             self._metrics.note(text)
             raise BadDevice(f"{text}, again after resuming from a checkpoint: check the device")

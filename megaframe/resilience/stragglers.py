@@ -46,10 +46,12 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], factor: float) -> Iter
     """
     for column, kind in enumerate(KINDS):
         for rank, own_times in times.items():
-            others = [other_times[column] for other, other_times in times.items() if other != rank]
-            if not others:
+            times_of_others = [
+                other_times[column] for other, other_times in times.items() if other != rank
+            ]
+            if not times_of_others:
                 continue
-            median = statistics.median(others)
+            median = statistics.median(times_of_others)
             if own_times[column] > max(factor * median, median + _LEAST_SECONDS):
                 yield SlowRank(rank, kind, own_times[column], median)
 

@@ -31,7 +31,13 @@ def get_stage_of_chunk(rank: int, chunk: int, ranks: int, placement: Placement) 
 
 
 def list_ranks_by_stage(ranks: int, chunks: int, placement: Placement) -> tuple[int, ...]:
-    """Return the rank of every stage, by stage number."""
+    """Return the rank of every stage, by stage number.
+
+    Args:
+        ranks: Pipeline ranks.
+        chunks: Stages per rank.
+        placement: Where stages are.
+    """
     direction = range(ranks)
     return tuple(
         rank
@@ -68,7 +74,13 @@ def divide_into_turns(microbatches: int, group: int) -> list[int]:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> list[Action]:
-    """Return `warm_up` forwards, then forwards and backwards in turn, then the other backwards."""
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the other backwards.
+
+    Args:
+        forwards: Forwards of a rank, in order.
+        backwards: Its backwards, in order.
+        warm_up: How many forwards come before the first backward.
+    """
     order = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += (forward, backward)

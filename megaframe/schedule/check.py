@@ -192,10 +192,10 @@ def _make_missing_error(schedule: Schedule, positions: _Positions, action: Actio
     stage, kind = action.stage, action.kind
     assert stage is not None
     rank = schedule.rank_of[stage]
-    later = [b for a, b in _ORDER if a is kind]
-    earlier = [a for a, b in _ORDER if b is kind]
-    after = [positions.get(Action(k, stage, action.microbatch)) for k in later]
-    before = [positions.get(Action(k, stage, action.microbatch)) for k in earlier]
+    kinds_after = [b for a, b in _ORDER if a is kind]
+    kinds_before = [a for a, b in _ORDER if b is kind]
+    after = [positions.get(Action(k, stage, action.microbatch)) for k in kinds_after]
+    before = [positions.get(Action(k, stage, action.microbatch)) for k in kinds_before]
     position = min(
         (place[1] for place in after if place),
         default=max((place[1] + 1 for place in before if place), default=len(schedule.ranks[rank])),
@@ -229,14 +229,14 @@ def _check_reductions(schedule: Schedule, positions: _Positions) -> None:
         ]
         place = positions.get(Action(ActionKind.REDUCE, stage))
         if place is None:
-            missing = Action(ActionKind.REDUCE, stage)
-            problem = f"{missing} is missing; it stands before the last gradient of its stage"
-            raise _make_cell_error(schedule, rank, completing[-1], problem, missing)
-        later = sum(position > place[1] for position in completing)
-        if later != 1:
+            reduction = Action(ActionKind.REDUCE, stage)
+            problem = f"{reduction} is missing; it stands before the last gradient of its stage"
+            raise _make_cell_error(schedule, rank, completing[-1], problem, reduction)
+        num_later = sum(position > place[1] for position in completing)
+        if num_later != 1:
             problem = (
-                f"{stage}REDUCE stands before {later} of the stage's {len(completing)} gradients; "
-                f"it stands before the last one, {schedule.ranks[rank][completing[-1]]}"
+                f"{stage}REDUCE stands before {num_later} of the stage's {len(completing)} "
+                f"gradients; it stands before the last one, {schedule.ranks[rank][completing[-1]]}"
             )
             raise _make_cell_error(schedule, rank, place[1], problem)
 

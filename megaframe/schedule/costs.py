@@ -58,16 +58,16 @@ class ActionCosts:
         """Return the costs of one stage, if these are those of a rank's whole share of `chunks`
         stages."""
 
-        def part(value: PerStage) -> PerStage:
+        def divide(value: PerStage) -> PerStage:
             if isinstance(value, tuple):
                 return tuple(_divide(seconds, chunks) for seconds in value)
             return _divide(value, chunks)
 
         return replace(
             self,
-            forward=part(self.forward),
-            backward=part(self.backward),
-            weight=part(self.weight),
+            forward=divide(self.forward),
+            backward=divide(self.backward),
+            weight=divide(self.weight),
         )
 
 

@@ -57,7 +57,14 @@ def _list_name_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def make_metadata_event(
     rank: int, thread: int, kind: str, **arguments: str | int
 ) -> dict[str, Any]:
-    """Return the event that names or sorts a rank or one of its threads."""
+    """Return the event that names or sorts a rank or one of its threads.
+
+    Args:
+        rank: Number of the process in the viewer.
+        thread: Number of the row within the rank.
+        kind: Name of the event in the format.
+        **arguments: Its arguments.
+    """
     return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": arguments}
 
 

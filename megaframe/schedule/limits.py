@@ -92,7 +92,13 @@ def find_name_mistakes(
 
 def find_group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
     """Yield a message for each reason why `group` microbatches per turn of a chunk are not
-    possible."""
+    possible.
+
+    Args:
+        name: Of the schedule.
+        ranks: Pipeline ranks.
+        group: Microbatches per turn; None for the default.
+    """
     if group is None:
         return
     if name != "interleaved":

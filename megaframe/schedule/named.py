@@ -37,7 +37,7 @@ def build_named_schedule(
     """
     size = (ranks, chunks, microbatches)
     if name == "interleaved":
-        lists = [interleaved(rank, *size, group) for rank in range(ranks)]
+        lists = [order_interleaved(rank, *size, group) for rank in range(ranks)]
     else:
         lists = [GENERATORS[name](rank, *size) for rank in range(ranks)]
     return Schedule(tuple(map(tuple, lists)))
@@ -66,7 +66,7 @@ def count_min_live_activations(name: str, ranks: int, chunks: int, microbatches:
     return min(bounds.get(name, Fraction(1)), Fraction(microbatches))
 
 
-def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def order_gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """All forwards, then all backwards (Huang et al. 2019). Bubble (p-1)(F+B+W); live m.
 
     Args:
@@ -75,10 +75,10 @@ def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
         chunks: Not used; there is one stage per rank.
         microbatches: Microbatches per step (m).
     """
-    return breadth_first(rank, ranks, 1, microbatches)
+    return order_breadth_first(rank, ranks, 1, microbatches)
 
 
-def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def order_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """1F1B (Narayanan et al. 2019, PipeDream-Flush). Bubble (p-1)(F+B+W); live p - rank.
 
     With one rank this is gradient accumulation.
@@ -92,7 +92,7 @@ def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: i
     return _order_one_stage(rank, microbatches, warm_up=ranks - 1 - rank)
 
 
-def interleaved(
+def order_interleaved(
     rank: int, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> list[Action]:
     """Interleaved 1F1B (Narayanan et al. 2021): chunks take turns of g microbatches.
@@ -112,7 +112,7 @@ def interleaved(
     return alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * max(turns))
 
 
-def breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def order_breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """All microbatches of one chunk before the next chunk, all forwards first (Lamy-Poirier 2022).
 
     Bubble (p-1)(F+B+W)/v for m >= p; live m. Each stage needs its weights only twice per step.
@@ -127,7 +127,7 @@ def breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list
     return forwards + backwards
 
 
-def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def order_zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """1F1B with weight gradients deferred as far as the memory of 1F1B's first rank allows
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
     W <= F, B; live p.
@@ -143,7 +143,7 @@ def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     )
 
 
-def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def order_zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """Like zb-h1, with enough forwards in the warm-up to fill the pipeline.
 
     Bubble (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1.
@@ -159,7 +159,7 @@ def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     )
 
 
-def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def order_zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """Two chunks in a V (Qi et al. 2023, section 6).
 
     Bubble (p-1)(B-W) for m >= 2p-1 and W <= F <= B, so 0 at F=B=W; live p. At the end, weight
@@ -177,7 +177,7 @@ def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     return split_backwards(order, deferred=range(first, first + 2 * rank))
 
 
-def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def order_dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """DualPipe (DeepSeek-AI 2024) cut in half: the order of zb-v, in which only the first p-1-rank
     and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p.
 
@@ -194,7 +194,7 @@ def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Ac
     )
 
 
-def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def order_v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """Two chunks in a V whose activations live half as long as in 1F1B (Qi et al. 2024, "Pipeline
     Parallelism with Controllable Memory"). A block of six slots repeats. A chunk's forward and
     backward together take three slots to move on by one rank. At F=B=W=1, bubble (7p-4)/4 for even
@@ -274,14 +274,14 @@ def _count_trailing_backwards(order: list[Action]) -> int:
 
 
 GENERATORS: Mapping[str, Callable[[int, int, int, int], list[Action]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "breadth-first": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "dualpipe-v": dualpipe_v,
+    "gpipe": order_gpipe,
+    "1f1b": order_1f1b,
+    "interleaved": order_interleaved,
+    "breadth-first": order_breadth_first,
+    "zb-h1": order_zb_h1,
+    "zb-h2": order_zb_h2,
+    "zb-v": order_zb_v,
+    "v-half": order_v_half,
+    "dualpipe-v": order_dualpipe_v,
 }
 """The function for each name, from (rank, ranks, chunks, microbatches) to the list of one rank."""

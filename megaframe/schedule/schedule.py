@@ -71,6 +71,7 @@ def parse_schedule(text: str, name: str = "schedule") -> Schedule:
     """Parse a schedule.
 
     Args:
+        text: The schedule, as `str` shows it.
         name: What messages call the source of the text.
 
     Raises:

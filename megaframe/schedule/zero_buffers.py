@@ -42,28 +42,28 @@ class UnitBuckets:
 
     Attributes:
         second_half: Matrices of the second half of a block.
-        rest: Its other matrices.
+        first_half: Its other matrices.
         tables: Tables that it uses.
-        own: The tables whose gradients it reduces.
+        own_tables: The tables whose gradients it reduces.
         ends: Whether it completes the gradients of `rest`, which it may share with blocks before
             it.
     """
 
     second_half: tuple[BucketSize, ...] = ()
-    rest: tuple[BucketSize, ...] = ()
+    first_half: tuple[BucketSize, ...] = ()
     tables: tuple[BucketSize, ...] = ()
-    own: tuple[BucketSize, ...] = ()
+    own_tables: tuple[BucketSize, ...] = ()
     ends: bool = True
 
     @property
     def buckets(self) -> tuple[BucketSize, ...]:
         """All buckets whose values the unit needs."""
-        return (*self.second_half, *self.rest, *self.tables)
+        return (*self.second_half, *self.first_half, *self.tables)
 
     @property
     def reduced(self) -> tuple[BucketSize, ...]:
         """The buckets whose gradients are complete after the unit, without its second half."""
-        return (*(self.rest if self.ends else ()), *self.own)
+        return (*(self.first_half if self.ends else ()), *self.own_tables)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,9 @@ class _BucketPass(NamedTuple):
 
 def _list_passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_BucketPass]:
     """Return the passes of a list of actions, without the actions that compute nothing."""
-    later = {(action.stage, action.microbatch) for action in actions if action.kind is ActionKind.W}
+    split_passes = {
+        (action.stage, action.microbatch) for action in actions if action.kind is ActionKind.W
+    }
     passes: list[_BucketPass] = []
     following: UnitBuckets | None = None
     open_stages = {action.stage for action in actions if action.kind is ActionKind.REDUCE}
@@ -154,7 +156,7 @@ def _list_passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_Buc
         kind, stage = action.kind, action.stage
         if stage is None or kind not in (ActionKind.F, ActionKind.B, ActionKind.W):
             continue
-        split = kind is ActionKind.B and (stage, action.microbatch) in later
+        split = kind is ActionKind.B and (stage, action.microbatch) in split_passes
         last = kind is not ActionKind.F and not split and stage in open_stages
         open_stages -= {stage} if last else set()
         passes.append(_BucketPass(kind, stage, split, last, following))
@@ -217,7 +219,7 @@ class _BufferSimulation:
             if unit is stage.head:
                 self._add(unit.tables)
         if stage.head is not None:
-            self._reduce(stage.head.own)
+            self._reduce(stage.head.own_tables)
 
     def _run_backward(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
         """Simulate a backward pass; if its weight pass comes later, it adds to tables only."""
@@ -225,22 +227,24 @@ class _BufferSimulation:
             if not bucket_pass.split:
                 self._add(unit.second_half)
                 self._reduce(unit.second_half)
-                self._add(unit.rest)
+                self._add(unit.first_half)
             self._add(unit.tables)
             if not bucket_pass.split:
                 self._reduce(unit.reduced)
         if stage.embedding is not None:  # needs no values in backward
             self._add(stage.embedding.tables)
             if not bucket_pass.split:
-                self._reduce(stage.embedding.own)
+                self._reduce(stage.embedding.own_tables)
 
     def _run_weight_backward(self, stage: StageBuckets) -> None:
         for unit in stage.list_units(backward=True):
-            self._add(unit.second_half + unit.rest)  # all gradients are added before any is reduced
+            self._add(
+                unit.second_half + unit.first_half
+            )  # all gradients are added before any is reduced
             self._reduce(unit.second_half)
             self._reduce(unit.reduced)
         if stage.embedding is not None:
-            self._reduce(stage.embedding.own)
+            self._reduce(stage.embedding.own_tables)
 
     def _visit(
         self, units: Sequence[UnitBuckets], following: UnitBuckets | None

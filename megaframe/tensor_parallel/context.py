@@ -38,7 +38,13 @@ class TensorParallel:
     fp8: Fp8Matmul | None = None
 
     def forward_product(self, x_TI: Tensor, matrix_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T plus the bias, [T, O]."""
+        """Return x W^T plus the bias, [T, O].
+
+        Args:
+            x_TI: Rows.
+            matrix_OI: The weight.
+            bias_O: The bias; None for none.
+        """
         if self.fp8 is None or not self.fp8.supports(*matrix_OI.shape):
             return multiply(x_TI, matrix_OI.t(), bias_O)
         y_TO = self.fp8.multiply(x_TI, matrix_OI, gradient=False, matrix=True)
@@ -95,10 +101,10 @@ class RowPartition:
     def pad(self, x_T: Tensor, value: float = 0) -> Tensor:
         """Pad [tokens, ...] with `value` to [padded, ...]."""
         # The last rows are padding that nothing reads; they only make the parts equal.
-        missing = self.padded - self.tokens
-        if not missing:
+        padding = self.padded - self.tokens
+        if not padding:
             return x_T
-        return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing), value=value)
+        return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, padding), value=value)
 
     def remove_padding(self, x_T: Tensor) -> Tensor:
         """Return the rows [tokens, ...] of [padded, ...]."""

@@ -42,7 +42,13 @@ def is_available(group: Group, node_size: int) -> bool:
 
 
 def gather_and_multiply(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
-    """Gather the rows of all ranks and multiply them by `right`, [T, O]."""
+    """Gather the rows of all ranks and multiply them by `right`, [T, O].
+
+    Args:
+        x_RI: This rank's rows.
+        right_IO: The right operand.
+        group: The tensor ranks.
+    """
     group.traffic.count(x_RI.nbytes * (group.size - 1))
     # return_A=False: the gathered rows are not kept, because the backward pass gathers them again.
     _, (y_TO,) = torch.ops.symm_mem.fused_all_gather_matmul(
@@ -52,7 +58,13 @@ def gather_and_multiply(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
 
 
 def multiply_and_scatter(x_TI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
-    """Multiply x by `right` and sum over the ranks; the result is this rank's rows [R, O]."""
+    """Multiply x by `right` and sum over the ranks; the result is this rank's rows [R, O].
+
+    Args:
+        x_TI: Rows of all ranks, with this rank's part of the inner dim.
+        right_IO: The right operand.
+        group: The tensor ranks.
+    """
     y_RO = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TI, right_IO, "sum", 0, _name(group))
     group.traffic.count(y_RO.nbytes * (group.size - 1))
     return y_RO

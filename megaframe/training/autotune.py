@@ -235,15 +235,15 @@ def measure(dtype: torch.dtype) -> CPURoutines:
     methods = cpu_attention.list_methods(dtype)
     default = make_named_routines(dtype, "torch")
     products, attention = default.products, default.attention
-    left = len(products) + len(attention)
+    num_left = len(products) + len(attention)
     before = matmul.get_libraries_in_use(dtype), cpu_attention.get_methods_in_use(dtype)
 
     def compute_deadline() -> float:
         """Return when the next measurement must end: all get an equal part of what is left."""
-        nonlocal left
+        nonlocal num_left
         now = time.perf_counter()
-        left -= 1
-        return now + (end - now) / (left + 1)
+        num_left -= 1
+        return now + (end - now) / (num_left + 1)
 
     try:
         for kind in products:

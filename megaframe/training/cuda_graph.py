@@ -96,7 +96,13 @@ class StepGraph:
         self, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor
     ) -> PipelineOutput:
         """Return what `compute` returns for the microbatches and the scale, an fp64 scalar. After
-        the first steps of a kind, record a graph and replay it."""
+        the first steps of a kind, record a graph and replay it.
+
+        Args:
+            compute: Runs the passes of a step.
+            microbatches: Of the step.
+            scale: Of the gradients.
+        """
         kind = tuple(_list_shapes(microbatch) for microbatch in microbatches)
         graph = self._graphs.get(kind)
         if graph is not None:

@@ -105,7 +105,13 @@ class Window:
 def split_windows(passage: TokenSequence, context: int, stride: int) -> Iterator[Window]:
     """Yield windows of at most `context` inputs that together count every token from
     `passage.first` on exactly once. Each window but the first counts at most `stride` tokens and
-    fills the rest with the context before them. 1 <= stride <= context."""
+    fills the rest with the context before them. 1 <= stride <= context.
+
+    Args:
+        passage: The tokens.
+        context: The most inputs of a window.
+        stride: The most tokens that a window counts, from 1 to `context`.
+    """
     inputs, counted = len(passage.tokens) - 1, passage.first - 1
     reach = max(context, counted + stride)
     while counted < inputs:
@@ -251,6 +257,11 @@ def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat)
     first document, so that every token of the text counts. A token file (PREFIX.bin) is used as it
     is, so all its tokens but the first count.
 
+    Args:
+        path: Of the file; PREFIX.bin is a token file.
+        tokenizer: For text; None if there is none.
+        reading: How a text file contains documents.
+
     Raises:
         UserError: For a file that cannot be read or has nothing to predict, and for a text file
             without a tokenizer.
@@ -285,7 +296,7 @@ def _read_token_file(prefix: str) -> TokenSequence:
     file = IndexedDataset(prefix)
     if file.dtype.kind not in "iu":
         raise UserError(f"{prefix} holds {file.dtype}; token ids are whole numbers")
-    tokens = np.concatenate([file.sequence(number) for number in range(len(file))])
+    tokens = np.concatenate([file.get_sequence(number) for number in range(len(file))])
     ends = np.concatenate(([0], np.cumsum(file.lengths, dtype=np.int64)))
     starts = ends[np.asarray(file.documents[:-1], np.int64)]
     return TokenSequence(

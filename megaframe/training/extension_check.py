@@ -24,8 +24,10 @@ def check_same_extensions(config: RunConfig, mesh: Mesh) -> None:
     pair = torch.tensor([number, -number], device=mesh.device)
     largest, smallest = all_reduce(pair, mesh.world, "max").wait().tolist()
     if largest != -smallest:
-        here = ", ".join(f"{name} with SHA-256 {digest[:12]}" for name, digest in loaded.items())
+        own_sources = ", ".join(
+            f"{name} with SHA-256 {digest[:12]}" for name, digest in loaded.items()
+        )
         raise UserError(
             f"run.extensions: ranks have loaded different sources; rank {mesh.rank} has "
-            f"{here or 'none'}; give all nodes the same files"
+            f"{own_sources or 'none'}; give all nodes the same files"
         )

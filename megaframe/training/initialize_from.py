@@ -74,9 +74,9 @@ def _slice_dense_mlp(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Ite
 
 def _find_mismatches(saved: ModelConfig, config: RunConfig) -> Iterator[str]:
     now = config.model
-    both = saved.moe is not None and now.moe is not None
+    both_have_experts = saved.moe is not None and now.moe is not None
     yield from find_differences(
-        saved, now, _MAY_DIFFER if both else _MAY_DIFFER | {"model.moe"}, "model"
+        saved, now, _MAY_DIFFER if both_have_experts else _MAY_DIFFER | {"model.moe"}, "model"
     )
     if saved.moe is None and now.moe is not None:
         yield from _check_upcycling(config)

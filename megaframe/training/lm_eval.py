@@ -117,7 +117,7 @@ class HarnessModel(TemplateLM):
         ends = options.get("until") or []
         ends = [ends] if isinstance(ends, str) else ends
         start = self._tokenizer.encode(prompt) or [self.eot_token_id]
-        known, text = len(self._tokenizer.decode(start)), ""
+        num_prompt_characters, text = len(self._tokenizer.decode(start)), ""
         chance = options.get("do_sample", True) and float(options.get("temperature") or 0.0)
         top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
         sampling = SamplingOptions(chance or 0.0, top_k, top_p)
@@ -130,7 +130,7 @@ class HarnessModel(TemplateLM):
             stop=self.eot_token_id,
             generator=torch.Generator().manual_seed(0),
         ):
-            text = self._tokenizer.decode(ids)[known:]
+            text = self._tokenizer.decode(ids)[num_prompt_characters:]
             ends_at = [text.index(end) for end in ends if end and end in text]
             if ends_at:
                 return text[: min(ends_at)]
@@ -154,11 +154,11 @@ def evaluate_tasks(
             machine.
     """
     manager = TaskManager(include_path=tasks.folder, include_defaults=tasks.folder is None)
-    known = set(manager.all_tasks)
-    missing = [name for name in tasks.names if name not in known]
-    if missing:
-        available = ", ".join(sorted(known)[:20]) or "none"
-        raise UserError(f"--tasks {','.join(missing)}: no such task; there are: {available}")
+    known_tasks = set(manager.all_tasks)
+    unknown_tasks = [name for name in tasks.names if name not in known_tasks]
+    if unknown_tasks:
+        available = ", ".join(sorted(known_tasks)[:20]) or "none"
+        raise UserError(f"--tasks {','.join(unknown_tasks)}: no such task; there are: {available}")
     model = HarnessModel(stage, tokenizer, context=context, batch=batch)
     try:
         results = simple_evaluate(

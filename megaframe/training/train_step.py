@@ -23,7 +23,7 @@ from megaframe.architecture.pipeline import build_forward_schedule, build_step_s
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.data.microbatch import Microbatch, context_part, look_ahead
+from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
 from megaframe.data_parallel.sharded_parameters import ShardedParameters, TiedEmbedding
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
@@ -240,7 +240,7 @@ class TrainStep:
     def _select_context_parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return this context rank's part of each microbatch."""
         index, size = self.context.index, self.context.size
-        return [context_part(microbatch, index, size) for microbatch in microbatches]
+        return [select_context_part(microbatch, index, size) for microbatch in microbatches]
 
 
 def _make_expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:

@@ -45,7 +45,7 @@ class Validator:
     def evaluate(self, logger: MetricsLogger, step: int) -> dict[str, float]:
         """Record loss, perplexity and bits per byte on the validation split, and the loss of each
         source if there are several. Returns what is recorded, which is the same on all ranks."""
-        batches = [*self._loader.evaluation(self._samples)]
+        batches = [*self._loader.iterate_validation(self._samples)]
         totals_M3 = self._sum_totals([batch for _, batch in batches])
         nats, tokens, size = totals_M3.sum(0).tolist()
         if not tokens:

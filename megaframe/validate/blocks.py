@@ -49,17 +49,17 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
             "model.blocks, which says what each layer has; leave them out"
         )
     for name, kind, section in (("moe", "moe", moe), ("latent", "latent", model.latent)):
-        used = [
+        layers_of_kind = [
             number
             for number, block in enumerate(model.blocks)
             if kind in (_get_kind(block.mixer), _get_kind(block.feed_forward))
         ]
-        if used and section is None:
+        if layers_of_kind and section is None:
             yield (
-                f"model.blocks.{used[0]} has kind: {kind}, and model.{name} is missing; set its "
-                "keys, or use another kind"
+                f"model.blocks.{layers_of_kind[0]} has kind: {kind}, and model.{name} is missing; "
+                "set its keys, or use another kind"
             )
-        if section is not None and not used:
+        if section is not None and not layers_of_kind:
             yield (
                 f"model.{name} has no effect, because no block of model.blocks has kind: {kind}; "
                 "leave it out"
@@ -84,11 +84,11 @@ def check_each_block(
     if model.blocks is None:
         yield from check(model)
         return
-    seen: set[str] = set()
+    reported: set[str] = set()
     for number, block in enumerate(model.blocks):
         for message in check(make_model_of_block(model, block)):
-            if message not in seen:
-                seen.add(message)
+            if message not in reported:
+                reported.add(message)
                 yield f"model.blocks.{number}: {message}"
 
 

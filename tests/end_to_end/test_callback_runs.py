@@ -8,7 +8,7 @@ import re
 
 import pytest
 from entry_runs import read_lines, read_losses, train
-from fault_runs import log, main, nan_in_weights
+from fault_runs import log, main, put_nan_in_weights
 from repo_copy import ROOT
 from tolerances import promised
 
@@ -82,7 +82,7 @@ def test_a_stop_without_checkpoints_saves_nothing(pool, overrides, tmp_path):
 def test_callbacks_go_back_with_the_run(pool, overrides, tmp_path):
     keys = {"checkpoint__every": 4, "faults__non_finite": "roll_back", "parallel__zero": 0}
     keys |= name_callback(stop_at=6)
-    assert pool.run(2, main, overrides(**keys), nan_in_weights, 1, 6) == [0, 0]
+    assert pool.run(2, main, overrides(**keys), put_nan_in_weights, 1, 6) == [0, 0]
     text, lines = log(tmp_path / "run"), read_lines(tmp_path / "run")
     assert "continuing from the checkpoint of step 4" in text
     assert [line["callbacks"]["recording"]["steps"] for line in lines] == [*range(1, 8)]

@@ -57,10 +57,10 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
         assert line["experts"]["tokens"] == other["experts"]["tokens"]
         for place, row in line["experts"]["tokens"].items():
             assert sum(row) == 2 * line["tokens"]
-            worst = max(row) / (sum(row) / 6)
-            assert line["experts"]["max_load"][int(place)] == pytest.approx(worst)
+            largest_share = max(row) / (sum(row) / 6)
+            assert line["experts"]["max_load"][int(place)] == pytest.approx(largest_share)
             # With six experts, some of four ranks have two.
-            assert 1.0 <= line["experts"]["rank_load"][int(place)] <= worst * 4 / 3 + 1e-9
+            assert 1.0 <= line["experts"]["rank_load"][int(place)] <= largest_share * 4 / 3 + 1e-9
     assert other["experts"]["rank_load"] == [1.0] * 4
 
 
@@ -127,9 +127,9 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
         **{**DENSE, **KEPT, **options},
     )
     pool.run(ranks, train, upcycled)
-    (found,), (*_, dense) = read_lines(tmp_path / "run"), read_lines(tmp_path / "dense")
+    (first_line,), (*_, dense) = read_lines(tmp_path / "run"), read_lines(tmp_path / "dense")
     # The step of 1e-12 moves a loss by as much times its gradient, whose sum is below 1000.
-    assert found["eval_loss"] == pytest.approx(dense["eval_loss"], rel=0, abs=1e-12 * 1000)
+    assert first_line["eval_loss"] == pytest.approx(dense["eval_loss"], rel=0, abs=1e-12 * 1000)
 
 
 def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):

@@ -129,7 +129,7 @@ def test_tools_load_no_part_because_a_checkpoint_has_it(write, overrides, tmp_pa
         run__extensions=f"[{path}]",
         model__blocks="[{feed_forward: squares}]",
         data__tokenizer="bytes",
-        model__vocab=256,
+        model__vocab=257,
     )
     pool.run(1, train, run)
     words = ("--checkpoint", tmp_path / "run", "--prompt", "a", "--tokens", 2)

@@ -120,7 +120,7 @@ def test_the_doctor_finds_that_ranks_work_together(fake_gpu, tmp_path, names):
     fake_gpu.run("fake_cuda.fake_failures:doctor", str(tmp_path), *names, world=2)
     for rank in (0, 1):
         lines = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
-        result_lines = [line for line in lines if "what" in line]
+        result_lines = [line for line in lines if "check" in line]
         assert {line["part"] for line in result_lines} == {*names}
-        assert not [line for line in result_lines if line["right"] is False]
+        assert not [line for line in result_lines if line["passed"] is False]
     assert fake_gpu.list_kinds() <= {"wait"}, fake_gpu.reports

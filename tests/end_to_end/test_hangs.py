@@ -5,7 +5,7 @@ import time
 
 import fault_runs
 import pytest
-from rank_process import Program, places
+from rank_process import RankProcess, list_rank_environments
 from repo_copy import ROOT
 
 from megaframe.errors import EXIT_LOST_RANKS
@@ -26,8 +26,8 @@ def hang(overrides, tmp_path):
         limit = LIMIT if changes["faults__step_timeout"] else 0
         arguments = (fault_runs.run_alone, limit, overrides(**changes), *fault)
         started = [
-            Program(*arguments, environment=place, errors=tmp_path / str(rank))
-            for rank, place in enumerate(places(world))
+            RankProcess(*arguments, environment=environment, errors=tmp_path / str(rank))
+            for rank, environment in enumerate(list_rank_environments(world))
         ]
         deadline = time.monotonic() + MARGIN
         try:
@@ -48,7 +48,7 @@ def read_stacks(tmp_path):
 
 @pytest.mark.slow
 def test_a_sleeping_loader(hang, tmp_path):
-    messages = hang(2, fault_runs.sleep_in_data_of_one, None, 3, 1)
+    messages = hang(2, fault_runs.sleep_in_data_on_one_rank, None, 3, 1)
     activity = (
         "step 4 took more than faults.step_timeout=2 s: rank 1 (pipeline 0, data 1: stage 0) at "
         "step 4, data, waiting for no rank | rank 0: step 4, action 0B1, waiting in "
@@ -94,7 +94,7 @@ def test_a_single_process(hang):
 def test_collectives_in_another_order(hang, tmp_path):
     """The ranks restart once, because the network may be the cause, but not a second time."""
     keys = {"checkpoint__resume": "latest", "checkpoint__every": 2}
-    for text in hang(2, fault_runs.another_order, 1, 3, **keys):
+    for text in hang(2, fault_runs.start_another_collective, 1, 3, **keys):
         assert "rank 1 (pipeline 0, data 1: stage 0) at step 4, waiting in all_reduce over" in text
         assert "step 4, action 0B1, waiting in reduce_scatter over data with rank 1" in text
         assert "faults.check_collectives=true" in text
@@ -111,7 +111,7 @@ def test_an_error_of_a_rank_is_not_taken_for_one_of_the_network(hang):
 
 def test_another_shape_is_named_before_it_starts(hang):
     keys = {"faults__check_collectives": True, "faults__step_timeout": 0, "data__mask_eod": True}
-    for text in hang(2, fault_runs.another_shape, 1, 3, **keys):
+    for text in hang(2, fault_runs.sum_another_shape, 1, 3, **keys):
         assert re.search(
             r"error: rank \d: the ranks over data do not start the same thing: rank \d "
             r"start(s|ed) all_reduce of torch.(float32 \[5\]|int64 \[\]) in action data "
@@ -123,7 +123,7 @@ def test_another_shape_is_named_before_it_starts(hang):
 
 def test_one_send_too_many_is_named(hang):
     keys = {"faults__check_collectives": True, "parallel__pipeline": 2, "faults__step_timeout": 0}
-    for text in hang(2, fault_runs.one_send_too_many, 0, 3, **keys):
+    for text in hang(2, fault_runs.send_once_too_often, 0, 3, **keys):
         assert "the ranks over pipeline do not start the same thing" in text
         sent = r"send of torch.float32 \[7\] to rank 1 at tests/support/fault_runs.py:\d+"
         waiting = r"receive of torch.float64 \[32, 16\] from rank 0 in action 1RECV_F0 at meg"

@@ -4,17 +4,17 @@ import re
 
 import pytest
 from fault_runs import (
-    flip,
+    flip_bit,
     log,
     main,
     must_look_ahead,
-    nan_in_sample,
-    nan_in_weights,
-    nan_once,
+    put_nan_in_sample,
+    put_nan_in_weights,
+    put_nan_once,
+    put_wrong_labels,
     read_lines,
     read_losses,
-    slow,
-    wrong_labels,
+    slow_data_down,
 )
 from tolerances import promised
 
@@ -48,7 +48,7 @@ def unbroken_losses(run, tmp_path):
 
 
 def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, unbroken_losses, tmp_path):
-    assert run("run", 2, nan_once, 1, 6, faults__non_finite="replay", **EVERY) == [0, 0]
+    assert run("run", 2, put_nan_once, 1, 6, faults__non_finite="replay", **EVERY) == [0, 0]
     assert read_losses(tmp_path / "run") == unbroken_losses
     assert re.search(
         r"step 7: gradients of .* are not finite \(first in the forward pass of microbatch 0, "
@@ -58,7 +58,7 @@ def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, unbroken_losse
 
 
 def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
-    damage = (nan_in_sample, None, 45, 1)
+    damage = (put_nan_in_sample, None, 45, 1)
     assert run("run", 2, *damage, faults__non_finite="replay", **EVERY) == [0, 0]
     text = log(tmp_path / "run")
     where = "microbatch 1, stage 0, block 1, on rank 0, of samples 44, 45"
@@ -68,7 +68,10 @@ def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
 
 def test_poisoned_weights_are_left_behind(run, unbroken_losses, tmp_path):
     """Skipping steps could not repair the weights; a rollback does, and loses no step."""
-    assert run("run", 2, nan_in_weights, 1, 6, faults__non_finite="roll_back", **EVERY) == [0, 0]
+    assert run("run", 2, put_nan_in_weights, 1, 6, faults__non_finite="roll_back", **EVERY) == [
+        0,
+        0,
+    ]
     assert read_losses(tmp_path / "run") == unbroken_losses
     text = log(tmp_path / "run")
     assert "its data is tried once more; continuing from the checkpoint of step 4" in text
@@ -81,17 +84,17 @@ def test_masked_tokens_are_counted_a_step_ahead_and_after_a_way_back_too(run, tm
     assert run("whole", 2, must_look_ahead, None, **keys) == [0, 0]
     assert run("one", 1, **keys) == [0]
     assert read_losses(tmp_path / "one") == promised(read_losses(tmp_path / "whole"))
-    back = {"faults__non_finite": "roll_back", **keys}
-    assert run("back", 2, nan_in_weights, 1, 6, **back) == [0, 0]
+    rolling_back = {"faults__non_finite": "roll_back", **keys}
+    assert run("back", 2, put_nan_in_weights, 1, 6, **rolling_back) == [0, 0]
     assert read_losses(tmp_path / "back") == read_losses(tmp_path / "whole")
-    twice = {**back, "faults__non_finite": "replay"}
-    assert run("twice", 2, nan_once, 1, 6, **twice) == [0, 0]
+    twice = {**rolling_back, "faults__non_finite": "replay"}
+    assert run("twice", 2, put_nan_once, 1, 6, **twice) == [0, 0]
     assert read_losses(tmp_path / "twice") == read_losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_data_that_fails_twice_is_left_out_under_any_layout(ranks, run, tmp_path):
-    damage = (nan_in_sample, None, 45, 1)
+    damage = (put_nan_in_sample, None, 45, 1)
     keys = {"faults__non_finite": "roll_back", **EVERY}
     assert run("run", ranks, *damage, **keys) == [0] * ranks
     metrics = read_lines(tmp_path / "run")
@@ -102,7 +105,7 @@ def test_data_that_fails_twice_is_left_out_under_any_layout(ranks, run, tmp_path
 
 @pytest.mark.slow
 def test_a_run_may_stop_at_the_first_bad_step(run, tmp_path):
-    damage = (nan_in_sample, None, 45, 1)
+    damage = (put_nan_in_sample, None, 45, 1)
     ends = run("run", 2, *damage, faults__non_finite="stop", **EVERY)
     assert ends == [EXIT_NOT_FINITE] * 2
     text = log(tmp_path / "run")
@@ -111,7 +114,7 @@ def test_a_run_may_stop_at_the_first_bad_step(run, tmp_path):
 
 def test_a_run_gives_up_after_many_bad_steps_in_a_row(run, tmp_path):
     keys = {"train__steps": 30, **EVERY}
-    assert run("run", 1, nan_in_weights, 0, 2, **keys) == [EXIT_NOT_FINITE]
+    assert run("run", 1, put_nan_in_weights, 0, 2, **keys) == [EXIT_NOT_FINITE]
     text = log(tmp_path / "run")
     assert (
         "; update skipped" in text
@@ -123,7 +126,7 @@ def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
     """The step with the bad data trains on the next data instead."""
     keys = {"train__steps": 40, "train__global_batch": 32, "train__microbatch": 8}
     keys |= {"optim__lr": 0.03, "faults__spike_factor": 1.2, "checkpoint__every": 10}
-    spike = (wrong_labels, None, 32 * 34, 32)
+    spike = (put_wrong_labels, None, 32 * 34, 32)
     for name, ranks in (("one", 1), ("two", 2)):
         assert run(name, ranks, *spike, **keys) == [0] * ranks
         text = log(tmp_path / name)
@@ -141,7 +144,7 @@ def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
 
 def test_a_flipped_bit_is_found_named_and_undone(run, unbroken_losses, tmp_path):
     """With two replicas it cannot be known which one was wrong."""
-    assert run("run", 2, flip, 1, 6, faults__compare_every=4, **EVERY) == [0, 0]
+    assert run("run", 2, flip_bit, 1, 6, faults__compare_every=4, **EVERY) == [0, 0]
     assert read_losses(tmp_path / "run") == unbroken_losses
     text = log(tmp_path / "run")
     assert "step 8: weights on ranks 0, 1, of which one must be wrong, differ" in text
@@ -150,12 +153,12 @@ def test_a_flipped_bit_is_found_named_and_undone(run, unbroken_losses, tmp_path)
 
 def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
     keys = {"faults__compare_every": 4, "train__microbatch": 1, **EVERY}
-    assert run("run", 4, flip, 2, 6, True, **keys) == [EXIT_BAD_DEVICE] * 4
+    assert run("run", 4, flip_bit, 2, 6, True, **keys) == [EXIT_BAD_DEVICE] * 4
     assert "step 8: weights on rank 2 differ from their replicas" in log(tmp_path / "run")
 
 
 def test_a_slow_rank_is_named(run, tmp_path):
     keys = {"faults__straggler_factor": 3.0, "train__steps": 21}
-    assert run("run", 2, slow, 1, 0.02, **keys) == [0, 0]
+    assert run("run", 2, slow_data_down, 1, 0.02, **keys) == [0, 0]
     slow_ranks = re.findall(r"rank (\d) is slow: 0.0\d+ s of (\w+) per step", log(tmp_path / "run"))
     assert ("1", "data") in slow_ranks

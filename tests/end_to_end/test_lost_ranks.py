@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_process import Program, places, stuck_after
+from rank_process import RankProcess, hang_after, list_rank_environments
 
 from megaframe.distributed.watchdog import blame_for_loss
 from megaframe.errors import EXIT_LOST_RANKS
@@ -29,11 +29,13 @@ def launch(overrides, tmp_path):
 
     def make(ranks, world, programs=None, **changes):
         keys = overrides(**{"model__layers": 4, "train__steps": 10**6, **changes})
-        for rank, place in enumerate(places(world)):
+        for rank, environment in enumerate(list_rank_environments(world)):
             if rank in ranks:
                 program = (programs or {}).get(rank, pretrain_gpt.main)
                 errors = tmp_path / str(rank)
-                started.append(Program(program, words=keys, environment=place, errors=errors))
+                started.append(
+                    RankProcess(program, words=keys, environment=environment, errors=errors)
+                )
         return started
 
     yield make
@@ -106,7 +108,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
     processes = launch(
         range(2),
         2,
-        {1: partial(stuck_after, 3)},
+        {1: partial(hang_after, 3)},
         parallel__pipeline=2,
         parallel__timeout=timeout,
     )
@@ -114,7 +116,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
     other, stuck = read_errors(tmp_path, processes)
     name = "rank 1 (pipeline 1, data 0: stage 1) is alive, but stuck or too slow"
     assert other.startswith(f"error: rank 0: {name}")
-    assert stuck.startswith(f"error: rank 1: {name}") and "in stuck_for_ever" in stuck
+    assert stuck.startswith(f"error: rank 1: {name}") and "in hang_forever" in stuck
 
 
 def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path):

@@ -4,7 +4,7 @@ never had any starts from scratch and keeps its earlier records."""
 import shutil
 import signal
 
-from fault_runs import log, main, read_lines, read_losses, told
+from fault_runs import log, main, read_lines, read_losses, send_signal
 
 KEYS = {"checkpoint__every": 4, "checkpoint__resume": "latest"}
 
@@ -29,7 +29,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(pool, overrides, capsys, tm
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(pool, overrides, tmp_path):
     run, keys = tmp_path / "run", overrides(**{**KEYS, "checkpoint__every": 0})
     for ended in range(2):
-        assert pool.run(2, main, keys, told, 1, 4 + ended, signal.SIGTERM) == [143, 143]
+        assert pool.run(2, main, keys, send_signal, 1, 4 + ended, signal.SIGTERM) == [143, 143]
     assert pool.run(2, main, overrides(**KEYS)) == [0, 0]
     assert len(read_losses(run)) == 12
     for number, steps in ((1, 6), (2, 7)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from entry_runs import pretrain_gpt, read_lines, read_losses, rewrite_config, train
-from rank_process import Program
+from rank_process import RankProcess
 from tolerances import near, promised
 
 from megaframe.checkpoint import locate_checkpoint
@@ -111,7 +111,7 @@ def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", **steps))
     keys = [*overrides(**steps), "checkpoint.resume=latest"]
     for at_least in (4, 11):
-        process = Program(pretrain_gpt.main, words=keys)
+        process = RankProcess(pretrain_gpt.main, words=keys)
         wait_for_lines(tmp_path / "run/metrics.jsonl", at_least, process)
         process.send_signal(signal.SIGKILL)
         process.wait()

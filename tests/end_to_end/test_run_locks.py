@@ -5,7 +5,7 @@ import time
 
 import pytest
 from fault_runs import log, main, read_losses
-from rank_process import Program, places, stuck_after
+from rank_process import RankProcess, hang_after, list_rank_environments
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.folder import locate_checkpoint
@@ -24,13 +24,13 @@ def wait_for_step(folder, step, *runs):
 def read_refusal(overrides, tmp_path, **changes):
     """Return the message of a run that is refused, on two ranks that end alike."""
     ranks = [
-        Program(
+        RankProcess(
             run_entry,
             words=overrides(**changes),
-            environment=place,
+            environment=environment,
             errors=tmp_path / f"errors-{rank}",
         )
-        for rank, place in enumerate(places(2))
+        for rank, environment in enumerate(list_rank_environments(2))
     ]
     try:
         assert [rank.wait(60) for rank in ranks] == [2, 2]
@@ -49,7 +49,7 @@ def run_entry():
 def test_a_second_run_is_refused_until_the_first_is_dead(pool, overrides, tmp_path):
     run = tmp_path / "run"
     pool.run(1, main, overrides(run__dir=tmp_path / "whole", **SAVES))
-    first = Program(stuck_after, 4, words=overrides(**SAVES))
+    first = RankProcess(hang_after, 4, words=overrides(**SAVES))
     try:
         wait_for_step(run, 3, first)
         records = [run / name for name in ("metrics.jsonl", "config.yaml", "run.log")]
@@ -79,7 +79,10 @@ def test_a_second_run_is_refused_until_the_first_is_dead(pool, overrides, tmp_pa
 def test_a_rank_that_leaves_because_another_is_lost_unlocks_its_folders(overrides, tmp_path):
     """Otherwise a first rank on another host would wait for the end of a lease."""
     keys = overrides(checkpoint__every=10**6, train__steps=10**6)
-    ranks = [Program(run_entry, words=keys, environment=place) for place in places(2)]
+    ranks = [
+        RankProcess(run_entry, words=keys, environment=environment)
+        for environment in list_rank_environments(2)
+    ]
     try:
         wait_for_step(tmp_path / "run", 3, *ranks)
         assert (tmp_path / "run" / LOCK).exists()
@@ -107,7 +110,7 @@ def test_a_run_that_was_taken_over_ends_without_a_save(pool, overrides, tmp_path
 def test_two_runs_at_the_same_time_are_one(overrides, tmp_path):
     for number in range(2):
         keys = overrides(run__dir=tmp_path / str(number), checkpoint__every=4, train__steps=40)
-        runs = [Program(run_entry, words=keys) for _ in range(4)]
+        runs = [RankProcess(run_entry, words=keys) for _ in range(4)]
         try:
             assert sorted(run.wait(60) for run in runs) == [0, 2, 2, 2]
         finally:

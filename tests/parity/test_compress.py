@@ -40,7 +40,7 @@ def test_what_leaves_nothing_out_changes_no_answer(parallel, keys, pool, expecte
 
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize(("replicas", "node_size"), [(1, 4), (2, 4), (1, 2)])
-def test_bf16_on_the_wire_costs_its_rounding(replicas, node_size, zero, pool, expected):
+def test_bf16_messages_cost_their_rounding(replicas, node_size, zero, pool, expected):
     """Within a node; between replicas; and in two steps, which round twice."""
     keys = {"reduce_precision": "bf16", "data_replicate": replicas, "zero": zero}
     keys["node_size"] = node_size

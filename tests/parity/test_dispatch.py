@@ -58,13 +58,13 @@ def send_rows(kind):
         for group in groups:
             group.traffic.take()
         arrived = dispatch_along([*route.rows, route.last], turn).run(x)
-        moved = [group.traffic.take()[0] for group in groups]
+        bytes_sent = [group.traffic.take()[0] for group in groups]
         gates = dispatch_along(route.gates, turn).run(
             torch.ones(len(chosen), CHOICES, dtype=x.dtype)
         )
         home = combine_along([*route.rows, route.last], turn).run(arrived * gates[:, None])
         combined = combine_along(route.gates, turn).run(gates)
-        results[routing] = (arrived.split(route.expert_rows.counts), home, combined, moved)
+        results[routing] = (arrived.split(route.expert_rows.counts), home, combined, bytes_sent)
     mesh.close()
     return results
 
@@ -76,7 +76,7 @@ def test_rows_reach_their_experts_and_come_home(kind, pool):
     for routing in ROUTINGS:
         chosen = [choose_experts(routing, rank) for rank in range(RANKS)]
         for rank, result in enumerate(of_ranks):
-            by_expert, home, gates, moved = result[routing]
+            by_expert, home, gates, bytes_sent = result[routing]
             assert len(by_expert) == owner.count(rank)
             for expert, arrived in enumerate(by_expert, owner.index(rank)):
                 expected = [
@@ -87,7 +87,7 @@ def test_rows_reach_their_experts_and_come_home(kind, pool):
             valid = chosen[rank] != DROPPED
             assert torch.equal(home, make_rows(rank, len(valid)) * valid.sum(1, keepdim=True))
             assert torch.equal(gates, valid.double())
-            assert moved == predict_bytes(kind, rank, chosen, owner), routing
+            assert bytes_sent == predict_bytes(kind, rank, chosen, owner), routing
 
 
 def predict_bytes(kind, rank, chosen, owner):

@@ -72,10 +72,10 @@ def measure_difference(results, expected):
 @pytest.mark.parametrize("option", read_table())
 def test_the_table_says_how_far_answers_come_apart(option, pool):
     """The table is right within a factor of three."""
-    given = make_sections(option)
-    (expected,) = run_option(pool, given, 1, {}, 4)
+    sections = make_sections(option)
+    (expected,) = run_option(pool, sections, 1, {}, 4)
     for cell, column in zip(read_table()[option], COLUMNS, strict=True):
-        difference = measure_difference(run_option(pool, given, *column), expected)
+        difference = measure_difference(run_option(pool, sections, *column), expected)
         if cell == "same":
             assert difference < PROMISE, column
         else:
@@ -84,8 +84,10 @@ def test_the_table_says_how_far_answers_come_apart(option, pool):
 
 @pytest.mark.parametrize("option", read_table())
 def test_each_is_named_when_it_is_used(option):
-    given = make_sections(option)
-    config = RunConfig(**{**given, "model": {"vocab": 37, **MODELS["gpt2"], **given["model"]}})
+    sections = make_sections(option)
+    config = RunConfig(
+        **{**sections, "model": {"vocab": 37, **MODELS["gpt2"], **sections["model"]}}
+    )
     (exception,) = find_layout_dependence(config)
     assert exception.startswith(f"{option} (")
 

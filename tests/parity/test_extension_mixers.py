@@ -14,7 +14,7 @@ from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.config.registry import Registry, use_registry
-from megaframe.data.microbatch import IGNORE, Microbatch, context_part
+from megaframe.data.microbatch import IGNORE, Microbatch, select_context_part
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.extensions import load_extensions
 from megaframe.layout import Layout
@@ -261,7 +261,7 @@ def measure_kept(*arguments):
 
     (stage,) = train_step.stages.values()
     ((part, *_),) = [share(make_global_batch(config, 0), 2, 0, 1, ragged=False)]
-    part = context_part(part, train_step.context.index, train_step.context.size)
+    part = select_context_part(part, train_step.context.index, train_step.context.size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.forward(0, part, torch.ones((), dtype=torch.float64))
     for leaf in stage._activations[0].inputs:

@@ -11,7 +11,7 @@ from parity_runs import FEW, assert_same, run
 from tolerances import promised
 
 from megaframe.config import load
-from megaframe.data.microbatch import IGNORE, Microbatch, context_part, look_ahead
+from megaframe.data.microbatch import IGNORE, Microbatch, look_ahead, select_context_part
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.training.trainer import Trainer
@@ -87,7 +87,7 @@ def test_what_is_ahead_ends_with_the_document_and_the_sample():
 def test_parts_of_a_sample_are_ahead_of_themselves_as_the_whole_is():
     tokens = torch.arange(8)[None]
     full = look_ahead(Microbatch(tokens, tokens + 1, torch.arange(1)), 1)
-    part = context_part(full, 0, 2)
+    part = select_context_part(full, 0, 2)
     assert part.tokens_BS.tolist() == [[0, 1, 6, 7]]
     assert [x.tolist() for x in part.ahead[0]] == [[[1, 2, 7, 0]], [[2, 3, 8, IGNORE]]]
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from host_waits import nobody_waits
+from host_waits import forbid_host_waits
 from parity_runs import MODELS, assert_same, assert_same_bits, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,12 +45,12 @@ def test_offload_changes_no_bit(name, parallel, train, pool):
     assert_same_bits(pool.run(ranks, run, model, {**train, "offload": True}, parallel), plain)
 
 
-def test_what_is_on_the_shelf_is_not_on_the_device():
-    shelf, x = ActivationOffload(torch.device("cpu")), torch.randn(8, 4)
-    stored, before = shelf.store(x), x.clone()
+def test_offloaded_activations_are_not_on_the_device():
+    offload, x = ActivationOffload(torch.device("cpu")), torch.randn(8, 4)
+    stored, before = offload.store(x), x.clone()
     x.zero_()
     stored.fetch()
-    restored = shelf.store(torch.ones(8, 4))  # reuses the buffer that was read
+    restored = offload.store(torch.ones(8, 4))  # reuses the buffer that was read
     assert torch.equal(stored.take(), before) and (restored.take() == 1).all()
 
 
@@ -133,7 +133,7 @@ def run_watched(*given):
 
     def watched(self, *arguments, **options):
         self.optimizer._count_pending()
-        with nobody_waits():
+        with forbid_host_waits():
             result = step(self, *arguments, **options)
             assert self.optimizer.loss_scale / 3 is not None  # what the next step begins with
             return result
@@ -169,5 +169,5 @@ def test_nothing_in_a_step_makes_the_host_wait(model, train, parallel, kernels, 
 def test_a_wait_is_noticed():
     x = torch.ones(3)
     for wait in (lambda: x.sum().item(), lambda: x[x > 0], lambda: bool(x[0]), lambda: x.nonzero()):
-        with pytest.raises(AssertionError, match="the host"), nobody_waits():
+        with pytest.raises(AssertionError, match="the host"), forbid_host_waits():
             wait()

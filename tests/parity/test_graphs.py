@@ -3,14 +3,14 @@ tokens, dropout masks, documents, numbers of tokens that have a label, loss scal
 rates; with evaluations in between; after a skipped step, a step without any label, steps of another
 shape, a return to an earlier state and a new start; on every layout that may record.
 
-A tape stands in for the graph of a GPU (`tape.py`). It cannot show that CUDA and NCCL record: with
-a GPU for each rank, the same cases run as CUDA graphs.
+A recording stands in for the graph of a GPU (`fake_graph.py`). It cannot show that CUDA and NCCL
+record: with a GPU for each rank, the same cases run as CUDA graphs.
 """
 
 import os
 from dataclasses import replace
 
-import fake_graph as tape
+import fake_graph
 import pytest
 import torch
 from parity_runs import MODELS, deterministic, make_global_batch, on, share, with_documents
@@ -63,7 +63,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         return Passed()
 
     mesh.progress.record_event = mark
-    found, messages, order = [], [], []
+    numbers_found, messages, order = [], [], []
     train_step = begin_train_step(config, mesh, graphs, messages, order)
     train_step.optimizer.initialize(config.run.seed)
 
@@ -77,10 +77,10 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         assert result.update.is_finite() == (step != SICK)
         numbers = [result.loss, result.mtp_loss, result.update.grad_norm]
         numbers += [number for tally in result.statistics for number in tally.counts.values()]
-        found.append([*numbers, *(sign.largest for sign in result.maxima)])
-        moved = torch.tensor([*mesh.take_traffic().values()])
+        numbers_found.append([*numbers, *(sign.largest for sign in result.maxima)])
+        bytes_sent = torch.tensor([*mesh.take_traffic().values()])
         if config.parallel.zero < 3:  # a graph also fetches what an evaluation has left here
-            found[-1].append(moved)
+            numbers_found[-1].append(bytes_sent)
         return own_share
 
     def train_to(stop, start):
@@ -94,7 +94,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
                 bucket.weights.copy_(saved)
                 bucket.publish_weights()
             if step % 2:
-                found.append([train_step.evaluate(own_share)])
+                numbers_found.append([train_step.evaluate(own_share)])
 
     train_to(KEPT, 0)
     weights_before = [x.clone() for *_, x in train_step.optimizer.list_tensors()]
@@ -107,21 +107,21 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
             x.copy_(value)
         train_step.optimizer.load_state(state)
         train_to(KEPT + _EAGER + 3 if attempt else KEPT + 1, KEPT)
-    found.append([x for *_, x in train_step.optimizer.list_tensors()])
-    found = [[x.to("cpu", copy=True) for x in numbers] for numbers in found]
+    numbers_found.append([x for *_, x in train_step.optimizer.list_tensors()])
+    numbers_found = [[x.to("cpu", copy=True) for x in numbers] for numbers in numbers_found]
     mesh.close()
-    return found, messages, order
+    return numbers_found, messages, order
 
 
 def begin_train_step(config, mesh, graphs, messages, order):
     """Return a new train step of this rank. told: gets what a watch sees at every run of a recorded
-    step. order: gets the axes of the transfers that a tape records."""
+    step. order: gets the axes of the transfers that a recording has."""
     train_step = TrainStep(config, mesh, StepTimer().time)
     if graphs:
 
         def record(compute):
             on_a_gpu = mesh.device.type == "cuda"
-            passed, play = record_cuda(compute) if on_a_gpu else tape.record(compute, order)
+            passed, play = record_cuda(compute) if on_a_gpu else fake_graph.record(compute, order)
 
             def again():
                 play()

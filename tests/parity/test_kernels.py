@@ -167,8 +167,8 @@ def measure_errors(results, truth):
 def test_a_step_by_kernels_is_as_exact_as_the_plain_one(
     name, ranks, parallel, recompute, names, pool, known
 ):
-    given = make_arguments(name, parallel, recompute)
-    results = pool.run(ranks, run_by_kernels, *given, FORCED)
+    arguments = make_arguments(name, parallel, recompute)
+    results = pool.run(ranks, run_by_kernels, *arguments, FORCED)
     for _, names_run in results:
         assert names_run == names | (
             {"rotary"} if SHAPES[name].get("position") != "learned" else set()

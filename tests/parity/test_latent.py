@@ -70,6 +70,6 @@ def test_activations_and_bytes_are_the_closed_forms(rank, recompute, pool):
     latent = {"query_rank": rank, "kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
     results = pool.run(tensor, measure_block, {"latent": latent}, recompute, tensor, 1)
     elements = 3 * ((rank or hidden) + 16) + 2 * 4 + (2 + 5 + 4) * hidden
-    for saved, planned, moved in results:
+    for saved, planned, bytes_sent in results:
         assert saved == planned
-        assert moved == (elements * 2 + losses) * 2 * 16 * (tensor - 1) // tensor
+        assert bytes_sent == (elements * 2 + losses) * 2 * 16 * (tensor - 1) // tensor

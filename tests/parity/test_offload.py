@@ -10,7 +10,7 @@ import torch
 from entry_runs import read_losses, train
 from fake_streams import offload_on_cpu
 from parity_runs import FEW, MODELS, assert_same, assert_same_bits, run
-from test_health import build_train_step
+from test_nonfinite import build_train_step
 
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.optim.optimizer_state import Moments

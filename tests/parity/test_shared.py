@@ -10,14 +10,14 @@ from parity_runs import MODELS, assert_same, deterministic, run
 from megaframe.distributed.collectives import (
     all_gather,
     all_gather_,
-    all_gather_uneven,
+    all_gather_v,
     all_reduce,
     all_to_all,
-    all_to_all_uneven,
+    all_to_all_v,
     barrier,
     reduce_scatter,
     reduce_scatter_,
-    reduce_scatter_uneven,
+    reduce_scatter_v,
 )
 from megaframe.distributed.host_staged_group import HostStagedGroup
 from megaframe.distributed.mesh import Mesh, read_world_size
@@ -100,14 +100,14 @@ def run_collectives():
         "all_to_all": all_to_all(make_numbers(6).view(3, 2), group).wait(),
         "flat": reduce_scatter_(flat, group).wait(),
         "spread": all_gather_(gathered, group).wait(),
-        "gather_uneven": all_gather_uneven(make_numbers(mesh.rank + 1), [1, 2, 3], group).wait(),
-        "scatter_uneven": reduce_scatter_uneven(make_numbers(6), [1, 2, 3], group).wait(),
+        "gather_v": all_gather_v(make_numbers(mesh.rank + 1), [1, 2, 3], group).wait(),
+        "scatter_v": reduce_scatter_v(make_numbers(6), [1, 2, 3], group).wait(),
     }
     leaving = [[1, 0, 2], [2, 1, 0], [0, 3, 1]]
     coming = [row[mesh.rank] for row in leaving]
     parts = make_numbers(sum(leaving[mesh.rank]))
-    exchanged = all_to_all_uneven(parts, leaving[mesh.rank], coming, group)
-    outputs["to_all_uneven"] = exchanged.wait()
+    exchanged = all_to_all_v(parts, leaving[mesh.rank], coming, group)
+    outputs["to_all_v"] = exchanged.wait()
     barrier(group)
     texts = gather_bytes(bytes([mesh.rank]) * (mesh.rank + 1), group, device)
     mesh.close()
@@ -128,10 +128,10 @@ def test_each_call_gives_what_its_name_says(pool):
         )
         assert output["all_to_all"] == [[base + 2 * rank + i for i in range(2)] for base in bases]
         assert output["spread"] == [100 * r + 2 * r + i for r in range(3) for i in range(2)]
-        assert output["gather_uneven"] == [100 * r + i for r in range(3) for i in range(r + 1)]
+        assert output["gather_v"] == [100 * r + i for r in range(3) for i in range(r + 1)]
         start = (0, 1, 3)[rank]
-        assert output["scatter_uneven"] == [300 + 3 * i for i in range(start, start + rank + 1)]
-    assert [output["to_all_uneven"] for output in outputs] == [
+        assert output["scatter_v"] == [300 + 3 * i for i in range(start, start + rank + 1)]
+    assert [output["to_all_v"] for output in outputs] == [
         [0.0, 100.0, 101.0],
         [102.0, 200.0, 201.0, 202.0],
         [1.0, 2.0, 203.0],

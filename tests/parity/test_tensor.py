@@ -169,9 +169,9 @@ def measure_block(model, recompute, tensor, chunks):
     group = mesh.group("tensor")
     group.traffic.take()
     train_step.train([microbatch], 0, 1.0)
-    moved, _ = group.traffic.take()
+    bytes_sent, _ = group.traffic.take()
     mesh.close()
-    return saved, compute_block_bytes(config, 0) // tensor, moved
+    return saved, compute_block_bytes(config, 0) // tensor, bytes_sent
 
 
 @pytest.mark.quick(when=lambda recompute, tensor: (recompute, tensor) == ("selective", 4))
@@ -185,12 +185,14 @@ def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, ch
     pass moves (t-1)/t b s h elements 4 times, the backward pass 6 times, because it gathers inputs
     again instead of keeping them. The embedding and the head move as much twice each, and the loss
     3 numbers per token in fp32. The number of parts does not matter."""
-    for saved, planned, moved in pool.run(tensor, measure_block, model, recompute, tensor, chunks):
+    for saved, planned, bytes_sent in pool.run(
+        tensor, measure_block, model, recompute, tensor, chunks
+    ):
         assert saved == planned
         stream = 2 * 16 * 64 * 2
         losses = 2 * (1 + 2) * 2 * 16 * 4
         assert (
-            moved
+            bytes_sent
             == (10 + 2 + 2) * stream * (tensor - 1) // tensor + losses * (tensor - 1) // tensor
         )
 

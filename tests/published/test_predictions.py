@@ -165,15 +165,15 @@ def test_the_best_of_the_alternatives_is_found(name):
     ],
 )
 def test_activations_of_megatron(heads, hidden, published):
-    def kept(recompute, sequence_parallel):
+    def count_saved_bytes(recompute, sequence_parallel):
         return compute_megatron_bytes(2048, hidden, heads, 8, recompute, sequence_parallel)
 
-    unsplit = kept("none", False)
+    unsplit = count_saved_bytes("none", False)
     ratios = (
-        kept("none", True) / unsplit,
-        kept("selective", False) / unsplit,
-        kept("selective", True) / unsplit,
-        kept("full", False) / unsplit,
+        count_saved_bytes("none", True) / unsplit,
+        count_saved_bytes("selective", False) / unsplit,
+        count_saved_bytes("selective", True) / unsplit,
+        count_saved_bytes("full", False) / unsplit,
     )
     for predicted, reported in zip(ratios, published, strict=True):
         assert 100 * predicted == pytest.approx(reported, rel=0.03)

@@ -27,7 +27,7 @@ def values(step, size):
     return torch.full((size,), float(step))
 
 
-def newest_step(folder):
+def load_newest_step(folder):
     """Load the newest checkpoint, check its content, and return its step (0 if there is none)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,11 +92,11 @@ def kill_at_events(root, stride):
             save_steps(folder, (2, 3), 64)
 
         _, status = os.waitpid(forked(act), 0)
-        reached = newest_step(folder)
+        reached = load_newest_step(folder)
         assert reached >= 2, (number, reached)
-        assert newest_step(folder) == reached
+        assert load_newest_step(folder) == reached
         os.waitpid(forked(lambda folder=folder: save_steps(folder, (5,), 64)), 0)
-        assert newest_step(folder) == 5
+        assert load_newest_step(folder) == 5
         assert not list(folder.glob("*.tmp"))
         assert len(list(folder.glob("step-*"))) == 2  # as `keep` says
         if status == 0:
@@ -112,16 +112,16 @@ def kill_at_random_moments(root, times):
 
     def load_again():
         while True:
-            newest_step(folder)
+            load_newest_step(folder)
 
     for _ in range(times):
         first = reached + 1
         kill_soon(lambda first=first: save_steps(folder, range(first, 999), 1 << 20), generator)
-        newest = newest_step(folder)
+        newest = load_newest_step(folder)
         assert newest >= reached, (newest, reached)
         reached = newest
         kill_soon(load_again, generator)
-        assert newest_step(folder) == reached
+        assert load_newest_step(folder) == reached
     assert reached > 0
     assert len(list(folder.glob("step-*[0-9]"))) <= 3  # two kept, and one being replaced
 
@@ -157,7 +157,7 @@ def full_disk(root):
         else:
             raise AssertionError("was saved")
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
-        assert newest_is_one(folder)
+        assert is_newest_one(folder)
 
     refused(["needs 8,388,608 bytes", "bytes free", "checkpoint.keep"], torch.ones(1 << 21))
     free = shutil.disk_usage(folder).free
@@ -184,7 +184,7 @@ def full_disk(root):
     print("all refused")
 
 
-def newest_is_one(folder):
+def is_newest_one(folder):
     return bool((load_all(find_checkpoint(folder, "latest"))["a"] == 1).all())
 
 

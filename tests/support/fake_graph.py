@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from host_waits import nobody_waits
+from host_waits import forbid_host_waits
 from megaframe_kernels import device
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -22,13 +22,13 @@ from megaframe.distributed import pending
 from megaframe.distributed.pending import Pending
 
 
-class Tape(TorchDispatchMode):
+class GraphRecording(TorchDispatchMode):
     """Writes down what is launched. steps: what is replayed. works: transfers in flight, by number.
     order: the axes of all transfers, in the order in which they were started."""
 
     def __init__(self):
         super().__init__()
-        self.steps, self.works, self.kept, self.order = [], {}, [], []
+        self.steps, self.works, self.kept_alive, self.order = [], {}, [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -40,7 +40,7 @@ class Tape(TorchDispatchMode):
         outputs = [x.detach() for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
         input_storages = {x.untyped_storage().data_ptr() for x in list_tensors(inputs)}
         fresh = [x.untyped_storage().data_ptr() not in input_storages for x in outputs]
-        self.kept.append((inputs, outputs))
+        self.kept_alive.append((inputs, outputs))
         if function._schema.is_mutable:
             self.steps.append(lambda: function(*inputs[0], **inputs[1]))
         elif any(fresh) and "empty" not in name:
@@ -48,7 +48,7 @@ class Tape(TorchDispatchMode):
             self.steps.append(partial(write_into, outputs, function, inputs))
         return output
 
-    def play(self):
+    def replay(self):
         with torch.no_grad():
             for step in self.steps:
                 step()
@@ -65,56 +65,56 @@ def write_into(outputs, function, inputs):
 
 
 def record(compute, order):
-    """Record on a tape, as `megaframe.training.cuda_graph.record_cuda` does on a GPU. order: is
+    """Record, as `megaframe.training.cuda_graph.record_cuda` does on a GPU. order: is
     extended by the axes of each transfer, in order."""
-    tape = Tape()
-    with nobody_waits(), watch_transfers(tape), tape:
+    recording = GraphRecording()
+    with forbid_host_waits(), watch_transfers(recording), recording:
         passed = compute()
-    assert not tape.works, "a transfer is recorded that nobody waits for"
-    order += tape.order
-    return passed, tape.play
+    assert not recording.works, "a transfer is recorded that nobody waits for"
+    order += recording.order
+    return passed, recording.replay
 
 
 @contextmanager
-def watch_transfers(tape):
-    """Return a context in which a tape also gets transfers and kernels, which torch's dispatcher
-    does not see."""
+def watch_transfers(recording):
+    """Return a context in which a recording also gets transfers and kernels, which torch's
+    dispatcher does not see."""
     started, finish, launch = pending.start_pending, Pending._wait_for_all, device.launch
     numbers = {}
 
     def begin(number, start):
-        tape.works[number] = start()
+        recording.works[number] = start()
 
     def start_one(value, group, start, *arguments, **options):
         number = len(numbers)
         with _disable_current_modes():
             pending = started(value, group, start, *arguments, **options)
         numbers[id(pending)] = number, pending
-        tape.works[number] = None
-        tape.order.append(group.axes)
-        tape.steps.append(lambda: begin(number, start))
+        recording.works[number] = None
+        recording.order.append(group.axes)
+        recording.steps.append(lambda: begin(number, start))
         return pending
 
     def finish_one(self):
         if self._work is not None:
             assert id(self) in numbers, "a graph waits for what was started before it"
             number, _ = numbers[id(self)]
-            del tape.works[number]
-            tape.steps.append(lambda: tape.works.pop(number).wait())
+            del recording.works[number]
+            recording.steps.append(lambda: recording.works.pop(number).wait())
         finish(self)
 
     def launch_one(inner, *arguments, **options):
         inner(*arguments, **options)
         # With an empty stack this is inside an operator, which is itself written down.
         if torch._C._len_torch_dispatch_stack():
-            tape.steps.append(partial(launch, *arguments, **options))
+            recording.steps.append(partial(launch, *arguments, **options))
 
-    def asked(self):
+    def refuse_query(self):
         raise AssertionError("a graph cannot tell what has arrived")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pending, "_wait_for_all", finish_one)
-        patch.setattr(Pending, "is_complete", asked)
+        patch.setattr(Pending, "is_complete", refuse_query)
         for name, module in list(sys.modules.items()):
             if name.startswith("megaframe") and getattr(module, "start_pending", None) is started:
                 patch.setattr(module, "start_pending", start_one)

@@ -60,7 +60,7 @@ def run_alone(limit, *arguments):
     os._exit(main(*arguments) or 0)
 
 
-def once(trainer, step):
+def begins_once(trainer, step):
     """Return whether `step` begins now, and for the first time."""
     if trainer.step != step or ONCE["done"]:
         return False
@@ -76,7 +76,7 @@ def sleep_in_data(trainer, step):
         trainer.loader.next = lambda: time.sleep(1000)
 
 
-def sleep_in_data_of_one(trainer, step, rank):
+def sleep_in_data_on_one_rank(trainer, step, rank):
     """Let one rank sleep in its loader, and the others take a second to write their stacks."""
     if trainer.step == step and trainer.mesh.rank == rank:
         sleep_in_data(trainer, step)
@@ -91,12 +91,12 @@ def sleep_in_backward(trainer, step):
             stage.backward = lambda *_, **__: time.sleep(1000)
 
 
-def another_order(trainer, step):
+def start_another_collective(trainer, step):
     if trainer.step == step:
         all_reduce(torch.zeros(3), trainer.mesh.world).wait()
 
 
-def another_shape(trainer, step):
+def sum_another_shape(trainer, step):
     if trainer.step == step:
         trainer.batches._sum = lambda _: all_reduce(torch.ones(5), trainer.mesh.data_control_group)
 
@@ -106,7 +106,7 @@ def must_look_ahead(trainer):
     assert trainer.step == 0 or trainer.batches._ahead is not None
 
 
-def one_send_too_many(trainer, step):
+def send_once_too_often(trainer, step):
     if trainer.step == step:
         link = trainer.mesh.link(0, 1)
         send(torch.zeros(7), link).wait()
@@ -119,7 +119,7 @@ def break_and_hang(trainer, broken, hung):
     limit is short from then on.
     """
     mesh = trainer.mesh
-    if mesh.rank == 2 and once(trainer, broken):
+    if mesh.rank == 2 and begins_once(trainer, broken):
         gloo_sockets.shut_down_sockets()
     if trainer.step == hung and "hung" not in ONCE:
         ONCE["hung"] = True
@@ -133,21 +133,21 @@ def end_with_an_error(trainer, step):
         raise ValueError("a mistake of its own")
 
 
-def told(trainer, step, number=signal.SIGTERM):
+def send_signal(trainer, step, number=signal.SIGTERM):
     if trainer.step == step:
         os.kill(os.getpid(), number)
 
 
-def nan_in_weights(trainer, step):
-    if once(trainer, step):
+def put_nan_in_weights(trainer, step):
+    if begins_once(trainer, step):
         for bucket in trainer.train_step.sharded_parameters.buckets:
             bucket.weights[3] = torch.nan
             bucket.publish_weights()
 
 
-def nan_once(trainer, step):
+def put_nan_once(trainer, step):
     """Put NaN into the output of the last block in one pass: a transient fault."""
-    if once(trainer, step):
+    if begins_once(trainer, step):
         block = trainer.train_step.stages[0].blocks[-1]
         kind = type(block)
 
@@ -160,15 +160,15 @@ def nan_once(trainer, step):
         block.__class__ = NanOnceBlock
 
 
-def nan_in_sample(trainer, sample, layer):
+def put_nan_in_sample(trainer, sample, layer):
     """Let block `layer` fail whenever it computes a certain sample."""
     for stage in trainer.train_step.stages.values():
         for number, block in zip(stage.plan.blocks, stage.blocks, strict=True):
             if number == layer and not hasattr(block, "damaged"):
-                damage(stage, block, sample)
+                fail_on_sample(stage, block, sample)
 
 
-def damage(stage, block, sample):
+def fail_on_sample(stage, block, sample):
     kind, forward = type(block), stage.forward
     met = []
 
@@ -187,7 +187,7 @@ def damage(stage, block, sample):
     block.__class__ = NanInPassBlock
 
 
-def wrong_labels(trainer, first, samples):
+def put_wrong_labels(trainer, first, samples):
     """Put unpredictable labels into the step that begins with sample `first`."""
     if hasattr(trainer.loader, "damaged"):
         return
@@ -204,16 +204,16 @@ def wrong_labels(trainer, first, samples):
     trainer.loader.next = bad
 
 
-def flip(trainer, step, always=False):
+def flip_bit(trainer, step, always=False):
     """Flip one bit of a weight, on one replica."""
-    if (always and trainer.step == step) or once(trainer, step):
+    if (always and trainer.step == step) or begins_once(trainer, step):
         bucket = trainer.train_step.sharded_parameters.buckets[-1]
         bits = bucket.weights.view(torch.int64)
         bits[5] ^= 1 << 20
         bucket.publish_weights()
 
 
-def slow(trainer, seconds):
+def slow_data_down(trainer, seconds):
     if not hasattr(trainer.loader, "slow"):
         trainer.loader.slow, next_step = True, trainer.loader.next
 

@@ -29,7 +29,7 @@ class _Waits(TorchDispatchMode):
 
 
 @contextmanager
-def nobody_waits():
+def forbid_host_waits():
     """Return a context that fails on every operator and tensor method that brings numbers to the
     host, except inside Triton's interpreter."""
     inside = []

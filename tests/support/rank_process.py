@@ -12,7 +12,7 @@ from rank_pool import CONTEXT, free_port
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-class Program:
+class RankProcess:
     """A process that calls function(*arguments) with `words` as its command line. Its output is
     discarded, its errors go to a file. Whoever starts it must end it. `function` is importable."""
 
@@ -24,7 +24,7 @@ class Program:
             environment or {},
             str(errors),
         )
-        self._process = CONTEXT.Process(target=_become, args=request)
+        self._process = CONTEXT.Process(target=_run_as_entry, args=request)
         self._process.start()
 
     def wait(self, timeout=None):
@@ -48,7 +48,7 @@ class Program:
             self.wait()
 
 
-def places(world):
+def list_rank_environments(world):
     """Yield the environment of each rank of a world, as a launcher sets it."""
     port = str(free_port())
     for rank in range(world):
@@ -61,7 +61,7 @@ def places(world):
         }
 
 
-def stuck_after(step):
+def hang_after(step):
     """Run the entry on a rank that hangs in its own code after `step` steps."""
     import pretrain_gpt
     from megaframe.training.trainer import Trainer
@@ -71,17 +71,17 @@ def stuck_after(step):
     def train_or_stop(trainer):
         train_step(trainer)
         if trainer.step == step:
-            stuck_for_ever()
+            hang_forever()
 
     Trainer._train_step = train_or_stop
     pretrain_gpt.main()
 
 
-def stuck_for_ever():
+def hang_forever():
     time.sleep(1000)
 
 
-def _become(function, arguments, words, environment, errors):
+def _run_as_entry(function, arguments, words, environment, errors):
     os.environ.update(environment)
     for path, number in ((os.devnull, 1), (errors, 2)):
         with open(path, "w") as file:

@@ -144,11 +144,11 @@ def make_groups():
     socket_counts = [gloo_sockets.count_sockets() - before]
     all_reduce(torch.ones(()), mesh.data_control_group).wait()
     socket_counts.append(gloo_sockets.count_sockets() - before)
-    beside = mesh.make_control_group()
+    control_group = mesh.make_control_group()
     socket_counts.append(gloo_sockets.count_sockets() - before)
-    texts = gather_json(beside, "x" * mesh.rank)
+    texts = gather_json(control_group, "x" * mesh.rank)
     socket_counts.append(gloo_sockets.count_sockets() - before)
-    sum_of_all = all_reduce(torch.ones(()), beside)
+    sum_of_all = all_reduce(torch.ones(()), control_group)
     mesh.store.add("counted", 1)
     while mesh.store.add("counted", 0) < 4:
         time.sleep(0.01)
@@ -157,7 +157,7 @@ def make_groups():
     broken = ""
     try:
         sum_of_all.wait()
-        all_reduce(torch.ones(()), beside).wait()
+        all_reduce(torch.ones(()), control_group).wait()
     except LostRanks as lost:
         broken = str(lost)
     mesh.close()

@@ -35,9 +35,9 @@ finally:
 )
 def test_leaving_tells_why_and_waits_for_nothing(error, rank, status, expected):
     command = [sys.executable, "-c", ENDS.format(error=error, rank=rank)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert done.stderr.endswith(expected) and ("Traceback" in done.stderr) == (status == 1)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (process.returncode, process.stdout) == (status, "")
+    assert process.stderr.endswith(expected) and ("Traceback" in process.stderr) == (status == 1)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_an_error_is_its_message_and_its_status(error, status, capsys):
 @pytest.mark.slow
 def test_a_mistake_of_all_ranks_is_told_once_and_stands_in_the_summary():
     words = ["--nproc-per-node", "2", ENTRY, "--config", "demo", "train.stps=5"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
-    assert done.returncode == 1
-    output, _, summary = done.stderr.partition("pretrain_gpt.py FAILED")
+    assert process.returncode == 1
+    output, _, summary = process.stderr.partition("pretrain_gpt.py FAILED")
     line = "train.stps: unknown key; did you mean train.steps?"
     assert output.count(line) == 1
     assert summary.count(line) == 1 and "To enable traceback" not in summary
@@ -74,7 +74,7 @@ def test_what_a_program_did_not_foresee_stands_in_the_summary_too(tmp_path, monk
 
 
 def test_an_entry_without_words_shows_how_it_is_used():
-    done = subprocess.run([sys.executable, ENTRY], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and done.stderr.startswith("usage: ")
-    assert "--config configs/demo.yaml" in done.stderr and "--dry-run" in done.stderr
-    assert "model.vocab" not in done.stderr
+    process = subprocess.run([sys.executable, ENTRY], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 2 and process.stderr.startswith("usage: ")
+    assert "--config configs/demo.yaml" in process.stderr and "--dry-run" in process.stderr
+    assert "model.vocab" not in process.stderr

@@ -23,7 +23,11 @@ LINKS = {"control": "10.213.77", "data": "10.213.78"}
 
 class HostPair:
     """The two hosts. The first half of a run's ranks is on the first host. Each rank is a process
-    that no launcher restarts. Raises `FaultSkipped` if such hosts cannot be made here."""
+    that no launcher restarts.
+
+    Raises:
+        FaultSkipped: If such hosts cannot be made here.
+    """
 
     def __init__(self) -> None:
         if os.geteuid() or shutil.which("ip") is None:
@@ -53,8 +57,12 @@ class HostPair:
             _run_ip("-n", name, "link", "set", link, state)
 
     def start(self, run: ChaosRun, **changes: object) -> list[Process]:
-        """Start all ranks of a run, and return their processes. changes: as in
-        `ChaosRun.overrides`."""
+        """Start all ranks of a run, and return their processes.
+
+        Args:
+            run: The run.
+            changes: As in `ChaosRun.overrides`.
+        """
         ranks = run.ranks
         variables: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // 2}
         variables |= {"MASTER_ADDR": f"{LINKS['control']}.1", "MASTER_PORT": find_free_port()}
@@ -66,8 +74,8 @@ class HostPair:
             command = ["ip", "netns", "exec", self._names[host], sys.executable]
             command += [str(ROOT / "pretrain_gpt.py"), *run.make_overrides(**changes)]
             command += [f"checkpoint.memory_dir={memory}"]
-            own = {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": "data"}
-            self._processes.append(run.start(command, variables | own))
+            of_rank = {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": "data"}
+            self._processes.append(run.start(command, variables | of_rank))
         return self._processes
 
     def wait(self) -> list[int]:
@@ -92,8 +100,11 @@ class HostPair:
 
 @contextmanager
 def make_host_pair() -> Iterator[HostPair]:
-    """Make two hosts, and remove them on exit. Raises `FaultSkipped` if they cannot be made
-    here."""
+    """Make two hosts, and remove them on exit.
+
+    Raises:
+        FaultSkipped: If they cannot be made here.
+    """
     pair = HostPair()
     try:
         yield pair
@@ -103,8 +114,15 @@ def make_host_pair() -> Iterator[HostPair]:
 
 @contextmanager
 def mount_small_disk(path: Path, size: str) -> Iterator[None]:
-    """Mount a separate file system of this size at `path`, and remove it on exit. size: as in
-    `mount`. Raises `FaultSkipped` if it cannot be mounted."""
+    """Mount a separate file system of this size at `path`, and remove it on exit.
+
+    Args:
+        path: Folder at which it is mounted.
+        size: As in `mount`.
+
+    Raises:
+        FaultSkipped: If it cannot be mounted.
+    """
     path.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)

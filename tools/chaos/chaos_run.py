@@ -57,22 +57,37 @@ class FaultSkipped(Exception):
 
 @dataclass(frozen=True)
 class ChaosRun:
-    """One run of a chaos test. folder: folder of all runs. run: folder of this run. ranks: number
-    of its ranks."""
+    """One run of a chaos test.
+
+    Attributes:
+        folder: Folder of all runs.
+        run: Folder of this run.
+        ranks: Number of its ranks.
+    """
 
     folder: Path
     run: Path
     ranks: int
 
     def make_overrides(self, **changes: object) -> list[str]:
-        """Return the overrides of the run. changes: further keys, with `__` for the dot."""
+        """Return the overrides of the run.
+
+        Args:
+            changes: Further keys, with `__` for the dot.
+        """
         keys = {**OVERRIDES, "run.dir": self.run}
         keys["data.sources"] = f"[{{path: {self.folder / 'tokens'}}}]"
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={value}" for name, value in keys.items()]
 
     def launch(self, ranks: int | None = None, restarts: int = 3, **changes: object) -> Process:
-        """Start the run under torchrun. restarts: its `--max-restarts`."""
+        """Start the run under torchrun.
+
+        Args:
+            ranks: How many; by default those of the run.
+            restarts: Its `--max-restarts`.
+            changes: As in `make_overrides`.
+        """
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nproc-per-node", str(ranks or self.ranks), "--max-restarts", str(restarts)]
         command += ["--master-port", str(find_free_port()), str(ROOT / "pretrain_gpt.py")]
@@ -126,8 +141,8 @@ class ChaosRun:
 
     @property
     def lost_seconds(self) -> dict[str, float]:
-        """Seconds lost since the run began, by cause. `again`: how much longer than usual the first
-        steps after a resume took."""
+        """Seconds lost since the run began, by cause. `warmup`: how much longer than usual the
+        first steps after a resume took."""
         lost = dict.fromkeys(("detection", "restart", "load", "repeat", "save"), 0.0)
         first = True
         for event in self.read_events():
@@ -136,7 +151,7 @@ class ChaosRun:
                 lost[event["cause"]] += event["seconds"]
         usual = median(line["seconds"] for line in self.read_metrics())
         resumed = [line["seconds"] for line in self.read_metrics() if line.get("resumed_after")]
-        return {**lost, "again": sum(seconds - usual for seconds in resumed)}
+        return {**lost, "warmup": sum(seconds - usual for seconds in resumed)}
 
     @property
     def mean_stall(self) -> float:
@@ -194,7 +209,13 @@ def kill_all(process: Process) -> None:
 
 def wait_for(condition: Callable[[], bool], process: Process, pause: float = 0.02) -> float:
     """Wait until `condition()` is true, the process has ended, or `LIMIT` has passed; return the
-    time (`time.monotonic`)."""
+    time (`time.monotonic`).
+
+    Args:
+        condition: What is waited for.
+        process: The process that should bring it about.
+        pause: Seconds between two looks.
+    """
     deadline = time.monotonic() + LIMIT
     while process.poll() is None and time.monotonic() < deadline and not condition():
         time.sleep(pause)

@@ -50,16 +50,27 @@ LATEST = STEPS - 20
 
 @dataclass(frozen=True)
 class FaultResult:
-    """Result of a round. what: the fault. said: how the run reported it. seconds: from the fault to
-    the next step; None if that was not measured."""
+    """Result of a round.
 
-    what: str
-    said: str
+    Attributes:
+        fault: The fault.
+        report: How the run reported it.
+        seconds: From the fault to the next step; None if that was not measured.
+    """
+
+    fault: str
+    report: str
     seconds: float | None = None
 
 
 def signal_rank(run: ChaosRun, draw: random.Random, number: signal.Signals) -> FaultResult:
-    """Send a signal to a random rank at a random moment."""
+    """Send a signal to a random rank at a random moment.
+
+    Args:
+        run: The run.
+        draw: Draws step, moment and rank.
+        number: The signal.
+    """
     process = run.launch()
     step = run.wait_for_step(draw.randrange(1, LATEST), process)
     time.sleep(draw.random() * 0.2)
@@ -150,8 +161,8 @@ def continue_with_fewer(run: ChaosRun, draw: random.Random) -> FaultResult:
     process.send_signal(signal.SIGTERM)
     process.wait(LIMIT)
     wait_or_kill(run.launch())
-    what = f"kill of rank {rank}, then {run.ranks - 1} ranks, then {run.ranks}"
-    return FaultResult(what, run.find_first_error(), seconds)
+    fault = f"kill of rank {rank}, then {run.ranks - 1} ranks, then {run.ranks}"
+    return FaultResult(fault, run.find_first_error(), seconds)
 
 
 def slow_down(run: ChaosRun, draw: random.Random) -> FaultResult:
@@ -225,10 +236,10 @@ def damage_checkpoint(run: ChaosRun, draw: random.Random) -> FaultResult:
         path.unlink()
     wait_or_kill(run.launch(checkpoint__memory_every=0))
     name = path.name
-    said = run.find_in_log(name) or next(
-        (one for one in run.read_text("console.txt").splitlines() if name in one), ""
+    report = run.find_in_log(name) or next(
+        (line for line in run.read_text("console.txt").splitlines() if name in line), ""
     )
-    return FaultResult(f"{how} of {path.relative_to(home)}", said)
+    return FaultResult(f"{how} of {path.relative_to(home)}", report)
 
 
 def cut_data_link(run: ChaosRun, draw: random.Random) -> FaultResult:
@@ -242,8 +253,8 @@ def cut_data_link(run: ChaosRun, draw: random.Random) -> FaultResult:
         hosts.set_link("data", "up")
         seconds = run.wait_for_resume(first) - struck_at
         statuses = hosts.wait()
-    what = f"data link down after step {step}, statuses {statuses}"
-    return FaultResult(what, run.find_in_log("restarted in the same processes"), seconds)
+    fault = f"data link down after step {step}, statuses {statuses}"
+    return FaultResult(fault, run.find_in_log("restarted in the same processes"), seconds)
 
 
 def cut_network(run: ChaosRun, draw: random.Random) -> FaultResult:
@@ -261,8 +272,8 @@ def cut_network(run: ChaosRun, draw: random.Random) -> FaultResult:
         hosts.set_link("control", "up")
         hosts.start(run, **changes)
         hosts.wait()
-    what = f"no network after step {step}, all left within {seconds:.1f} s with {set(statuses)}"
-    return FaultResult(what, run.find_first_error())
+    fault = f"no network after step {step}, all left within {seconds:.1f} s with {set(statuses)}"
+    return FaultResult(fault, run.find_first_error())
 
 
 FAULTS: dict[str, Callable[[ChaosRun, random.Random], FaultResult]] = {
@@ -304,13 +315,13 @@ def main() -> None:
                 print(f"{fault:<9} skipped: {why}", flush=True)
                 continue
             good, text = compare_losses(run, expected, 1e-10 if fault == "fewer" else 0.0)
-            failures += not (good and result.said)
+            failures += not (good and result.report)
             lost[fault].append(run.lost_seconds)
             if result.seconds is not None:
                 text += f"; next step after {result.seconds:.1f} s"
-            verdict = "" if good and result.said else "FAILED "
-            print(f"{fault:<9} {verdict}{result.what}; {text}", flush=True)
-            print(f"{'':<9} said: {result.said[:200] or 'nothing'}", flush=True)
+            verdict = "" if good and result.report else "FAILED "
+            print(f"{fault:<9} {verdict}{result.fault}; {text}", flush=True)
+            print(f"{'':<9} said: {result.report[:200] or 'nothing'}", flush=True)
     costs = compute_median_costs(lost, importing)
     costs["whole"] = {"stall": round(undisturbed.mean_stall, 4)}
     print(json.dumps(costs))
@@ -322,7 +333,10 @@ def main() -> None:
 def compare_losses(run: ChaosRun, expected: Sequence[float], limit: float) -> tuple[bool, str]:
     """Return whether the losses are those of the undisturbed run, and in words how they differ.
 
-    limit: largest relative difference that is accepted.
+    Args:
+        run: The run.
+        expected: Losses of the undisturbed run.
+        limit: Largest relative difference that is accepted.
     """
     losses = run.losses
     if len(losses) != len(expected):
@@ -343,7 +357,11 @@ def compute_median_costs(
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. words: its words; None for those of the process."""
+    """Parse the command line.
+
+    Args:
+        words: Its words; None for those of the process.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="faults:\n" + "\n".join(f"  {n:<10} {kind.__doc__}" for n, kind in FAULTS.items()),

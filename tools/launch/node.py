@@ -78,8 +78,15 @@ def make_launcher_defaults(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def compute_largest_world(nodes: str, ranks: str) -> int:
-    """Return the largest possible number of ranks. nodes: N or MIN:MAX. ranks: per node, a number,
-    auto, gpu or cpu. Raises `UserError` for anything else."""
+    """Return the largest possible number of ranks.
+
+    Args:
+        nodes: N or MIN:MAX.
+        ranks: Per node, a number, auto, gpu or cpu.
+
+    Raises:
+        UserError: For anything else.
+    """
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     try:
@@ -112,14 +119,18 @@ def check_data(config: RunConfig) -> None:
 
 def check_node(folder: Path) -> bool:
     """Return whether this node is fit to run, by tools/doctor.py; if it is not, print what that
-    found. folder: where runs are written."""
+    found.
+
+    Args:
+        folder: Where runs are written.
+    """
     command = [sys.executable, str(ROOT / "tools/doctor.py"), "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout + done.stderr, end="", flush=True)
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        print(completed.stdout + completed.stderr, end="", flush=True)
         name = os.uname().nodename
         print(f"error: node {name} is not fit to run (tools/doctor.py)", file=sys.stderr)
-    return done.returncode == 0
+    return completed.returncode == 0
 
 
 def launch(command: Sequence[str]) -> int:

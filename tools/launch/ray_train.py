@@ -53,8 +53,11 @@ def main() -> None:
 
 
 def parse_ranks(text: str) -> tuple[int, int]:
-    """Parse N or MIN:MAX into the fewest and the most ranks. Raises `UserError` for anything
-    else."""
+    """Parse N or MIN:MAX into the fewest and the most ranks.
+
+    Raises:
+        UserError: For anything else.
+    """
     try:
         least, most = (int(part) for part in (text.split(":") * 2)[:2])
     except ValueError:
@@ -65,7 +68,11 @@ def parse_ranks(text: str) -> tuple[int, int]:
 
 
 def connect(address: str) -> None:
-    """Connect to the cluster. Raises `UserError` if there is none, or Ray is not installed."""
+    """Connect to the cluster.
+
+    Raises:
+        UserError: If there is none, or Ray is not installed.
+    """
     try:
         import ray
     except ImportError:
@@ -82,7 +89,9 @@ def connect(address: str) -> None:
 def check_resources(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
     """Raise `UserError` if the cluster is too small, because Ray would wait for ever.
 
-    ranks: fewest and most ranks; the fewest must have room. of_a_rank: resources of one rank.
+    Args:
+        ranks: Fewest and most ranks; the fewest must have room.
+        of_a_rank: Resources of one rank.
     """
     import ray
 
@@ -100,8 +109,15 @@ def train(
 ) -> int:
     """Run the ranks to the end and return the status of the run.
 
-    ranks: fewest and most ranks. what: "GPU" or "CPU". failures: how often ranks may be restarted;
-    raises `UserError` if they fail more often.
+    Args:
+        config: The run.
+        words: The command line of the entry.
+        ranks: Fewest and most ranks.
+        resource: What a rank takes, GPU or CPU.
+        failures: How often ranks may be restarted.
+
+    Raises:
+        UserError: If ranks fail more often.
     """
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer

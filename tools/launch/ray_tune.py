@@ -22,7 +22,8 @@ from typing import Any
 
 from ray_train import check_resources, connect
 
-from megaframe.dashboard.sweep import Range, Sweep, TrialRun, summarize
+from megaframe.dashboard.sweep import Sweep, TrialRun, summarize
+from megaframe.dashboard.trials import Range
 from megaframe.errors import report_errors
 
 _PAUSE = 0.5
@@ -128,15 +129,15 @@ def run_trial(
     this process ends, upon which the run gets SIGTERM.
 
     Args:
-        keys: values of this trial.
-        words: command line of the run.
-        folder: of the sweep.
-        working_folder: of the run.
-        ranks: number of ranks of the run.
-        metric: to report.
+        keys: Values of this trial.
+        words: Command line of the run.
+        folder: Of the sweep.
+        working_folder: Of the run.
+        ranks: Number of ranks of the run.
+        metric: To report.
 
     Raises:
-        RuntimeError: if the run fails.
+        RuntimeError: If the run fails.
     """
     from ray import tune
 

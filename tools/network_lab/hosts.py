@@ -41,8 +41,10 @@ _NAMESPACE = re.compile(r"netlab-([0-9]+)-([0-9]+)-")
 class Link:
     """A link between a host and the switch.
 
-    rate: of each direction, in the format of `tc`, such as 500mbit. latency: delay of what the host
-    sends, such as 1ms, or None; needs `netem` in the kernel.
+    Attributes:
+        rate: Of each direction, in the format of `tc`, such as 500mbit.
+        latency: Delay of what the host sends, such as 1ms, or None; needs `netem` in the
+            kernel.
     """
 
     rate: str
@@ -53,7 +55,10 @@ class Link:
 class Host:
     """A host. A command line prefixed with `command` runs on it.
 
-    name: its network namespace. switch: the switch's namespace. port: the switch's end of the link.
+    Attributes:
+        name: Its network namespace.
+        switch: The switch's namespace.
+        port: The switch's end of the link.
     """
 
     name: str
@@ -155,9 +160,9 @@ def _find_kernel_error(*discipline: str) -> str | None:
     """Return the kernel's error message for a queueing discipline, or None if it accepts it. It is
     tried in an unnamed namespace, which ends with the command."""
     command = ("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *discipline)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    message = " ".join(done.stderr.split())
-    return None if done.returncode == 0 else message or f"status {done.returncode}"
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    message = " ".join(completed.stderr.split())
+    return None if completed.returncode == 0 else message or f"status {completed.returncode}"
 
 
 def _connect_to_switch(host: Host) -> None:
@@ -215,7 +220,7 @@ def _block_signals() -> Iterator[None]:
 
 def _run(*command: str) -> str:
     """Run a command and return its output. Raises `UserError` with its error output if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
-    return done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise UserError(f"{' '.join(command)}: {' '.join(completed.stderr.split())}")
+    return completed.stdout

@@ -37,13 +37,17 @@ class LinkOutage:
 
 @dataclass(frozen=True)
 class HostsResult:
-    """How a command ended. statuses: exit status of each host, negative for a signal; -9 for hosts
-    that were killed after `GRACE_SECONDS`. moved: bytes that each host sent and received over its
-    link meanwhile."""
+    """How a command ended.
+
+    Attributes:
+        statuses: Exit status of each host, negative for a signal; -9 for hosts that were killed
+            after `GRACE_SECONDS`.
+        link_bytes: Bytes that each host sent and received over its link meanwhile.
+    """
 
     statuses: tuple[int, ...]
     seconds: float
-    moved: tuple[tuple[int, int], ...]
+    link_bytes: tuple[tuple[int, int], ...]
 
     @property
     def status(self) -> int:
@@ -62,9 +66,16 @@ def run_on_hosts(
 ) -> HostsResult:
     """Run a command on every host and return when all have ended.
 
-    ranks: number of ranks per host, passed to `torchrun`. folder: where the files host-0.txt ...
-    with the output of each host are written. outages: of links meanwhile. output: where the output
-    of the first host is copied to. Raises `UserError` if the folder cannot be made.
+    Args:
+        hosts: The hosts.
+        command: The command.
+        ranks: Number of ranks per host, passed to `torchrun`.
+        folder: Where the files host-0.txt ... with the output of each host are written.
+        outages: Of links meanwhile.
+        output: Where the output of the first host is copied to.
+
+    Raises:
+        UserError: If the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,8 +108,10 @@ def run_on_hosts(
             process.wait()
     seconds = time.monotonic() - started
     after = [host.transferred_bytes() for host in hosts]
-    moved = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)]
-    return HostsResult(tuple(process.returncode for process in processes), seconds, tuple(moved))
+    link_bytes = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)]
+    return HostsResult(
+        tuple(process.returncode for process in processes), seconds, tuple(link_bytes)
+    )
 
 
 def _wait(
@@ -141,7 +154,10 @@ def make_launcher_variables(number: int, hosts: Sequence[Host], ranks: int) -> M
     """Return the environment variables for programs on a host. `torchrun` reads those that start
     with PET_ as its options; other launchers read the rest to find their place and the first host.
 
-    number: of the host. ranks: number of ranks per host.
+    Args:
+        number: Of the host.
+        hosts: All hosts.
+        ranks: Number of ranks per host.
     """
     host, first = hosts[number], hosts[0]
     variables = {

@@ -55,14 +55,14 @@ def run_reference(
     Query head n uses key head n // (N / G).
 
     Args:
-        query_BQND: queries [B, Q, N, D].
-        key_BKGD: keys [B, K, G, D].
-        value_BKGD: values [B, K, G, D].
-        spans: which keys each query sees.
-        scale: factor of the scores, by default D^(-1/2).
-        softcap: scores s become cap tanh(s / cap).
-        sinks_N: one extra score per head, whose value is 0.
-        need_lse: whether the log-sum-exp is returned.
+        query_BQND: Queries [B, Q, N, D].
+        key_BKGD: Keys [B, K, G, D].
+        value_BKGD: Values [B, K, G, D].
+        spans: Which keys each query sees.
+        scale: Factor of the scores, by default D^(-1/2).
+        softcap: Scores s become cap tanh(s / cap).
+        sinks_N: One extra score per head, whose value is 0.
+        need_lse: Whether the log-sum-exp is returned.
 
     Returns:
         The output [B, Q, N, D] and, if `need_lse`, the log-sum-exp of the scores (sinks included),
@@ -87,8 +87,8 @@ def run_reference(
         scores = scores.new_full((*scores.shape[:3], 1), -math.inf)
     lse = scores.logsumexp(-1)
     # -inf - (-inf) would be NaN. Shifted by 0, all shares of a query that sees nothing are 0.
-    nothing = lse == -math.inf
-    shift = lse.masked_fill(nothing, 0.0)
+    sees_nothing = lse == -math.inf
+    shift = lse.masked_fill(sees_nothing, 0.0)
     probabilities = (scores - shift[..., None]).exp()[..., : key.shape[2]]
     out = (probabilities @ value).transpose(1, 2).to(query_BQND.dtype)
     return out, lse if need_lse else None
@@ -188,21 +188,21 @@ def run_reference_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these keys add to the gradients of queries, keys and values.
+    """Return the contributions of these keys to the gradients of queries, keys and values.
 
     With shares p = exp(scale q k - lse) and dp = d_out v: dv = p d_out, ds = scale p (dp -
     sum(d_out out)), dq = ds k, dk = ds q.
 
     Args:
-        d_out_BQND: gradient of the output [B, Q, N, D].
-        query_BQND: queries [B, Q, N, D].
-        key_BKGD: keys [B, K, G, D]; maybe only a part of those that the queries see (a tile of a
+        d_out_BQND: Gradient of the output [B, Q, N, D].
+        query_BQND: Queries [B, Q, N, D].
+        key_BKGD: Keys [B, K, G, D]; maybe only a part of those that the queries see (a tile of a
             ring).
-        value_BKGD: values [B, K, G, D] of these keys.
-        out_BQND: output over all keys that the queries see, [B, Q, N, D].
-        lse_BNQ: log-sum-exp of the scores over all keys that the queries see, [B, N, Q].
-        spans: which of the given keys each query sees.
-        scale: factor of the scores, by default D^(-1/2).
+        value_BKGD: Values [B, K, G, D] of these keys.
+        out_BQND: Output over all keys that the queries see, [B, Q, N, D].
+        lse_BNQ: Log-sum-exp of the scores over all keys that the queries see, [B, N, Q].
+        spans: Which of the given keys each query sees.
+        scale: Factor of the scores, by default D^(-1/2).
 
     Returns:
         The gradients of queries, keys and values, in the shapes and the type of these.
@@ -244,15 +244,15 @@ def run_triton_backward(
     """Compute `run_reference_backward` in Triton.
 
     Args:
-        d_out_BQND: as in `run_reference_backward`, and so are all others but `fused`.
-        query_BQND: queries.
-        key_BKGD: keys.
-        value_BKGD: values.
-        out_BQND: output.
-        lse_BNQ: log-sum-exp.
-        spans: which keys each query sees.
-        scale: factor of the scores.
-        fused: compute all gradients in one pass over the tiles.
+        d_out_BQND: As in `run_reference_backward`, and so are all others but `fused`.
+        query_BQND: Queries.
+        key_BKGD: Keys.
+        value_BKGD: Values.
+        out_BQND: Output.
+        lse_BNQ: Log-sum-exp.
+        spans: Which keys each query sees.
+        scale: Factor of the scores.
+        fused: Compute all gradients in one pass over the tiles.
     """
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
     # None: the log-sum-exp of a ring's tile gets no gradient, and there are neither sinks nor a
@@ -277,15 +277,15 @@ def run_triton(
     """Compute the reference in Triton.
 
     Args:
-        query_BQND: as in `run_reference`, and so are all others but `fused`.
-        key_BKGD: keys.
-        value_BKGD: values.
-        spans: which keys each query sees.
-        scale: factor of the scores.
-        softcap: bound of the scores.
-        sinks_N: logits of the sinks.
-        need_lse: return the log-sum-exp too.
-        fused: compute the gradients in one pass over the tiles.
+        query_BQND: As in `run_reference`, and so are all others but `fused`.
+        key_BKGD: Keys.
+        value_BKGD: Values.
+        spans: Which keys each query sees.
+        scale: Factor of the scores.
+        softcap: Bound of the scores.
+        sinks_N: Logits of the sinks.
+        need_lse: Return the log-sum-exp too.
+        fused: Compute the gradients in one pass over the tiles.
     """
     arguments = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
     out, lse = _direct_forward(*arguments, scale, softcap, fused)
@@ -304,9 +304,9 @@ def _refuse_inputs(
     if query.shape[-1] > _WIDEST:
         return f"a head is {query.shape[-1]} wide; at most {_WIDEST} fits in registers"
     if query.is_cuda and query.shape[-1] > 128:
-        room = read_shared_memory(query.device.index)
-        if room < _SHARED_OF_WIDEST:
-            return f"{room} bytes of shared memory are too few for heads wider than 128"
+        shared_bytes = read_shared_memory(query.device.index)
+        if shared_bytes < _SHARED_OF_WIDEST:
+            return f"{shared_bytes} bytes of shared memory are too few for heads wider than 128"
     if value.shape[-1] != query.shape[-1]:
         return f"values are {value.shape[-1]} wide and queries {query.shape[-1]}"
     if query.shape[2] % key.shape[2]:

@@ -53,21 +53,21 @@ def prepare_backward(
     These are the two numbers of p = exp2(s - shift) and d_s = p (d_p - delta).
 
     Args:
-        d_out: gradient of the output, [B, Q, N, D].
-        out: the output, [B, Q, N, D], contiguous.
-        lse: log-sum-exp, [B, N, Q].
-        d_lse: its gradient, [B, N, Q], or None.
-        shift: receives the log-sum-exp in units of log 2; infinite for a query that sees nothing,
+        d_out: Gradient of the output, [B, Q, N, D].
+        out: The output, [B, Q, N, D], contiguous.
+        lse: Log-sum-exp, [B, N, Q].
+        d_lse: Its gradient, [B, N, Q], or None.
+        shift: Receives the log-sum-exp in units of log 2; infinite for a query that sees nothing,
             so that p is 0.
-        delta: receives sum(d_out out) - d_lse.
-        queries: number of queries, Q.
-        heads: number of query heads, N.
-        width: of a head, D.
-        d_batch: elements of d_out from a sample to the next.
-        d_stride: elements of d_out from a query to the next.
-        d_head: elements of d_out from a head to the next.
-        M: queries of a program.
-        WIDTH: columns of a program, a power of two.
+        delta: Receives sum(d_out out) - d_lse.
+        queries: Number of queries, Q.
+        heads: Number of query heads, N.
+        width: Of a head, D.
+        d_batch: Elements of d_out from a sample to the next.
+        d_stride: Elements of d_out from a query to the next.
+        d_head: Elements of d_out from a head to the next.
+        M: Queries of a program.
+        WIDTH: Columns of a program, a power of two.
     """
     # Programs cover the padding too, so that other kernels can read it without a mask.
     padded = tl.cdiv(queries, PADDING) * PADDING
@@ -383,13 +383,13 @@ def backward_keys(
             PRECISION,
         )  # fmt: skip
         block += 1
-        done = block == high
-        block = tl.where(done, low, block)
+        is_last = block == high
+        block = tl.where(is_last, low, block)
         # Incremented from head to head. Multiplied anew for each head, the 64-bit address would
         # need more registers.
-        q_rows += tl.where(done, q_head, 0)
-        d_rows += tl.where(done, d_head, 0)
-        row_offset += tl.where(done, padded, 0)
+        q_rows += tl.where(is_last, q_head, 0)
+        d_rows += tl.where(is_last, d_head, 0)
+        row_offset += tl.where(is_last, padded, 0)
     column = tl.arange(0, WIDTH)
     at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)

@@ -23,6 +23,11 @@ def share_programs(
     Programs start in groups of `together` pairs of a head and a sample, so few that what they read
     stays in the cache. Within a group, blocks of the same turn start together. With a causal mask
     the first turns take longest, so the last programs of all are short.
+
+    Args:
+        blocks: Blocks of a head.
+        together: Pairs of a head and a sample in a group.
+        heads: Heads of a sample.
     """
     pairs = tl.num_programs(0) // blocks
     first = tl.program_id(0) // (blocks * together) * together
@@ -46,14 +51,14 @@ def find_visits(
     """Return which blocks the rows of a program visit: of keys, or of queries if the rows are keys.
 
     Args:
-        start: where the span of each row starts.
-        stop: where it ends.
-        inside: whether the row exists, and is not beyond the last one.
-        length: what spans are in: number of keys, or of queries.
-        BLOCK: size of the blocks that are visited.
+        start: Where the span of each row starts.
+        stop: Where it ends.
+        inside: Whether the row exists, and is not beyond the last one.
+        length: What spans are in: number of keys, or of queries.
+        BLOCK: Size of the blocks that are visited.
 
     Returns:
-        low, high, whole_low and whole_high. Blocks low .. high - 1 contain everything in the spans.
+        Low, high, whole_low and whole_high. Blocks low .. high - 1 contain everything in the spans.
         Of these, blocks whole_low .. whole_high - 1 are inside every span.
     """
     # Queries beyond the last one must not count: they raise no maximum and lower no minimum.
@@ -85,15 +90,15 @@ def load_rows(
     """Load a block of rows [row, D] of a matrix, with 0 for what is outside the matrix.
 
     Args:
-        base: where the matrix starts.
-        block: number of the block.
-        stride: elements from a row to the next.
-        length: rows of the matrix.
-        width: columns of the matrix, D.
-        MASK: rows may be outside.
-        ROWS: rows of a block.
-        WIDTH: columns that are loaded, a power of two.
-        EVEN: the matrix has WIDTH columns.
+        base: Where the matrix starts.
+        block: Number of the block.
+        stride: Elements from a row to the next.
+        length: Rows of the matrix.
+        width: Columns of the matrix, D.
+        MASK: Rows may be outside.
+        ROWS: Rows of a block.
+        WIDTH: Columns that are loaded, a power of two.
+        EVEN: The matrix has WIDTH columns.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     # One 64-bit base per block, and 32-bit offsets within it that stay in registers: 64-bit
@@ -117,10 +122,10 @@ def scale_scores(
     """Return scores in units of log 2.
 
     Args:
-        product: the products of queries and keys.
-        scale: factor of the scores.
-        cap: bound of the scores; read only with CAP.
-        CAP: whether scores are bounded.
+        product: The products of queries and keys.
+        scale: Factor of the scores.
+        cap: Bound of the scores; read only with CAP.
+        CAP: Whether scores are bounded.
     """
     if CAP:
         # cap tanh(s / cap), with both factors folded into the scales before and after.
@@ -307,13 +312,15 @@ def forward(
         v_ND = load_rows(v_rows, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
         result = multiply_add(p, v_ND, result * decay[:, None], PRECISION)
     # A query that sees nothing gets 0 instead of 0 / 0, and a log-sum-exp of -inf.
-    some = total > 0.0
-    result = result / tl.where(some, total, 1.0)[:, None]
+    sees_keys = total > 0.0
+    result = result / tl.where(sees_keys, total, 1.0)[:, None]
     column = tl.arange(0, WIDTH)
     # The output is contiguous [B, Q, N, D].
     at = out + ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)
     tl.store(at, result.to(out.dtype.element_ty), mask=written)
     # Back from units of log 2 to natural logarithms.
-    sums = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LOG_2, -float("inf"))
+    sums = tl.where(
+        sees_keys, (top + tl.log2(tl.where(sees_keys, total, 1.0))) * LOG_2, -float("inf")
+    )
     tl.store(lse + (batch * heads + head) * queries + query, sums, mask=inside)

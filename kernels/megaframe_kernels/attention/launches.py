@@ -26,8 +26,8 @@ class Tiling:
     """Size of a kernel's blocks.
 
     Attributes:
-        queries: per block.
-        keys: per block.
+        queries: Per block.
+        keys: Per block.
         warps: Triton's launch option.
         stages: Triton's launch option.
     """
@@ -87,9 +87,9 @@ def choose_blocks(table: Table, x: Tensor, wide_numbers: Tiling = WIDE_NUMBERS) 
     """Return the blocks for the head width and type of x.
 
     Args:
-        table: blocks by head width, for 16-bit types.
-        x: the queries.
-        wide_numbers: the blocks for fp32.
+        table: Blocks by head width, for 16-bit types.
+        x: The queries.
+        wide_numbers: The blocks for fp32.
     """
     if x.dtype == torch.float32:
         return wide_numbers
@@ -118,9 +118,9 @@ def _count_together(pairs: int, rows: Tensor, shared: float) -> int:
     """Return how many pairs of a head and a sample start together.
 
     Args:
-        pairs: number of pairs.
-        rows: what a pair reads, [B, length, heads, D], besides a second tensor of this shape.
-        shared: how many pairs read the same head of both; below 1 if a pair reads several heads.
+        pairs: Number of pairs.
+        rows: What a pair reads, [B, length, heads, D], besides a second tensor of this shape.
+        shared: How many pairs read the same head of both; below 1 if a pair reads several heads.
     """
     # Both tensors that a pair reads, divided by the pairs that read the same.
     read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
@@ -144,15 +144,15 @@ def launch_forward(
         query: [B, Q, N, D].
         key: [B, K, G, D].
         value: [B, K, G, D].
-        starts: first key that each query sees, int32 [B, Q].
-        stops: end of the keys that each query sees, int32 [B, Q].
-        sinks: one extra score per head, [N], or None.
-        scale: factor of the scores, by default D^(-1/2).
-        softcap: scores s become cap tanh(s / cap), unless it is None.
-        blocks: by default those of `FORWARD`.
+        starts: First key that each query sees, int32 [B, Q].
+        stops: End of the keys that each query sees, int32 [B, Q].
+        sinks: One extra score per head, [N], or None.
+        scale: Factor of the scores, by default D^(-1/2).
+        softcap: Scores s become cap tanh(s / cap), unless it is None.
+        blocks: By default those of `FORWARD`.
 
     Returns:
-        out [B, Q, N, D], and the log-sum-exp, fp32 [B, N, Q].
+        Out [B, Q, N, D], and the log-sum-exp, fp32 [B, N, Q].
     """
     # No copy of keys and values for each query head: a program finds the shared head itself.
     query, key, value = _make_adjacent(query), _make_adjacent(key), _make_adjacent(value)
@@ -217,21 +217,21 @@ def launch_backward(
     In a ring, `out` and `lse` are those over all keys, and `key` and `value` are a part of them.
 
     Args:
-        d_out: gradient of the output, [B, Q, N, D].
-        d_lse: gradient of the log-sum-exp, [B, N, Q], or None.
+        d_out: Gradient of the output, [B, Q, N, D].
+        d_lse: Gradient of the log-sum-exp, [B, N, Q], or None.
         query: [B, Q, N, D].
         key: [B, K, G, D].
         value: [B, K, G, D].
-        out: output of the forward pass, [B, Q, N, D].
-        lse: log-sum-exp of the scores, fp32 [B, N, Q].
-        starts: first key that each query sees, int32 [B, Q].
-        stops: end of the keys that each query sees, int32 [B, Q].
-        first: first query that sees each key, int32 [B, K].
-        last: end of the queries that see each key, int32 [B, K].
-        sinks: one extra score per head, [N], or None.
-        scale: factor of the scores, by default D^(-1/2).
-        softcap: as in the forward pass.
-        fused: compute all gradients in one pass over the tiles.
+        out: Output of the forward pass, [B, Q, N, D].
+        lse: Log-sum-exp of the scores, fp32 [B, N, Q].
+        starts: First key that each query sees, int32 [B, Q].
+        stops: End of the keys that each query sees, int32 [B, Q].
+        first: First query that sees each key, int32 [B, K].
+        last: End of the queries that see each key, int32 [B, K].
+        sinks: One extra score per head, [N], or None.
+        scale: Factor of the scores, by default D^(-1/2).
+        softcap: As in the forward pass.
+        fused: Compute all gradients in one pass over the tiles.
 
     Returns:
         The gradients of query, key, value and sinks (empty without sinks).

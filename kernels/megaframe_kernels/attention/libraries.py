@@ -120,11 +120,11 @@ def _refuse_for_backend(
     Args:
         can_use: torch's own check of what the backend supports on this GPU (widths of heads,
             numbers of keys, deterministic algorithms).
-        query: the queries.
-        key: the keys.
-        value: the values.
-        spans: which keys each query sees.
-        options: the keyword arguments of the reference.
+        query: The queries.
+        key: The keys.
+        value: The values.
+        spans: Which keys each query sees.
+        options: The keyword arguments of the reference.
     """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return "it takes bf16 and fp16 on a GPU"

@@ -28,9 +28,9 @@ class Spans:
         stops: [B, Q].
         first: [B, K].
         last: [B, K].
-        plain: there is only a causal mask (with `window`) over as many queries as keys, which other
+        plain: There is only a causal mask (with `window`) over as many queries as keys, which other
             libraries support directly.
-        window: a query sees at most this many places, its own included; None for no window.
+        window: A query sees at most this many places, its own included; None for no window.
     """
 
     starts: Tensor
@@ -67,17 +67,17 @@ def find_spans(
     """Return what queries see of keys.
 
     Args:
-        batch: number of samples B.
-        queries: number of queries Q of a sample.
-        keys: number of keys K of a sample.
-        device: where the spans are made.
-        causal: queries see nothing after their own place.
-        window: a query sees at most this many places, its own included.
-        query_places: where in the sample the queries are, ascending [Q]; by default 0, 1, ...
-        key_places: where in the sample the keys are, ascending [K]; by default 0, 1, ...
-        query_documents: document numbers, ascending along each sample, [B, Q]; a query sees only
+        batch: Number of samples B.
+        queries: Number of queries Q of a sample.
+        keys: Number of keys K of a sample.
+        device: Where the spans are made.
+        causal: Queries see nothing after their own place.
+        window: A query sees at most this many places, its own included.
+        query_places: Where in the sample the queries are, ascending [Q]; by default 0, 1, ...
+        key_places: Where in the sample the keys are, ascending [K]; by default 0, 1, ...
+        query_documents: Document numbers, ascending along each sample, [B, Q]; a query sees only
             its own document.
-        key_documents: document numbers of the keys, [B, K].
+        key_documents: Document numbers of the keys, [B, K].
 
     Returns:
         The spans; `plain` if they are only a causal mask over as many queries as keys.
@@ -109,11 +109,11 @@ def make_spans(
     """Return the spans, given the runs of keys that queries see.
 
     Args:
-        starts: first key that each query sees, ascending [B, Q].
-        stops: end of the keys that each query sees, ascending [B, Q].
-        keys: number of keys K.
-        plain: as in `Spans`.
-        window: as in `Spans`.
+        starts: First key that each query sees, ascending [B, Q].
+        stops: End of the keys that each query sees, ascending [B, Q].
+        keys: Number of keys K.
+        plain: As in `Spans`.
+        window: As in `Spans`.
 
     Returns:
         The spans, with the runs of queries that see each key.

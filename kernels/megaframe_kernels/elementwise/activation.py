@@ -34,7 +34,7 @@ def run_reference(x: Tensor, kind: str) -> Tensor:
 
     Args:
         x: [..., F]; for gated kinds [..., 2F], which is (gate, up).
-        kind: one of `KINDS`.
+        kind: One of `KINDS`.
 
     Returns:
         The activation, [..., F].
@@ -191,9 +191,9 @@ def launch_backward(d_y: Tensor, x: Tensor, kind: str) -> Tensor:
     """Return the gradient of x.
 
     Args:
-        d_y: gradient of the result.
-        x: the input.
-        kind: the activation.
+        d_y: Gradient of the result.
+        x: The input.
+        kind: The activation.
     """
     flat, d_flat = flatten_rows(x), flatten_rows(d_y)
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -52,7 +52,7 @@ def run_reference(
         bias: [width], or None.
         residual: [..., width], or None for t = x.
         kind: rmsnorm or layernorm.
-        eps: added to the mean square.
+        eps: Added to the mean square.
 
     Returns:
         (y, t), both [..., width].
@@ -89,8 +89,8 @@ def launch_forward(
         residual: [..., width], or None.
         gain: [width].
         bias: [width], or None.
-        center: whether the mean is subtracted (layernorm).
-        eps: added to the mean square.
+        center: Whether the mean is subtracted (layernorm).
+        eps: Added to the mean square.
 
     Returns:
         y, total (empty without a residual), means (empty for rmsnorm) and scales, fp32 [rows].
@@ -140,13 +140,13 @@ def launch_backward(
     """Compute the gradients in Triton.
 
     Args:
-        d_y: gradient of the result, [..., width].
-        d_total: gradient of the sum with the residual, [..., width], or None.
-        total: what was normalised, [..., width].
+        d_y: Gradient of the result, [..., width].
+        d_total: Gradient of the sum with the residual, [..., width], or None.
+        total: What was normalised, [..., width].
         gain: [width].
         means: fp32 [rows], empty for rmsnorm.
         scales: fp32 [rows], from the forward pass.
-        with_bias: whether there is a bias.
+        with_bias: Whether there is a bias.
 
     Returns:
         The gradients of total, gain and bias (empty without a bias).

@@ -38,18 +38,18 @@ def forward(
         residual: [rows, width], or None for t = x.
         gain: [width].
         bias: [width], or None.
-        y: receives the result.
-        total: receives t, if there is a residual.
-        means: receives the mean of each row.
-        scales: receives the factor rsqrt(...) of each row.
-        rows: number of rows.
-        width: number of columns.
-        x_stride: elements from a row of x to the next.
-        residual_stride: elements from a row of the residual to the next.
-        eps: added to the mean square.
-        CENTER: subtract the mean; it is 0 otherwise.
-        ROWS: rows of a program.
-        WIDTH: columns of a program, a power of two.
+        y: Receives the result.
+        total: Receives t, if there is a residual.
+        means: Receives the mean of each row.
+        scales: Receives the factor rsqrt(...) of each row.
+        rows: Number of rows.
+        width: Number of columns.
+        x_stride: Elements from a row of x to the next.
+        residual_stride: Elements from a row of the residual to the next.
+        eps: Added to the mean square.
+        CENTER: Subtract the mean; it is 0 otherwise.
+        ROWS: Rows of a program.
+        WIDTH: Columns of a program, a power of two.
     """
     # 64-bit: rows times width may exceed 32 bits.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -106,23 +106,23 @@ def backward(
     """With n = (t - mean) scale and g = d_y gain: d_t = scale (g - n mean(g n) [- mean(g)]).
 
     Args:
-        d_y: gradient of y, [rows, width].
-        d_total: gradient of t apart from that through y, [rows, width], or None.
+        d_y: Gradient of y, [rows, width].
+        d_total: Gradient of t apart from that through y, [rows, width], or None.
         total: t, [rows, width].
         gain: [width].
-        means: mean of each row; read only with CENTER.
-        scales: factor of each row.
-        d_x: receives the gradient of t, [rows, width].
-        d_gain: receives the sum over the rows of each program, fp32 [num_programs, width].
-        d_bias: likewise, or None.
-        rows: number of rows.
-        width: number of columns.
-        d_y_stride: elements from a row of d_y to the next.
-        d_total_stride: elements from a row of d_total to the next.
-        total_stride: elements from a row of t to the next.
-        CENTER: the mean was subtracted.
-        ROWS: rows that are handled at a time.
-        WIDTH: columns of a program, a power of two.
+        means: Mean of each row; read only with CENTER.
+        scales: Factor of each row.
+        d_x: Receives the gradient of t, [rows, width].
+        d_gain: Receives the sum over the rows of each program, fp32 [num_programs, width].
+        d_bias: Likewise, or None.
+        rows: Number of rows.
+        width: Number of columns.
+        d_y_stride: Elements from a row of d_y to the next.
+        d_total_stride: Elements from a row of d_total to the next.
+        total_stride: Elements from a row of t to the next.
+        CENTER: The mean was subtracted.
+        ROWS: Rows that are handled at a time.
+        WIDTH: Columns of a program, a power of two.
     """
     column = tl.arange(0, WIDTH)
     within = column[None, :] < width

@@ -28,7 +28,7 @@ def run_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: [B, S, N, D].
         cos: [S, R] or [B, S, R] with 2R <= D; gets no gradient.
-        sin: like cos.
+        sin: Like cos.
 
     Returns:
         x rotated, [B, S, N, D]; dims from 2R on stay as they are.
@@ -100,14 +100,14 @@ def _turn(
         tl.store(y + out[:, :, None] + column[None, None, :], unrotated, mask=inside)
 
 
-def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Return x rotated.
 
     Args:
         x: [B, S, N, D].
         cos: [S, R] or [B, S, R] with 2R <= D.
-        sin: like cos.
-        back: rotate in the opposite direction, as the gradient is.
+        sin: Like cos.
+        inverse: Rotate in the opposite direction, as the gradient is.
     """
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
@@ -132,7 +132,7 @@ def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         half,
         *x.stride()[:3],
         length * half if cos.dim() == 3 else 0,
-        BACK=back,
+        BACK=inverse,
         TOKENS=tokens,
         HEADS=tall,
         HALF=padded,
@@ -145,18 +145,18 @@ _turn_op = torch.library.custom_op("megaframe::rotary", launch_turn, mutates_arg
 
 
 @_turn_op.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos, sin, ctx.back = inputs
+    _, cos, sin, ctx.inverse = inputs
     # A rotation is linear, so its gradient does not depend on x.
     ctx.save_for_backward(cos, sin)
 
 
 def _compute_gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-    return _direct_turn(gradients[0], *ctx.saved_tensors, not ctx.back), None, None, None
+    return _direct_turn(gradients[0], *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
 _turn_op.register_autograd(_compute_gradients, setup_context=_keep)

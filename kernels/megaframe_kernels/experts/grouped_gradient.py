@@ -88,11 +88,11 @@ def launch_weight_gradient(
     """Return the gradient of the weights, [E, N, H].
 
     Args:
-        d_y: gradient of the product, [P, N].
-        x: the rows, [P, H].
-        weights_ENH: the weights; give shape and type of the result.
-        ends_E: where each expert's places end.
-        tiles: sizes of tiles; None for those of this type and chip.
+        d_y: Gradient of the product, [P, N].
+        x: The rows, [P, H].
+        weights_ENH: The weights; give shape and type of the result.
+        ends_E: Where each expert's places end.
+        tiles: Sizes of tiles; None for those of this type and chip.
     """
     # Not zeros: the kernel writes every tile, also those of experts without rows.
     d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
@@ -113,11 +113,11 @@ def launch_weight_gradient_into(
 
     Args:
         d_weights: [E, N, H], contiguous.
-        d_y: gradient of the result, [P, N], in the order of experts.
-        x: rows [P, H], in the order of experts.
-        ends_E: where each expert's places end, int32.
-        add: whether the gradient is added to what is there.
-        tiles: by default those of `TILES`, narrower with `add`.
+        d_y: Gradient of the result, [P, N], in the order of experts.
+        x: Rows [P, H], in the order of experts.
+        ends_E: Where each expert's places end, int32.
+        add: Whether the gradient is added to what is there.
+        tiles: By default those of `TILES`, narrower with `add`.
     """
     d_y, x = make_adjacent(d_y), make_adjacent(x)
     experts, outputs, inputs = d_weights.shape
@@ -170,11 +170,11 @@ def run_reference(
     """grads[e] = sum over the places of e of d_y[p]^T x[p], in place; with `add`, grads[e] += that.
 
     Args:
-        grads_ENH: receives the gradients; may be of higher precision than the rows.
-        d_y_PN: gradient of the result, in the order of experts.
-        x_PH: rows in the order of experts.
-        ends_E: where each expert's places end.
-        add: whether the gradient is added to what is there.
+        grads_ENH: Receives the gradients; may be of higher precision than the rows.
+        d_y_PN: Gradient of the result, in the order of experts.
+        x_PH: Rows in the order of experts.
+        ends_E: Where each expert's places end.
+        add: Whether the gradient is added to what is there.
 
     Returns:
         grads_ENH.

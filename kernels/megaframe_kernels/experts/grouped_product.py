@@ -46,12 +46,12 @@ def run_reference(
     """y[p] = x[p] weights[e]^T for the expert e to which place p belongs.
 
     Args:
-        x: rows [P, H], or with `gather` tokens [T, H].
-        weights_ENH: one matrix per expert.
-        ends_E: where each expert's places end; places beyond the last end give 0.
-        order_P: choice at each place, as in `permute.ExpertOrder`.
-        places_TK: place of each choice.
-        gather: place p reads x[order[p] // K].
+        x: Rows [P, H], or with `gather` tokens [T, H].
+        weights_ENH: One matrix per expert.
+        ends_E: Where each expert's places end; places beyond the last end give 0.
+        order_P: Choice at each place, as in `expert_order.ExpertOrder`.
+        places_TK: Place of each choice.
+        gather: Place p reads x[order[p] // K].
         scatter: y[p] is written to y[order[p]], so that y is ordered by token and choice.
 
     Returns:
@@ -122,10 +122,10 @@ def _multiply(
     # fp32 over the whole depth, rounded once.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, terms, DEPTH):
-        known = start + depth < terms
-        a = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
+        in_depth = start + depth < terms
+        a = tl.load(left + start, mask=inside[:, None] & in_depth[None, :], other=0.0)
         # Both operands are 0 beyond the depth, so that 0 is never multiplied by garbage.
-        within = known[:, None] & (column[None, :] < outputs)
+        within = in_depth[:, None] & (column[None, :] < outputs)
         b = tl.load(right + start * input_stride, mask=within, other=0.0)
         total = multiply_add(a, b, total, PRECISION)
     to = place.to(tl.int64)
@@ -175,13 +175,13 @@ def launch_multiply(
     """Multiply the rows of all experts in one launch.
 
     Args:
-        x: rows [P, H], or tokens [T, H] with `gather_P`.
-        weights_ENH: one matrix per expert; may be a transposed view.
-        ends_E: where each expert's places end, int32.
-        gather_P: place p reads row gather[p] // chosen, unless it is None.
-        scatter_P: place p writes row scatter[p], unless it is None.
-        chosen: experts per token.
-        tiles: by default those of `TILES`.
+        x: Rows [P, H], or tokens [T, H] with `gather_P`.
+        weights_ENH: One matrix per expert; may be a transposed view.
+        ends_E: Where each expert's places end, int32.
+        gather_P: Place p reads row gather[p] // chosen, unless it is None.
+        scatter_P: Place p writes row scatter[p], unless it is None.
+        chosen: Experts per token.
+        tiles: By default those of `TILES`.
 
     Returns:
         y [P, N].

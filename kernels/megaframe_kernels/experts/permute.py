@@ -1,14 +1,10 @@
-"""Moves rows of tokens into the order of their experts, and back.
+"""Moves rows of tokens to the places of their experts (`expert_order.py`), and back.
 
-The order is found by a counting sort in three steps without atomics: each block counts its choices
-per expert, the counts are summed along the blocks, and each block writes its choices to their
-places. The sort is stable (by expert, then by token), so the order is the same in every run. Shape
-legend: T tokens, K experts chosen by each, E experts, P = T K places, H hidden.
+Shape legend: T tokens, K experts chosen by each, P = T K places, H hidden.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,121 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels import cuda_library
 from megaframe_kernels.device import ceil_div, launch, next_power_of_2
 from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import require_nothing
-from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
-_CHOICES = 128
-_TILE = 16384
 _COLUMNS = 1024
-_MOST_EXPERTS = 1024
-
-
-@dataclass(frozen=True)
-class ExpertOrder:
-    """Where the choices of a batch go.
-
-    order: the choice (t K + k) at each place, int32 [P]. places: the place of each choice, int32
-    [T, K]. ends: where each expert's places end, int32 [E]; they begin where the previous expert's
-    end.
-    """
-
-    order_P: Tensor
-    places_TK: Tensor
-    ends_E: Tensor
-
-
-def run_reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort choices by expert, then by token.
-
-    Args:
-        experts_TK: experts (0 .. count - 1) that tokens chose.
-        count: number of experts E.
-
-    Returns:
-        The fields of `ExpertOrder`: order [P], places [T, K] and ends [E], int32.
-    """
-    flat = experts_TK.reshape(-1).long()
-    order = flat.argsort(stable=True)
-    places = torch.empty_like(order)
-    # places is the inverse permutation of order.
-    places[order] = torch.arange(len(flat), device=flat.device)
-    ends = torch.bincount(flat, minlength=count)[:count].cumsum(0)
-    return order.int(), places.view(experts_TK.shape).int(), ends.int()
-
-
-@triton.jit
-def _count(
-    experts: tl.tensor,
-    counts: tl.tensor,
-    choices: tl.tensor,
-    count: tl.tensor,
-    CHOICES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> None:
-    """counts[e, block] = number of choices of expert e in this program's block."""
-    choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
-    chosen = tl.load(experts + choice, mask=choice < choices, other=-1)
-    expert = tl.arange(0, EXPERTS)
-    is_expert = (chosen[:, None] == expert[None, :]).to(tl.int32)
-    # By expert, then block: one running sum over all counts then gives every block's start.
-    at = expert * tl.num_programs(0) + tl.program_id(0)
-    tl.store(counts + at, tl.sum(is_expert, 0), mask=expert < count)
-
-
-@triton.jit
-def _place(
-    experts: tl.tensor,
-    along: tl.tensor,
-    order: tl.tensor,
-    places: tl.tensor,
-    choices: tl.tensor,
-    count: tl.tensor,
-    CHOICES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> None:
-    """places[c] = start of the expert's choices in this block + rank of c among them;
-    order[places[c]] = c."""
-    choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
-    inside = choice < choices
-    # -1 matches no expert.
-    chosen = tl.load(experts + choice, mask=inside, other=-1)
-    expert = tl.arange(0, EXPERTS)
-    is_expert = (chosen[:, None] == expert[None, :]).to(tl.int32)
-    at = expert * tl.num_programs(0) + tl.program_id(0)
-    # The running sum up to the entry before is where this block's choices of the expert start.
-    start = tl.load(along + at - 1, mask=(expert < count) & (at > 0), other=0)
-    # How many earlier choices of the block have the same expert: ranks in order of choices, so the
-    # sort is stable.
-    before = tl.cumsum(is_expert, 0) - is_expert + start[None, :]
-    # One column per row is 1, so the sum selects it.
-    place = tl.sum(before * is_expert, 1)
-    tl.store(places + choice, place, mask=inside)
-    tl.store(order + place, choice, mask=inside & (chosen >= 0) & (chosen < count))
-
-
-def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `run_reference_order` in Triton."""
-    flat = experts_TK.contiguous()
-    choices = flat.numel()
-    padded = next_power_of_2(max(count, 16))
-    # A program holds a matrix of choices and experts, of at most _TILE elements.
-    block = max(16, min(_CHOICES, _TILE // padded))
-    blocks = max(ceil_div(choices, block), 1)
-    # Counts are ordered by expert, then block, so running sums are where each block's choices end.
-    counts = torch.empty(count, blocks, dtype=torch.int32, device=flat.device)
-    tile = {"CHOICES": block, "EXPERTS": padded}
-    launch(_count, (blocks,), flat, counts, choices, count, **tile)
-    along = counts.view(-1).cumsum(0, dtype=torch.int32)
-    # Zeros, because a choice of an expert that does not exist leaves a place at the end unused.
-    order = torch.zeros(choices, dtype=torch.int32, device=flat.device)
-    places = torch.empty_like(flat, dtype=torch.int32)
-    launch(_place, (blocks,), flat, along, order, places, choices, count, **tile)
-    # The running sum after an expert's last block is where its places end.
-    ends = along.view(count, blocks)[:, -1].contiguous()
-    return order, places, ends
 
 
 def run_reference_permute(x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tensor:
@@ -144,10 +31,10 @@ def run_reference_unpermute(
     """Return for each token the sum of the rows at its places times their weights.
 
     Args:
-        y_PH: rows in the order of experts.
-        weights_TK: weight of each choice, or None for 1.
-        order_P: choice at each place.
-        places_TK: place of each choice.
+        y_PH: Rows in the order of experts.
+        weights_TK: Weight of each choice, or None for 1.
+        order_P: Choice at each place.
+        places_TK: Place of each choice.
 
     Returns:
         [T, H], summed in at least fp32 and rounded once.
@@ -244,7 +131,14 @@ def _make_rows_adjacent(x: Tensor) -> Tensor:
 
 
 def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """Return the rows of x at their places, [P, H]."""
+    """Return the rows of x at their places, [P, H].
+
+    Args:
+        x_TH: The rows.
+        order_P: The choice at each place.
+        weights: Of the choices, by which rows are multiplied; None for 1.
+        k: Experts of a row.
+    """
     x, width = _make_rows_adjacent(x_TH), x_TH.shape[1]
     out = x.new_empty(order_P.shape[0], width)
     columns = _choose_columns(width)
@@ -255,7 +149,13 @@ def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int)
 
 
 def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> Tensor:
-    """Return the sums of rows, [T, H]."""
+    """Return the sums of rows, [T, H].
+
+    Args:
+        y_PH: Rows at their places.
+        weights: Of the choices, [T, K]; None for 1.
+        places_TK: The place of each choice.
+    """
     y, width = _make_rows_adjacent(y_PH), y_PH.shape[1]
     tokens, k = places_TK.shape
     out = y.new_empty(tokens, width)
@@ -267,7 +167,14 @@ def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> T
 
 
 def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient of the weights, [T, K]."""
+    """Return the gradient of the weights, [T, K].
+
+    Args:
+        d_out_TH: Gradient of the sums.
+        y_PH: Rows at their places.
+        places_TK: The place of each choice.
+        like: The weights, for the type of the result.
+    """
     d_out, y = _make_rows_adjacent(d_out_TH), _make_rows_adjacent(y_PH)
     d_weights = torch.empty_like(like, memory_format=torch.contiguous_format)
     width = y.shape[1]
@@ -278,37 +185,9 @@ def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor
     return d_weights
 
 
-def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `run_reference_order` in CUDA C++."""
-    flat = experts_TK.contiguous()
-    blocks = cuda_library.count("megaframe_expert_order_blocks", flat.numel())
-    # Zeros, because choices of an expert that does not exist are not written.
-    order, places = flat.new_zeros(flat.numel()), torch.zeros_like(flat)
-    ends, starts = flat.new_empty(count), flat.new_empty(blocks, count)
-    # The library gets addresses only. `starts` is freed on return; torch reuses it only for later
-    # work on the same stream, so the kernels still have it.
-    outputs = (t.data_ptr() for t in (starts, order, places, ends))
-    arguments = flat.data_ptr(), flat.numel(), count, *outputs
-    cuda_library.call("megaframe_expert_order", flat, *arguments)
-    return order, places, ends
-
-
-_order_op = torch.library.custom_op("megaframe::expert_order", launch_order, mutates_args=())
-_order_cuda_op = torch.library.custom_op(
-    "megaframe::expert_order_cuda", launch_order_cuda, mutates_args=()
-)
 _gather_op = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
 _combine_op = torch.library.custom_op("megaframe::expert_combine", launch_combine, mutates_args=())
 _inner_op = torch.library.custom_op("megaframe::expert_inner", launch_inner, mutates_args=())
-
-
-@_order_op.register_fake
-@_order_cuda_op.register_fake
-def _(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    def make_empty(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=experts_TK.device)
-
-    return make_empty(experts_TK.numel()), make_empty(*experts_TK.shape), make_empty(count)
 
 
 @_gather_op.register_fake
@@ -329,8 +208,6 @@ def _(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor
 gather = bypass_dispatcher(_gather_op, launch_gather)
 combine = bypass_dispatcher(_combine_op, launch_combine)
 _direct_inner = bypass_dispatcher(_inner_op, launch_inner)
-_direct_order = bypass_dispatcher(_order_op, launch_order)
-_direct_order_cuda = bypass_dispatcher(_order_cuda_op, launch_order_cuda)
 
 
 class _Permute(torch.autograd.Function):
@@ -364,19 +241,6 @@ class _Unpermute(torch.autograd.Function):
         return d_y, d_weights, None, None
 
 
-def _order_refuses(experts_TK: Tensor, count: int) -> str | None:
-    if count > _MOST_EXPERTS:
-        return f"{count} experts; it takes at most {_MOST_EXPERTS}"
-    if experts_TK.dtype != torch.int32:
-        return f"experts are {experts_TK.dtype}, not int32"
-    return refuse_place(experts_TK)
-
-
-def _refuse_for_cuda_order(experts_TK: Tensor, count: int) -> str | None:
-    reason = _order_refuses(experts_TK, count)
-    return reason or (None if experts_TK.is_cuda else "experts are not on a GPU")
-
-
 def _unpermute_refuses(y_PH: Tensor, weights_TK: Tensor | None, *_: Any) -> str | None:
     return refuse_types(y_PH, weights_TK)
 
@@ -385,16 +249,6 @@ def _permute_refuses(x_TH: Tensor, *_: Any) -> str | None:
     return refuse_types(x_TH)
 
 
-ORDER = Kernel(
-    "expert_order",
-    run_reference_order,
-    {
-        "triton": Implementation("triton", _direct_order, require_nothing, _order_refuses),
-        "cuda": Implementation(
-            "cuda", _direct_order_cuda, cuda_library.explain_missing_library, _refuse_for_cuda_order
-        ),
-    },
-)
 PERMUTE = Kernel(
     "permute",
     run_reference_permute,

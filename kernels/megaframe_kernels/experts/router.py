@@ -35,10 +35,10 @@ def run_reference(
 
     Args:
         logits_TE: [T, E].
-        k: number of experts of a token.
-        bias_E: added to the scores for the choice only.
+        k: Number of experts of a token.
+        bias_E: Added to the scores for the choice only.
         score: softmax or sigmoid of the logits.
-        normalise: divide the weights of a token by their sum.
+        normalise: Divide the weights of a token by their sum.
 
     Returns:
         Weights, in at least fp32 [T, K], and experts, int32 [T, K].
@@ -57,12 +57,12 @@ def run_reference(
 
 
 @triton.jit
-def _compute_scores(logits: tl.tensor, known: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
+def _compute_scores(logits: tl.tensor, is_expert: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
     if SIGMOID:
-        return tl.where(known, tl.sigmoid(logits), 0.0)
+        return tl.where(is_expert, tl.sigmoid(logits), 0.0)
     # The maximum is subtracted, so no exponential exceeds 1. Padding counts as -inf.
-    top = tl.max(tl.where(known, logits, -float("inf")), 1)
-    grown = tl.where(known, tl.exp(logits - top[:, None]), 0.0)
+    top = tl.max(tl.where(is_expert, logits, -float("inf")), 1)
+    grown = tl.where(is_expert, tl.exp(logits - top[:, None]), 0.0)
     return grown / tl.sum(grown, 1)[:, None]
 
 
@@ -86,17 +86,17 @@ def _forward(
     NORMALISE."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
-    known = expert[None, :] < count
-    inside = (token[:, None] < tokens) & known
+    is_expert = expert[None, :] < count
+    inside = (token[:, None] < tokens) & is_expert
     at = logits + token[:, None] * stride + expert[None, :]
-    scores = _compute_scores(tl.load(at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID)
+    scores = _compute_scores(tl.load(at, mask=inside, other=0.0).to(tl.float32), is_expert, SIGMOID)
     by = scores
     if bias is not None:
         # Only the choice is by score plus bias; `scores` stays as it is.
         by += tl.load(bias + expert, mask=expert < count, other=0.0).to(tl.float32)[None, :]
     # NaN ranks highest, as in a sort. Otherwise argmax could choose padding when it meets NaN.
     by = tl.where(by == by, by, float("inf"))
-    by = tl.where(known, by, -float("inf"))
+    by = tl.where(is_expert, by, -float("inf"))
     rank = tl.arange(0, CHOSEN)
     # k rounds of argmax: k is small, and ties go to the lower number, which a sort would have to be
     # stable for.
@@ -140,12 +140,12 @@ def _backward(
     for experts that were not chosen."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
-    known = expert[None, :] < count
-    inside = (token[:, None] < tokens) & known
+    is_expert = expert[None, :] < count
+    inside = (token[:, None] < tokens) & is_expert
     at = token[:, None] * stride + expert[None, :]
     # Computed again from the logits: only these, weights and experts are saved.
     scores = _compute_scores(
-        tl.load(logits + at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID
+        tl.load(logits + at, mask=inside, other=0.0).to(tl.float32), is_expert, SIGMOID
     )
     d_scores = tl.zeros([TOKENS, EXPERTS], tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
@@ -160,13 +160,13 @@ def _backward(
         total += tl.sum(tl.where(is_chosen, scores, 0.0), 1)
         inner += d_weight * tl.load(weights + choice, mask=token < tokens, other=0.0)
     if NORMALISE:  # w = s / sum(s), so d_s = (d_w - sum(d_w w)) / sum(s) for chosen experts
-        among = tl.zeros([TOKENS, EXPERTS], tl.float32)
+        num_chosen = tl.zeros([TOKENS, EXPERTS], tl.float32)
         for place in range(0, k):
             chosen = tl.load(experts + token * k + place, mask=token < tokens, other=-1)
-            among += tl.where(expert[None, :] == chosen[:, None], 1.0, 0.0)
+            num_chosen += tl.where(expert[None, :] == chosen[:, None], 1.0, 0.0)
         # Padding has a total of 0; 0 / 0 would be NaN.
         total = tl.where(total == 0.0, 1.0, total)
-        d_scores = (d_scores - among * inner[:, None]) / total[:, None]
+        d_scores = (d_scores - num_chosen * inner[:, None]) / total[:, None]
     if SIGMOID:
         # The slope of the sigmoid.
         result = d_scores * scores * (1.0 - scores)
@@ -191,10 +191,10 @@ def launch_forward(
 
     Args:
         logits_TE: [T, E].
-        k: number of experts of a token.
-        bias_E: added to the scores for the choice only.
-        sigmoid: scores are the sigmoid of the logits, not their softmax.
-        normalise: divide the weights of a token by their sum.
+        k: Number of experts of a token.
+        bias_E: Added to the scores for the choice only.
+        sigmoid: Scores are the sigmoid of the logits, not their softmax.
+        normalise: Divide the weights of a token by their sum.
     """
     flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     tokens, count = flat.shape
@@ -219,12 +219,12 @@ def launch_backward(
     """Return the gradient of the logits.
 
     Args:
-        d_weights_TK: gradient of the weights.
-        logits_TE: what the forward pass was given.
-        weights_TK: its weights.
-        experts_TK: its experts, int32.
-        sigmoid: whether scores are sigmoids, not a softmax.
-        normalise: whether the weights of a token were divided by their sum.
+        d_weights_TK: Gradient of the weights.
+        logits_TE: What the forward pass was given.
+        weights_TK: Its weights.
+        experts_TK: Its experts, int32.
+        sigmoid: Whether scores are sigmoids, not a softmax.
+        normalise: Whether the weights of a token were divided by their sum.
 
     Returns:
         [T, E], contiguous.

@@ -59,11 +59,11 @@ def _count_tiles(
     the last end belong to an extra expert numbered `count`."""
     expert = tl.arange(0, EXPERTS)
     # One more than the experts: the last has the places beyond the last end.
-    known = expert <= count
+    exists = expert <= count
     end = tl.load(ends + expert, mask=expert < count, other=places)
     # An expert starts where the one before ends.
-    start = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
-    return expert, start, end, tl.where(known, tl.cdiv(end - start, ROWS), 0)
+    start = tl.load(ends + expert - 1, mask=exists & (expert > 0), other=0)
+    return expert, start, end, tl.where(exists, tl.cdiv(end - start, ROWS), 0)
 
 
 @triton.jit
@@ -78,12 +78,12 @@ def find_tile(
     """Return which rows a tile has.
 
     Args:
-        ends: where each expert's places end.
-        tile: number of the tile among those of all experts.
-        count: number of experts.
-        places: number of places.
-        ROWS: rows of a tile.
-        EXPERTS: a power of two above `count`.
+        ends: Where each expert's places end.
+        tile: Number of the tile among those of all experts.
+        count: Number of experts.
+        places: Number of places.
+        ROWS: Rows of a tile.
+        EXPERTS: A power of two above `count`.
 
     Returns:
         The expert of the tile (more than `count` if there is no such tile), the tile's first place,
@@ -93,11 +93,11 @@ def find_tile(
     # The tile's expert is the number of experts whose tiles all come before it.
     until = tl.cumsum(tiles, 0)
     selected = tl.sum(tl.where((expert <= count) & (until <= tile), 1, 0), 0)
-    here = expert == selected
+    is_selected = expert == selected
     # One element is left, so the sum selects it. until - tiles is the number of the expert's first
     # tile.
-    first = tl.sum(tl.where(here, start + (tile - until + tiles) * ROWS, 0), 0)
-    return selected, first, tl.sum(tl.where(here, end, 0), 0)
+    first = tl.sum(tl.where(is_selected, start + (tile - until + tiles) * ROWS, 0), 0)
+    return selected, first, tl.sum(tl.where(is_selected, end, 0), 0)
 
 
 @triton.jit
@@ -111,11 +111,11 @@ def find_tiles(
     """Return the first tile of an expert, and its number of tiles.
 
     Args:
-        ends: where each expert's places end.
-        selected: number of the expert, below `count`.
-        count: number of experts.
-        ROWS: rows of a tile.
-        EXPERTS: a power of two above `count`.
+        ends: Where each expert's places end.
+        selected: Number of the expert, below `count`.
+        count: Number of experts.
+        ROWS: Rows of a tile.
+        EXPERTS: A power of two above `count`.
     """
     expert, _, _, tiles = _count_tiles(ends, count, 0, ROWS, EXPERTS)
     before = tl.sum(tl.where(expert < selected, tiles, 0), 0)
@@ -125,10 +125,16 @@ def find_tiles(
 @triton.jit
 def walk(program: tl.tensor, down: tl.tensor, across: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return a program's tile. Programs that run at the same time share eight rows of tiles, or
-    fewer at the end, so what they read of both operands stays in the cache."""
+    fewer at the end, so what they read of both operands stays in the cache.
+
+    Args:
+        program: Number of the program.
+        down: Rows of tiles.
+        across: Columns of tiles.
+    """
     together = 8 * across
     # Bands of eight rows of tiles; within a band, programs go down before they go right.
     first = program // together * 8
     tall = tl.minimum(down - first, 8)
-    rest = program % together
-    return first + rest % tall, rest // tall
+    in_band = program % together
+    return first + in_band % tall, in_band // tall

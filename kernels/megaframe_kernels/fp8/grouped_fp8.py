@@ -54,12 +54,12 @@ def run_reference(
     """y[p] = a[p] b[e]^T for the expert e to which place p belongs, rounded once to `dtype`.
 
     Args:
-        a_PK: rows in 8 bits.
-        b_ENK: one matrix per expert, in 8 bits.
-        a_scales: per row, [P, 1], or per 128 elements of a row, [P, ceil(K / 128)].
-        b_scales: per row, [E, N, 1], or per 128 elements, [E, N or ceil(N / 128), ceil(K / 128)].
-        ends_E: where each expert's places end; places beyond the last end give 0.
-        dtype: type of the result.
+        a_PK: Rows in 8 bits.
+        b_ENK: One matrix per expert, in 8 bits.
+        a_scales: Per row, [P, 1], or per 128 elements of a row, [P, ceil(K / 128)].
+        b_scales: Per row, [E, N, 1], or per 128 elements, [E, N or ceil(N / 128), ceil(K / 128)].
+        ends_E: Where each expert's places end; places beyond the last end give 0.
+        dtype: Type of the result.
 
     Returns:
         y [P, N].
@@ -85,13 +85,13 @@ def add_product(
     """Return total + a b.
 
     Args:
-        total: the sum so far, fp32 [rows, columns].
+        total: The sum so far, fp32 [rows, columns].
         a: [rows, depth] in 8 bits.
         b: [depth, columns] in 8 bits.
-        down: scale of each row of a; read only with BLOCKS.
-        across: scale of each column of b; read only with BLOCKS.
-        BLOCKS: multiply a b by the scales of this part of the sum first.
-        FEW_BITS: matrix units keep few bits when they sum 8-bit numbers, as those of generation 9
+        down: Scale of each row of a; read only with BLOCKS.
+        across: Scale of each column of b; read only with BLOCKS.
+        BLOCKS: Multiply a b by the scales of this part of the sum first.
+        FEW_BITS: Matrix units keep few bits when they sum 8-bit numbers, as those of generation 9
             do. They then sum no more than the depth of a tile, and the sums of tiles are added
             outside of them.
     """
@@ -159,9 +159,9 @@ def _multiply(
     # Sums of products are fp32, scaled in fp32, and rounded once.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, terms, DEPTH):
-        known = start + depth < terms
-        a_tile = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
-        b_tile = tl.load(right + start, mask=known[:, None] & within[None, :], other=0.0)
+        in_depth = start + depth < terms
+        a_tile = tl.load(left + start, mask=inside[:, None] & in_depth[None, :], other=0.0)
+        b_tile = tl.load(right + start, mask=in_depth[:, None] & within[None, :], other=0.0)
         if BLOCKS:
             # A tile is as deep as the numbers that share a scale.
             left_scale = tl.load(down + start // DEPTH, mask=inside, other=0.0)
@@ -309,12 +309,12 @@ def _refuse_for_torch(
     return refuse_inputs(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 
-_missing = partial(check_triton, (3, 6))
+_check_machine = partial(check_triton, (3, 6))
 KERNEL = Kernel(
     "grouped_scaled_product",
     run_reference,
     {
-        "triton": Implementation("triton", run_triton, _missing, refuse_inputs),
+        "triton": Implementation("triton", run_triton, _check_machine, refuse_inputs),
         "torch": Implementation("torch", run_torch, check_cuda, _refuse_for_torch),
     },
 )

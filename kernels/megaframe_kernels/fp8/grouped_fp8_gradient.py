@@ -39,13 +39,13 @@ def run_reference(
     grads[e] += that.
 
     Args:
-        grads_ENH: receives the gradients.
-        a_NW: gradients of the result in 8 bits, as from `run_reference_columns`.
-        b_HW: inputs in 8 bits, as from `run_reference_columns`.
+        grads_ENH: Receives the gradients.
+        a_NW: Gradients of the result in 8 bits, as from `run_reference_columns`.
+        b_HW: Inputs in 8 bits, as from `run_reference_columns`.
         a_scales: [S, N].
         b_scales: [S, H].
-        ends_E: where the places of each expert end, without spacing.
-        add: whether the gradient is added to what is there.
+        ends_E: Where the places of each expert end, without spacing.
+        add: Whether the gradient is added to what is there.
 
     Returns:
         grads_ENH.

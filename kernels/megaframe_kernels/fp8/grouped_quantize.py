@@ -79,10 +79,10 @@ def run_reference_columns(
     Each expert's places start at a multiple of 128 and are followed by zeros.
 
     Args:
-        x_PC: rows in the order of experts.
-        ends_E: where each expert's places end.
-        dtype: the 8-bit type.
-        sharing: which numbers share a scale, one of `SHARING`.
+        x_PC: Rows in the order of experts.
+        ends_E: Where each expert's places end.
+        dtype: The 8-bit type.
+        sharing: Which numbers share a scale, one of `SHARING`.
 
     Returns:
         The columns in 8 bits, [C, W], and fp32 scales [S, C] with S = E, or W / 128 for blocks.
@@ -90,19 +90,21 @@ def run_reference_columns(
     places, columns = x_PC.shape
     spaced = _count_spaced(places, len(ends_E))
     out = x_PC.new_zeros(columns, spaced, dtype=dtype)
-    none = x_PC.new_zeros(_count_scales(spaced, len(ends_E), sharing), columns, dtype=torch.float32)
+    no_maxima = x_PC.new_zeros(
+        _count_scales(spaced, len(ends_E), sharing), columns, dtype=torch.float32
+    )
     # An expert without rows has the scale of zeros.
-    scales = quantize.scale_by(none, dtype)
+    scales = quantize.scale_by(no_maxima, dtype)
     block = {"expert": None, "column": (1, 0), "block": (1, SHARED)}[sharing]
-    for expert, (in_width, there) in enumerate(iterate_spans(ends_E)):
+    for expert, (in_width, in_out) in enumerate(iterate_spans(ends_E)):
         if in_width.stop == in_width.start:
             continue
         quantised, by = quantize.run_reference(x_PC[in_width].t(), dtype, block)
-        start = there.start
+        start = in_out.start
         out[:, start : start + quantised.shape[1]] = quantised
         rows = slice(expert, expert + 1)
         if sharing == "block":
-            rows = slice(start // SHARED, there.stop // SHARED)
+            rows = slice(start // SHARED, in_out.stop // SHARED)
         scales[rows] = by.t()
     return out, scales
 
@@ -301,16 +303,16 @@ def _refuse_for_rounding(
     return quantize.refuse_rounding(x_PC, dtype)
 
 
-_missing = partial(check_triton, (3, 6))
+_check_machine = partial(check_triton, (3, 6))
 QUANTISE_EXPERTS = Kernel(
     "quantise_experts",
     run_reference_experts,
-    {"triton": Implementation("triton", run_experts, _missing, _refuse_for_rounding)},
+    {"triton": Implementation("triton", run_experts, _check_machine, _refuse_for_rounding)},
     constant=1.0,
 )
 QUANTISE_COLUMNS = Kernel(
     "quantise_columns",
     run_reference_columns,
-    {"triton": Implementation("triton", run_columns, _missing, _refuse_for_rounding)},
+    {"triton": Implementation("triton", run_columns, _check_machine, _refuse_for_rounding)},
     constant=1.0,
 )

@@ -47,10 +47,10 @@ def run_reference(
 
     Args:
         x_RC: [R, C].
-        dtype: the 8-bit type.
+        dtype: The 8-bit type.
         block: (rows, columns) that share a scale; a number of at most 0 means all. None: one scale
             for all.
-        power_of_two: round scales up to a power of two.
+        power_of_two: Round scales up to a power of two.
 
     Returns:
         [R, C] in 8 bits, and fp32 scales [ceil(R / rows), ceil(C / columns)], or [1, 1] without a
@@ -79,7 +79,7 @@ def restore(quantised_RC: Tensor, scales: Tensor, block: tuple[int, int] | None 
 
     Args:
         quantised_RC: [R, C] in 8 bits.
-        scales: as `run_reference` returns them.
+        scales: As `run_reference` returns them.
         block: (rows, columns) that share a scale, as in `run_reference`.
     """
     rows, columns = _block(quantised_RC, block)
@@ -166,10 +166,10 @@ def launch_quantise(
 
     Args:
         x_RC: [R, C].
-        dtype: the 8-bit type.
-        rows: rows that share a scale; at most 0 means all.
-        columns: columns that share a scale; at most 0 means all.
-        power_of_two: round scales up to a power of two.
+        dtype: The 8-bit type.
+        rows: Rows that share a scale; at most 0 means all.
+        columns: Columns that share a scale; at most 0 means all.
+        power_of_two: Round scales up to a power of two.
     """
     x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
     if rows <= 0 and columns <= 0:

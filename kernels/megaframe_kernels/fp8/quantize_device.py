@@ -18,10 +18,10 @@ def round_to_fp8(
     There, numbers are first rounded to the grid of the type, and NaN is put back.
 
     Args:
-        value: numbers in fp32.
-        scale: their scale.
-        MOST: the largest number of the type.
-        KIND: the 8-bit type.
+        value: Numbers in fp32.
+        scale: Their scale.
+        MOST: The largest number of the type.
+        KIND: The 8-bit type.
     """
     value = value * tl.div_rn(1.0, scale)  # one division per scale
     # Saturated, because the product may round to just above the largest number. NaN stays NaN.
@@ -52,7 +52,13 @@ def read_magnitude_bits(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
-    """Return the scale for the bits of the largest magnitude."""
+    """Return the scale for the bits of the largest magnitude.
+
+    Args:
+        largest: Bits of the largest magnitude.
+        MOST: The largest number of the 8-bit type.
+        POWER_OF_TWO: Whether the scale is one.
+    """
     largest = largest.to(tl.float32, bitcast=True)
     # The bound gives a block of zeros a scale. MOST's inverse is a constant of the kernel.
     scale = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)
@@ -74,11 +80,11 @@ def find_largest_of_rows(
 
     Args:
         x: [height, width].
-        parts: receives the results, fp32 [num_programs].
-        height: rows of x.
-        width: columns of x.
-        stride: elements from a row to the next.
-        BLOCK: elements that are read at a time.
+        parts: Receives the results, fp32 [num_programs].
+        height: Rows of x.
+        width: Columns of x.
+        stride: Elements from a row to the next.
+        BLOCK: Elements that are read at a time.
     """
     top = tl.zeros([BLOCK], tl.int32)
     # A maximum does not depend on the order, so neither does the scale on the number of programs.
@@ -106,13 +112,13 @@ def quantise_by(
 
     Args:
         x: [rows, width].
-        out: receives the result, 8 bits [rows, width].
-        scales: one per row, or one for all.
-        width: columns of x.
-        stride: elements from a row of x to the next.
+        out: Receives the result, 8 bits [rows, width].
+        scales: One per row, or one for all.
+        width: Columns of x.
+        stride: Elements from a row of x to the next.
         scale_stride: 1 for one scale per row, 0 for one for all.
-        MOST: the largest number of the type.
-        BLOCK: columns of a program.
+        MOST: The largest number of the type.
+        BLOCK: Columns of a program.
     """
     across = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64)

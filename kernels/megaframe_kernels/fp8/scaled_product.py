@@ -26,10 +26,10 @@ def run_reference(
     Args:
         a_MK: [M, K] in 8 bits.
         b_NK: [N, K] in 8 bits.
-        a_scales: one per tensor, [1, 1], per row, [M, 1], or per 128 elements of a row,
+        a_scales: One per tensor, [1, 1], per row, [M, 1], or per 128 elements of a row,
             [M, ceil(K / 128)], as from `quantize.run_reference`.
-        b_scales: likewise, for N rows; in the last case 128 rows of b may share them.
-        dtype: type of the result.
+        b_scales: Likewise, for N rows; in the last case 128 rows of b may share them.
+        dtype: Type of the result.
 
     Returns:
         [M, N].

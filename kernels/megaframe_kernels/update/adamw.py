@@ -47,24 +47,24 @@ def run_reference(
     decay) - lr (mean / (1 - beta1^step)) / (sqrt(square / (1 - beta2^step)) + eps).
 
     Args:
-        weights: flat, as are all other tensors, which are equally long.
-        grads: gradients.
-        mean: first moment.
-        square: second moment.
-        copy: receives the weights, rounded.
-        lr: learning rate.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the root.
-        weight_decay: decoupled from the gradient.
-        step: number of this step, from 1.
-        divisor: scalar on the device.
-        skip: scalar on the device; if it is 1, nothing changes.
-        seed: round bf16 results stochastically (the reference does not).
-        first: number of the first element in the whole span.
+        weights: Flat, as are all other tensors, which are equally long.
+        grads: Gradients.
+        mean: First moment.
+        square: Second moment.
+        copy: Receives the weights, rounded.
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the root.
+        weight_decay: Decoupled from the gradient.
+        step: Number of this step, from 1.
+        divisor: Scalar on the device.
+        skip: Scalar on the device; if it is 1, nothing changes.
+        seed: Round bf16 results stochastically (the reference does not).
+        first: Number of the first element in the whole span.
 
     Returns:
-        mean, square, weights, and copy if there is one.
+        Mean, square, weights, and copy if there is one.
     """
     # fp32 at least, whatever the types of weights, gradients and moments.
     wide = torch.promote_types(weights.dtype, torch.float32)
@@ -337,14 +337,14 @@ def _refuse_for_torch(
 
 def _refuse_for_apex(
     weights: Tensor,
-    *rest: Any,
+    *buffers: Any,
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
     **options: Any,
 ) -> str | None:
     if divisor is not None or skip is not None:
         return "it neither divides gradients nor skips a step"
-    return _refuse_for_library(weights, *rest, **options)
+    return _refuse_for_library(weights, *buffers, **options)
 
 
 KERNEL = Kernel(

@@ -53,9 +53,10 @@ class DirectReadHandle:
     """A regular file open for reading, possibly by several threads.
 
     Args:
-        bypass_cache, sole_reader: See `Store.open`. With either of them reads do not fill the page
-            cache. With `sole_reader` a file of which most is in the cache is read from there; with
-            `bypass_cache` it never is.
+        file: The open file.
+        bypass_cache, sole_reader: See `Store.open`. With either of them reads do not fill the
+            page cache. With `sole_reader` a file of which most is in the cache is read from
+            there; with `bypass_cache` it never is.
     """
 
     def __init__(self, file: BinaryIO, *, bypass_cache: bool, sole_reader: bool) -> None:
@@ -74,16 +75,16 @@ class DirectReadHandle:
                 self._direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        done, unaligned_start = 0, -start % ALIGNMENT
+        num_done, unaligned_start = 0, -start % ALIGNMENT
         for read, stop in (
             (self._read_cached, unaligned_start),
             (self._read_direct, len(buffer)),
             (self._read_cached, len(buffer)),
         ):
-            remaining = buffer[done:stop]
-            while len(remaining) and (num_read := read(start + done, remaining)):
-                done, remaining = done + num_read, remaining[num_read:]
-        return done
+            remaining = buffer[num_done:stop]
+            while len(remaining) and (num_read := read(start + num_done, remaining)):
+                num_done, remaining = num_done + num_read, remaining[num_read:]
+        return num_done
 
     def _read_direct(self, start: int, buffer: memoryview) -> int:
         """Read from the disk, except for an unaligned end. Returns 0 if that is impossible here."""
@@ -117,10 +118,12 @@ class DirectWriteHandle:
     Errors of background writes are raised by a later `write` or by `finish`.
 
     Args:
+        path: Of the file.
+        size: Its bytes.
         start: Bytes left out at the start, a multiple of the alignment.
-        aligned_data: Everything that will be written, in aligned memory that does not change until
-            the file is closed; it is written directly from there. None if the data may change after
-            `write`; then they are copied.
+        aligned_data: Everything that will be written, in aligned memory that does not change
+            until the file is closed; it is written directly from there. None if the data may
+            change after `write`; then they are copied.
 
     Raises:
         OSError: If the file exists or the disk is full.

@@ -41,7 +41,7 @@ class LocalStore(Store[Path]):
     def count_parallel_files(self, root: Path) -> int:
         return 1
 
-    def file_name(self, rank: int, part: int, attempt: str) -> str:
+    def make_file_name(self, rank: int, part: int, attempt: str) -> str:
         return f"rank-{rank:05d}.safetensors"
 
     def is_folder(self, path: Path) -> bool:
@@ -88,7 +88,7 @@ class LocalStore(Store[Path]):
             elif re.fullmatch(rf"{POINTER}\.[0-9a-f]+\.tmp", path.name):
                 path.unlink(missing_ok=True)
 
-    def draft_path(self, root: Path, step: int, attempt: str) -> Path:
+    def make_draft_path(self, root: Path, step: int, attempt: str) -> Path:
         # The name contains the attempt, so a process of a dead run cannot write into this save.
         return root / f"{format_checkpoint_name(step)}.{attempt}.tmp"
 

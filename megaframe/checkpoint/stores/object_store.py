@@ -107,7 +107,7 @@ class ObjectStore(Store[RemotePath]):
         system, _ = open_filesystem(root)
         return _PARALLEL_REQUESTS if system.async_impl else 1  # others may not be thread-safe
 
-    def file_name(self, rank: int, part: int, attempt: str) -> str:
+    def make_file_name(self, rank: int, part: int, attempt: str) -> str:
         return f"rank-{rank:05d}.{part:05d}.{attempt}.safetensors"
 
     def is_folder(self, path: RemotePath) -> bool:
@@ -169,7 +169,7 @@ class ObjectStore(Store[RemotePath]):
                 return
         _delete_files([folder / name for name in files if name not in named])
 
-    def draft_path(self, root: RemotePath, step: int, attempt: str) -> RemotePath:
+    def make_draft_path(self, root: RemotePath, step: int, attempt: str) -> RemotePath:
         return root / format_checkpoint_name(step)
 
     def create_draft(self, draft: RemotePath) -> None:

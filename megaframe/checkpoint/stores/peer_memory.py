@@ -9,161 +9,37 @@ copies are complete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-import shutil
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import BinaryIO
 
 import torch
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import JsonValue
 from torch import Tensor
 
 from megaframe.checkpoint.background import BackgroundCopier, HostCopy
-from megaframe.checkpoint.manifest import JsonRecord, Offset, SavedFile, seal, unseal
 from megaframe.checkpoint.shard_file import CHUNK_BYTES, FileEntry, write_shard_file
 from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import format_checkpoint_name
+from megaframe.checkpoint.stores.memory_folder import CopyRecord, MemoryFolder, encode_record
 from megaframe.distributed.collectives import Group, all_gather, exchange_pairwise
 from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 
-MAX_RECORD_BYTES = 16 << 20
-"""Largest record that is written or read. It contains the config of a run and a few counters."""
-_STEP_NAME = re.compile(r"step-([0-9]{8,12})")
-_RECORD_NAME = re.compile(r"rank-[0-9]{5,9}\.json")
-
-
-class CopyRecord(JsonRecord):
-    """Describes the copy of one rank's part of one step.
-
-    Attributes:
-        run: Id of the run.
-        step: Step of the run that was copied.
-        rank: Rank whose part it is.
-        world: Number of ranks whose parts make up the step.
-        state: See `Manifest`.
-        file: Expected size and header checksum of the file, as in a manifest.
-    """
-
-    format: Literal["megaframe-memory"] = "megaframe-memory"
-    version: Literal[1] = 1
-    run: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    step: Offset
-    rank: Offset
-    world: Offset
-    state: dict[str, JsonValue]
-    file: SavedFile
-
-
-@dataclass(frozen=True)
-class MemoryFolder:
-    """The folder for one run in the memory of this node."""
-
-    folder: Path
-
-    @staticmethod
-    def create(memory: Path, run: Path) -> MemoryFolder:
-        """Create the folder in `memory`, or use the existing one.
-
-        Args:
-            memory: Folder of a file system in memory: `checkpoint.memory_dir`.
-            run: Path of the run's own folder.
-
-        Raises:
-            UserError: If it cannot be created or is not private to this user.
-        """
-        digest = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=8).hexdigest()
-        folder = memory / f"megaframe-{os.getuid()}-{digest}"
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            status = folder.lstat()
-        except OSError as error:
-            raise UserError(
-                f"checkpoint.memory_dir={memory} cannot be used: {folder}: {error.strerror}"
-            ) from None
-        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-        if not private or status.st_uid != os.getuid():
-            raise UserError(
-                f"{folder} must be a folder of user {os.getuid()} alone, with mode 0700, and "
-                f"belongs to {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; remove "
-                "it, or give another checkpoint.memory_dir"
-            )
-        return MemoryFolder(folder)
-
-    def path(self, step: int, rank: int) -> Path:
-        """Return the path of the file of a rank."""
-        return self.folder / format_checkpoint_name(step) / f"rank-{rank:05d}.safetensors"
-
-    def prepare(self, step: int, rank: int) -> Path:
-        """Return the path for the file of a rank, after deleting what an earlier copy left
-        there."""
-        path = self.path(step, rank)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        for old in (path.with_suffix(".json"), path):
-            old.unlink(missing_ok=True)
-        return path
-
-    def commit(self, step: int, rank: int, record: bytes) -> None:
-        """Write the record of a rank's file. To be called when the file is complete."""
-        final = self.path(step, rank).with_suffix(".json")
-        temporary = final.with_suffix(".tmp")
-        temporary.write_bytes(record)
-        os.replace(temporary, final)
-
-    def records(self, run: str) -> Iterator[CopyRecord]:
-        """Yield the valid records of a run in this folder. The files are not checked here."""
-        for path in sorted(self.folder.glob("step-*/rank-*.json")):
-            if not _STEP_NAME.fullmatch(path.parent.name) or not _RECORD_NAME.fullmatch(path.name):
-                continue
-            record = _read_record(path)
-            if record is None or record.run != run:
-                continue
-            if self.path(record.step, record.rank).with_suffix(".json") == path:
-                yield record
-
-    def remove(self, *, below: int | None = None, keep_step: int | None = None) -> None:
-        """Delete the copies of all steps, or of those lower than `below`, always except step
-        `keep_step`."""
-        for path in self.folder.glob("step-*"):
-            match = _STEP_NAME.fullmatch(path.name)
-            step = int(match[1]) if match else -1
-            if step != keep_step and (below is None or step < below):
-                shutil.rmtree(path, ignore_errors=True)
-
-    def close(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def encode_record(record: CopyRecord) -> bytes:
-    """Serialise a record. Raises UserError if it is larger than `MAX_RECORD_BYTES`."""
-    data = seal(record)
-    if len(data) > MAX_RECORD_BYTES:
-        raise UserError(f"the record of a copy has {len(data)} bytes, over {MAX_RECORD_BYTES}")
-    return data
-
-
-def _read_record(path: Path) -> CopyRecord | None:
-    try:
-        if path.stat().st_size > MAX_RECORD_BYTES:
-            return None
-        text = unseal(path.read_bytes())
-        return None if text is None else CopyRecord.model_validate_json(text)
-    except (OSError, ValidationError):
-        return None
-
 
 def find_peer(rank: int, world: int, node_size: int) -> int | None:
     """Return the rank on the next node that keeps a copy for `rank`. None if there is only one
-    node: its memory outlives its processes anyway."""
+    node: its memory outlives its processes anyway.
+
+    Args:
+        rank: The rank whose values are copied.
+        world: Number of ranks.
+        node_size: Ranks of a node.
+    """
     if node_size >= world:
         return None
     start = (rank // node_size + 1) * node_size
@@ -185,8 +61,14 @@ class PeerRanks:
     sources: tuple[int, ...]
 
     @staticmethod
-    def for_rank(rank: int, world: int, node_size: int) -> PeerRanks:
-        """Return the peers of a rank, among `world` ranks on nodes of `node_size` each."""
+    def find(rank: int, world: int, node_size: int) -> PeerRanks:
+        """Return the peers of a rank.
+
+        Args:
+            rank: The rank.
+            world: Number of ranks.
+            node_size: Ranks of a node.
+        """
         keepers = [find_peer(source, world, node_size) for source in range(world)]
         sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
         return PeerRanks(keepers[rank], tuple(sources))
@@ -198,10 +80,12 @@ class PeerMemoryWriter(BackgroundCopier):
     If a rank's copy fails, all ranks raise an error, in the same way as `CheckpointWriter`.
 
     Args:
+        folder: The folder of copies on this node.
         group: A group of all ranks, used for nothing else.
+        peers: The ranks with which this one exchanges copies.
         run: Id of the run.
-        kept_step: Step of existing copies to keep until the next ones are complete; all others are
-            deleted at once.
+        kept_step: Step of existing copies to keep until the next ones are complete; all others
+            are deleted at once.
     """
 
     def __init__(
@@ -214,7 +98,13 @@ class PeerMemoryWriter(BackgroundCopier):
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
         """Start making copies in the background; see `CheckpointWriter.save`. The step must be
-        higher than those of all earlier saves since `forget`."""
+        higher than those of all earlier saves since `forget`.
+
+        Args:
+            step: Step of the copies.
+            slices: What this rank has of the tensors.
+            state: Plain data of the run.
+        """
         state_copy = json.loads(json.dumps(dict(state)))
         self.start(slices, lambda entries, data: self._make_copies(step, state_copy, entries, data))
 
@@ -243,8 +133,8 @@ class PeerMemoryWriter(BackgroundCopier):
         ]
         if messages:
             listed = "; ".join(messages[:3])
-            more = f" (and {len(messages) - 3} more)" if len(messages) > 3 else ""
-            raise UserError(f"copies of step {step} in memory could not be made: {listed}{more}")
+            omitted = f" (and {len(messages) - 3} more)" if len(messages) > 3 else ""
+            raise UserError(f"copies of step {step} in memory could not be made: {listed}{omitted}")
         self._complete_step = step
 
     def _write(
@@ -257,7 +147,7 @@ class PeerMemoryWriter(BackgroundCopier):
     ) -> _OutgoingFile:
         """Write this rank's file and its record. Returns what is to be sent to the peer; that is
         empty if writing failed, which is added to `failures`."""
-        path, rank = self._folder.path(step, self._group.index), self._group.index
+        path, rank = self._folder.get_path(step, self._group.index), self._group.index
         try:
             self._folder.prepare(step, rank)
             file = write_shard_file(path, entries, data.wait_for_entry, data.wait_for_memory())
@@ -347,7 +237,7 @@ class _IncomingFile:
     file: BinaryIO | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        path = self.folder.path(self.step, self.rank)
+        path = self.folder.get_path(self.step, self.rank)
         try:
             self.folder.prepare(self.step, self.rank)
             if self.size:
@@ -362,7 +252,9 @@ class _IncomingFile:
             while len(remaining) and self.file is not None and not self.error:
                 remaining = remaining[self.file.write(remaining) :]
         except OSError as error:
-            self.error = _describe_error(error, self.folder.path(self.step, self.rank), self.size)
+            self.error = _describe_error(
+                error, self.folder.get_path(self.step, self.rank), self.size
+            )
 
     def finish(self, record: Tensor) -> list[str]:
         """Write the record, if the file is complete.
@@ -375,7 +267,7 @@ class _IncomingFile:
                 self.folder.commit(self.step, self.rank, record.numpy().tobytes())
             except OSError as error:
                 self.error = _describe_error(
-                    error, self.folder.path(self.step, self.rank), self.size
+                    error, self.folder.get_path(self.step, self.rank), self.size
                 )
         return [self.error] if self.error else []
 

@@ -28,7 +28,7 @@ from megaframe.checkpoint.manifest import (
     merge_tensors,
 )
 from megaframe.checkpoint.shard_reader import verify_shard_file
-from megaframe.checkpoint.stores.peer_memory import CopyRecord, MemoryFolder
+from megaframe.checkpoint.stores.memory_folder import CopyRecord, MemoryFolder
 from megaframe.distributed.collectives import Group, receive, send
 from megaframe.distributed.object_collectives import gather_json, gather_rows
 from megaframe.errors import UserError
@@ -43,7 +43,11 @@ class PeerMemoryCheckpoint(Checkpoint):
     `load` is collective: all ranks call it together.
 
     Args:
-        servers: For each file, the rank of the group that reads it, for itself and for all others.
+        folder: The folder of the copies on this node.
+        manifest: What all of them contain.
+        servers: For each file, the rank of the group that reads it, for itself and for all
+            others.
+        group: A group of all ranks.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class PeerMemoryCheckpoint(Checkpoint):
 
     def _receive_slice(self, name: str, saved_slice: SavedSlice, server: int) -> Tensor:
         tensor = self.tensors[name]
-        buffer = torch.empty(tensor.bytes_of(saved_slice.shape), dtype=torch.uint8)
+        buffer = torch.empty(tensor.count_bytes(saved_slice.shape), dtype=torch.uint8)
         receive(buffer, self._group, source=server).wait()
         if xxhash.xxh3_64_hexdigest(buffer.numpy().data) != saved_slice.checksum:
             raise UserError(
@@ -137,7 +141,7 @@ def open_peer_memory(
         log: Called with what was left out and why, and with the reason if there are no usable
             copies. Then None is returned.
     """
-    own_records = {(record.step, record.rank): record for record in folder.records(run)}
+    own_records = {(record.step, record.rank): record for record in folder.read_records(run)}
     limit = _BEFORE_ALL_STEPS if newer_than is None else newer_than
     while True:
         copies_per_rank = gather_json(
@@ -166,7 +170,7 @@ def open_peer_memory(
                 del own_records[step, rank]
     manifest = _build_manifest(step, [part for parts_of_rank in parts for part in parts_of_rank])
     names = {f"rank-{rank:05d}.safetensors": server for rank, server in servers.items()}
-    return PeerMemoryCheckpoint(folder.path(step, 0).parent, manifest, names, group)
+    return PeerMemoryCheckpoint(folder.get_path(step, 0).parent, manifest, names, group)
 
 
 def _choose_newest(
@@ -211,7 +215,7 @@ def _choose_newest(
 def _verify_copy(folder: MemoryFolder, record: CopyRecord) -> dict[str, Any]:
     """Read and check one copy. Returns its part of the manifest as plain data, or what is wrong
     with it as `wrong`."""
-    path = folder.path(record.step, record.rank)
+    path = folder.get_path(record.step, record.rank)
     try:
         tensors = verify_shard_file(path, record.file)
     except (UserError, OSError) as error:

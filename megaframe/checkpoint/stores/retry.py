@@ -69,8 +69,8 @@ def check_scheme(path: RemotePath) -> None:
     except ImportError as error:
         raise UserError(f"{path}: {error}; s3:// needs: pip install 'megaframe[cloud]'") from None
     except ValueError:
-        known = [name for name in fsspec.available_protocols() if scheme[:2] == name[:2]]
-        suggestion = f"; known are {', '.join(known)}" if known else ""
+        similar = [name for name in fsspec.available_protocols() if scheme[:2] == name[:2]]
+        suggestion = f"; known are {', '.join(similar)}" if similar else ""
         raise UserError(f"{path}: no store is known for {scheme}://{suggestion}") from None
 
 

@@ -94,7 +94,7 @@ def parse_path(text: str) -> StorePath:
 
 
 class ReadHandle(Protocol):
-    """A file open for reading. Raises OSError."""
+    """A file open for reading. All methods raise OSError."""
 
     size: int
     chunk_bytes: int
@@ -113,7 +113,7 @@ class ReadHandle(Protocol):
 
 
 class WriteHandle(Protocol):
-    """A file being written. Raises OSError."""
+    """A file being written. All methods raise OSError."""
 
     def write(self, data: memoryview) -> None:
         """Write the next bytes."""
@@ -139,7 +139,7 @@ class Store(ABC, Generic[P]):
         """Return the best number of files for one rank to write at the same time."""
 
     @abstractmethod
-    def file_name(self, rank: int, part: int, attempt: str) -> str:
+    def make_file_name(self, rank: int, part: int, attempt: str) -> str:
         """Return the name of a rank's file.
 
         Args:
@@ -178,8 +178,14 @@ class Store(ABC, Generic[P]):
         """Create the folder of checkpoints, and delete what killed saves have left in it."""
 
     @abstractmethod
-    def draft_path(self, root: P, step: int, attempt: str) -> P:
-        """Return the path under which the files of a checkpoint are written before the commit."""
+    def make_draft_path(self, root: P, step: int, attempt: str) -> P:
+        """Return the path under which the files of a checkpoint are written before the commit.
+
+        Args:
+            root: The folder of checkpoints.
+            step: Step of the checkpoint.
+            attempt: Id of the attempt to save it.
+        """
 
     @abstractmethod
     def create_draft(self, draft: P) -> None: ...
@@ -208,7 +214,7 @@ class Store(ABC, Generic[P]):
         It replaces any checkpoint of the same step.
 
         Args:
-            draft: Path of the draft: `draft_path`.
+            draft: Path of the draft: `make_draft_path`.
             step: The step of the checkpoint.
             attempt: Id of the save.
             manifest: Content of the manifest.
@@ -220,12 +226,23 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def replace_file(self, file: P, content: bytes, attempt: str) -> None:
-        """Write a small file, replacing an existing one atomically."""
+        """Write a small file, replacing an existing one atomically.
+
+        Args:
+            file: The file.
+            content: Its new content.
+            attempt: Id of the attempt, for the name of a temporary file.
+        """
 
     @abstractmethod
     def compare_and_swap(self, file: P, old: bytes | None, new: bytes | None) -> bool:
         """Replace the whole content of a small file if it is still `old`. None stands for no file;
         the folder is created if needed.
+
+        Args:
+            file: The file.
+            old: The content that it must have.
+            new: The content that it gets.
 
         Returns:
             Whether the file now has the content `new`.

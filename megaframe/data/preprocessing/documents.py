@@ -33,7 +33,11 @@ _READ = 1 << 20
 
 
 def read_documents(shard: InputShard, corpus_format: CorpusFormat) -> Iterator[str]:
-    """Yield the documents of a shard, in order. Raises `InputError` that names file and line."""
+    """Yield the documents of a shard, in order.
+
+    Raises:
+        InputError: With file and line.
+    """
     if shard.format == "parquet":
         documents = _read_parquet(shard, corpus_format.key)
     elif shard.format == "jsonl":

@@ -124,8 +124,17 @@ def format_of(path: str, corpus_format: CorpusFormat) -> Format:
 
 
 def split_file(path: str, corpus_format: CorpusFormat, size: int) -> Iterator[InputShard]:
-    """Yield the shards of a file in order, of about `size` bytes each. A row group of Parquet, or a
-    text file that is one document, is always one shard. Raises `InputError`."""
+    """Yield the shards of a file in order. A row group of Parquet, or a text file that is one
+    document, is always one shard.
+
+    Args:
+        path: Of the file.
+        corpus_format: How it contains documents.
+        size: About how many bytes a shard has.
+
+    Raises:
+        InputError: If the file cannot be read or is not of this format.
+    """
     format = format_of(path, corpus_format)
     disk_bytes, _ = measure_input(path)
     if not disk_bytes:
@@ -223,11 +232,11 @@ def _open_zstandard_stream(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError("its last frame has no end")
 
 
-def check_length(place: str, length: int) -> None:
+def check_length(location: str, length: int) -> None:
     """Refuse a document that is too long.
 
     Args:
-        place: Where the document is, for the message.
+        location: Where the document is, for the message.
         length: Its length in bytes.
 
     Raises:
@@ -235,8 +244,8 @@ def check_length(place: str, length: int) -> None:
     """
     if length > LONGEST_DOCUMENT:
         raise InputError(
-            f"{place}: a document of more than {LONGEST_DOCUMENT} bytes, the most that is held in "
-            f"memory; split it (plain text with --split-blank-lines)"
+            f"{location}: a document of more than {LONGEST_DOCUMENT} bytes, the most that is held "
+            f"in memory; split it (plain text with --split-blank-lines)"
         )
 
 
@@ -259,7 +268,11 @@ def _read_row_groups(path: str, key: str) -> Iterator[InputShard]:
 
 @contextmanager
 def open_parquet(path: str) -> Iterator[Any]:
-    """Open a Parquet file so that it is read by pages instead of whole row groups."""
+    """Open a Parquet file so that it is read by pages instead of whole row groups.
+
+    Raises:
+        InputError: If it is not a whole Parquet file.
+    """
     parquet = import_library("pyarrow.parquet", "data")
     arrow = import_library("pyarrow", "data")
     try:

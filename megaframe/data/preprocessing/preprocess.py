@@ -88,7 +88,7 @@ class _CorpusPart:
     number: int
     shards: tuple[InputShard, ...]
 
-    def counts(self) -> CorpusCounts:
+    def count_input(self) -> CorpusCounts:
         """Return the counts of the part's input."""
         return CorpusCounts(
             size=sum(shard.size for shard in self.shards),
@@ -190,7 +190,7 @@ def _encode_parts(
     """
     if workers == 1:
         for part in parts:
-            yield part.counts(), _encode_batches(job, tokenizer, part)
+            yield part.count_input(), _encode_batches(job, tokenizer, part)
         return
     tasks = ((job, part, os.path.join(folder, f"{part.number:08d}")) for part in parts)
     for counts, empty, prefix in map_ordered(_encode_to_file, tasks, workers):
@@ -212,7 +212,7 @@ def _encode_to_file(
         for batch in _encode_batches(job, tokenizer, part):
             writer.append_batch(batch.tokens, batch.lengths)
             empty += batch.empty
-    return part.counts(), empty, prefix
+    return part.count_input(), empty, prefix
 
 
 def _read_encoded_part(prefix: str, empty: int) -> Iterator[EncodedDocuments]:
@@ -254,6 +254,11 @@ def encode_documents(
 ) -> EncodedDocuments:
     """Encode documents into the form in which a token file stores them.
 
+    Args:
+        tokenizer: Which encodes them.
+        texts: The documents.
+        append_eod: Whether to add the token that ends a document to each.
+
     Raises:
         UserError: For an id that is negative or not below the tokenizer's vocabulary size.
     """
@@ -291,6 +296,11 @@ def map_ordered(
 
     At most two tasks per worker are taken from `tasks` ahead of their results. An exception of a
     task is raised in place of its result, and tasks that have not begun are dropped.
+
+    Args:
+        function: Run in worker processes.
+        tasks: Its arguments, task by task.
+        workers: Number of processes.
 
     Raises:
         UserError: If a worker dies.

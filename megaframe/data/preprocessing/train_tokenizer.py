@@ -77,12 +77,14 @@ def train_sentencepiece(
     except (RuntimeError, OSError, ValueError) as error:
         if sample.error:
             raise sample.error from None
-        if not sample.used:
+        if not sample.num_characters:
             raise InputError(f"the corpus is empty: no text in {', '.join(inputs)}") from None
         reason = str(error).rpartition("] ")[2].partition(" Increase")[0]
-        raise UserError(f"--vocab {vocab} with {sample.used} characters: {reason}") from None
+        raise UserError(
+            f"--vocab {vocab} with {sample.num_characters} characters: {reason}"
+        ) from None
     _write(f"{output}.model", model.getvalue())
-    return sample.used
+    return sample.num_characters
 
 
 class _TrainingSample:
@@ -93,7 +95,7 @@ class _TrainingSample:
         for path in inputs:
             format_of(path, corpus_format)
         self._inputs, self._reading, self._limit = inputs, corpus_format, limit
-        self.used = 0
+        self.num_characters = 0
         self.error: UserError | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -110,8 +112,8 @@ class _TrainingSample:
             for line in text.split("\n"):
                 for start in range(0, len(line), _LONGEST_SENTENCE):
                     yield line[start : start + _LONGEST_SENTENCE]
-            self.used += len(text)
-            if self.used >= self._limit:
+            self.num_characters += len(text)
+            if self.num_characters >= self._limit:
                 return
 
     def _read_documents(self, path: str) -> Iterator[str]:

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import RunConfig
-from megaframe.data.microbatch import Microbatch, context_part, look_ahead
+from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
@@ -120,7 +120,7 @@ def _make_microbatch(config: RunConfig, train_step: TrainStep) -> Microbatch:
     documents = torch.zeros_like(tokens) if config.data.reset_attention else None
     microbatch = Microbatch(tokens, labels, torch.arange(shape[0]), None, documents)
     microbatch = look_ahead(microbatch, config.model.mtp_depth)
-    return context_part(microbatch, train_step.context.index, train_step.context.size)
+    return select_context_part(microbatch, train_step.context.index, train_step.context.size)
 
 
 class _Measuring:

@@ -61,6 +61,11 @@ def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasureme
     memory, kernels and compiled pieces run as plain code; and no step is a CUDA graph. All of these
     need a device or ranks that are missing here.
 
+    Args:
+        config: The run.
+        layout: Its ranks.
+        rank: The rank.
+
     Raises:
         ValueError: For a rank outside the layout.
     """
@@ -79,7 +84,13 @@ def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasureme
 
 
 def measure_step(config: RunConfig, mesh: Mesh, tracker: AllocationTracker) -> RankMeasurement:
-    """Build what this rank of the mesh runs, and count one step of it in `tracker`."""
+    """Build what this rank of the mesh runs, and count one step of it in `tracker`.
+
+    Args:
+        config: The run.
+        mesh: A mesh of this rank alone, with fake groups.
+        tracker: Counts memory and operators.
+    """
     watch = _PeakBetweenActions(tracker)
     train_step = TrainStep(config, mesh, trace=watch.follow)
     optimizer, buffers = train_step.optimizer, train_step.sharded_parameters.buffers

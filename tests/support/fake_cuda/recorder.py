@@ -1,6 +1,5 @@
-"""Records the calls of one rank of any world, which runs alone: the real engine, on tensors without
-content (`megaframe.training.meta_step`), with process groups that write down what they are asked to
-start.
+"""Records the calls of one rank of any world, which runs alone: the real executor, on meta tensors
+(`megaframe.training.meta_step`), with process groups that write down what they are asked to start.
 
 What kernels would run is not written down: one stands for all between two transfers. Numbers that
 are real because the host needs them, such as how many rows go to each expert, are waited for by the

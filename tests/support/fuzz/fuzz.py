@@ -48,7 +48,7 @@ class Guard:
     """An audit hook that records what is written outside of a folder, and programs started."""
 
     def __init__(self, folder):
-        self.folder, self.found = os.path.realpath(folder), []
+        self.folder, self.findings = os.path.realpath(folder), []
         sys.addaudithook(self)
 
     def __call__(self, event, arguments):
@@ -65,7 +65,7 @@ class Guard:
         elif event in _MOVES:
             self.check(event, arguments[1:2] if event == "os.symlink" else arguments[:2])
         elif event in _STARTS and arguments[0] not in _HARMLESS:
-            self.found.append(f"{event}: {arguments!r}"[:200])
+            self.findings.append(f"{event}: {arguments!r}"[:200])
 
     def check(self, event, paths):
         for path in paths:
@@ -77,7 +77,7 @@ class Guard:
                 if not inside and not real.startswith(
                     ("/dev/null", "/dev/shm/torch", "/proc/self")
                 ):
-                    self.found.append(f"{event} outside: {real}")
+                    self.findings.append(f"{event} outside: {real}")
 
 
 def run_child(target, draw, folder, report):
@@ -117,7 +117,7 @@ def run_child(target, draw, folder, report):
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    outcome = {"status": status, "trace": trace, "guard": guard.found}
+    outcome = {"status": status, "trace": trace, "guard": guard.findings}
     os.write(report, json.dumps(outcome).encode())
     os._exit(0)
 
@@ -201,7 +201,7 @@ def locate(trace):
     return f"{place}: {last[:200]}"
 
 
-def one(target, case, seed, template, folder):
+def run_case(target, case, seed, template, folder):
     """Take one changed input, or the valid one if `case` is None; return kind and text of the
     outcome."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -247,7 +247,7 @@ class Fuzzer:
         self.targets = [target for target in list_targets() if not names or target.name in names]
         self.counts = {target.name: Counter() for target in self.targets}
         self.findings = {}
-        self.kept = self.home / "findings"
+        self.kept_folder = self.home / "findings"
         for target in self.targets:
             self.prepare(target)
         gc.collect()
@@ -272,19 +272,19 @@ class Fuzzer:
                 target.make()
             finally:
                 os.chdir(here)
-        kind, text = one(target, None, self.seed, folder, self.home / "case")
+        kind, text = run_case(target, None, self.seed, folder, self.home / "case")
         assert kind == "answer", f"{target.name}: its valid input is no answer: {kind} {text}"
 
     def take(self, target, case):
         """Take an input, count its outcome, and keep what it was if it is a finding."""
         folder = self.home / "case"
-        kind, text = one(target, case, self.seed, self.template(target), folder)
+        kind, text = run_case(target, case, self.seed, self.template(target), folder)
         self.counts[target.name][kind] += 1
         if kind not in ("answer", "refused"):
             known = self.findings.setdefault((target.name, kind, text[:160]), [case, 0, text])
             known[1] += 1
             if known[1] == 1:
-                shutil.move(folder, self.kept / f"{target.name.replace(' ', '-')}-{case}")
+                shutil.move(folder, self.kept_folder / f"{target.name.replace(' ', '-')}-{case}")
         return kind, text
 
     def run(self, seconds, cases=None):
@@ -330,7 +330,7 @@ def main():
     fuzzer.run(options.seconds)
     print(f"seed {options.seed}\n{fuzzer.summary()}")
     if fuzzer.findings:
-        print(f"the inputs are in {fuzzer.kept}")
+        print(f"the inputs are in {fuzzer.kept_folder}")
         return 1
     shutil.rmtree(home)
     return 0

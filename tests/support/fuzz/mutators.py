@@ -7,7 +7,7 @@ import struct
 import sys
 from copy import deepcopy
 
-from megaframe.checkpoint.manifest import checksum
+from megaframe.checkpoint.manifest import compute_checksum
 
 SECRET = "Zq8secretofthefuzzer"
 """No output may contain it. It is in every URL of `TEXTS`."""
@@ -182,7 +182,7 @@ def change_file(draw, path):
         changed = change_tree(draw, manifest)
         if isinstance(changed, dict):  # a matching checksum, as an attacker could write it
             body = format_json(changed)[1:].encode()
-            path.write_bytes(b'{"checksum":"%s",' % checksum(body).encode() + body)
+            path.write_bytes(b'{"checksum":"%s",' % compute_checksum(body).encode() + body)
             return
     if kind in (".json", ".yaml"):
         path.write_text(format_json(change_tree(draw, json.loads(data))))

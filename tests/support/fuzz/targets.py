@@ -69,7 +69,7 @@ def load_main(path):
     return run
 
 
-def nothing():
+def make_nothing():
     """Make no file."""
 
 
@@ -86,7 +86,7 @@ def read_tokens():
     from megaframe.data.indexed_dataset import IndexedDataset
 
     file = IndexedDataset("tokens")
-    sum(int(file.sequence(number).sum()) for number in range(len(file)))
+    sum(int(file.get_sequence(number).sum()) for number in range(len(file)))
 
 
 def write_config():
@@ -216,8 +216,8 @@ def write_cluster():
 
 
 def write_costs():
-    results = {"kill": {"restart": 15.0, "load": 10.0, "again": 5.0}, "whole": {"stall": 0.2}}
-    Path("drill.json").write_text(json.dumps(results))
+    results = {"kill": {"restart": 15.0, "load": 10.0, "warmup": 5.0}, "whole": {"stall": 0.2}}
+    Path("chaos_test.json").write_text(json.dumps(results))
 
 
 def schedule():
@@ -254,7 +254,7 @@ def list_targets():
     """Yield all targets."""
     yield Target("config", write_config, PRETRAIN, (*SMALL, "--dry-run"), ("config.yaml",), fixed=3)
     yield Target("overrides", write_config, PRETRAIN, ("--dry-run", *KEYS), fixed=1)
-    yield Target("explain", nothing, PRETRAIN, ("--explain", "train.steps"), fixed=1)
+    yield Target("explain", make_nothing, PRETRAIN, ("--explain", "train.steps"), fixed=1)
     yield Target(
         "environment", write_config, PRETRAIN, (*SMALL, "--dry-run"), variables=LAUNCHED, fixed=3
     )
@@ -300,10 +300,10 @@ def list_targets():
     yield Target("report", run_folder, load_main("tools/report.py"), words, runs)
     yield Target("metrics", run_folder, continue_metrics, files=runs[:1], passes=True)
     words = ("one.json", "two.json.gz", "--gaps", "2")
-    yield Target("trace", trace, load_main("tools/exposed.py"), words, ("*.json*",))
+    yield Target("trace", trace, load_main("tools/overlap_report.py"), words, ("*.json*",))
     words = (
         "--measured",
-        "drill.json",
+        "chaos_test.json",
         "--ranks",
         "1024",
         "--costs",
@@ -311,7 +311,7 @@ def list_targets():
         "--target",
         "0.9",
     )
-    yield Target("goodput", write_costs, load_main("tools/goodput.py"), words, ("drill.json",))
+    yield Target("goodput", write_costs, load_main("tools/goodput.py"), words, ("chaos_test.json",))
     words = ("--schedule", "file:plan.txt", "--stages", "2", "--microbatches", "2", "--chunks", "1")
     yield Target("schedule", schedule, load_main("tools/schedule.py"), words, ("plan.txt",))
     words = (

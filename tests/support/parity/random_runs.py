@@ -169,9 +169,9 @@ def draw_layout_options(draw, sizes, stages, layers, ranks, moe):
         "layers_per_stage": draw_division(stages, layers) if stages > 1 else None,
         "schedule_microbatches": st.sampled_from((1, 2, 3, 4)) if sizes["pipeline"] > 1 else None,
     }
-    given = {"zero", "data_replicate"}
+    keys_set = {"zero", "data_replicate"}
     if expert_ranks > 1:
-        given |= {"expert", "expert_tensor", "dispatch", "expert_overlap"}
+        keys_set |= {"expert", "expert_tensor", "dispatch", "expert_overlap"}
     else:
         drawn |= {"dispatch", "expert_overlap"}
     return draw_keys(
@@ -179,7 +179,7 @@ def draw_layout_options(draw, sizes, stages, layers, ranks, moe):
         ParallelConfig,
         {f"ParallelConfig.{key}": strategy for key, strategy in values.items()},
         {*NOT_PROMISED["parallel"], *NOT_DRAWN["parallel"], *drawn},
-        given,
+        keys_set,
     )
 
 
@@ -300,8 +300,12 @@ def list_step_sizes(schedule, pipeline):
 def list_axis_sizes(ranks):
     """Return all sizes of the four axes for a number of ranks, those of few axes first."""
     divisors = list_divisors(ranks)
-    sizes = [some for some in product(divisors, repeat=len(AXES)) if prod(some) == ranks]
-    return sorted(sizes, key=lambda some: sum(size > 1 for size in some))
+    sizes = [
+        axis_sizes
+        for axis_sizes in product(divisors, repeat=len(AXES))
+        if prod(axis_sizes) == ranks
+    ]
+    return sorted(sizes, key=lambda axis_sizes: sum(size > 1 for size in axis_sizes))
 
 
 def repair(sections, ranks):

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 import gpu_check  # noqa: E402
 import kernel_bench  # noqa: E402
+import kernel_timing  # noqa: E402
 import time_limit  # noqa: E402
 import training_gpu  # noqa: E402
 from gpu_goals import evaluate_goals, format_table, order_of  # noqa: E402
@@ -40,8 +41,8 @@ def run_check(*arguments):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("check") / "result.json"
-    done = run_check("--skip-tests", "--skip-training", "--write", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run_check("--skip-tests", "--skip-training", "--write", str(path))
+    assert process.returncode == 0, process.stdout + process.stderr
     return path
 
 
@@ -69,15 +70,15 @@ def test_every_kernel_is_measured_and_right(result):
 @pytest.mark.slow
 def test_a_second_call_keeps_what_the_first_found(path, result):
     resumed = gpu_check.begin(path, dry=True)
-    assert resumed.known["measurements"] == result["measurements"]
-    resumed.known["commit"] = "another"
-    write_json(path, resumed.known)
-    assert not gpu_check.begin(path, dry=True).known["measurements"]
+    assert resumed.sections["measurements"] == result["measurements"]
+    resumed.sections["commit"] = "another"
+    write_json(path, resumed.sections)
+    assert not gpu_check.begin(path, dry=True).sections["measurements"]
 
 
 def test_a_kernel_that_is_none_is_an_error_that_lists_them():
-    done = run_check("--only", "norms")
-    assert done.returncode == 2 and "attention_backward" in done.stderr
+    process = run_check("--only", "norms")
+    assert process.returncode == 2 and "attention_backward" in process.stderr
 
 
 def test_some_kernels_alone_overwrite_no_result(monkeypatch, tmp_path):
@@ -116,9 +117,9 @@ def test_a_pass_stands_beside_a_copy_or_bare_products(monkeypatch):
     monkeypatch.setattr(kernel_bench, "time_copy", lambda size, dry: size / 1e9)
     monkeypatch.setattr(kernel_bench, "time_product", lambda shape, dry: 1e-3)
     ceilings, timing = Ceilings(4e12, 8e14), Timing(4e-3, 3e-3, 5e-3)
-    moved = pass_of(LeastWork(bytes=6e6), timing, ceilings, True)
-    assert moved.copy_share == pytest.approx(0.75) and moved.product_share is None
-    assert (moved.low, moved.high) == (3e-3, 5e-3)
+    result = pass_of(LeastWork(bytes=6e6), timing, ceilings, True)
+    assert result.copy_share == pytest.approx(0.75) and result.product_share is None
+    assert (result.low, result.high) == (3e-3, 5e-3)
     multiplied = pass_of(LeastWork(flops=1e9, products=((1, 2, 3),) * 3), timing, ceilings, True)
     assert multiplied.product_share == pytest.approx(0.75) and multiplied.copy_share is None
 
@@ -152,13 +153,13 @@ def test_a_timing_has_enough_samples_and_nothing_of_what_precedes_a_call(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pass_time(cycles / 2e9))
     filler = SimpleNamespace(zero_=lambda: pass_time(1e-4))
-    monkeypatch.setattr(kernel_bench, "_cache_filler", lambda: filler)
+    monkeypatch.setattr(kernel_timing, "_cache_filler", lambda: filler)
     ran = []
 
     def run():
         ran.append(pass_time(each * (1.5 if len(ran) % 2 else 1.0)))
 
-    timing = kernel_bench.measure_timing(run, False, few)
+    timing = kernel_timing.measure_timing(run, False, few)
     assert len(ran) == pytest.approx(calls, abs=20 if each == 5e-3 else 0)
     assert timing.low == pytest.approx(each, rel=0.2) and timing.high == pytest.approx(1.5 * each)
     assert timing.low <= timing.seconds <= timing.high
@@ -255,7 +256,7 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     active = {"norm": ["triton", "torch", "reference"], "attention": ["cudnn", "triton"]}
     result = gpu_check.Results({**gpu_check._OF_KERNELS, "active": active, "training": []})
     result.add(measurements=[*measurements, fast], training=rows)
-    reached = {goal["name"]: goal for goal in result.known["goals"]}
+    reached = {goal["name"]: goal for goal in result.sections["goals"]}
     assert reached["norm forward over a copy"]["measured"] == 0.98
     assert reached["norm forward over a copy"]["met"] is True
     assert reached["norm backward over a copy"]["met"] is False
@@ -270,12 +271,14 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     assert reached["llama-8b-slice-fp8: times_bf16"]["met"] is True
     assert reached["gpt2-124m-graph: host_seconds_per_step"]["met"] is True
     assert reached["moe-slice: mfu_causal"]["met"] is None
-    (first, *_) = (choice for choice in result.known["chosen_over_best"] if choice["case"] == "a")
+    (first, *_) = (
+        choice for choice in result.sections["chosen_over_best"] if choice["case"] == "a"
+    )
     assert (first["chosen"], first["best"], first["ratio"]) == ("triton", "torch", 0.5)
-    assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result.known))
+    assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result.sections))
     broken = make_measurement("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
     result.add(measurements=[broken, measurements[1]])
-    assert not result.known["chosen_over_best"]
+    assert not result.sections["chosen_over_best"]
 
 
 BROKEN = """
@@ -302,23 +305,23 @@ def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
     results = make_empty_results()
     script = [sys.executable, "-c", BROKEN]
     gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
-    by_implementation = {m["implementation"]: m for m in results.known["measurements"]}
+    by_implementation = {m["implementation"]: m for m in results.sections["measurements"]}
     assert list(by_implementation) == ["x", "y", "z"]
     assert (
         by_implementation["y"]["trouble"] == "ended by SIGABRT"
         and "illegal" in by_implementation["y"]["details"]
     )
-    assert by_implementation["z"]["trouble"] is None and not results.known["left_out_for_time"]
+    assert by_implementation["z"]["trouble"] is None and not results.sections["left_out_for_time"]
 
 
 def test_what_never_begins_is_told_once_and_what_has_no_time_is_listed():
     results = make_empty_results()
     script = [sys.executable, "-c", "raise SystemExit('no such library')"]
     gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
-    (measurement,) = results.known["measurements"]
+    (measurement,) = results.sections["measurements"]
     assert measurement["trouble"] == "no such library"
     gpu_check.measure_group(script, ["norm", "rotary"], results, time.monotonic() + 1)
-    assert results.known["left_out_for_time"] == ["norm", "rotary"]
+    assert results.sections["left_out_for_time"] == ["norm", "rotary"]
 
 
 def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
@@ -328,7 +331,7 @@ def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
     rows = [{"row": name, "trouble": "left out for time"} for name in ("moe-slice", "gpt-1.3b")]
     monkeypatch.setattr(training_gpu, "measure", lambda *_: iter(rows))
     gpu_check.check_training(results, (), 0.0, dry=True)
-    assert results.known["training"] == [row, rows[0]]
+    assert results.sections["training"] == [row, rows[0]]
 
 
 @pytest.mark.slow
@@ -359,7 +362,7 @@ def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
     results, soon = make_empty_results(), time.monotonic() + 100
     gpu_check.check_tests(results, "steps", 500.0, soon, dry=True)
     gpu_check.check_tests(results, "kernels", 20.0, soon, dry=False)
-    steps, kernels = results.known["tests"]["steps"], results.known["tests"]["kernels"]
+    steps, kernels = results.sections["tests"]["steps"], results.sections["tests"]["kernels"]
     assert steps["outcome"] == "passed", steps
     assert kernels == {"outcome": "left out for time"}
     for tests in gpu_check.TESTS.values():
@@ -371,8 +374,8 @@ def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
     mark = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {mark}; echo begun; wait"
     for limits in ({"seconds": 1.0}, {"seconds": 50.0, "quiet": 1.0}):
-        done = run_limited(["bash", "-c", script], **limits)
-        assert done.code is None and done.lines == ["begun"] and done.seconds < 20
+        process = run_limited(["bash", "-c", script], **limits)
+        assert process.code is None and process.lines == ["begun"] and process.seconds < 20
         # The process is gone, or a zombie that has not been waited for.
         status = Path(f"/proc/{mark.read_text().strip()}/stat")
         until = time.monotonic() + 10

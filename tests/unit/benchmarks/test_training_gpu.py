@@ -28,8 +28,8 @@ def test_rows_run_and_both_contenders_start_alike(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "training_gpu.py"), "--dry"]
     command += ["--only", "moe-slice", "moe-slice-host", "--write", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     experts, host = json.loads(path.read_text())
     assert experts["same_start"], experts
     for name in ("ours", "plain"):

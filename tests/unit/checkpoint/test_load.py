@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.checkpoint import Slice, find_checkpoint, open_checkpoint
-from megaframe.checkpoint.manifest import MAX_MANIFEST_BYTES, checksum
+from megaframe.checkpoint.manifest import MAX_MANIFEST_BYTES, compute_checksum
 from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.checkpoint.train_state import SpikeHistory, TrainState, read_train_state
 from megaframe.config import RunConfig
@@ -174,7 +174,7 @@ def test_what_is_no_manifest_is_refused(copy, content):
     with pytest.raises(UserError, match="manifest"):
         open_checkpoint(copy)
     body = content[1:]
-    sealed = b'{"checksum":"%s",' % checksum(body).encode() + body
+    sealed = b'{"checksum":"%s",' % compute_checksum(body).encode() + body
     (copy / "manifest.json").write_bytes(sealed)
     with pytest.raises(UserError, match="not a valid manifest"):
         open_checkpoint(copy)
@@ -199,7 +199,7 @@ def reheaded(path, edit):
     del manifest["checksum"]
     manifest["files"][path.name] = {
         "bytes": path.stat().st_size,
-        "header": checksum(head),
+        "header": compute_checksum(head),
     }
     write_sealed(path.parent / "manifest.json", manifest)
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_process import Program
+from rank_process import RankProcess
 
 from megaframe.checkpoint import lock as module
 from megaframe.checkpoint import parse_path
@@ -50,7 +50,7 @@ def read_content(home):
 def leave(home, **changes):
     """Leave the lock of another process, by default on another host and renewed just now."""
     changes = {"host": "elsewhere", "process": 4242, "started": 7, **changes}
-    text = LockHolder.current().model_copy(update=changes).model_dump_json().encode()
+    text = LockHolder.from_this_process().model_copy(update=changes).model_dump_json().encode()
     assert store_of(home).compare_and_swap(home / LOCK, read_content(home), text)
     return text
 
@@ -78,7 +78,7 @@ def hold(*folders):
 
 def test_a_folder_belongs_to_the_process_that_has_it_until_it_dies(take_lock, tmp_path):
     folders = [str(tmp_path / name) for name in ("run", "saves")]
-    other = Program(hold, *folders)
+    other = RankProcess(hold, *folders)
     number = other._process.pid
     try:
         deadline = time.monotonic() + 60

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from test_load import FILES, reheaded
 
 from megaframe.checkpoint import Slice, open_checkpoint
-from megaframe.checkpoint.manifest import checksum
+from megaframe.checkpoint.manifest import compute_checksum
 from megaframe.errors import UserError
 
 ROOM = 256 << 20
@@ -148,7 +148,9 @@ def test_names_that_come_twice_are_read_once(good, tmp_path):
     path = Path(shutil.copytree(good, tmp_path / "x"))
     content = (path / "manifest.json").read_bytes()
     twice = content[content.index(b",") + 1 : -1] + b',"step":11,"tensors":{}}'
-    (path / "manifest.json").write_bytes(b'{"checksum":"%s",' % checksum(twice).encode() + twice)
+    (path / "manifest.json").write_bytes(
+        b'{"checksum":"%s",' % compute_checksum(twice).encode() + twice
+    )
     with open_checkpoint(path) as checkpoint:
         assert (checkpoint.step, dict(checkpoint.tensors)) == (11, {})
 
@@ -190,12 +192,12 @@ def test_a_load_takes_little_more_than_what_is_loaded():
     child = Path(__file__).parents[2] / "support" / "checkpoint_child.py"
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, child, "extra_memory", folder],
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-    assert done.returncode == 0, done.stderr
-    part, extra = map(int, done.stdout.split())
+    assert process.returncode == 0, process.stderr
+    part, extra = map(int, process.stdout.split())
     assert extra < part / 10

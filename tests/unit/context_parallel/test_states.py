@@ -9,7 +9,7 @@ from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.config import ParallelConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.states import join_chunks, pass_states, split_chunks
-from megaframe.data.microbatch import zigzag
+from megaframe.data.microbatch import divide_zigzag
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 
@@ -63,7 +63,9 @@ def pass_parts(kind):
     mesh, context = make_mesh(kind)
     traffic = [context.heads.traffic, context.ring.group.traffic]
     decay, added, weight = (
-        zigzag(part.movedim(1, -1), context.index, context.size, 0).movedim(-1, 1).contiguous()
+        divide_zigzag(part.movedim(1, -1), context.index, context.size, 0)
+        .movedim(-1, 1)
+        .contiguous()
         for part in draw_tokens()
     )
     decay.requires_grad_(), added.requires_grad_()
@@ -89,7 +91,7 @@ def test_states_and_gradients_are_those_of_one_rank_token_by_token(ranks, kind, 
     (states * weight).sum().backward()
     for rank, (*parts, sent) in enumerate(pool.run(ranks, pass_parts, kind)):
         for part, whole in zip(parts, (states, decay.grad, added.grad), strict=True):
-            own = zigzag(whole.detach().movedim(1, -1), rank, ranks, 0).movedim(-1, 1)
+            own = divide_zigzag(whole.detach().movedim(1, -1), rank, ranks, 0).movedim(-1, 1)
             assert_near(part, own, SEQ * WIDTH, size=float(whole.detach().abs().max()))
         # Of both pieces, a state and a factor for each head, to every other rank.
         assert sent == [8 * BATCH * 2 * HEADS * (WIDTH + 1) * (ranks - 1)] * 2

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import make_lines, write
 
-from megaframe.dashboard.advice import suggest_remedies
 from megaframe.dashboard.downsample import (
     block_maxima,
     compute_bucket_means,
@@ -26,6 +25,7 @@ from megaframe.dashboard.panels import (
     compute_predicted_losses,
     read_prediction,
 )
+from megaframe.dashboard.remedies import suggest_remedies
 from megaframe.dashboard.report import render_html, render_report
 from megaframe.dashboard.run_folder import RunFolder
 from megaframe.dashboard.serve import DashboardServer
@@ -136,8 +136,8 @@ def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
     first = list(make_lines(30))
     second = [{**line, "loss": 100.0} for line in make_lines(10, start=10)]
     run = RunFolder(write(tmp_path / "run", [*first, *second]))
-    assert run.metrics.column("step").tolist() == [*range(1, 21)]
-    assert run.metrics.column("loss")[9:12].tolist() == [first[9]["loss"], 100.0, 100.0]
+    assert run.metrics.get_column("step").tolist() == [*range(1, 21)]
+    assert run.metrics.get_column("loss")[9:12].tolist() == [first[9]["loss"], 100.0, 100.0]
     assert "after step 30 comes step 11 (line 31)" in run.notes[0]
 
 
@@ -309,7 +309,7 @@ def test_odd_digits_in_names_and_values_are_names_and_no_values(tmp_path, name):
     line = {**next(make_lines(1)), "step": 2, "loss": name}
     line["experts"] = {"tokens": {name: [1.0, 2.0], "0": [1.0, 1.0]}}
     run, data, _ = show_run(write(tmp_path / "run", [next(make_lines(1)), line]))
-    assert np.isnan(run.metrics.column("loss")[1]) and len(data["heat"]["experts"]["z"]) == 2
+    assert np.isnan(run.metrics.get_column("loss")[1]) and len(data["heat"]["experts"]["z"]) == 2
 
 
 @pytest.mark.parametrize("step", ["NaN", "1e400", "9" * 5000, '"٣"', "1_000", "-1", "2.0"])
@@ -323,7 +323,7 @@ def test_a_step_that_is_no_step_is_noted(tmp_path, step):
 def test_a_name_given_twice_in_a_line_is_one_value(tmp_path):
     line = {"step": 1, "time/data": 1.0, "time": {"data": 2.0}, "loss": 3.0}
     run, _, _ = show_run(write(tmp_path / "run", [line, {**line, "step": 2}]))
-    assert run.metrics.column("time/data").tolist() == [2.0, 2.0]
+    assert run.metrics.get_column("time/data").tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -74,19 +74,19 @@ def test_reader_gives_documents_of_several_sequences_in_any_place(tmp_path):
     prefix = make(tmp_path, lengths=[2, 0, 3], pointers=[6, 4, 0], documents=[0, 0, 2, 3])
     file = IndexedDataset(prefix)
     assert len(file) == 3
-    assert [file.sequence(n).tolist() for n in range(3)] == [[4, 5], [], [1, 2, 3]]
+    assert [file.get_sequence(n).tolist() for n in range(3)] == [[4, 5], [], [1, 2, 3]]
     assert file.documents.tolist() == [0, 0, 2, 3]
     with pytest.raises(IndexError):
-        file.sequence(3)
+        file.get_sequence(3)
     with pytest.raises(IndexError):
-        file.sequence(-1)
+        file.get_sequence(-1)
 
 
 def test_unaligned_sequences_are_read(tmp_path):
     prefix = str(tmp_path / "f")
     (tmp_path / "f.idx").write_bytes(make_idx_bytes(8, [1, 1], [1, 4], [0, 1, 2]))
     (tmp_path / "f.bin").write_bytes(b"\x00\x05\x00\x00\x07\x00")
-    assert [IndexedDataset(prefix).sequence(n).tolist() for n in (0, 1)] == [[5], [7]]
+    assert [IndexedDataset(prefix).get_sequence(n).tolist() for n in (0, 1)] == [[5], [7]]
 
 
 def test_close_lets_go_of_the_mapping(tmp_path):
@@ -235,12 +235,12 @@ def test_a_file_that_outgrows_its_limit_leaves_nothing(tmp_path):
         "writer:\n"
         "    for _ in range(3): writer.append(np.zeros(50_000, np.uint16))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: cannot write") and "File too large" in done.stderr
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: cannot write") and "File too large" in process.stderr
     assert not list(tmp_path.glob("m*"))

@@ -60,12 +60,12 @@ def test_sources_come_by_weight_and_each_in_an_order_of_its_own(paths):
 
 
 def test_the_order_does_not_depend_on_the_folder(paths, tmp_path):
-    moved = tmp_path / "elsewhere"
-    moved.mkdir()
+    other_folder = tmp_path / "elsewhere"
+    other_folder.mkdir()
     for path in paths:
         for suffix in (".bin", ".idx"):
-            shutil.copy(f"{path}{suffix}", moved)
-    moved_paths = [str(moved / Path(path).name) for path in paths]
+            shutil.copy(f"{path}{suffix}", other_folder)
+    moved_paths = [str(other_folder / Path(path).name) for path in paths]
     actual, expected = (
         [batch.tokens_BS for batch in Loader(make_config(where), 0, 1).next().microbatches]
         for where in (moved_paths, paths)
@@ -117,7 +117,7 @@ def test_steps_follow_the_ramp(paths):
     loader = Loader(make_config(paths, train={"batch_ramp": ramp}), 0, 1)
     consumed = 0
     for step in take(loader, 8):
-        assert step.samples == loader.global_batch(consumed) == len(step.microbatches)
+        assert step.samples == loader.compute_global_batch(consumed) == len(step.microbatches)
         consumed += step.samples
         assert step.state["samples"] == consumed
     assert step.samples == 8

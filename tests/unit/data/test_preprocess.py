@@ -62,7 +62,7 @@ def read_content(prefix):
 
 def decode_documents(prefix):
     file = IndexedDataset(str(prefix))
-    return [bytes(file.sequence(n)[:-1].tolist()).decode() for n in range(len(file))]
+    return [bytes(file.get_sequence(n)[:-1].tolist()).decode() for n in range(len(file))]
 
 
 def read(path, size, **options):
@@ -420,12 +420,12 @@ def test_the_tools_make_the_demo_data(tmp_path):
     )  # fmt: skip
     assert trained.returncode == 0, trained.stderr
     name = f"sentencepiece:{prefix}.model"
-    done = run_tool(
+    process = run_tool(
         "preprocess_data.py", "--input", corpus, "--tokenizer", name, "--output", prefix
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     file = IndexedDataset(str(prefix))
-    assert f"{len(file)} documents, {file.tokens.size:,} tokens" in done.stdout
+    assert f"{len(file)} documents, {file.tokens.size:,} tokens" in process.stdout
     refused = run_tool(
         "preprocess_data.py", "--input", corpus, "--tokenizer", name, "--output", prefix
     )

@@ -78,12 +78,14 @@ def test_the_largest_deficit_rule_would_break_the_bound():
     weights = [11, 11, 1, 1, 1]
     total = sum(weights)
     shares = [weight / total for weight in weights]
-    counts, worst = [0] * len(weights), 0.0
+    counts, largest_deficit = [0] * len(weights), 0.0
     for n in range(1, 200):
         deficits = [w * n - count for w, count in zip(shares, counts, strict=True)]
         counts[deficits.index(max(deficits))] += 1
-        worst = max(worst, *(w * n - c for w, c in zip(shares, counts, strict=True)))
-    assert worst > 1
+        largest_deficit = max(
+            largest_deficit, *(w * n - c for w, c in zip(shares, counts, strict=True))
+        )
+    assert largest_deficit > 1
     sources, _, _ = Blend.start(weights).take(199)
     ours = np.cumsum(np.eye(len(weights))[sources], axis=0)
     assert np.abs(ours - np.arange(1, 200)[:, None] * shares).max() < 1

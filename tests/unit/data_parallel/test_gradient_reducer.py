@@ -35,14 +35,14 @@ def make_gradients(length, rank, step, dtype=torch.float64):
 def make_low_rank_gradients(length, rank, step):
     """Return gradients whose larger matrices have rank 2 when summed over ranks."""
     common = [torch.Generator().manual_seed(7 + step) for _ in (0, 1)]
-    found = make_gradients(length, rank, step)
-    for box in make_views(found):
+    gradients = make_gradients(length, rank, step)
+    for box in make_views(gradients):
         if box.numel() > 20:
             flat = as_matrix(box)
             left = torch.randn(flat.shape[0], 2, generator=common[0], dtype=box.dtype)
             right = torch.randn(2, flat.shape[1], generator=common[1], dtype=box.dtype)
             flat.copy_((1 + rank) * left @ right)
-    return found
+    return gradients
 
 
 def make_views(flat):
@@ -91,7 +91,7 @@ def compare_coded_sum(mesh, kind, dtype, length):
         for gradient in all_gradients
     ]
 
-    def again(x):
+    def encode_and_decode(x):
         return codec.decode(codec.encode(x), len(x), dtype)
 
     parts = []
@@ -100,16 +100,16 @@ def compare_coded_sum(mesh, kind, dtype, length):
         total = rows[owner].clone()
         for rank in ranks:
             if rank != owner:
-                total += again(rows[rank])
+                total += encode_and_decode(rows[rank])
         parts.append(total)
-    expected = torch.cat([again(total) for total in parts])[:length]
+    expected = torch.cat([encode_and_decode(total) for total in parts])[:length]
     same = torch.equal(harness.add(all_gradients[here]), expected)
-    moved = harness.group.traffic.take()[0]
+    bytes_sent = harness.group.traffic.take()[0]
     if length % len(ranks):
-        return same, True, moved
+        return same, True, bytes_sent
     part = Harness(mesh, length, dtype, **keys).add(all_gradients[here], "sum_part")
-    assert 2 * harness.group.traffic.take()[0] == moved
-    return same, torch.equal(part, parts[here]), moved
+    assert 2 * harness.group.traffic.take()[0] == bytes_sent
+    return same, torch.equal(part, parts[here]), bytes_sent
 
 
 def sum_in_steps(all_gradients, sizes, round_trip):
@@ -144,15 +144,17 @@ def compare_stepped_sum(mesh, sizes, dtype, length):
         torch.nn.functional.pad(gradient, (0, size * ranks - length)) for gradient in all_gradients
     ]
 
-    def again(x):
+    def encode_and_decode(x):
         return codec.decode(codec.encode(x), len(x), dtype)
 
-    parts = sum_in_steps([gradient.view(ranks, size) for gradient in wide], sizes, again)
-    expected = torch.cat([again(total) for total in parts])[:length]
+    parts = sum_in_steps(
+        [gradient.view(ranks, size) for gradient in wide], sizes, encode_and_decode
+    )
+    expected = torch.cat([encode_and_decode(total) for total in parts])[:length]
     harness = Harness(mesh, length, dtype, precision="bf16", steps=sizes)
     actual = harness.add(all_gradients[here])
-    moved = sum(group.traffic.take()[0] for group in harness.group.steps)
-    moved += harness.group.traffic.take()[0]
+    bytes_sent = sum(group.traffic.take()[0] for group in harness.group.steps)
+    bytes_sent += harness.group.traffic.take()[0]
     exact, terms = (
         sum(one.double() for one in all_gradients),
         sum(one.double().abs() for one in all_gradients),
@@ -162,14 +164,14 @@ def compare_stepped_sum(mesh, sizes, dtype, length):
     allowed = ((1 + unit) ** (len(sizes) + 1) - 1 + estimate_growth(ranks, dtype)) * terms
     assert_within(actual, exact, allowed, f"{len(sizes) + 1} roundings to bf16")
     if length % ranks:
-        return torch.equal(actual, expected), True, moved, None
+        return torch.equal(actual, expected), True, bytes_sent, None
     harness.group.traffic.take()
     own_part = harness.add(all_gradients[here], "sum_part")
     calls = [group.traffic.take()[1] for group in harness.group.steps]
     allowed = ((1 + unit) ** len(sizes) - 1 + estimate_growth(ranks, dtype)) * terms
     rows = slice(here * size, (here + 1) * size)
     assert_within(own_part, exact[rows], allowed[rows], f"{len(sizes)} roundings to bf16")
-    return torch.equal(actual, expected), torch.equal(own_part, parts[here]), moved, calls
+    return torch.equal(actual, expected), torch.equal(own_part, parts[here]), bytes_sent, calls
 
 
 @pytest.mark.quick(when=lambda ranks: ranks == 4)
@@ -183,9 +185,11 @@ def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
     ]
     workers = pool if ranks == 4 else Pool(ranks)
     for results in workers.run(ranks, run_each, compare_stepped_sum, cases):
-        for (_, _, length), (same, part_same, moved, calls) in zip(cases, results, strict=True):
+        for (_, _, length), (same, part_same, bytes_sent, calls) in zip(
+            cases, results, strict=True
+        ):
             assert same and part_same
-            assert moved == 2 * (ranks - 1) * 2 * math.ceil(length / ranks)
+            assert bytes_sent == 2 * (ranks - 1) * 2 * math.ceil(length / ranks)
             assert calls is None or calls == [1] * len(sizes)
     if workers is not pool:
         workers.close()
@@ -223,11 +227,11 @@ def test_coded_sums_are_the_quantised_ones_bit_by_bit(ranks, pool):
         for length in (4096, 3001)
     ]
     for results in pool.run(ranks, run_each, compare_coded_sum, cases):
-        for (kind, _, length), (same, part_same, moved) in zip(cases, results, strict=True):
+        for (kind, _, length), (same, part_same, bytes_sent) in zip(cases, results, strict=True):
             assert same and part_same
             size = math.ceil(length / ranks)
             message = 2 * size if kind == "bf16" else size + 4 * math.ceil(size / 1024)
-            assert moved == 2 * (ranks - 1) * message
+            assert bytes_sent == 2 * (ranks - 1) * message
 
 
 def run_each(function, cases):
@@ -268,7 +272,7 @@ def test_thin_factors_are_what_powersgd_sends(pool):
     expected_bytes = 3 * sum(2 * itemsize * n * (ranks - 1) // ranks for n in (left, right))
     keys = {"compress": "powersgd", "rank": rank}
     results = pool.run(ranks, run_each, compute_sums, [(make_gradients, keys)])
-    assert {moved for ((*_, moved),) in results} == {expected_bytes}
+    assert {bytes_sent for ((*_, bytes_sent),) in results} == {expected_bytes}
 
 
 def run_steps(mesh, method, keys, bad):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megaframe.distributed.collectives import (
     Ring,
     all_reduce,
-    all_to_all_uneven,
+    all_to_all_v,
     receive,
     send,
     shift_ring,
@@ -142,13 +142,13 @@ def test_both_calls_are_said_with_ranks_and_lines():
 
 def test_parts_of_another_size_than_their_receiver_expects_are_seen():
     first, second = make_groups(2)
-    all_to_all_uneven(make_tensor(3, 4), [1, 2], [1, 5], first)
-    all_to_all_uneven(make_tensor(9, 4), [5, 4], [2, 4], second)
-    all_to_all_uneven(make_tensor(3, 4), [1, 2], [1, 5], first)
+    all_to_all_v(make_tensor(3, 4), [1, 2], [1, 5], first)
+    all_to_all_v(make_tensor(9, 4), [5, 4], [2, 4], second)
+    all_to_all_v(make_tensor(3, 4), [1, 2], [1, 5], first)
     with pytest.raises(
         CollectiveMismatch, match=r"receive of .* \[3, 4\] from rank 0 .* send of .* \[2, 4\]"
     ):
-        all_to_all_uneven(make_tensor(9, 4), [5, 4], [3, 4], second)
+        all_to_all_v(make_tensor(9, 4), [5, 4], [3, 4], second)
 
 
 def test_a_ring_that_turns_the_other_way_and_another_length_are_seen():

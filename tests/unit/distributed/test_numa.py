@@ -119,14 +119,14 @@ def test_a_process_is_bound_with_all_its_threads(tmp_path):
     own_environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
     words = ["auto", tmp_path, "node", tmp_path / "nothing", "node", tmp_path]
     paths = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", BOUND, *map(str, words)],
         env={**os.environ, **own_environment, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=True,
     )
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    reports = [json.loads(line) for line in process.stdout.splitlines()]
     assert reports[0][:2] == [[], allowed], "a CPU's ranks are bound only if asked"
     (line,), cores, _ = reports[1]
     assert cores == allowed

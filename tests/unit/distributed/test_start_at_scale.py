@@ -187,7 +187,7 @@ def read_refusal():
 def test_the_right_rank_is_named_by_all_for_every_fault():
     """Sixty-four clients, with ranks that are killed and stopped for real."""
     command = [sys.executable, "benchmarks/cpu/start_at_scale.py", "--clients", "64", "--processes"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "2", "--timeout", "3", "--quiet", "1"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}"},
@@ -195,7 +195,7 @@ def test_the_right_rank_is_named_by_all_for_every_fault():
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     for fault, number in (("lost", 63), ("hung", 63), ("slow", 64), ("store", 63)):
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(fault)]
+        (line,) = [line for line in process.stdout.splitlines() if line.startswith(fault)]
         assert f"{number} of {number}" in line

@@ -21,9 +21,9 @@ def compile_kernels(folder, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "megaframe_kernels.ahead", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()[1:]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout.splitlines()[1:]
 
 
 @pytest.mark.slow

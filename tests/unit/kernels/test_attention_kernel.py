@@ -121,8 +121,8 @@ def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, 
     monkeypatch.setattr(launches, "_CACHED", tensors * 70 * 16 * 4)
     assert launches._count_together(12, make_heads(70)[1], 2) == by_head
     assert launches._count_together(6, make_heads(70)[0], 1 / 2) == by_group
-    given = make_heads(70, batch=2, n=6, g=3)
-    hold(name, given, find_spans(2, 70, 70, DEVICE), need_lse=True)
+    heads = make_heads(70, batch=2, n=6, g=3)
+    hold(name, heads, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
 def test_queries_that_see_nothing_give_zero_and_get_no_gradient(name):

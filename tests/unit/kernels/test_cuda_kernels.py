@@ -16,7 +16,7 @@ from megaframe_kernels.cuda_build import (
     find_nvcc,
     list_sources,
 )
-from megaframe_kernels.experts import permute
+from megaframe_kernels.experts import expert_order
 
 try:
     NVCC = find_nvcc()
@@ -54,10 +54,12 @@ def test_compiles_without_spills(chip, tmp_path):
     everything = tmp_path / "all.cu"
     everything.write_text("\n".join(f'#include "{source}"' for source in list_sources()))
     command = [NVCC, "-std=c++17", "-O3", "-Xptxas=-v", target, "-cubin", str(everything)]
-    done = subprocess.run([*command, "-o", str(tmp_path / "cubin")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(
+        [*command, "-o", str(tmp_path / "cubin")], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
     stacks = re.findall(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", done.stderr
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", process.stderr
     )
     assert len(stacks) == 3 and set(stacks) == {("0", "0", "0")}
 
@@ -68,8 +70,10 @@ def test_compiles_without_spills(chip, tmp_path):
 def test_expert_order(library, tokens, k, experts):
     chosen = torch.randint(0, experts, (tokens, k), generator=make_generator(3), device="cpu")
     chosen = chosen.to(torch.int32).to(DEVICE)
-    expected = permute.run_reference_order(chosen, experts)
-    for actual, exact in zip(permute.launch_order_cuda(chosen, experts), expected, strict=True):
+    expected = expert_order.run_reference_order(chosen, experts)
+    for actual, exact in zip(
+        expert_order.launch_order_cuda(chosen, experts), expected, strict=True
+    ):
         assert actual.dtype == torch.int32 and torch.equal(actual, exact)
 
 
@@ -80,7 +84,7 @@ def test_an_order_leads_to_choices_whatever_was_chosen(library, stranger):
     )
     chosen[3, 1] = chosen[30, 0] = stranger
     with deterministic():
-        order, places, ends = permute.launch_order_cuda(chosen, 5)
+        order, places, ends = expert_order.launch_order_cuda(chosen, 5)
     assert ((order >= 0) & (order < 80)).all() and ((places >= 0) & (places < 80)).all()
     assert ends[-1] == 78
 

@@ -14,7 +14,13 @@ from kernel_exactness import (
     make_random,
     widen,
 )
-from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
+from megaframe_kernels.experts import (
+    expert_order,
+    grouped_gradient,
+    grouped_product,
+    permute,
+    router,
+)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -52,7 +58,7 @@ def order_of(tokens, k, experts, seed=0, skipped=()):
     allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
     draws = torch.rand(tokens, len(allowed), generator=make_generator(seed), device="cpu")
     chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)
-    return chosen, permute.ExpertOrder(*permute.run_reference_order(chosen, experts))
+    return chosen, expert_order.ExpertOrder(*expert_order.run_reference_order(chosen, experts))
 
 
 @settings(deadline=None, max_examples=20)
@@ -64,7 +70,7 @@ def order_of(tokens, k, experts, seed=0, skipped=()):
 )
 def test_order(seed, tokens, k, experts):
     chosen, order = order_of(tokens, k, experts, seed)
-    actual = permute.launch_order(chosen, experts)
+    actual = expert_order.launch_order(chosen, experts)
     for output, exact in zip(actual, (order.order_P, order.places_TK, order.ends_E), strict=True):
         assert output.dtype == torch.int32 and torch.equal(output, exact)
 
@@ -74,7 +80,7 @@ def test_an_order_leads_to_choices_whatever_was_chosen(stranger):
     chosen, order = order_of(40, 2, 5)
     chosen[3, 1] = chosen[30, 0] = stranger
     with deterministic():
-        got, places, ends = permute.launch_order(chosen, 5)
+        got, places, ends = expert_order.launch_order(chosen, 5)
     assert ((got >= 0) & (got < 80)).all() and ((places >= 0) & (places < 80)).all()
     assert ends[-1] == 78 and (order.ends_E - ends).max() <= 2
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_exactness import DEVICE, make_random
 from megaframe_kernels.attention.spans import find_spans
-from megaframe_kernels.experts import permute
+from megaframe_kernels.experts import expert_order
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import select
 from tolerances import assert_near
@@ -13,7 +13,7 @@ from torch.nn import functional
 ops = torch.ops.megaframe
 CHOICES = select(KERNELS)
 CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
-ORDER = permute.ExpertOrder(*permute.run_reference_order(CHOSEN, 3))
+ORDER = expert_order.ExpertOrder(*expert_order.run_reference_order(CHOSEN, 3))
 
 
 def make_leaf(*shape, seed=0, dtype=torch.float32):

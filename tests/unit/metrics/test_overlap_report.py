@@ -107,7 +107,7 @@ def test_what_is_no_trace_is_refused(text, expected, tmp_path):
 
 
 def run_tool(*arguments):
-    command = [sys.executable, str(ROOT / "tools" / "exposed.py"), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "tools" / "overlap_report.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -120,13 +120,15 @@ def test_the_tool_reads_a_folder_and_says_the_worst_first(tmp_path):
         make_event("copies", 900, 100),
     ]
     write_trace(tmp_path / "slow.json", slow)
-    done = run_tool(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0].startswith("slow, GPU 0, computes least: 25.0% of its time")
-    assert "idle 400 us: ncclDevKernel_ReduceScatter_Sum_bf16 | Memcpy DtoH" in done.stdout
+    process = run_tool(tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split("\n")[0].startswith(
+        "slow, GPU 0, computes least: 25.0% of its time"
+    )
+    assert "idle 400 us: ncclDevKernel_ReduceScatter_Sum_bf16 | Memcpy DtoH" in process.stdout
     _, slowest = json.loads(run_tool(tmp_path, "--json").stdout)
     assert slowest["exposed_communication"] == pytest.approx(250e-6)
     empty = tmp_path / "empty"
     empty.mkdir()
-    done = run_tool(empty)
-    assert done.returncode == 2 and "meter.profile" in done.stderr
+    process = run_tool(empty)
+    assert process.returncode == 2 and "meter.profile" in process.stderr

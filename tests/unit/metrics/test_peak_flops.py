@@ -8,7 +8,12 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.metrics.peak_flops import find_chip_peak, find_device_peak, measure_matmul_peak
+from megaframe.metrics.peak_flops import (
+    DevicePeak,
+    find_chip_peak,
+    find_device_peak,
+    measure_matmul_peak,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +79,11 @@ def test_a_given_peak_is_taken():
     config = RunConfig.model_validate({"meter": {"peak_tflops": 123.0}})
     peak = find_device_peak(config, Mesh(Layout(), device="cpu"))
     assert peak.tflops == 123.0 and "meter.peak_tflops=123" in peak.note
+
+
+def test_a_share_above_one_of_a_measured_peak_is_no_number():
+    """It shows that the peak is wrong."""
+    assert DevicePeak(2.0, "", measured=True).compute_utilization(1.0) == 0.5
+    assert DevicePeak(2.0, "", measured=True).compute_utilization(2.5) is None
+    assert DevicePeak(2.0, "").compute_utilization(2.5) == 1.25
+    assert DevicePeak(None, "").compute_utilization(1.0) is None

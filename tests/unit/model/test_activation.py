@@ -61,16 +61,16 @@ def test_activation_and_gradient_are_those_of_the_formula(kind, compute):
 
 @pytest.mark.parametrize("kind", GATED)
 def test_a_gated_activation_keeps_only_its_input(kind):
-    kept = []
+    saved = []
     x = draw(9, kind).requires_grad_()
 
     def keep(tensor):
-        kept.append(tensor.untyped_storage().data_ptr())
+        saved.append(tensor.untyped_storage().data_ptr())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         activate(describe_activation(kind), x)
-    assert kept == [x.untyped_storage().data_ptr()]
+    assert saved == [x.untyped_storage().data_ptr()]
 
 
 @pytest.mark.parametrize("kind", GATED)

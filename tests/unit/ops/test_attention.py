@@ -14,8 +14,8 @@ from tolerances import assert_near, compute_roundoff
 
 from megaframe.config import ModelConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.context_parallel.ring import RingMask, find_document_ends
-from megaframe.data.microbatch import Microbatch, zigzag
+from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
+from megaframe.data.microbatch import Microbatch, divide_zigzag
 from megaframe.distributed.collectives import Ring
 from megaframe.model.attention import attend_locally
 from megaframe.model.forward_context import RunContext, make_microbatch_context
@@ -99,7 +99,7 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     mask, places = AttentionMask(window, numbers), torch.arange(length)
     expected = attend_whole(query, key, value, mask.make_dense(places, places), d_out)
     actual = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
-    parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
+    parts = [divide_zigzag(places, index, ranks, 0) for index in range(ranks)]
     for rank, own_places in enumerate(parts):
         ends = find_document_ends(numbers, 2 * piece)
         ring_mask = RingMask(Ring(rank, ranks), 2 * piece, mask, ends)
@@ -303,7 +303,7 @@ def test_a_query_that_sees_nothing_of_a_tile_changes_nothing(way):
 
 @given(st.integers(1, 40), st.integers(1, 6))
 def test_zigzag_deals_every_token_once_and_equally(length, parts):
-    dealt = [zigzag(torch.arange(length), index, parts, -1) for index in range(parts)]
+    dealt = [divide_zigzag(torch.arange(length), index, parts, -1) for index in range(parts)]
     assert len({len(part) for part in dealt}) == 1
     places = torch.cat(dealt)
     assert places[places >= 0].sort().values.tolist() == list(range(length))

@@ -212,14 +212,14 @@ def test_state_goes_from_one_type_to_another(saved, loaded, build, make_microbat
     )
     for step in range(3):
         take_step(first, make_microbatch(first.config, step), step)
-    held = {key: tensor.clone() for key, _, _, tensor in first.optimizer.list_tensors(owned=True)}
+    before = {key: tensor.clone() for key, _, _, tensor in first.optimizer.list_tensors(owned=True)}
     for key, _, _, tensor in other.optimizer.list_tensors():
-        tensor.copy_(held[key])
+        tensor.copy_(before[key])
     other.optimizer.load_state(first.optimizer.read_state())
     for key, _, _, tensor in other.optimizer.list_tensors(owned=True):
         exact = saved == loaded or loaded == "master" or not key.startswith("optimizer.")
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 0.12, "atol": 1e-6}
-        torch.testing.assert_close(tensor.float(), held[key].float(), **tolerance)
+        torch.testing.assert_close(tensor.float(), before[key].float(), **tolerance)
     if saved == loaded:
         for built in (first, other):
             take_step(built, make_microbatch(built.config, 9), 9)

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from tool_process import run_tool
 
 from megaframe.hardware.cluster import load_cluster
-from megaframe.planner.goodput import (
+from megaframe.planner.failures import (
     LLAMA3,
     MEGASCALE,
     PUBLISHED,
     FailureCause,
     FailureCosts,
     FailureMix,
+)
+from megaframe.planner.goodput import (
     compute_daly_interval,
     compute_effective_share,
     compute_gains_of_halving,
@@ -28,7 +30,7 @@ from megaframe.planner.goodput import (
 )
 
 CLUSTER = load_cluster("h100-ib")
-FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, again=0)
+FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, warmup=0)
 
 
 def test_llama3_table_adds_up():
@@ -125,11 +127,13 @@ def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
     ],
 )
 def test_the_tool_refuses_what_it_cannot_compute(words, expected, tmp_path):
-    costs = {"kill": {"restart": math.nan, "load": 1, "again": 1}, "whole": {"stall": 1}}
-    (tmp_path / "drill.json").write_text(json.dumps(costs))
-    arguments = [word.format(file=tmp_path / "drill.json") for word in words]
-    done = run_tool("tools/goodput.py", *arguments)
-    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+    costs = {"kill": {"restart": math.nan, "load": 1, "warmup": 1}, "whole": {"stall": 1}}
+    (tmp_path / "chaos_test.json").write_text(json.dumps(costs))
+    arguments = [word.format(file=tmp_path / "chaos_test.json") for word in words]
+    process = run_tool("tools/goodput.py", *arguments)
+    assert (
+        process.returncode == 2 and expected in process.stderr and "Traceback" not in process.stderr
+    )
 
 
 @settings(deadline=None, max_examples=50)

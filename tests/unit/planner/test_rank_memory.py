@@ -1,4 +1,5 @@
-"""The memory plan of a rank, which uses integers alone, compared with a rehearsal of the rank."""
+"""The memory plan of a rank, which uses integers alone, compared with a step of the rank on meta
+tensors."""
 
 import math
 
@@ -211,7 +212,7 @@ def assert_moved(counted, planned, layout, config):
 
 
 def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
-    """Assert that rehearsals of these ranks agree with their plans: in memory, and with `traffic`
+    """Assert that meta steps of these ranks agree with their plans: in memory, and with `traffic`
     also in bytes sent. numbers: bytes of the tokens' numbers, which the plan does not count."""
     train = config.train
     schedule = build_step_schedule(config, train.global_batch // train.microbatch // layout.data)
@@ -243,7 +244,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
 
 @pytest.fixture
 def blocks_gone(monkeypatch):
-    """Plan no recomputed activations: a rehearsal counts between actions, when they are gone."""
+    """Plan no recomputed activations: a meta step counts between actions, when they are gone."""
     monkeypatch.setattr(activations, "_compute_recompute_bytes", lambda config, plan: 0)
 
 

@@ -32,9 +32,9 @@ PLACES = {
 
 
 def run(command, **options):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    assert process.returncode == 0, f"{command}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 @pytest.fixture(scope="module")

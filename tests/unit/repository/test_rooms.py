@@ -32,8 +32,8 @@ def test_imports_point_to_a_lower_room():
 )
 def test_style_and_types(command):
     program = Path(sys.executable).with_name(command[0])
-    done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def find_classes():
@@ -98,5 +98,5 @@ def test_the_design_names_every_room():
 
 def test_no_merge_is_left_open():
     command = ["git", "grep", "-nE", "^(<{7}|>{7}) "]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 1, process.stdout

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fault_runs import log, main, once, read_lines, read_losses, told
-from rank_process import Program, places, stuck_after
+from fault_runs import begins_once, log, main, read_lines, read_losses, send_signal
+from rank_process import RankProcess, hang_after, list_rank_environments
 
 from megaframe.distributed import gloo_sockets
 from megaframe.distributed.rank_progress import RankProgress
@@ -27,7 +27,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_from_there(
     parallel = {"parallel__pipeline": 2, "checkpoint__every": 100}
     assert pool.run(2, main, overrides(run__dir=tmp_path / "whole", **parallel)) == [0, 0]
     keys = [*overrides(**parallel), "checkpoint.resume=latest"]
-    assert pool.run(2, run_with_python_handler, keys, told, 1, 4, number) == [status] * 2
+    assert pool.run(2, run_with_python_handler, keys, send_signal, 1, 4, number) == [status] * 2
     assert len(read_lines(tmp_path / "run")) == 6
     assert f"by {number.name} after step 6 of 12" in log(tmp_path / "run")
     assert pool.run(2, main, keys) == [0, 0]
@@ -46,7 +46,7 @@ def run_with_python_handler(*arguments):
 def test_the_summary_says_how_a_run_that_was_cut_short_goes_on(pool, overrides, tmp_path):
     """The printed command continues the run, whatever the first one resumed from."""
     keys = overrides(checkpoint__every=100, run__dir=tmp_path / "a run")
-    assert pool.run(1, run_with_python_handler, keys, told, 0, 4, signal.SIGINT) == [130]
+    assert pool.run(1, run_with_python_handler, keys, send_signal, 0, 4, signal.SIGINT) == [130]
     (line,) = (entry for entry in log(tmp_path / "a run").splitlines() if "continue with" in entry)
     program, script, *words = shlex.split(line.partition("continue with")[2])
     assert Path(program).name.startswith("python") and script == "pretrain_gpt.py"
@@ -54,7 +54,9 @@ def test_the_summary_says_how_a_run_that_was_cut_short_goes_on(pool, overrides, 
     text = log(tmp_path / "a run")
     assert len(read_losses(tmp_path / "a run")) == 12 and text.count("cut short") == 1
     assert f"resumed from step 6 of {tmp_path}/a run/checkpoints/step-00000006" in text
-    assert pool.run(1, run_with_python_handler, overrides(), told, 0, 4, signal.SIGINT) == [130]
+    assert pool.run(1, run_with_python_handler, overrides(), send_signal, 0, 4, signal.SIGINT) == [
+        130
+    ]
     assert "nothing: checkpoint.every=0" in log(tmp_path / "run")
 
 
@@ -72,11 +74,11 @@ def test_the_command_names_the_launcher(monkeypatch):
 
 def hang_with_python_handler():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    stuck_after(4)
+    hang_after(4)
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_wherever_it_is(overrides, tmp_path):
-    run = Program(
+    run = RankProcess(
         hang_with_python_handler, words=overrides(train__steps=6), errors=tmp_path / "errors"
     )
     try:
@@ -119,9 +121,9 @@ def test_ctrl_c_under_a_torchrun_comes_twice(monkeypatch):
 
 
 def test_a_signal_near_the_end_of_a_run_that_saves_nothing(pool, overrides, tmp_path):
-    assert pool.run(1, main, overrides(), told, 0, 10) == [0]
+    assert pool.run(1, main, overrides(), send_signal, 0, 10) == [0]
     assert len(read_lines(tmp_path / "run")) == 12
-    assert pool.run(1, main, overrides(run__dir=tmp_path / "other"), told, 0, 2) == [143]
+    assert pool.run(1, main, overrides(run__dir=tmp_path / "other"), send_signal, 0, 2) == [143]
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides
     """A rank that a shell started, without a launcher's variables, continues."""
     steps = 10**6 if names else 40
     keys = overrides(train__steps=steps, checkpoint__every=10**6, checkpoint__resume="latest")
-    launcher = Program(launch, tmp_path, [{}], words=keys, environment=names)
+    launcher = RankProcess(launch, tmp_path, [{}], words=keys, environment=names)
     metrics, deadline = Path(tmp_path / "run/metrics.jsonl"), time.monotonic() + 60
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert time.monotonic() < deadline and launcher.poll() is None
@@ -187,7 +189,7 @@ def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides
 
 def end_launcher_and_break(trainer):
     """Kill the launcher and break the connections, so that ranks restart with another parent."""
-    if once(trainer, 3):
+    if begins_once(trainer, 3):
         launcher = os.getppid()
         os.kill(launcher, signal.SIGKILL)
         while os.getppid() == launcher:
@@ -199,8 +201,8 @@ def end_launcher_and_break(trainer):
 def test_so_do_ranks_that_begin_again_without_the_launcher_that_started_them(overrides, tmp_path):
     keys = overrides(train__steps=12, parallel__pipeline=2, checkpoint__resume="latest")
     names = {"TORCHELASTIC_RUN_ID": "1"}
-    arguments = tmp_path, [*places(2)], end_launcher_and_break
-    launcher = Program(launch, *arguments, words=keys, environment=names)
+    arguments = tmp_path, [*list_rank_environments(2)], end_launcher_and_break
+    launcher = RankProcess(launch, *arguments, words=keys, environment=names)
     deadline = time.monotonic() + 60
     while launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

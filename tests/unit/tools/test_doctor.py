@@ -23,18 +23,18 @@ def run(*arguments):
 
 
 def test_a_machine_that_can_run(tmp_path):
-    done = run("--folder", tmp_path / "runs")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("a run can start")
-    assert "kernel attention" in done.stdout and "MB/s durable" in done.stdout
+    process = run("--folder", tmp_path / "runs")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.rstrip().endswith("a run can start")
+    assert "kernel attention" in process.stdout and "MB/s durable" in process.stdout
     assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    done = run("--folder", tmp_path / "file")
-    assert done.returncode == 1
-    assert "X disk" in done.stdout and "a run cannot start: 1 errors" in done.stdout
+    process = run("--folder", tmp_path / "file")
+    assert process.returncode == 1
+    assert "X disk" in process.stdout and "a run cannot start: 1 errors" in process.stdout
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 )
 def test_a_gpu_that_is_not_well(old, new, level, expected):
     well = list(doctor.judge_gpu(*doctor.read_gpus(WELL)))
-    assert [f.level for f in well] == ["ok"] and "NVIDIA H200" in well[0].said
+    assert [f.level for f in well] == ["ok"] and "NVIDIA H200" in well[0].message
     findings = list(doctor.judge_gpu(*doctor.read_gpus(WELL.replace(old, new))))
-    assert [f.level for f in findings] == ["ok", level] and expected in findings[1].said
+    assert [f.level for f in findings] == ["ok", level] and expected in findings[1].message
 
 
 def test_a_check_that_breaks_is_a_finding():
@@ -66,8 +66,8 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch):
     monkeypatch.setattr(device, "explain_unusable_gpu", lambda: "its driver is too old")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     *_, last = doctor.judge_software()
-    assert (last.level, last.what) == ("error", "torch") and "driver is too old" in last.said
+    assert (last.level, last.subject) == ("error", "torch") and "driver is too old" in last.message
     monkeypatch.setattr(device, "explain_unusable_gpu", lambda: None)
     monkeypatch.setattr(device, "explain_hidden_gpu", lambda: "a variable hides it")
     *_, last = doctor.judge_software()
-    assert last.level == "ok" and last.said.endswith("cores (a variable hides it)")
+    assert last.level == "ok" and last.message.endswith("cores (a variable hides it)")

@@ -81,9 +81,9 @@ def test_ranks_are_started_again_unless_the_user_has_made_a_mistake(status, star
         f"import os, sys, time\nopen({str(tmp_path / 'starts')!r}, 'a').write(os.environ['RANK'])\n"
         f"if os.environ['RANK'] == '1':\n    sys.exit({status})\ntime.sleep(60)\n"
     )
-    done = launch_program(program, PET_MAX_RESTARTS="2", PET_MONITOR_INTERVAL="0.05")
-    assert done.returncode == status, done.stderr
-    assert f"rank 1 failed first, with status {status}" in done.stderr
+    process = launch_program(program, PET_MAX_RESTARTS="2", PET_MONITOR_INTERVAL="0.05")
+    assert process.returncode == status, process.stderr
+    assert f"rank 1 failed first, with status {status}" in process.stderr
     assert (tmp_path / "starts").read_text().count("1") == starts
 
 
@@ -123,9 +123,9 @@ def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
     program.write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(3)\ntime.sleep(60)\n"
     )
-    done = launch_program(program, PET_MAX_RESTARTS="0")
-    assert done.returncode == 3, done.stderr
-    assert "rank 1 failed first, with status 3" in done.stderr
+    process = launch_program(program, PET_MAX_RESTARTS="0")
+    assert process.returncode == 3, process.stderr
+    assert "rank 1 failed first, with status 3" in process.stderr
     assert node.report_failure(0, -signal.SIGKILL) == 137
 
 

@@ -104,7 +104,7 @@ def test_skypilot_tells_torchrun_where_the_first_node_is(tmp_path):
         "SKYPILOT_NODE_RANK": "1",
     }
     variables |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", **task["envs"]}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", task["run"]],
         cwd=tmp_path,
         env={**os.environ, **variables},
@@ -112,7 +112,7 @@ def test_skypilot_tells_torchrun_where_the_first_node_is(tmp_path):
         capture_output=True,
         text=True,
     )
-    printed = done.stdout.splitlines()
+    printed = process.stdout.splitlines()
     assert {"PET_NNODES=2", "PET_NPROC_PER_NODE=8", "PET_RDZV_CONF=is_host=0"} <= set(printed)
     assert "PET_RDZV_ENDPOINT=10.0.0.1:29400" in printed
     assert printed[-1].split()[:3] == ["tools/launch/node.py", "--config", task["envs"]["CONFIG"]]

@@ -173,7 +173,9 @@ def test_a_run_over_links_is_the_run_without_them(pool, overrides, tmp_path):
     assert losses("run") == promised(losses("alone"))
     summary = json.loads((tmp_path / "lab/summary.json").read_text())
     assert summary["steps"] == 3 and summary["bytes"]["data"] > 0
-    for (sent, _), other in zip(summary["moved"], reversed(summary["moved"]), strict=True):
+    for (sent, _), other in zip(
+        summary["link_bytes"], reversed(summary["link_bytes"]), strict=True
+    ):
         assert sent > 3 * summary["bytes"]["data"] / 2  # with two ranks, half of a sum stays local
         # The other host receives everything that one sends, except a few packets at both ends.
         assert other[1] == pytest.approx(sent, rel=0.05)
@@ -209,7 +211,7 @@ def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
             hosts, [sys.executable, "-c", SEND, str(size)], ranks=1, folder=tmp_path
         )
     assert outcome.statuses == (0, 0)
-    assert outcome.moved[1][0] > size and outcome.moved[0][1] > size
+    assert outcome.link_bytes[1][0] > size and outcome.link_bytes[0][1] > size
     # The path has two token buckets, the host's and the switch's; each lets a burst through.
     assert float((tmp_path / "host-0.txt").read_text()) > (size - 2 * burst) * 8 / 20e6
 

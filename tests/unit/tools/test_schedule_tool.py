@@ -22,9 +22,11 @@ def test_json_svg_and_trace(tmp_path):
     svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
     size = ("--stages", 4, "--chunks", 2, "--microbatches", 8)
     files = ("--svg", svg, "--trace", trace)
-    done = run_tool("--schedule", "interleaved", *size, "--costs", "F=1,B=2,W=1", "--json", *files)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    process = run_tool(
+        "--schedule", "interleaved", *size, "--costs", "F=1,B=2,W=1", "--json", *files
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == {
         "schedule": "interleaved",
         "stages": 4,
         "chunks": 2,
@@ -49,8 +51,8 @@ def test_a_file_is_drawn_and_its_lists_printed(tmp_path):
 
 
 def test_compare_shows_every_schedule_with_chunks_that_it_takes():
-    done = run_tool("--compare", "--stages", 2, "--microbatches", 4, "--json")
-    rows = json.loads(done.stdout)
+    process = run_tool("--compare", "--stages", 2, "--microbatches", 4, "--json")
+    rows = json.loads(process.stdout)
     assert [row["schedule"] for row in rows] == list(SCHEDULE_NAMES)
     assert {row["schedule"]: row["chunks"] for row in rows}["zb-v"] == 2
     table = run_tool("--compare", "--stages", 4, "--microbatches", 2).stdout
@@ -71,6 +73,6 @@ def test_compare_shows_every_schedule_with_chunks_that_it_takes():
     ],
 )
 def test_mistakes_end_with_a_message_and_status_2(arguments, words):
-    done = run_tool(*arguments, "--microbatches", 4)
-    assert done.returncode == 2 and words in done.stderr
-    assert "Traceback" not in done.stderr and not done.stdout
+    process = run_tool(*arguments, "--microbatches", 4)
+    assert process.returncode == 2 and words in process.stderr
+    assert "Traceback" not in process.stderr and not process.stdout

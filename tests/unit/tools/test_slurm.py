@@ -112,8 +112,8 @@ class SlurmCluster:
     def ask(self, *command, **environment):
         """Run one of Slurm's commands; return what it prints."""
         environment = {**self.environment, **environment}
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip()
+        process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        return process.stdout.strip()
 
     def submit(self, output, *words, **environment):
         """Submit a job of two nodes that runs the script with `words`; return its number."""

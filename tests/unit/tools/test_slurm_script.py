@@ -70,7 +70,7 @@ def slurm(tmp_path):
     copy.write_text((LAUNCH / "slurm.sh").read_text())
 
     def run(sick="", status=0, sleep="", **environment):
-        given = {
+        variables = {
             **os.environ,
             "PATH": f"{folder}:{os.environ['PATH']}",
             "PYTHON": str(folder / "python"),
@@ -86,7 +86,7 @@ def slurm(tmp_path):
         return subprocess.Popen(
             ["bash", str(copy), "--config", "RUN.yaml", "data.split=[0.9, 0.1, 0]"],
             cwd=tmp_path,
-            env=given,
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -192,7 +192,7 @@ def test_a_job_that_cannot_begin_says_why(variable, value, expected, slurm):
 def test_the_script_tells_how_to_use_it_where_there_is_no_slurm(words, tmp_path):
     script = [shutil.which("bash"), LAUNCH / "slurm.sh", *words]
     environment = {"PATH": "/usr/bin:/bin"}
-    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("A run on Slurm:\n\n  sbatch --nodes 4 tools/launch/slurm.sh")
-    assert done.stdout.rstrip().endswith("PORT (29400).") and "#" not in done.stdout
+    process = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("A run on Slurm:\n\n  sbatch --nodes 4 tools/launch/slurm.sh")
+    assert process.stdout.rstrip().endswith("PORT (29400).") and "#" not in process.stdout

@@ -14,14 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.dashboard.metrics_file import MetricsFile
-from megaframe.dashboard.sweep import (
-    Range,
-    Sweep,
-    make_trials,
-    parse_space,
-    read_values_after,
-    summarize,
-)
+from megaframe.dashboard.sweep import Sweep, read_values_after, summarize
+from megaframe.dashboard.trials import Range, make_trials, parse_space
 from megaframe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,20 +139,20 @@ def run(monkeypatch, capsys, *words):
 def test_a_failed_trial_stops_no_other_and_is_the_only_one_tried_again(
     corpus, overrides, tmp_path, monkeypatch, capsys
 ):
-    moved = tmp_path / "moved"
-    sources = f"data.sources=[[{{path: {corpus}}}], [{{path: {moved}}}]]"
+    new_folder = tmp_path / "moved"
+    sources = f"data.sources=[[{{path: {corpus}}}], [{{path: {new_folder}}}]]"
     words = ("--sweep", sources, "--jobs", 2, "--", *overrides(train__steps=3))
     status, output, _ = run(monkeypatch, capsys, *words)
     assert status == 0, output
     good, bad = json.loads((tmp_path / "run/sweep.json").read_text())
     assert (good["step"], good["error"]) == (3, None)
     assert good["loss"] == pytest.approx(sum(read_losses(Path(good["folder"]))) / 3)
-    assert bad["step"] is None and f"cannot open {moved}.idx" in bad["error"]
+    assert bad["step"] is None and f"cannot open {new_folder}.idx" in bad["error"]
     assert f'best: data.sources=[{{"path": "{corpus}"}}]' in output and "failed: " in output
     assert "data.sources" in (tmp_path / "run/sweep.html").read_text()
     written = (Path(good["folder"]) / "metrics.jsonl").stat().st_mtime_ns
     for suffix in (".bin", ".idx"):
-        moved.with_suffix(suffix).write_bytes(Path(f"{corpus}{suffix}").read_bytes())
+        new_folder.with_suffix(suffix).write_bytes(Path(f"{corpus}{suffix}").read_bytes())
     status, output, _ = run(monkeypatch, capsys, *words)
     assert status == 0 and "failed: " not in output
     assert "2 trials in" in output and "1 done before" in output

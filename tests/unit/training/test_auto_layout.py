@@ -144,8 +144,8 @@ def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):
     options.remove("train.microbatch=2")
     for steps, words in ((2, "Use "), (4, "the layout that")):
         words_of_run = (*options, "checkpoint.resume=latest", f"train.steps={steps}")
-        done = run_tool("pretrain_gpt.py", *words_of_run)
-        assert done.returncode == 0, done.stderr
-        assert f"parallel.auto: {'1 ranks on cpu. ' if steps == 2 else ''}{words}" in done.stdout
+        process = run_tool("pretrain_gpt.py", *words_of_run)
+        assert process.returncode == 0, process.stderr
+        assert f"parallel.auto: {'1 ranks on cpu. ' if steps == 2 else ''}{words}" in process.stdout
         saved = load(str(tmp_path / "run/config.yaml"))
         assert not saved.parallel.auto and saved.parallel.data == 1

@@ -28,8 +28,8 @@ OLD = ["parallel.zero=0", "train.recompute=none"]
 
 
 def run_entry(*arguments):
-    done = run_tool("pretrain_gpt.py", *arguments)
-    return done.returncode, done.stdout, done.stderr
+    process = run_tool("pretrain_gpt.py", *arguments)
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A rehearsed rank counts the same as this rank in a real world over gloo."""
+"""A rank on meta tensors counts the same as this rank in a real world over gloo."""
 
 import pytest
 import torch
@@ -111,13 +111,13 @@ def test_experts_are_counted_as_if_equally_busy(name, pool):
 
 
 def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
-    def kept(**train):
+    def count_saved_bytes(**train):
         config = make_config(LLAMA, {"recompute": "full", **train}, {})
         return run_meta_step(config, Layout(), 0).activations
 
     inputs = 2 * 32 * 64 * 2  # two blocks, in bf16
-    assert kept() - kept(offload=True) == inputs
-    assert kept(cuda_graph=True, compile="inductor") == kept()
+    assert count_saved_bytes() - count_saved_bytes(offload=True) == inputs
+    assert count_saved_bytes(cuda_graph=True, compile="inductor") == count_saved_bytes()
 
 
 def test_shapes_that_do_not_fit_are_found_again_and_again():

@@ -91,7 +91,7 @@ _StorageInfos = dict[MetadataIndex, _StorageInfo]
 def _write_files(checkpoint: Checkpoint, folder: Path) -> _StorageInfos:
     """Write each saved slice as one DCP chunk of its tensor. Returns where each was stored."""
     slices = [
-        (name, tensor.bytes_of(saved_slice.shape), saved_slice)
+        (name, tensor.count_bytes(saved_slice.shape), saved_slice)
         for name, tensor in checkpoint.tensors.items()
         for saved_slice in tensor.slices
     ]
@@ -193,12 +193,12 @@ def import_checkpoint(
     reader = _ChunkReader(folder, origin)
     try:
         groups = group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES)
-        path = assemble_checkpoint(target, step, state, groups, reader.bytes_of)
+        path = assemble_checkpoint(target, step, state, groups, reader.read_bytes)
     finally:
         reader.close()
     left_out = [
         *(contents.tensors.keys() - importable.keys()),
-        *(contents.others.keys() - {RUN_STATE_NAME}),
+        *(contents.other_values.keys() - {RUN_STATE_NAME}),
     ]
     return DCPImportResult(path, sorted(left_out), bool(state))
 
@@ -216,7 +216,7 @@ class _ChunkReader:
         self._folder, self._origin = folder, origin
         self._file: DCPDataFile | None = None
 
-    def bytes_of(self, entry: FileEntry) -> memoryview:
+    def read_bytes(self, entry: FileEntry) -> memoryview:
         """Return the bytes of an entry, in row-major order."""
         chunk = self._origin[entry.name, entry.offset]
         path = self._folder / chunk.extent.file
@@ -244,16 +244,16 @@ def _read_run_state(
     if config is not None:
         problems = list(_find_misfits(contents, config))
         if problems:
-            more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+            omitted = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
             listed = "\n  ".join(problems[:5])
-            raise UserError(f"{folder} does not fit the config:\n  {listed}{more}")
+            raise UserError(f"{folder} does not fit the config:\n  {listed}{omitted}")
         return 0, make_initial_train_state(config).model_dump(mode="json")
-    extent = contents.others.get(RUN_STATE_NAME)
+    extent = contents.other_values.get(RUN_STATE_NAME)
     if extent is None:
         return 0, {}
     file = DCPDataFile(folder / extent.file)
     try:
-        text = file.text(RUN_STATE_NAME, extent, _MAX_STATE_BYTES)
+        text = file.read_text(RUN_STATE_NAME, extent, _MAX_STATE_BYTES)
     finally:
         file.close()
     with suppress(ValueError):

@@ -94,15 +94,19 @@ class DCPContents:
     """Everything in a folder, by name.
 
     Attributes:
-        others: Where values that are not tensors are stored.
+        other_values: Where values that are not tensors are stored.
     """
 
     tensors: Mapping[str, StoredTensor]
-    others: Mapping[str, ByteRange]
+    other_values: Mapping[str, ByteRange]
 
 
 def read_metadata(folder: Path) -> DCPContents:
-    """Read what a folder contains. Raises UserError if its metadata is damaged or malicious."""
+    """Read what a folder contains.
+
+    Raises:
+        UserError: If its metadata is damaged or malicious.
+    """
     path = folder / METADATA
     try:
         data = read_file(path, MAX_METADATA)
@@ -146,21 +150,21 @@ def _parse_contents(root: Any) -> DCPContents:
     state = _get_fields(root, _METADATA)
     byte_ranges = _parse_storage_data(_check_type(state.get("storage_data"), dict, "storage_data"))
     tensors: dict[str, StoredTensor] = {}
-    others: dict[str, ByteRange] = {}
+    other_values: dict[str, ByteRange] = {}
     chunks_left = _MAX_CHUNKS
     for name, entry in _check_type(state.get("state_dict_metadata"), dict, "names").items():
         if not isinstance(name, str) or not name.isprintable():
             raise ValueError("it has a name that is not text, or not printable")
         if isinstance(entry, PickledCall) and entry.function == _BYTES:
             if (name, None) in byte_ranges:
-                others[name] = byte_ranges[name, None]
+                other_values[name] = byte_ranges[name, None]
             continue
         chunks = _check_type(_get_fields(entry, _TENSOR).get("chunks"), list, f"chunks of {name!r}")
         chunks_left -= len(chunks)
         if chunks_left < 0:
             raise ValueError(f"it has more than {_MAX_CHUNKS:,} chunks of tensors")
         tensors[name] = _parse_tensor(name, entry.state, chunks, byte_ranges)
-    return DCPContents(tensors, others)
+    return DCPContents(tensors, other_values)
 
 
 def _parse_tensor(

@@ -53,8 +53,8 @@ class DCPDataFile:
             with open_file(path) as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            text = error.strerror if isinstance(error, OSError) else "it is empty"
-            raise UserError(f"cannot read {path}: {text}") from None
+            reason = error.strerror if isinstance(error, OSError) else "it is empty"
+            raise UserError(f"cannot read {path}: {reason}") from None
         self._last: tuple[ByteRange, NDArray[Any]] | None = None
 
     def close(self) -> None:
@@ -85,8 +85,17 @@ class DCPDataFile:
         elements = np.ascontiguousarray(self._last[1][index])
         return elements.reshape(-1).view(np.uint8).data
 
-    def text(self, name: str, extent: ByteRange, limit: int) -> str:
-        """Return a stored text of at most `limit` bytes."""
+    def read_text(self, name: str, extent: ByteRange, limit: int) -> str:
+        """Return a stored text of at most `limit` bytes.
+
+        Args:
+            name: Of the value, for messages.
+            extent: Where it is stored.
+            limit: The most bytes that it may have.
+
+        Raises:
+            UserError: If it is damaged, too long, or not text.
+        """
         try:
             archive = _TensorArchive(self._open_part(extent), limit)
             content = parse_pickle(archive.read("data.pkl"), ())
@@ -114,7 +123,7 @@ class DCPDataFile:
         key, first, shape, strides = _parse_tensor(archive.read("data.pkl"), dtype)
         if shape != chunk.shape:
             raise ValueError(f"it is of shape {shape} instead of {chunk.shape}")
-        start, length = archive.position(f"data/{key}")
+        start, length = archive.find_entry(f"data/{key}")
         last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if (last + 1) * size > length:
             raise ValueError(f"its {length} bytes end before its last element")
@@ -228,7 +237,7 @@ class _TensorArchive:
         for entry in self._zip.infolist():
             self._entries.setdefault(entry.filename.partition("/")[2], entry)
 
-    def position(self, name: str) -> tuple[int, int]:
+    def find_entry(self, name: str) -> tuple[int, int]:
         """Return the start of an entry's bytes within the part, and their number.
 
         Raises:
@@ -259,7 +268,7 @@ class _TensorArchive:
 
     def read(self, name: str) -> bytes:
         """Read a whole entry. Raises ValueError if it is larger than `limit`."""
-        start, size = self.position(name)
+        start, size = self.find_entry(name)
         if size > self._limit:
             raise ValueError(f"its {name} has {size} bytes where there are {self._limit} at most")
         self._part.seek(start)

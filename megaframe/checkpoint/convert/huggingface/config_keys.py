@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megaframe.checkpoint.convert.huggingface.read_files import printable
+from megaframe.checkpoint.convert.huggingface.read_files import make_printable
 from megaframe.errors import UserError
 
 Shape = tuple[int, ...]
@@ -148,7 +148,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
         _ConfigKeys.model_validate_json(json.dumps(config))
     except ValidationError as errors:
         error = errors.errors()[0]
-        key = printable(".".join(map(str, error["loc"])) or "config.json")
+        key = make_printable(".".join(map(str, error["loc"])) or "config.json")
         value = "" if error["type"] == "missing" else f"={reprlib.repr(error['input'])}"
         problem = error["msg"][0].lower() + error["msg"][1:]
         raise UserError(f"{key}{value}: {problem}") from None

@@ -86,7 +86,11 @@ def read_attention(config: Mapping[str, Any]) -> Keys:
 
 
 def read_sliding(config: Mapping[str, Any]) -> Keys:
-    """Read the config of a family whose code uses the same window in all layers."""
+    """Read the config of a family whose code uses the same window in all layers.
+
+    Raises:
+        UserError: If layers have different windows.
+    """
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds and window is not None and set(kinds) != {_SLIDING}:
         family = config["model_type"]

@@ -28,7 +28,7 @@ from megaframe.checkpoint.convert.huggingface.read_files import (
     check_finite,
     check_regular_file,
     check_type,
-    printable,
+    make_printable,
     read_headers,
     read_json,
     read_tensor,
@@ -118,10 +118,10 @@ def export_model(
 def _write_files(
     checkpoint: Checkpoint, tensors: list[HuggingFaceTensor], folder: Path, dtype: torch.dtype
 ) -> None:
-    def bytes_of(tensor: HuggingFaceTensor) -> int:
+    def count_bytes(tensor: HuggingFaceTensor) -> int:
         return sum(part.box.size for part in tensor.parts) * dtype.itemsize
 
-    groups = group_by_bytes(tensors, bytes_of, FILE_BYTES)
+    groups = group_by_bytes(tensors, count_bytes, FILE_BYTES)
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         numbered_name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -147,7 +147,7 @@ def _write_files(
     if len(groups) > 1:
         _write_json(
             folder / INDEX,
-            {"metadata": {"total_size": sum(map(bytes_of, tensors))}, "weight_map": index},
+            {"metadata": {"total_size": sum(map(count_bytes, tensors))}, "weight_map": index},
         )
 
 
@@ -184,7 +184,7 @@ def import_model(folder: Path, target: StorePath) -> StorePath:
         0,
         make_initial_train_state(run).model_dump(mode="json"),
         group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES),
-        box_reader.bytes_of,
+        box_reader.read_bytes,
     )
 
 
@@ -251,7 +251,7 @@ class _BoxReader:
         self._last_tensor: HuggingFaceTensor | None = None
         self._parts: list[Tensor] = []
 
-    def bytes_of(self, entry: FileEntry) -> memoryview:
+    def read_bytes(self, entry: FileEntry) -> memoryview:
         """Return the bytes of an entry, in row-major order."""
         origin, part_index = self._source[entry.name, entry.offset]
         if isinstance(origin, ParamSpec):
@@ -289,16 +289,16 @@ def _match_tensors(
             break
     else:
         problems += [
-            f"{printable(name)} has no counterpart"
+            f"{make_printable(name)} has no counterpart"
             for name in headers
             if name not in expected_tensors and not _is_ignorable(name, tied)
         ]
     if problems:
-        more = "\n  and more" if len(problems) > _MAX_NAMED_TENSORS else ""
+        omitted = "\n  and more" if len(problems) > _MAX_NAMED_TENSORS else ""
         raise UserError(
             f"{folder} does not fit its config:\n  "
             + "\n  ".join(problems[:_MAX_NAMED_TENSORS])
-            + more
+            + omitted
         )
     return list(expected_tensors.values())
 

@@ -66,7 +66,11 @@ def write_mixtral(model: ModelConfig) -> Keys:
 
 
 def read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of Qwen3 with experts."""
+    """Return the keys of `model` for a config of Qwen3 with experts.
+
+    Raises:
+        UserError: If the number of experts is missing.
+    """
     moe = {
         "experts": config.get("num_experts") or config.get("num_local_experts"),
         "top_k": config["num_experts_per_tok"],
@@ -95,7 +99,12 @@ def write_qwen3_moe(model: ModelConfig) -> Keys:
 
 
 def read_deepseek(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of DeepSeek."""
+    """Return the keys of `model` for a config of DeepSeek.
+
+    Raises:
+        UserError: For keys and values that do not belong to all heads, and for what has no key
+            here.
+    """
     keys = read_common(config)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if kv_heads not in (None, heads):

@@ -41,7 +41,7 @@ def check_regular_file(path: Path) -> None:
     try:
         open_file(path).close()
     except OSError as error:
-        raise UserError(f"cannot read {printable(path)}: {error.strerror}") from None
+        raise UserError(f"cannot read {make_printable(path)}: {error.strerror}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -53,11 +53,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_file(path, _MAX_JSON))
     except OSError as error:
-        raise UserError(f"cannot read {printable(path)}: {error.strerror}") from None
+        raise UserError(f"cannot read {make_printable(path)}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{printable(path)} is not JSON: {error}") from None
+        raise UserError(f"{make_printable(path)} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{printable(path)} is not a JSON object")
+        raise UserError(f"{make_printable(path)} is not a JSON object")
     return content
 
 
@@ -79,13 +79,14 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     for name in sorted(set(index.values())):
         for tensor, header in _read_headers(folder / name).items():
             if tensor in headers:
-                files = f"{printable(headers[tensor].file.name)} and {printable(name)}"
-                raise UserError(f"{folder}: {printable(tensor)} is in two files, {files}")
+                files = f"{make_printable(headers[tensor].file.name)} and {make_printable(name)}"
+                raise UserError(f"{folder}: {make_printable(tensor)} is in two files, {files}")
             headers[tensor] = header
     for tensor, name in index.items():
         if tensor not in headers or headers[tensor].file.name != name:
             raise UserError(
-                f"{folder}: {printable(tensor)} is not in {printable(name)}, as {INDEX} says"
+                f"{folder}: {make_printable(tensor)} is not in {make_printable(name)}, as {INDEX} "
+                "says"
             )
     return headers
 
@@ -102,15 +103,15 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
                 )
             return headers
     except (OSError, MemoryError, SafetensorError) as error:  # it maps the whole file
-        raise UserError(f"cannot read {printable(path)}: {error}") from None
+        raise UserError(f"cannot read {make_printable(path)}: {error}") from None
 
 
 def check_type(name: str, header: TensorHeader) -> None:
     """Raise `UserError` if a tensor is not one of floating-point numbers of 16 bits or more."""
     if header.dtype not in _FLOATS:
         raise UserError(
-            f"{printable(header.file)}: {printable(name)} has the type {header.dtype}; weights are "
-            f"{', '.join(_FLOATS)}"
+            f"{make_printable(header.file)}: {make_printable(name)} has the type {header.dtype}; "
+            f"weights are {', '.join(_FLOATS)}"
         )
 
 
@@ -130,16 +131,22 @@ def read_tensor(name: str, header: TensorHeader) -> Tensor:
 
 
 def check_finite(name: str, tensor: Tensor, dtype: str) -> None:
-    """Raise `UserError` with the number of elements that are NaN or infinite, if there are any."""
+    """Raise `UserError` with the number of elements that are NaN or infinite, if there are any.
+
+    Args:
+        name: Of the tensor.
+        tensor: Its values.
+        dtype: Their type, for the message.
+    """
     count = tensor.numel()
     wrong = count - int(torch.isfinite(tensor).sum())
     if wrong:
         raise UserError(
-            f"{printable(name)}: {wrong} of {count} elements are NaN or infinite in {dtype}"
+            f"{make_printable(name)}: {wrong} of {count} elements are NaN or infinite in {dtype}"
         )
 
 
-def printable(text: object) -> str:
+def make_printable(text: object) -> str:
     """Return a foreign name as it can be printed: on one line, not too long, without escape
     sequences."""
     plain = str(text)

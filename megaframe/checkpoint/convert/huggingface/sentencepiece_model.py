@@ -63,7 +63,7 @@ class SentencePieceModel:
     escape_whitespaces: bool
     whitespace_as_suffix: bool
 
-    def of_type(self, *types: PieceType) -> list[tuple[int, TextPiece]]:
+    def select_pieces(self, *types: PieceType) -> list[tuple[int, TextPiece]]:
         """Return the pieces of some types, with their ids."""
         return [(i, piece) for i, piece in enumerate(self.pieces) if piece.type in types]
 
@@ -105,32 +105,32 @@ def _parse_piece(data: bytes) -> TextPiece:
 
 def _parse_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the number and value of each field of a message: an integer, or bytes."""
-    place = 0
-    while place < len(data):
-        tag, place = _parse_varint(data, place)
+    offset = 0
+    while offset < len(data):
+        tag, offset = _parse_varint(data, offset)
         number, wire = tag >> 3, tag & 7
         if wire == _VARINT:
-            value, place = _parse_varint(data, place)
+            value, offset = _parse_varint(data, offset)
             yield number, value
             continue
         if wire == _LENGTH:
-            size, place = _parse_varint(data, place)
+            size, offset = _parse_varint(data, offset)
         elif wire in (_FOUR_BYTES, _EIGHT_BYTES):
             size = 4 if wire == _FOUR_BYTES else 8
         else:
             raise ValueError(f"wire type {wire}")
-        yield number, data[place : place + size]
-        place += size
+        yield number, data[offset : offset + size]
+        offset += size
 
 
-def _parse_varint(data: bytes, place: int) -> tuple[int, int]:
+def _parse_varint(data: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[place]
+        byte = data[offset]
         value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 128:
-            return value, place
+            return value, offset
 
 
 def _expect_bytes(value: int | bytes) -> bytes:

@@ -165,7 +165,7 @@ def _map_gpt2_block(names: _PartBuilder, layer: int) -> Iterator[HuggingFaceTens
     for kind in ("weight", "bias"):
         matrix = kind == "weight"
         qkv = f"{prefix}.attention.qkv.{kind}"
-        parts = tuple(names.make_part(qkv, _ALL, which) for which in range(3))
+        parts = tuple(names.make_part(qkv, _ALL, number) for number in range(3))
         yield HuggingFaceTensor(f"{foreign_prefix}.attn.c_attn.{kind}", parts, matrix)
         for name, foreign_name in (
             ("attention.output", "attn.c_proj"),
@@ -201,9 +201,9 @@ def _map_attention(
         qkv = f"{prefix}.qkv.{kind}"
         if qkv not in names:
             continue
-        for letter, which in (("q", slice(0, groups)), ("k", groups), ("v", groups + 1)):
+        for letter, heads in (("q", slice(0, groups)), ("k", groups), ("v", groups + 1)):
             yield HuggingFaceTensor(
-                f"{foreign_prefix}.{letter}_proj.{kind}", (names.make_part(qkv, _ALL, which),)
+                f"{foreign_prefix}.{letter}_proj.{kind}", (names.make_part(qkv, _ALL, heads),)
             )
     yield names.map_one(f"{foreign_prefix}.o_proj.weight", f"{prefix}.output.weight")
     for name, foreign_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
@@ -246,9 +246,9 @@ def _map_latent_attention(
 
 
 def _map_mlp(names: _PartBuilder, prefix: str, foreign_prefix: str) -> Iterator[HuggingFaceTensor]:
-    for which, name in enumerate(("gate_proj", "up_proj")):
+    for number, name in enumerate(("gate_proj", "up_proj")):
         yield HuggingFaceTensor(
-            f"{foreign_prefix}.{name}.weight", (names.make_part(f"{prefix}.up.weight", which),)
+            f"{foreign_prefix}.{name}.weight", (names.make_part(f"{prefix}.up.weight", number),)
         )
     yield names.map_one(f"{foreign_prefix}.down_proj.weight", f"{prefix}.down.weight")
 
@@ -267,8 +267,8 @@ def _map_experts(
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for expert in range(model.moe.experts):
         name = f"{foreign_prefix}.experts.{expert}"
-        for which, other in enumerate((gate, up)):
-            part = names.make_part(f"{prefix}.experts.up.weight", expert, which)
+        for number, other in enumerate((gate, up)):
+            part = names.make_part(f"{prefix}.experts.up.weight", expert, number)
             yield HuggingFaceTensor(f"{name}.{other}.weight", (part,))
         yield HuggingFaceTensor(
             f"{name}.{down}.weight", (names.make_part(f"{prefix}.experts.down.weight", expert),)

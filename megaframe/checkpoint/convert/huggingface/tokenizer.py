@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.checkpoint import StorePath
-from megaframe.checkpoint.convert.huggingface.read_files import printable
+from megaframe.checkpoint.convert.huggingface.read_files import make_printable
 from megaframe.checkpoint.convert.huggingface.sentencepiece_model import (
     PieceType,
     SentencePieceModel,
@@ -65,8 +65,8 @@ def check_tokenizer_path(recorded: str | None, checkpoint: StorePath) -> str | N
         if inside:
             return recorded
     raise UserError(
-        f"{checkpoint} names data.tokenizer={printable(recorded)}, which is not a file in its run "
-        f"folder; confirm one with --tokenizer KIND:PATH, or use --tokenizer {NO_TOKENIZER}"
+        f"{checkpoint} names data.tokenizer={make_printable(recorded)}, which is not a file in its "
+        f"run folder; confirm one with --tokenizer KIND:PATH, or use --tokenizer {NO_TOKENIZER}"
     )
 
 
@@ -146,18 +146,18 @@ def _make_added_token(token: int, text: str, *, special: bool) -> Description:
 def _make_bpe_model(
     vocab: dict[str, int], merges: list[tuple[str, str]], **keys: Any
 ) -> Description:
-    nothing = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     tables = {"vocab": vocab, "merges": merges}
-    return {"type": "BPE", **dict.fromkeys(nothing), **off, **keys, **tables}
+    return {"type": "BPE", **dict.fromkeys(unused), **off, **keys, **tables}
 
 
 def _make_byte_level_tokenizer(eod: int) -> Description:
     """Describe the bytes of UTF-8 as ids, with GPT-2's character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(unprintable)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     return _describe_tokenizer(
         added_tokens=[_make_added_token(eod, _END, special=True)],
@@ -215,7 +215,7 @@ def _make_bpe_from_pieces(model: SentencePieceModel) -> Description:
     """Describe byte-pair encoding. SentencePiece merges the two neighbours that make the piece of
     the best score, however each of them came about: all divisions of a piece are merges."""
     vocab = {piece.text: token for token, piece in enumerate(model.pieces)}
-    normal = {piece.text: token for token, piece in model.of_type(PieceType.NORMAL)}
+    normal = {piece.text: token for token, piece in model.select_pieces(PieceType.NORMAL)}
     best_first = sorted(normal, key=lambda text: -model.pieces[normal[text]].score)
     merges = [
         (text[:end], text[end:])
@@ -223,7 +223,7 @@ def _make_bpe_from_pieces(model: SentencePieceModel) -> Description:
         for end in range(1, len(text))
         if text[:end] in normal and text[end:] in normal
     ]
-    ((_, unknown),) = model.of_type(PieceType.UNKNOWN)
+    ((_, unknown),) = model.select_pieces(PieceType.UNKNOWN)
     keys = {"unk_token": unknown.text, "fuse_unk": True, "byte_fallback": model.byte_fallback}
     return _make_bpe_model(vocab, merges, **keys)
 
@@ -231,7 +231,7 @@ def _make_bpe_from_pieces(model: SentencePieceModel) -> Description:
 def _make_unigram_from_pieces(model: SentencePieceModel) -> Description:
     """Describe a unigram model. Text never matches a control token, an unknown one or a byte's name
     in SentencePiece; here all pieces can match, so these score less than any other division."""
-    normal = [piece.score for _, piece in model.of_type(PieceType.NORMAL)]
+    normal = [piece.score for _, piece in model.select_pieces(PieceType.NORMAL)]
     highest, lowest = max(normal, default=0.0), min(normal, default=0.0)
     longest = max(len(piece.text) for piece in _list_unmatchable_pieces(model))
     unreachable_score = (min(lowest, 0.0) - 1.0) * (longest + 1)
@@ -243,7 +243,7 @@ def _make_unigram_from_pieces(model: SentencePieceModel) -> Description:
 
     return {
         "type": "Unigram",
-        "unk_id": model.of_type(PieceType.UNKNOWN)[0][0],
+        "unk_id": model.select_pieces(PieceType.UNKNOWN)[0][0],
         "vocab": [(piece.text, score(piece)) for piece in model.pieces],
         "byte_fallback": model.byte_fallback,
     }
@@ -252,7 +252,7 @@ def _make_unigram_from_pieces(model: SentencePieceModel) -> Description:
 def _list_unmatchable_pieces(model: SentencePieceModel) -> list[TextPiece]:
     """Return the pieces whose own text SentencePiece never encodes as them."""
     names = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE)
-    return [piece for _, piece in model.of_type(*names)]
+    return [piece for _, piece in model.select_pieces(*names)]
 
 
 def _find_unsupported(model: SentencePieceModel) -> list[str]:
@@ -261,15 +261,15 @@ def _find_unsupported(model: SentencePieceModel) -> list[str]:
         f"the kind {model.kind}": model.kind not in ("bpe", "unigram"),
         "spaces that are not escaped": not model.escape_whitespaces,
         "a whitespace suffix": model.whitespace_as_suffix,
-        "unused pieces": bool(model.of_type(PieceType.UNUSED)),
+        "unused pieces": bool(model.select_pieces(PieceType.UNUSED)),
     }
     return [reason for reason, applies in reasons.items() if applies]
 
 
 def _find_differences(model: SentencePieceModel) -> Iterator[str]:
     """Yield the texts whose ids can differ from those of SentencePiece."""
-    normal = [piece for _, piece in model.of_type(PieceType.NORMAL)]
-    symbols = [piece for _, piece in model.of_type(PieceType.USER_DEFINED)]
+    normal = [piece for _, piece in model.select_pieces(PieceType.NORMAL)]
+    symbols = [piece for _, piece in model.select_pieces(PieceType.USER_DEFINED)]
     texts = {piece.text for piece in (*normal, *symbols)}
     spaces = model.dummy_prefix or model.remove_extra_whitespaces
     if model.charsmap:

@@ -89,10 +89,10 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
         torch_dcp.load(loaded, checkpoint_id=folder / "dcp", no_dist=True)
         assert json.loads(loaded.pop(RUN_STATE_NAME)) == {"step": 7, "state": state}
         assert_same_tensors(loaded, tensors)
-        done = dcp.import_checkpoint(folder / "dcp", folder / "back")
-        assert (done.left_out, done.has_state) == ([], True)
-        assert_same_tensors(load_saved(done.path), tensors)
-        with open_checkpoint(done.path) as back:
+        imported = dcp.import_checkpoint(folder / "dcp", folder / "back")
+        assert (imported.left_out, imported.has_state) == ([], True)
+        assert_same_tensors(load_saved(imported.path), tensors)
+        with open_checkpoint(imported.path) as back:
             assert (back.step, dict(back.state)) == (7, state)
 
 
@@ -141,12 +141,12 @@ def test_what_ranks_of_torch_saved_is_imported(pool, tmp_path, threads):
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) >= 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_file, "MAX_ENTRY_BYTES", 64)
-        done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
+        imported = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
     full = make_tensors()
     full["nested.columns"] = full.pop("columns")
     full["list.0"] = full.pop("scalar")
-    assert_same_tensors(load_saved(done.path), full)
-    assert done.left_out == ["list.1.lr", "list.1.steps", "nothing"] and not done.has_state
+    assert_same_tensors(load_saved(imported.path), full)
+    assert imported.left_out == ["list.1.lr", "list.1.steps", "nothing"] and not imported.has_state
 
 
 @pytest.fixture(scope="module")
@@ -330,11 +330,11 @@ def test_every_flipped_bit_and_truncation_is_refused_or_changes_nothing_else(goo
             del content[data.draw(st.integers(0, len(content) - 1)) :]
         file.write_bytes(content)
         try:
-            done = dcp.import_checkpoint(folder, Path(name) / "ours")
+            imported = dcp.import_checkpoint(folder, Path(name) / "ours")
         except UserError as error:
             assert str(folder) in str(error)
         else:
-            for name, tensor in load_saved(done.path).items():
+            for name, tensor in load_saved(imported.path).items():
                 if file.name == ".metadata" and name in make_good_tensors():
                     assert tensor.numel() == make_good_tensors()[name].numel()
 
@@ -388,9 +388,9 @@ def config():
 def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     weights = {spec.name: torch.randn(spec.shape) for spec in list_model_specs(config)}
     torch_dcp.save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours", config)
-    assert_same_tensors(load_saved(done.path), weights)
-    with open_checkpoint(done.path) as checkpoint:
+    imported = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours", config)
+    assert_same_tensors(load_saved(imported.path), weights)
+    with open_checkpoint(imported.path) as checkpoint:
         assert checkpoint.step == 0
         assert read_train_state(checkpoint).config.model.hidden == 16
     name, weight = weights.popitem()
@@ -461,9 +461,9 @@ def test_pieces_of_a_large_chunk_are_read_one_by_one(tmp_path, monkeypatch):
         return content
 
     monkeypatch.setattr(dcp.dcp_folder.DCPDataFile, "read", counted)
-    done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
+    imported = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
     assert (len(sizes), max(sizes)) == (32, 1 << 16)
     target = torch.zeros(3, 5)
-    with open_checkpoint(done.path) as checkpoint:
+    with open_checkpoint(imported.path) as checkpoint:
         checkpoint.load([Slice("a", tuple(full.shape), (100, 200), target)])
     assert torch.equal(target, full[100:103, 200:205])

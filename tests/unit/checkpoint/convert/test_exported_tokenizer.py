@@ -217,7 +217,10 @@ def test_models_are_read_as_the_library_reads_them(tmp_path):
         assert (piece.type == PieceType.CONTROL) == library.is_control(token)
         assert (piece.type == PieceType.BYTE) == library.is_byte(token)
     assert len(model.pieces) == library.get_piece_size()
-    assert [piece.text for _, piece in model.of_type(PieceType.USER_DEFINED)] == ["[x]", "ret"]
+    assert [piece.text for _, piece in model.select_pieces(PieceType.USER_DEFINED)] == [
+        "[x]",
+        "ret",
+    ]
 
 
 def test_what_cannot_be_exported_is_said(tmp_path):

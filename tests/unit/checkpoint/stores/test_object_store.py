@@ -33,7 +33,7 @@ from megaframe.checkpoint import (
     parse_path,
 )
 from megaframe.checkpoint.inspect import find_damage
-from megaframe.checkpoint.manifest import checksum
+from megaframe.checkpoint.manifest import compute_checksum
 from megaframe.checkpoint.stores import object_store as remote_module
 from megaframe.checkpoint.stores import retry
 from megaframe.errors import UserError
@@ -211,7 +211,7 @@ def test_a_manifest_of_any_content_is_refused_or_means_the_same(data):
             break
         inner = inner[key]
     body = json.dumps(manifest, separators=(",", ":"))[1:].encode()
-    put(path / "manifest.json", b'{"checksum":"%s",' % checksum(body).encode() + body)
+    put(path / "manifest.json", b'{"checksum":"%s",' % compute_checksum(body).encode() + body)
     with contextlib.suppress(UserError):
         assert torch.equal(load_all(path)["a"], make_weight(1.0).double())
 

@@ -10,15 +10,11 @@ from checkpoint_helpers import cut_slice
 from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_process import Program, places, stuck_after
+from rank_process import RankProcess, hang_after, list_rank_environments
 from tolerances import promised
 
-from megaframe.checkpoint.stores.peer_memory import (
-    MemoryFolder,
-    PeerMemoryWriter,
-    PeerRanks,
-    find_peer,
-)
+from megaframe.checkpoint.stores.memory_folder import MemoryFolder
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_peer
 from megaframe.checkpoint.stores.peer_memory_load import open_peer_memory
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
@@ -112,8 +108,8 @@ def start(keys, memory):
     """Start four ranks, each in its own process, which hang after step 9."""
     nodes = [f"checkpoint.memory_dir={memory}/{rank // 2}" for rank in range(4)]
     return [
-        Program(stuck_after, 9, words=[*keys, node], environment=place)
-        for node, place in zip(nodes, places(4), strict=True)
+        RankProcess(hang_after, 9, words=[*keys, node], environment=environment)
+        for node, environment in zip(nodes, list_rank_environments(4), strict=True)
     ]
 
 
@@ -197,7 +193,7 @@ def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, n
         assert keeper // node_size == (rank // node_size + 1) % nodes
     last = world - (nodes - 1) * node_size
     assert max(keepers.count(rank) for rank in range(world)) <= -(-node_size // last)
-    all_peers = [PeerRanks.for_rank(rank, world, node_size) for rank in range(world)]
+    all_peers = [PeerRanks.find(rank, world, node_size) for rank in range(world)]
     assert sorted(source for peer in all_peers for source in peer.sources) == list(range(world))
 
 
@@ -206,7 +202,7 @@ def copy_without_room(memory):
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
     group, run, full = mesh.make_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
-    writer = PeerMemoryWriter(memory_folder, group, PeerRanks.for_rank(mesh.rank, 2, 1), run, None)
+    writer = PeerMemoryWriter(memory_folder, group, PeerRanks.find(mesh.rank, 2, 1), run, None)
     slices = [cut_slice("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     messages = []
     writer.save(2, slices, {"step": 2})
@@ -266,10 +262,10 @@ def test_a_record_is_what_was_written_or_none(data):
         )
         writer.save(1, [cut_slice("a", torch.ones(2), ((0,), (2,)))], {"x": [1.5]})
         writer.wait()
-        (record,) = memory_folder.records("0" * 16)
-        path = memory_folder.path(1, 0).with_suffix(".json")
+        (record,) = memory_folder.read_records("0" * 16)
+        path = memory_folder.get_path(1, 0).with_suffix(".json")
         content = bytearray(path.read_bytes())
-        place = data.draw(st.integers(0, len(content) - 1))
-        content[place] ^= 1 << data.draw(st.integers(0, 7))
+        position = data.draw(st.integers(0, len(content) - 1))
+        content[position] ^= 1 << data.draw(st.integers(0, 7))
         path.write_bytes(content)
-        assert record.state == {"x": [1.5]} and not list(memory_folder.records("0" * 16))
+        assert record.state == {"x": [1.5]} and not list(memory_folder.read_records("0" * 16))

@@ -22,9 +22,9 @@ KEYS = {
 
 
 def plan(*arguments, status=0):
-    done = run_tool("tools/plan.py", *arguments)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout if status == 0 else done.stderr
+    process = run_tool("tools/plan.py", *arguments)
+    assert process.returncode == status, process.stdout + process.stderr
+    return process.stdout if status == 0 else process.stderr
 
 
 def test_json_of_a_layout_has_the_keys_and_adds_up():
@@ -50,8 +50,8 @@ def test_it_needs_no_torch():
         "sys.argv = ['plan.py', '--config', 'configs/demo.yaml', '--gpus', '4', '--search', "
         "'--cluster', 'cpu']; runpy.run_path('tools/plan.py', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "Use " in done.stdout, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0 and "Use " in process.stdout, process.stderr
 
 
 def test_a_search_writes_a_config_and_a_page_that_asks_no_network(tmp_path):

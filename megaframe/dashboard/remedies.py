@@ -39,22 +39,22 @@ def suggest_remedies(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield causes and advice, the largest loss first.
 
     Args:
-        losses: shares of the peak by cause.
+        losses: Shares of the peak by cause.
     """
     causes = sorted(losses, key=lambda cause: -losses[cause])
     num_suggested = 0
     for cause in causes:
-        known = _ADVICE.get(cause) or _ADVICE.get(_find_first_axis(cause))
-        if cause in ("mfu", "compute") or losses[cause] < _LEAST or known is None:
+        remedies = _ADVICE.get(cause) or _ADVICE.get(_find_first_axis(cause))
+        if cause in ("mfu", "compute") or losses[cause] < _LEAST or remedies is None:
             continue
         num_suggested += 1
         if num_suggested > _MOST:
             return
-        yield cause, known
+        yield cause, remedies
 
 
 def _find_first_axis(cause: str) -> str:
     """Map communication over several axes to the first axis that has advice, if any has."""
     names = cause.removeprefix("communication/").split("+")
-    known = (f"communication/{name.partition('_')[0]}" for name in names)
-    return next((name for name in known if name in _ADVICE), cause)
+    axes = (f"communication/{name.partition('_')[0]}" for name in names)
+    return next((name for name in axes if name in _ADVICE), cause)

@@ -1,7 +1,7 @@
 """Show how much of a step's transfers is exposed, and how long each GPU is idle.
 
 python pretrain_gpt.py --config run.yaml meter.profile=[20]
-python tools/exposed.py runs/default/profile
+python tools/overlap_report.py runs/default/profile
 
 It reads the traces that torch's profiler wrote for the steps in `meter.profile`: files, or all of a
 folder. A transfer is hidden while the same GPU computes. Compute, exposed communication, exposed
@@ -47,7 +47,11 @@ def main() -> None:
 
 
 def find_traces(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield each file, and each trace of a folder. Raises `UserError` if a folder has none."""
+    """Yield each file, and each trace of a folder.
+
+    Raises:
+        UserError: If a folder has none.
+    """
     for path in paths:
         if not path.is_dir():
             yield path
