@@ -132,7 +132,8 @@ def test_tools_load_no_part_because_a_checkpoint_has_it(write, overrides, tmp_pa
         model__vocab=257,
     )
     pool.run(1, train, run)
-    words = ("--checkpoint", tmp_path / "run", "--prompt", "a", "--tokens", 2)
+    saved = tmp_path / "run/checkpoints/step-00000002"
+    words = ("--checkpoint", saved, "--prompt", "a", "--tokens", 2)
     status, text = call("generate.py", *words)
     assert status == 2 and f"or to a tool --extension {path}" in text, text
     status, text = call("generate.py", *words, "--extension", path)
