@@ -116,7 +116,7 @@ class LossPart(Part):
     def count_logit_tensors(self) -> int:
         """Return how many tensors as large as the logits exist at once while they are turned into
         their gradient, besides the logits. The plan counts them, for a small part of a chunk."""
-        return 5
+        return 6
 
 
 class DataTransformPart(Part):

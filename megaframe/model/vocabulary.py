@@ -57,12 +57,10 @@ class Vocabulary:
     def log_sum_exp(self, x_TV: Tensor) -> Tensor:
         """Return the logarithm of the sum of exp(x) over all words, [T]. That of the logits is the
         log-partition: the logarithm of a probability is a logit less it."""
-        own_T = torch.logsumexp(x_TV, -1)
-        if self.group.size == 1:
-            return own_T
-        # The largest is taken out, so that no exponential overflows; it needs no gradient.
-        top_T = all_reduce(own_T.detach().clone(), self.group, "max").wait()
-        return top_T + self._sum_over_ranks((own_T - top_T).exp()).log()
+        # The largest of all words is taken out, so that no exponential overflows, and a part whose
+        # words are all excluded (-inf) adds nothing. It needs no gradient.
+        top_T = all_reduce(x_TV.detach().amax(-1), self.group, "max").wait()
+        return top_T + self.sum((x_TV - top_T[:, None]).exp()).log()
 
     def list_words(self, device: torch.device) -> Tensor:
         """Return the words of this rank's part, int64 [V] in the order of its logits."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cuda.client import PLAIN, SMALL, assert_no_problem
+from repo_copy import ROOT
 from tolerances import compute_roundoff, promised
 
 
@@ -139,3 +140,22 @@ def test_a_graph_of_several_communicators(both):
         train__eval_every=2,
         train__microbatch=1,
     )
+
+
+@pytest.mark.slow
+def test_a_loss_and_a_callback_from_outside_in_a_graph(both, tmp_path):
+    """Neither waits for the device: a callback is told of metrics three steps later."""
+    files = ("examples/callback.py", "tests/support/recording_extension.py")
+    both(
+        2,
+        ["check_same_extensions"],  # once, before the first step
+        parallel__tensor=2,
+        train__cuda_graph="true",
+        train__steps=6,
+        run__extensions=f"[{', '.join(str(ROOT / file) for file in files)}]",
+        run__callbacks="[recording]",
+        train__loss="focal",
+    )
+    lines = (tmp_path / "run/calls.jsonl").read_text().splitlines()
+    known = [call[1:3] for call in map(json.loads, lines) if call[0] == "after_step"]
+    assert known == [[step, max(0, step - 3)] for step in range(1, 7)]

@@ -99,10 +99,10 @@ def test_some_inputs_of_the_quick_targets_are_taken_or_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_minute_of_inputs_is_taken_or_refused(tmp_path):
-    """About a minute: a number of inputs, so that all machines take the same."""
+def test_half_a_minute_of_inputs_is_taken_or_refused(tmp_path):
+    """About half a minute: a number of inputs, so that all machines take the same."""
     names = {target.name for target in list_targets()}
-    counts = run(180, "always", 60, tmp_path, names)
+    counts = run(180, "always", 30, tmp_path, names)
     assert counts.keys() == names
     assert all(count.total() for count in counts.values())
     assert all(sum(count[kind] for count in counts.values()) for kind in ("answer", "refused"))

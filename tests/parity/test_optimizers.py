@@ -89,7 +89,12 @@ FEWER_BITS = [
 ]
 
 
-@pytest.mark.quick(when=lambda parallel: "data_replicate" in parallel)
+# Each optimizer and each type on replicas.
+@pytest.mark.quick(
+    when=lambda name, state, parallel: (
+        "data_replicate" in parallel and (name == "muon") == (state == "bf16")
+    )
+)
 @pytest.mark.parametrize(
     ("name", "state", "ranks", "parallel", "microbatch", "zero"), FEWER_BITS, ids=str
 )

@@ -78,6 +78,7 @@ def test_widths_that_are_no_power_of_two(name, width):
     hold(name, make_heads(20, width=width), find_spans(1, 20, 20, DEVICE))
 
 
+@pytest.mark.quick(when=lambda scale, softcap: softcap or scale < 0)
 @pytest.mark.parametrize(("softcap", "scale"), [(2.0, 0.7), (None, 0.7), (None, -0.7), (None, 0.0)])
 def test_softcap_sinks_and_scale(softcap, scale, name):
     tensors = make_heads(45, n=4, g=2)

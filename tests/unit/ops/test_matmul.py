@@ -94,6 +94,8 @@ def test_products_of_several(heads, size, choice, transposed):
     assert torch.backends.mkldnn.matmul.fp32_precision == allowed
 
 
+# Added row by row and as a whole, written in pieces of a few.
+@pytest.mark.quick(when=lambda add, piece: add == (piece != 700))
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
