@@ -176,10 +176,16 @@ class _Comparison:
 
     def _compare_flops(self) -> None:
         """Compare products. Around a ring each rank multiplies some of the scores only, as tiles
-        that depend on its place."""
+        that depend on its place; and where there are no scores, those of chunks that a rank's
+        pieces of samples may cut."""
         description, layout = self.part.description, self.layout
         products = _list_products(description, self.config.train.seq)
-        if products and layout.context > count_exchanging_ranks(self.config.parallel):
+        block = getattr(description, "block", description)  # of a predictor
+        mixer = getattr(block, "mixer", block)
+        whole = count_exchanging_ranks(self.config.parallel)
+        if not getattr(mixer, "has_scores", False):
+            whole = 1
+        if products and layout.context > whole:
             return
         passes = 3 if isinstance(description, HeadDescription) else 1
         samples = self.config.train.microbatch * layout.data
