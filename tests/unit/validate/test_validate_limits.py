@@ -34,7 +34,7 @@ class StatesDescription(MixerDescription):
         return SavedActivations(self.states)
 
     def make_layer(self, name, run):
-        raise AssertionError("no config of this file is run")
+        raise AssertionError("is not built")
 
 
 class StatesPart(MixerPart):
