@@ -33,6 +33,7 @@ from megaframe.checkpoint.inspect import compare_checkpoints, find_damage
 from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, report_errors
+from megaframe.extensions import load_named_extensions
 from megaframe.io.untrusted import sanitize_text
 
 EXIT_DIFFERENT = 1
@@ -44,6 +45,7 @@ def main() -> None:
     """Run the subcommand."""
     arguments = _parse_arguments()
     with report_errors():
+        load_named_extensions(arguments.extension)
         sys.exit(arguments.run(arguments))
 
 
@@ -214,6 +216,13 @@ def _parse_arguments() -> argparse.Namespace:
         name = run.__name__.replace("_", "-")
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
+        command.add_argument(
+            "--extension",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="an extension of the run, if you trust it, as in run.extensions; may be repeated",
+        )
         command.add_argument("path", help=_FOLDERS.get(run, ACCEPTED_PATHS))
         if run is inspect:
             command.add_argument("--tensors", action="store_true", help="list all tensors")

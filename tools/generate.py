@@ -11,6 +11,7 @@ import torch
 
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
+from megaframe.extensions import load_named_extensions
 from megaframe.training.generation import (
     SamplingOptions,
     encode_prompt,
@@ -29,6 +30,7 @@ def main() -> None:
     with report_errors():
         how = SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p)
         check(arguments)
+        load_named_extensions(arguments.extension)
         config, stage = load_model(arguments.checkpoint, ema=arguments.ema)
         tokenizer = load_run_tokenizer(config, arguments.tokenizer)
         start = encode_prompt(tokenizer, arguments.prompt, config.train.seq)
@@ -68,6 +70,13 @@ def check(arguments: argparse.Namespace) -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
     parser.add_argument("--checkpoint", required=True, help=ACCEPTED_PATHS)
+    parser.add_argument(
+        "--extension",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an extension of the run, if you trust it, as in run.extensions; may be repeated",
+    )
     parser.add_argument("--prompt", help="text to continue; default: a new document")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
     parser.add_argument("--samples", type=int, default=1, help="texts, one after the other")

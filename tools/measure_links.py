@@ -130,18 +130,18 @@ def measure_group(
         times: Number of repetitions.
     """
     ranks, fits = group.size, []
-    for name, operation in OPERATIONS.items():
+    for operation_name, operation in OPERATIONS.items():
         rounded = [max(1, size // (4 * ranks)) * 4 * ranks for size in sizes]
         measured = [measure_seconds(operation, size, group, mesh, times) for size in rounded]
         latency, seconds_per_byte, error = fit_line(rounded, measured)
         hops = ranks - 1
-        passes = 2 if name == "all_reduce" else 1
+        passes = 2 if operation_name == "all_reduce" else 1
         alpha = latency / (passes * hops)
         bandwidth = (
             passes * hops / ranks / seconds_per_byte if seconds_per_byte > 0 else float("inf")
         )
-        bus = compute_bus_bandwidth(name, rounded[-1], ranks, measured[-1])
-        fits.append(LinkFit(name, name, ranks, alpha, bandwidth, error, bus))
+        bus = compute_bus_bandwidth(operation_name, rounded[-1], ranks, measured[-1])
+        fits.append(LinkFit(name, operation_name, ranks, alpha, bandwidth, error, bus))
     return fits
 
 

@@ -26,9 +26,9 @@ import numpy as np
 from network_lab import HostsResult, Link, LinkOutage, emulate_hosts, run_on_hosts
 from network_lab.hosts import check_links, check_rate
 
-from megaframe.config import load
 from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.errors import UserError, report_errors
+from megaframe.extensions import load_with_extensions
 from megaframe.io.run_files import METRICS_FILE
 
 ENTRY = "pretrain_gpt.py"
@@ -131,7 +131,7 @@ def find_run_folder(command: Sequence[str]) -> Path | None:
     parser.add_argument("--config")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args(command[1:])
-    return Path(load(arguments.config, arguments.overrides).run.dir)
+    return Path(load_with_extensions(arguments.config, arguments.overrides).run.dir)
 
 
 def prepend_launcher(command: Sequence[str], restarts: int) -> list[str]:

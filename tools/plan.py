@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.config import RunConfig, dump, load
+from megaframe.config import RunConfig, dump
 from megaframe.errors import UserError, report_errors
+from megaframe.extensions import load_with_extensions
 from megaframe.hardware.cluster import DEFAULT, Cluster, list_cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
@@ -92,7 +93,7 @@ def parse_request(arguments: argparse.Namespace) -> PlanRequest:
     Raises:
         UserError: If it cannot be planned.
     """
-    config = load(arguments.config, arguments.overrides)
+    config = load_with_extensions(arguments.config, arguments.overrides)
     if config.model.vocab is None:
         raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
     cluster_name = arguments.cluster or config.parallel.cluster

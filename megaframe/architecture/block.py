@@ -25,6 +25,7 @@ from megaframe.architecture.norm import (
     NormDescription,
     RMSNormDescription,
 )
+from megaframe.architecture.outside import describe_part
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
 from megaframe.architecture.spec import ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic
@@ -272,8 +273,10 @@ def _describe_feed_forward(
     model: ModelConfig, config: MLPConfig | MoEMixtureConfig | FeedForwardPart, output_std: float
 ) -> FeedForwardDescription:
     if isinstance(config, FeedForwardPart):
-        description: FeedForwardDescription = config.describe(model, output_std)
-        return description
+        layer: FeedForwardDescription = describe_part(
+            config, FeedForwardDescription, model, output_std
+        )
+        return layer
     if isinstance(config, MLPConfig):
         return describe_mlp(model, config, output_std)
     assert model.moe is not None, "a block with experts is refused without model.moe"
@@ -292,8 +295,8 @@ def _describe_mixer(
     model: ModelConfig, config: AttentionConfig | LatentMixerConfig | MixerPart, output_std: float
 ) -> MixerDescription:
     if isinstance(config, MixerPart):
-        description: MixerDescription = config.describe(model, output_std)
-        return description
+        mixer: MixerDescription = describe_part(config, MixerDescription, model, output_std)
+        return mixer
     if isinstance(config, LatentMixerConfig):
         latent = model.latent
         assert latent is not None, "a block with latent attention is refused without model.latent"

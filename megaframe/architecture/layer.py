@@ -269,7 +269,7 @@ class MixerDescription(LayerDescription):
             yield (
                 f"parallel.context={parallel.context} divides samples, which "
                 f"{type(self).__name__} cannot mix with parallel.context_kind={kind}; use "
-                + f"parallel.context_kind={join_or(kinds)}, or " * bool(kinds)
+                + (f"parallel.context_kind={join_or(kinds)}, or " if kinds else "")
                 + "parallel.context=1"
             )
 

@@ -136,7 +136,8 @@ def _refuse_missing_extensions(saved: object, path: StorePath) -> None:
         raise UserError(
             f"{path} is of a run with {len(saved)} extensions, of which {len(missing)} are not "
             f"loaded here: {', '.join(missing)}; if you trust them, give "
-            f"run.extensions={format_value(names)}"
+            f"run.extensions={format_value(names)} to a run, or to a tool "
+            f"{' '.join(f'--extension {name}' for name in names)}"
         )
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.config import RunConfig, load
+from megaframe.config import RunConfig
 from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.dashboard.trials import Space, Trial, parse_space
 from megaframe.errors import UserError
+from megaframe.extensions import load_with_extensions
 from megaframe.io.run_files import METRICS_FILE
 
 ENTRY = str(Path(__file__).resolve().parents[2] / "pretrain_gpt.py")
@@ -148,7 +149,7 @@ def parse_run(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
     named = Path(arguments.config).absolute() if arguments.config else None
     file = str(named) if named is not None and named.exists() else arguments.config
     options = ["--config", file] if file else []
-    return load(file, arguments.overrides), [*options, *arguments.overrides]
+    return load_with_extensions(file, arguments.overrides), [*options, *arguments.overrides]
 
 
 def build_trial_command(

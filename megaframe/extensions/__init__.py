@@ -14,7 +14,12 @@ from megaframe.config.parts import (
 )
 from megaframe.config.registry import Registry
 from megaframe.extensions.callback import Callback, RunView
-from megaframe.extensions.load import find_mistakes, load_extensions, load_with_extensions
+from megaframe.extensions.load import (
+    find_mistakes,
+    load_extensions,
+    load_named_extensions,
+    load_with_extensions,
+)
 
 __all__ = [
     "ActivationPart",
@@ -32,5 +37,6 @@ __all__ = [
     "SchedulePart",
     "find_mistakes",
     "load_extensions",
+    "load_named_extensions",
     "load_with_extensions",
 ]

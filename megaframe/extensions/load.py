@@ -15,6 +15,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import json
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,19 @@ def load_extensions(path: str | None, overrides: Sequence[str] = ()) -> None:
             mistake = ConfigMistake(origin, line, f"run.extensions: {name}: {error}")
             raise UserError(str(mistake)) from None
     activate(registry)
+
+
+def load_named_extensions(names: Sequence[str]) -> None:
+    """Load extensions that a command line names by an option of its own, if it names any.
+
+    Args:
+        names: As in `run.extensions`.
+
+    Raises:
+        UserError: As `load_extensions` does.
+    """
+    if names:
+        load_extensions(None, [f"run.extensions={json.dumps([*names])}"])
 
 
 def _load_extension(name: str, registry: Registry) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 from entry_runs import read_losses, train
+from reference_mixers import FILES, MIXERS
 from repo_copy import ROOT
 from tolerances import promised
 
@@ -43,11 +44,10 @@ def test_layers_of_an_extension_are_resumed_under_another_layout(pool, overrides
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated_linear", "differential"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_goes_on_under_other_layouts_on_documents(name, pool, overrides, tmp_path):
-    file = {"gated_linear": "gated_linear_attention", "differential": "differential_attention"}
     extension = {
-        **{"run__extensions": f"[{ROOT / 'examples' / file[name]}.py]", **RUN, **PACKED},
+        **{"run__extensions": f"[{ROOT / 'examples' / FILES[name]}]", **RUN, **PACKED},
         **{"model__blocks": f"[{{mixer: {name}}}, {{mixer: attention}}]", "model__heads": 4},
     }
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", **extension))

@@ -21,7 +21,10 @@ from megaframe.training.train_step import TrainStep
 MODEL = {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}
 MOE = {"experts": 4, "ffn": 12, "top_k": 2, "shared": 1}
 MODELS = {
-    "dense": {**MODEL, "bias": True, "position": "learned", "tie_embeddings": True},
+    "dense": {
+        **{**MODEL, "bias": True, "position": "learned", "tie_embeddings": True},
+        **{"kv_heads": 2, "qk_norm": "whole"},
+    },
     "moe": {**MODEL, "kv_heads": 2, "activation": "swiglu", "norm": "rmsnorm", "moe": MOE},
 }
 V_SHAPED = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}

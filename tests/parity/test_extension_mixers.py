@@ -7,6 +7,7 @@ import pytest
 import reference_model as reference
 import torch
 from parity_runs import FEW, assert_same, make_global_batch, run, share, with_documents
+from reference_mixers import FILES
 from repo_copy import ROOT
 from tolerances import assert_near
 
@@ -28,11 +29,7 @@ from megaframe.training.train_step import TrainStep
 
 pytestmark = pytest.mark.numeric
 
-EXAMPLES = {
-    "linear": "gated_linear_attention.py",
-    "differential": "differential_attention.py",
-    "not rotated": "differential_attention.py",
-}
+EXAMPLES = ", ".join(str(ROOT / "examples" / file) for file in FILES.values())
 MODEL = {"norm": "rmsnorm", "position": "none"}
 LINEAR = {"kind": "gated_linear", "chunk": 3}
 MODELS = {
@@ -65,14 +62,14 @@ LAYOUTS = {
 }
 
 
-def load_example(name):
-    load_extensions(None, [f"run.extensions=[{ROOT / 'examples' / EXAMPLES[name]}]"])
+def load_examples():
+    load_extensions(None, [f"run.extensions=[{EXAMPLES}]"])
 
 
 def run_with(name, train, parallel, packed):
     """Train two steps of a model with an example's mixer."""
     with use_registry(Registry()):
-        load_example(name)
+        load_examples()
         return run(MODELS[name], {**FEW, **train}, parallel, packed=packed)
 
 
@@ -101,8 +98,8 @@ def test_layouts_do_not_change_the_answer(name, layout, packed, pool, get_expect
 
 
 def make_config(name, train, parallel, layers=2, **model):
-    """Load an example and return a config with its mixer."""
-    load_example(name)
+    """Load the examples and return a config with the mixer of one."""
+    load_examples()
     return RunConfig(
         model={
             **{"layers": layers, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2},

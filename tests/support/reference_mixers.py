@@ -58,3 +58,5 @@ MIXERS = {
     "gated_linear": mix_by_gated_linear_attention,
     "differential": mix_by_differential_attention,
 }
+FILES = {"gated_linear": "gated_linear_attention.py", "differential": "differential_attention.py"}
+"""The example that has each of them."""

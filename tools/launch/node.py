@@ -20,8 +20,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaframe.config import RunConfig, load
+from megaframe.config import RunConfig
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
+from megaframe.extensions import load_with_extensions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
@@ -48,7 +49,7 @@ def main() -> None:
     words = [*(["--config", arguments.config] if arguments.config else []), *arguments.overrides]
     os.environ.update(make_launcher_defaults(os.environ))
     with report_errors():
-        config = load(arguments.config, arguments.overrides)
+        config = load_with_extensions(arguments.config, arguments.overrides)
         if config.checkpoint.resume is None and os.environ["PET_MAX_RESTARTS"] != "0":
             raise UserError(
                 f"ranks that are started again (PET_MAX_RESTARTS={os.environ['PET_MAX_RESTARTS']}) "

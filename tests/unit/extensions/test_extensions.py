@@ -15,6 +15,7 @@ from megaframe.config.registry import Registry, get_registry, use_registry
 from megaframe.errors import UserError
 from megaframe.extensions import load_with_extensions
 from megaframe.optim.lr_schedule import compute_learning_rate
+from megaframe.validate.run import find_mistakes
 
 PART = '''
 from typing import Literal
@@ -136,6 +137,58 @@ def test_the_keys_of_mixers_are_listed_and_checked_beside_our_own(write):
     assert "model.blocks.0.mixer.width=much: takes a whole number" in message
     message = refuse(path, options=["model.blocks=[{mixer: {kind: mine, widht: 1}}]"])
     assert "model.blocks.0.mixer.widht: unknown key; did you mean" in message
+
+
+DESCRIPTION = """
+        from dataclasses import dataclass
+        from megaframe.architecture.layer import MixerDescription, SavedActivations
+
+        @dataclass(frozen=True, kw_only=True)
+        class Nothing(MixerDescription):
+            sizes: object = ()
+            name = "nothing"
+            parts = {}
+
+            def count_saved(self, parallel, recompute):
+                return SavedActivations()
+
+            def make_layer(self, name, run):
+                raise AssertionError("is not built")
+
+        return Nothing()
+"""
+
+
+@pytest.mark.parametrize(
+    ("replaced", "by", "message"),
+    [
+        ("return Nothing()", "return 3", "returns int, which is no MixerDescription"),
+        ("return Nothing()", "return 1 / 0", ":27: ZeroDivisionError: division by zero"),
+        ("make_layer", "build", "returns Nothing, which lacks make_layer(name, run)"),
+        ("count_saved", "count", "TypeError: Can't instantiate abstract class Nothing"),
+        ("Nothing()", "Nothing(sizes=[1])", "be compared by value (unhashable type: 'list')"),
+        ("parts = {}", "parts = {}; context_kinds = ('ring',)", None),
+    ],
+)
+def test_what_a_mixer_describes_wrongly_is_said(replaced, by, message, write):
+    failing = '        raise AssertionError("is not asked")\n'
+    text = MIXER.replace(failing, DESCRIPTION.lstrip("\n").replace(replaced, by))
+    config = load_own(write(text), options=["model.blocks=[{mixer: mine}]", "model.vocab=64"])
+    if message is None:
+        assert find_mistakes(config, 1, data=False) == []
+        context = load(None, ["model.vocab=64"]).parallel.model_copy(update={"context": 2})
+        assert not find_mistakes(config.model_copy(update={"parallel": context}), 2, data=False)
+        return
+    with pytest.raises(UserError) as error:
+        find_mistakes(config, 1, data=False)
+    assert message in str(error.value) and "mine: Mine.describe" in str(error.value)
+
+
+def test_a_mixer_that_needs_whole_samples_says_so(write):
+    text = MIXER.replace('        raise AssertionError("is not asked")\n', DESCRIPTION.lstrip("\n"))
+    options = ["model.blocks=[{mixer: mine}]", "model.vocab=64", "parallel.context=2"]
+    (message,) = find_mistakes(load_own(write(text), options=options), 2, data=False)
+    assert "model.blocks.0: parallel.context=2 divides samples, which Nothing cannot" in message
 
 
 def test_a_block_may_name_a_kind_instead_of_its_keys():

@@ -1,0 +1,109 @@
+"""The small configs and layouts under which the layers of a config are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm
+
+from megaframe.architecture.block import describe_block
+from megaframe.config import ModelConfig, RunConfig
+from megaframe.training.layer_check.measure import list_expert_sets
+from megaframe.validate.run import find_mistakes
+
+_VOCAB, _SAMPLES, _TOKENS = 37, 2, 16
+_MOST_TOKENS = 4096
+"""Tokens of a sample at most, if all sets of experts are to be chosen equally often."""
+_DISPATCH = ("all_to_all", "all_gather", "hierarchical", "deduplicated")
+
+
+@dataclass(frozen=True)
+class CheckedLayout:
+    """A layout to check.
+
+    Attributes:
+        name: The keys that are not the default.
+        config: The small config with this layout.
+        ranks: Number of ranks.
+        refusal: Why it cannot run; empty if it can.
+    """
+
+    name: str
+    config: RunConfig
+    ranks: int
+    refusal: str
+
+
+def list_measured_layouts(config: RunConfig) -> list[CheckedLayout]:
+    """Return the layouts under which layers are measured, each with every kind of recompute."""
+    sizes: list[dict[str, object]] = [
+        {},
+        {"tensor": 2},
+        {"context": 2},
+        {"context": 2, "context_kind": "all_to_all"},
+    ]
+    if config.model.moe is not None:
+        nodes = {"node_size": 1}
+        sizes += [{"data": 2, "expert": 2, "dispatch": each, **nodes} for each in _DISPATCH]
+        sizes.append({"data": 2, "expert_tensor": 2})
+    return [
+        _make_layout(config, parallel, {"precision": "bf16", "recompute": recompute}, _SAMPLES)
+        for parallel in sizes
+        for recompute in ("none", "selective", "full")
+    ]
+
+
+def list_parity_layouts(config: RunConfig) -> list[CheckedLayout]:
+    """Return the layouts that are compared with one rank, which is the first of them."""
+    sizes: list[dict[str, object]] = [
+        {},
+        {"tensor": 2},
+        {"context": 2},
+        {"context": 2, "context_kind": "all_to_all"},
+        {"pipeline": 2},
+        {"data": 2, "zero": 0},
+        {"data": 2, "zero": 3},
+    ]
+    if config.model.moe is not None:
+        sizes += [{"data": 2, "expert": 2}, {"data": 2, "expert_tensor": 2}]
+    precision = {"precision": "fp64", "steps": 4}
+    layouts = [_make_layout(config, parallel, precision, 1) for parallel in sizes]
+    again = {**precision, "recompute": "selective"}
+    return [*layouts, _make_layout(config, {}, again, 1)]
+
+
+def _make_layout(
+    config: RunConfig, parallel: Mapping[str, object], train: Mapping[str, object], samples: int
+) -> CheckedLayout:
+    ranks = 2 if parallel else 1
+    model = config.model.model_copy(update=_choose_sizes(config.model))
+    tokens, moe = _TOKENS, model.moe
+    if moe is not None:
+        tokens = min(_MOST_TOKENS, lcm(8, len(list_expert_sets(moe.experts, moe.top_k))))
+        model = model.model_copy(update={"moe": moe.model_copy(update={"capacity": None})})
+    # Keys under which a layout may change the answer are not those of the run.
+    rates = {"lr": 0.01, "min_lr": 0.0, "warmup": 2, "offload": False, "state": "master"}
+    rates |= {"name": "adamw"} if config.optim.name in ("lion", "muon") else {}
+    small = RunConfig.model_validate(
+        {
+            "model": model,
+            "train": {**train, "seq": tokens, "microbatch": samples, "global_batch": 4},
+            "parallel": parallel,
+            "optim": config.optim.model_copy(update=rates),
+            "kernels": {"matmul": "torch"},
+            "run": config.run,
+        }
+    )
+    keys = {**{f"parallel.{key}": value for key, value in parallel.items()}}
+    if "recompute" in train:
+        keys["train.recompute"] = train["recompute"]
+    name = " ".join(f"{key}={value}" for key, value in keys.items()) or "one rank"
+    return CheckedLayout(name, small, ranks, "; ".join(find_mistakes(small, ranks, data=False)))
+
+
+def _choose_sizes(model: ModelConfig) -> dict[str, object]:
+    """Return the vocabulary, and the fewest layers that have all kinds of blocks."""
+    kinds = [describe_block(model, layer) for layer in range(model.layers)]
+    fewest = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+    pattern = 1 if model.blocks is None else sum(block.repeat for block in model.blocks)
+    return {"vocab": _VOCAB, "layers": min(model.layers, max(2, fewest, pattern))}
