@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megaframe.config.blocks import AttentionConfig, BlockConfig, MLPConfig, MoEMixtureConfig
+from megaframe.config.blocks import (
+    AttentionConfig,
+    BlockConfig,
+    LatentMixerConfig,
+    MLPConfig,
+    MoEMixtureConfig,
+)
 from megaframe.config.model import ModelConfig
 from megaframe.config.section import Section
 
@@ -96,8 +102,9 @@ def make_model_of_block(model: ModelConfig, block: BlockConfig) -> ModelConfig:
     """Return a model all of whose blocks are like this one, without `model.blocks`."""
     changes: dict[str, object] = {"blocks": None, "window": getattr(block.mixer, "window", None)}
     mixer, feed_forward = block.mixer, block.feed_forward
-    if isinstance(mixer, AttentionConfig):
+    if not isinstance(mixer, LatentMixerConfig):
         changes["latent"] = None
+    if isinstance(mixer, AttentionConfig):
         for key, replaced in _REPLACED.items():
             if getattr(mixer, key) is not None:
                 changes[replaced] = getattr(mixer, key)

@@ -18,9 +18,15 @@ from megaframe.config.registry import Registry, use_registry
 from megaframe.data.microbatch import IGNORE, Microbatch, select_context_part
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.extensions import load_extensions
+from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
+from megaframe.planner.candidates import enumerate_candidates
 from megaframe.planner.communication_volume import compute_communication_bytes
+from megaframe.planner.constants import get_family_constants
+from megaframe.planner.layer_times import estimate_block_times
+from megaframe.planner.layout_sizes import make_layout_sizes
+from megaframe.planner.machine import Machine
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import Action, ActionKind, lower
@@ -197,8 +203,8 @@ def test_descriptions_are_exact(name, recompute, precision, pool, registry):
 CONTEXT = [
     (2, {"context": 2, **RING}, "none"),
     (4, {"context": 4, **RING}, "selective"),
-    (4, {"context": 4, **ALL_TO_ALL}, "none"),
-    (4, {"context": 4, **NESTED}, "full"),
+    (4, {"context": 4, **ALL_TO_ALL}, "full"),
+    (4, {"context": 4, **NESTED}, "none"),
     (4, {"tensor": 2, "context": 2, **RING}, "none"),
     (4, {"tensor": 2, "context": 2, **ALL_TO_ALL}, "selective"),
 ]
@@ -278,3 +284,30 @@ def test_the_plan_is_what_two_more_layers_keep_to_a_byte(name, ranks, parallel, 
     )
     for (less, planned_less), (more, planned_more) in zip(two, four, strict=True):
         assert more - less == planned_more - planned_less > 0
+
+
+def test_the_plan_s_time_and_search_follow_the_description(registry):
+    load_examples()
+    model = {
+        **{"layers": 4, "hidden": 1024, "heads": 8, "vocab": 4096},
+        **MODELS["linear"],
+    }
+    config = RunConfig(model=model, train={"seq": 16384, "global_batch": 16, "microbatch": 1})
+    cluster = load_cluster("h100-ib")
+    candidates = enumerate_candidates(config, 32, cluster)
+    assert {1, 2, 4, 8} >= {*candidates.tensor.tolist()} > {1}  # eight heads
+    assert {*candidates.context.tolist()} > {1}
+
+    def estimate(context, **mixer):
+        changed = {**model, "blocks": [{"mixer": {**LINEAR, **mixer}}]}
+        run = RunConfig(model=changed, train=config.train, parallel={"context": context})
+        layout = Layout.from_parallel(run.parallel, context)
+        sizes = make_layout_sizes(run, layout)
+        return estimate_block_times(Machine(run, cluster, get_family_constants("h100"), sizes), 0)
+
+    assert float(estimate(1).context.total) == 0.0
+    two, four = (estimate(context) for context in (2, 4))
+    assert 0.0 < float(two.context.total) < float(four.context.total)
+    assert float(four.compute.total) < float(two.compute.total)
+    # Larger chunks have more products within them.
+    assert float(estimate(1, chunk=4096).compute.total) > float(estimate(1, chunk=64).compute.total)

@@ -33,6 +33,9 @@ class StatesDescription(MixerDescription):
     def count_saved(self, parallel, recompute):
         return SavedActivations(self.states)
 
+    def make_layer(self, name, run):
+        raise AssertionError("is not built")
+
 
 class StatesPart(MixerPart):
     kind: Literal["states"] = "states"
