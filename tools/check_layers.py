@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.config import RunConfig
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import load_with_extensions
 from megaframe.training.layer_check import Lie, find_lies, list_parts, measure_layers
@@ -48,8 +47,8 @@ def main() -> None:
             raise UserError("model.emulate has no layers to check; leave it out")
         pool = RankPool(2, arguments.config, arguments.overrides)
         try:
-            lies = check_descriptions(config, pool)
-            failures = check_parity(config, pool)
+            lies = check_descriptions(list_measured_layouts(config), pool)
+            failures = check_parity(list_parity_layouts(config), pool)
         finally:
             pool.close()
     for line in (*lies, *failures):
@@ -59,11 +58,10 @@ def main() -> None:
     sys.exit(1 if count else 0)
 
 
-def check_descriptions(config: RunConfig, pool: RankPool) -> list[str]:
-    """Measure the layers under all layouts, print a table of them, and return what is wrong."""
+def check_descriptions(layouts: Sequence[CheckedLayout], pool: RankPool) -> list[str]:
+    """Measure the layers under layouts, print a table of them, and return what is wrong."""
     lies: dict[str, None] = {}
     lies_by_part: dict[str, int] = {}
-    layouts = list_measured_layouts(config)
     run_names: list[str] = []
     for layout in layouts:
         found, failure = _measure(layout, pool)
@@ -100,9 +98,9 @@ def _measure(layout: CheckedLayout, pool: RankPool) -> tuple[list[Lie], str]:
         return [], _describe_failure(layout, error)
 
 
-def check_parity(config: RunConfig, pool: RankPool) -> list[str]:
-    """Compare layouts with one rank, print how far they are, and return what is wrong."""
-    first, *others = list_parity_layouts(config)
+def check_parity(layouts: Sequence[CheckedLayout], pool: RankPool) -> list[str]:
+    """Compare layouts with the first of them, print how far they are, and return what is wrong."""
+    first, *others = layouts
     if first.refusal:
         return [f"X {first.name}: {first.refusal}"]
     try:

@@ -1,12 +1,20 @@
-"""Tools with extensions: those that take a user's own config load what it names, and those that
-read a checkpoint load only what their command line names. An author can check a layer."""
+"""Tools with extensions that take a user's own config load what it names. An author can check a
+layer."""
 
-import subprocess
+import importlib.util
+import json
 import sys
 
 import pytest
-from entry_runs import train
 from repo_copy import ROOT
+from tool_process import run_tool
+
+from megaframe.config import RunConfig
+from megaframe.config.registry import Registry, use_registry
+from megaframe.dashboard.sweep import Sweep
+from megaframe.errors import UserError
+from megaframe.extensions import load_named_extensions, load_with_extensions
+from megaframe.training.layer_check.layouts import list_measured_layouts, list_parity_layouts
 
 LAYER = '''
 from dataclasses import dataclass
@@ -103,10 +111,20 @@ def write(tmp_path):
     return write
 
 
-def call(tool, *words, cwd=ROOT):
-    command = [sys.executable, str(ROOT / "tools" / tool), *map(str, words)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+def call(tool, *words):
+    done = run_tool(f"tools/{tool}", *words)
     return done.returncode, done.stdout + done.stderr
+
+
+sys.path.append(str(ROOT / "tools"))  # at the end: tools bear names of installed packages
+
+
+def load_tool(name):
+    """Return the module of a tool, without running it."""
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / f"tools/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 BLOCKS = "model.blocks=[{feed_forward: squares}]"
@@ -121,39 +139,90 @@ def test_a_plan_knows_the_parts_of_its_config(write):
     assert status == 2 and "squares" in text
 
 
-def test_tools_load_no_part_because_a_checkpoint_has_it(write, overrides, tmp_path, pool):
-    path = write(RIGHT)
-    run = overrides(
-        train__steps=2,
-        checkpoint__every=2,
-        run__extensions=f"[{path}]",
-        model__blocks="[{feed_forward: squares}]",
-        data__tokenizer="bytes",
-        model__vocab=257,
-    )
-    pool.run(1, train, run)
-    saved = tmp_path / "run/checkpoints/step-00000002"
-    words = ("--checkpoint", saved, "--prompt", "a", "--tokens", 2)
-    status, text = call("generate.py", *words)
-    assert status == 2 and f"or to a tool --extension {path}" in text, text
-    status, text = call("generate.py", *words, "--extension", path)
+def test_sweeps_and_the_network_lab_know_the_parts_of_their_config(write, tmp_path):
+    words = [*SMALL, BLOCKS, f"run.dir={tmp_path}"]
+    own = f"run.extensions=[{write(RIGHT)}]"
+    find_run_folder = load_tool("netlab").find_run_folder
+    with use_registry(Registry()):
+        sweep = Sweep.parse([own, *words], ["optim.lr=[0.01, 0.02]"], None)
+        sweep.check([{"optim.lr": "0.01"}])
+        assert own in sweep.words
+        assert find_run_folder(["pretrain_gpt.py", own, *words]) == tmp_path
+    for read in (
+        lambda: Sweep.parse(words, ["optim.lr=[0.01]"], None),
+        lambda: find_run_folder(["pretrain_gpt.py", *words]),
+    ):
+        with use_registry(Registry()), pytest.raises(UserError, match="squares"):
+            read()
+
+
+@pytest.mark.slow
+def test_trials_and_launched_ranks_load_what_the_config_names(write, overrides, tmp_path):
+    words = [
+        *overrides(train__steps=2, checkpoint__every=2, run__dir=tmp_path / "sweep"),
+        *(BLOCKS, f"run.extensions=[{write(RIGHT)}]"),
+    ]
+    status, text = call("sweep.py", "--sweep", "optim.lr=[0.01]", "--", *words)
     assert status == 0, text
+    (result,) = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    assert result["step"] == 2 and result["error"] is None
+    again = [*words, f"run.dir={tmp_path / 'run'}", "checkpoint.resume=latest"]
+    status, text = call("launch/node.py", "--no-doctor", *again)
+    assert status == 0, text
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+    words.pop()
+    for tool, options in (
+        ("sweep.py", ("--sweep", "optim.lr=[0.01]", "--")),
+        ("launch/node.py", ()),
+    ):
+        status, text = call(tool, *options, *words, "checkpoint.resume=latest")
+        assert status == 2 and "squares" in text, text
 
 
 CHECK = ("--config", "configs/demo.yaml", *SMALL, BLOCKS)
+CASES = {
+    "right": (RIGHT, 0, ["blocks.1.squares", "SquaresDescription", "all of it is so"]),
+    "lies": (LIES, 1, ["X ", "blocks.0.squares (SquaresDescription): bytes kept", "own.py:"]),
+    "unsummed": (UNSUMMED, 1, ["X parallel.tensor=2: largest difference ", "is allowed"]),
+}
 
 
-@pytest.mark.quick(when=lambda words, status, texts: status == 0)
-@pytest.mark.parametrize(
-    ("words", "status", "texts"),
-    [
-        (RIGHT, 0, ["blocks.1.squares", "SquaresDescription", "all of it is so"]),
-        (LIES, 1, ["X ", "blocks.0.squares (SquaresDescription): bytes kept", "own.py:"]),
-        (UNSUMMED, 1, ["X parallel.tensor=2: largest difference ", "is allowed"]),
-    ],
-    ids=["right", "lies", "unsummed"],
-)
-def test_an_author_checks_a_layer(words, status, texts, write):
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_an_author_checks_a_layer_by_a_command(case, write):
+    words, status, texts = CASES[case]
     found, text = call("check_layers.py", *CHECK, f"run.extensions=[{write(words)}]")
     assert found == status, text
     assert all(each in text for each in texts), text
+
+
+def run_with(path, function, keys):
+    with use_registry(Registry()):
+        load_named_extensions([path])
+        return function(RunConfig.model_validate(keys))
+
+
+class ExtensionRanks:
+    """The pool as the tool's own, whose ranks load the user's extension."""
+
+    def __init__(self, pool, path):
+        self._pool, self._path = pool, path
+
+    def run(self, ranks, function, config):
+        keys = config.model_dump(mode="json")
+        return self._pool.run(ranks, run_with, self._path, function, keys)
+
+
+def test_a_check_under_two_layouts_says_what_is_wrong(write, pool, capsys):
+    path = write({**LIES, "USE": UNSUMMED["USE"]})
+    tool, ranks = load_tool("check_layers"), ExtensionRanks(pool, path)
+    with use_registry(Registry()):
+        config = load_with_extensions(None, [*SMALL, BLOCKS, f"run.extensions=[{path}]"])
+        lies = tool.check_descriptions(list_measured_layouts(config)[:1], ranks)
+        failures = tool.check_parity(list_parity_layouts(config)[:2], ranks)
+    printed = capsys.readouterr().out
+    assert "blocks.1.squares" in printed and "SquaresDescription" in printed
+    assert any("blocks.0.squares (SquaresDescription): bytes kept" in each for each in lies)
+    assert all("own.py:" in each for each in lies if "SquaresDescription" in each)
+    (failure,) = failures
+    assert failure.startswith("X parallel.tensor=2: largest difference ")
