@@ -31,9 +31,14 @@ from megaframe.checkpoint import (
 )
 from megaframe.checkpoint.inspect import compare_checkpoints, find_damage
 from megaframe.checkpoint.reshard import reshard_checkpoint
+from megaframe.config import RunConfig
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, report_errors
-from megaframe.extensions import load_named_extensions
+from megaframe.extensions import (
+    add_extension_option,
+    load_named_extensions,
+    load_with_extensions,
+)
 from megaframe.io.untrusted import sanitize_text
 
 EXIT_DIFFERENT = 1
@@ -185,7 +190,7 @@ def import_dcp(arguments: argparse.Namespace) -> int:
     """Write a folder of torch.distributed.checkpoint as a checkpoint; tensors keep their names."""
     from megaframe.checkpoint.convert import dcp
 
-    config = load_config(arguments.config) if arguments.config else None
+    config = _load_own_config(arguments)
     result = dcp.import_checkpoint(Path(arguments.path), parse_path(arguments.to), config)
     print(f"wrote {result.path}")
     if result.left_out:
@@ -196,6 +201,14 @@ def import_dcp(arguments: argparse.Namespace) -> int:
             "the folder has no run state; give --config for a checkpoint that runs can start from"
         )
     return 0
+
+
+def _load_own_config(arguments: argparse.Namespace) -> RunConfig | None:
+    """Return what `--config` names, with its extensions, unless the command line names some."""
+    if not arguments.config:
+        return None
+    load = load_config if arguments.extension else load_with_extensions
+    return load(arguments.config)
 
 
 def _print(table: Table) -> None:
@@ -215,14 +228,9 @@ def _parse_arguments() -> argparse.Namespace:
         assert run.__doc__ is not None
         name = run.__name__.replace("_", "-")
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
-        command.set_defaults(run=run)
-        command.add_argument(
-            "--extension",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="an extension of the run, if you trust it, as in run.extensions; may be repeated",
-        )
+        command.set_defaults(run=run, extension=[])
+        if run is not import_hf:
+            add_extension_option(command)
         command.add_argument("path", help=_FOLDERS.get(run, ACCEPTED_PATHS))
         if run is inspect:
             command.add_argument("--tensors", action="store_true", help="list all tensors")

@@ -17,6 +17,7 @@ from megaframe.dashboard.run_folder import RunFolder, get_config_value
 from megaframe.dashboard.serve import DashboardServer
 from megaframe.dashboard.wandb_workspace import save_workspace, upload_page
 from megaframe.errors import UserError, report_errors
+from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.io.http import LOOPBACK
 from megaframe.io.untrusted import make_integer_parser
 from megaframe.planner.compare_run import compare_run_or_reason
@@ -26,6 +27,7 @@ def main() -> None:
     """Write the page, serve it until interrupted, or send it or a workspace to Weights & Biases."""
     arguments = parse_arguments()
     with report_errors():
+        load_named_extensions(arguments.extension)
         runs = [RunFolder(folder) for folder in arguments.runs]
         if arguments.wandb:
             print(save_workspace(arguments.wandb, project(runs[0])))
@@ -114,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--port", type=make_integer_parser(0, 65535), default=0, help="default: any free one"
     )  # fmt: skip
+    add_extension_option(parser)
     return parser.parse_args()
 
 

@@ -21,7 +21,7 @@ from megaframe.data.gpt_dataset import SPLITS
 from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, report_errors
-from megaframe.extensions import load_named_extensions
+from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.evaluation import Score, read_sequence, read_split, score
 from megaframe.training.generation import load_model, load_run_tokenizer
@@ -141,13 +141,7 @@ def _parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--extension",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="an extension of the run, if you trust it, as in run.extensions; may be repeated",
-    )
+    add_extension_option(parser)
     add("--checkpoint", required=True, help=ACCEPTED_PATHS)
     add("--text", nargs="+", default=(), metavar="FILE", help="held-out text, or token files")
     add("--split", choices=SPLITS[1:], help="the run's own documents of this part of data.split")

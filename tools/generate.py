@@ -11,7 +11,7 @@ import torch
 
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
-from megaframe.extensions import load_named_extensions
+from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.training.generation import (
     SamplingOptions,
     encode_prompt,
@@ -70,13 +70,7 @@ def check(arguments: argparse.Namespace) -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
     parser.add_argument("--checkpoint", required=True, help=ACCEPTED_PATHS)
-    parser.add_argument(
-        "--extension",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="an extension of the run, if you trust it, as in run.extensions; may be repeated",
-    )
+    add_extension_option(parser)
     parser.add_argument("--prompt", help="text to continue; default: a new document")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
     parser.add_argument("--samples", type=int, default=1, help="texts, one after the other")

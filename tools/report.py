@@ -13,6 +13,7 @@ from megaframe.dashboard.panels import read_prediction
 from megaframe.dashboard.report import REPORT_FILES, render_html, render_report
 from megaframe.dashboard.run_folder import RunFolder
 from megaframe.errors import report_errors
+from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.planner.compare_run import compare_run_or_reason
 
 
@@ -25,8 +26,10 @@ def main() -> None:
     parser.add_argument("--prediction", type=Path, metavar="FILE", help="JSON of a predicted step")
     parser.add_argument("--cluster", help="for the planner; default: that of its config or device")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN")
+    add_extension_option(parser)
     arguments = parser.parse_args()
     with report_errors():
+        load_named_extensions(arguments.extension)
         run = RunFolder(arguments.run)
         planned, why = compare_run_or_reason(run.folder, run.environment, arguments.cluster)
         prediction = read_prediction(arguments.prediction)

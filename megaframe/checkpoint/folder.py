@@ -19,7 +19,7 @@ from megaframe.checkpoint.stores.store import (
     store_of,
 )
 from megaframe.config import RunConfig
-from megaframe.config import load as load_config
+from megaframe.config.load import load_keys
 from megaframe.errors import UserError
 
 ACCEPTED_PATHS = (
@@ -29,6 +29,7 @@ ACCEPTED_PATHS = (
 _RUN_SUBFOLDER = "checkpoints"
 """Folder of checkpoints in a run folder."""
 _POINTER_BYTES = 64
+_LOCATION_KEYS = ("run.dir", "checkpoint.folder")
 
 
 def step_of(path: StorePath) -> int:
@@ -191,7 +192,7 @@ def _list_candidate_folders(path: StorePath) -> Iterator[StorePath]:
     yield path
     config_file = path / "config.yaml"
     if isinstance(config_file, Path) and config_file.is_file():
-        run = load_config(str(config_file))
+        run = load_keys(str(config_file), _LOCATION_KEYS)
         if run.checkpoint.folder is not None:
             yield resolve_checkpoint_folder(run)
     yield path / _RUN_SUBFOLDER  # also of a run folder that was moved

@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
-from megaframe.config.keys import format_value
 from megaframe.config.migration import upgrade_keys
 from megaframe.config.registry import get_registry
 from megaframe.config.schema import DataConfig
 from megaframe.errors import UserError
+from megaframe.extensions import refuse_missing_extensions
 from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.optim.optimizer import OptimizerState
 
@@ -78,6 +78,7 @@ def make_initial_train_state(config: RunConfig) -> TrainState:
         optimizer=OptimizerState(0, 1.0, 0),
         loss=math.nan,
         grad_norm=math.nan,
+        extensions=list_loaded_extensions(),
     )
 
 
@@ -94,6 +95,10 @@ def read_train_state(checkpoint: Checkpoint) -> TrainState:
             state_json = {**state_json, "config": upgrade_keys(state_json["config"])}
         state = TrainState.model_validate(state_json)
     except ValidationError as error:
+        # First: without its section, the keys of a part are unknown ones.
+        extensions = state_json.get("extensions") if isinstance(state_json, dict) else None
+        if isinstance(extensions, dict):
+            refuse_missing_extensions(extensions, checkpoint.path)
         unknown_keys = [
             ".".join(map(str, mistake["loc"][1:]))
             for mistake in error.errors()
@@ -104,8 +109,6 @@ def read_train_state(checkpoint: Checkpoint) -> TrainState:
                 f"{checkpoint.path} is of a run with keys that this version of megaframe does not "
                 f"know: {', '.join(unknown_keys)}; use the version that saved it, or a later one"
             ) from None
-        if isinstance(state_json, dict):
-            _refuse_missing_extensions(state_json.get("extensions"), checkpoint.path)
         first_mistake = error.errors(include_url=False, include_input=False)[0]
         location = ".".join(map(str, first_mistake["loc"])) or "all of it"
         raise UserError(
@@ -122,23 +125,6 @@ def read_train_state(checkpoint: Checkpoint) -> TrainState:
 def list_loaded_extensions() -> dict[str, str]:
     """Return the names of the extensions of this process, and the hashes of their sources."""
     return {extension.name: extension.digest for extension in get_registry().extensions}
-
-
-def _refuse_missing_extensions(saved: object, path: StorePath) -> None:
-    """Raise `UserError` if a checkpoint is of a run with extensions that are not loaded. They are
-    never loaded because a checkpoint names them: it may be somebody else's. saved: what it says."""
-    if not isinstance(saved, dict):
-        return
-    loaded = list_loaded_extensions()
-    missing = [str(name) for name in saved if name not in loaded]
-    if missing:
-        names = [*loaded, *missing]
-        raise UserError(
-            f"{path} is of a run with {len(saved)} extensions, of which {len(missing)} are not "
-            f"loaded here: {', '.join(missing)}; if you trust them, give "
-            f"run.extensions={format_value(names)} to a run, or to a tool "
-            f"{' '.join(f'--extension {name}' for name in names)}"
-        )
 
 
 def _describe_changed_extensions(saved: Mapping[str, str]) -> Iterator[str]:
@@ -258,7 +244,7 @@ def check_same_run(
         UserError: If it is of another run: another model, seed, sequence length, or split of the
             data, or without some of its extensions.
     """
-    _refuse_missing_extensions(extensions, path)
+    refuse_missing_extensions(extensions or {}, path)
     changes = [
         *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),
         *find_differences(saved.run.seed, config.run.seed, (), "run.seed"),

@@ -5,7 +5,7 @@ All mistakes are collected and raised as one `UserError`, so that a user can fix
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,29 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     reader = ConfigReader()
     table = reader.read_file(resolve_config_path(path)) if path is not None else {}
     table = merge_tables(table, reader.read_overrides(overrides))
+    return _validate_or_raise(table, reader.mistakes)
+
+
+def load_keys(path: str, names: Collection[str]) -> RunConfig:
+    """Return the config in a YAML file of which only some keys are used; the others, which may be
+    of parts that are not loaded, are at their defaults.
+
+    Args:
+        path: The file.
+        names: The keys, such as `run.dir`.
+
+    Raises:
+        UserError: With all mistakes in these keys, and all of YAML.
+    """
+    reader = ConfigReader()
+    table = reader.read_file(path)
+    used = {name: value for name, value in table.items() if name in names}
+    return _validate_or_raise(used, reader.mistakes)
+
+
+def _validate_or_raise(table: ConfigTable, read_mistakes: Sequence[ConfigMistake]) -> RunConfig:
     config, mistakes = _validate(table)
-    mistakes += reader.mistakes
+    mistakes += read_mistakes
     if config is None or mistakes:
         lines = dict.fromkeys(str(mistake) for mistake in sorted(mistakes, key=lambda m: m.order))
         count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"

@@ -15,10 +15,13 @@ from megaframe.config.parts import (
 from megaframe.config.registry import Registry
 from megaframe.extensions.callback import Callback, RunView
 from megaframe.extensions.load import (
+    add_extension_option,
     find_mistakes,
+    load_config_of_run,
     load_extensions,
     load_named_extensions,
     load_with_extensions,
+    refuse_missing_extensions,
 )
 
 __all__ = [
@@ -35,8 +38,11 @@ __all__ = [
     "Registry",
     "RunView",
     "SchedulePart",
+    "add_extension_option",
     "find_mistakes",
+    "load_config_of_run",
     "load_extensions",
     "load_named_extensions",
     "load_with_extensions",
+    "refuse_missing_extensions",
 ]

@@ -11,6 +11,7 @@ methods that make torch code.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
 import importlib
@@ -18,13 +19,14 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from megaframe.config.keys import format_value
 from megaframe.config.load import load, read_extension_names
 from megaframe.config.read import ConfigMistake
-from megaframe.config.registry import Extension, Registry, activate
+from megaframe.config.registry import Extension, Registry, activate, get_registry
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 
@@ -72,6 +74,54 @@ def load_named_extensions(names: Sequence[str]) -> None:
     """
     if names:
         load_extensions(None, [f"run.extensions={json.dumps([*names])}"])
+
+
+def add_extension_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--extension` to a tool that reads what a run has left, for `load_named_extensions`."""
+    parser.add_argument(
+        "--extension",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an extension of the run, if you trust it, as in run.extensions; may be repeated",
+    )
+
+
+def load_config_of_run(path: Path) -> RunConfig:
+    """Return the config in the folder of a run. The extensions that it names are not loaded.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UserError: With all mistakes, or with the extensions that are not loaded, if there would be
+            mistakes without them.
+    """
+    try:
+        return load(str(path))
+    except UserError:
+        refuse_missing_extensions([name for name, _, _ in read_extension_names(str(path))], path)
+        raise
+
+
+def refuse_missing_extensions(names: Collection[str], source: object) -> None:
+    """Raise `UserError` if what a run has left needs extensions that are not loaded. They are never
+    loaded because it names them: it may be somebody else's.
+
+    Args:
+        names: Those that the run had loaded.
+        source: What the run has left, for the message.
+    """
+    loaded = [extension.name for extension in get_registry().extensions]
+    missing = [name for name in names if name not in loaded]
+    if missing:
+        needed = [*loaded, *missing]
+        raise UserError(
+            f"{source} is of a run with {len(names)} extensions, of which {len(missing)} are not "
+            f"loaded here: {', '.join(missing)}; if you trust them, give "
+            f"run.extensions={format_value(needed)} to a run, or to a tool "
+            f"{' '.join(f'--extension {name}' for name in needed)}"
+        )
 
 
 def _load_extension(name: str, registry: Registry) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaframe.config.load import load
 from megaframe.errors import UserError
+from megaframe.extensions import load_config_of_run
 from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import get_cluster_constants
@@ -96,7 +96,7 @@ def compare_run(
         UserError: There can be no prediction: the number of ranks, the cluster or `model.vocab` is
             unknown, or the config is not valid.
     """
-    run_config, ranks = load(str(config)), environment.get("ranks")
+    run_config, ranks = load_config_of_run(config), environment.get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
         raise UserError("the run's environment.json does not say how many ranks it had")
     if run_config.model.vocab is None:
