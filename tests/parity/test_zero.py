@@ -95,6 +95,7 @@ def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, poo
     assert_same(results, expected[name])
 
 
+@pytest.mark.quick(when=lambda precision, stages: (precision == "bf16") == (stages == 1))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_with_one_data_rank_the_default_changes_no_bit(stages, precision, pool):

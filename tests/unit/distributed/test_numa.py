@@ -2,11 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from tool_process import run_tool
 
 from megaframe.distributed.numa import (
     assign_nodes,
@@ -16,7 +14,6 @@ from megaframe.distributed.numa import (
     read_node_cores,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
 GPUS = {"0000:3b:00.0": 0, "0000:5e:00.0": 0, "0000:af:00.0": 1, "0000:d8:00.0": -1}
 
 
@@ -118,14 +115,9 @@ def test_a_process_is_bound_with_all_its_threads(tmp_path):
     (folder / "cpulist").write_text(format_ranges(allowed) + "\n")
     own_environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
     words = ["auto", tmp_path, "node", tmp_path / "nothing", "node", tmp_path]
-    paths = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
-    process = subprocess.run(
-        [sys.executable, "-c", BOUND, *map(str, words)],
-        env={**os.environ, **own_environment, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    (tmp_path / "bound.py").write_text(BOUND)
+    process = run_tool(tmp_path / "bound.py", *words, environment=own_environment)
+    assert process.returncode == 0, process.stderr
     reports = [json.loads(line) for line in process.stdout.splitlines()]
     assert reports[0][:2] == [[], allowed], "a CPU's ranks are bound only if asked"
     (line,), cores, _ = reports[1]

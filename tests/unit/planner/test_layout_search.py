@@ -74,7 +74,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     config = make_config(model, batch, **sections)
     candidates = enumerate_candidates(config, gpus, CLUSTER)
-    candidates = candidates.select(np.array(draw_places(len(candidates), 50)))
+    candidates = candidates.select(np.array(draw_places(len(candidates), 30)))
     estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
     seconds, sizes = [], []
     for place in range(len(candidates)):

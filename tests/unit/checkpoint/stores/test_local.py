@@ -9,10 +9,12 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
+import checkpoint_child
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rank_process import RankProcess
 from tool_process import run_tool
 from torch.distributed import TCPStore
 
@@ -56,8 +58,9 @@ def test_two_processes_save_through_a_real_store(tmp_path):
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    command = [*CHILD, "second_rank", str(store.port), str(tmp_path)]
-    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as child:
+    errors = tmp_path / "errors"
+    child = RankProcess(checkpoint_child.second_rank, store.port, str(tmp_path), errors=errors)
+    try:
         writer = CheckpointWriter(tmp_path, rank=0, world=2, store=store, keep=2, timeout=60)
         full = torch.arange(12.0).view(4, 3)
         for step in (1, 2):
@@ -68,7 +71,9 @@ def test_two_processes_save_through_a_real_store(tmp_path):
         with open_checkpoint(find_checkpoint(tmp_path, "latest")) as checkpoint:
             checkpoint.load([Slice("a", (4, 3), (0, 1), target)])
         assert torch.equal(target, 2 * full[:, 1:])
-        assert child.wait(60) == 0, child.stderr.read()
+        assert child.wait(60) == 0, errors.read_text()
+    finally:
+        child.kill()
     assert store.get("second rank") == b"loaded"
 
 

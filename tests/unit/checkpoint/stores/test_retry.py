@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("small_files")
 class TestInterruptions:
     """Faults that outlast the client library's retries: it makes one attempt here."""
 
-    FILES = 12
+    FILES = 8
     SIZE = FILES * FILE // 4
 
     def bytes_of(self, server):
