@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from megaframe.architecture.activation import describe_activation
-from megaframe.architecture.attention import AttentionDescription, get_window
+from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.layer import (
     FeedForwardDescription,
     HasParameters,
@@ -29,6 +29,7 @@ from megaframe.architecture.outside import describe_part
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
 from megaframe.architecture.spec import ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic
+from megaframe.architecture.window import get_window
 from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,

@@ -160,7 +160,8 @@ class LayerDescription(ABC):
         return sum(linear.elements for linear in self.linears)
 
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
-        """Return the products of activations with activations in a sample of `seq` tokens."""
+        """Return the products of activations with activations in a sample of `seq` tokens. Without
+        scores they are the same in a piece of a sample, which context ranks mix like a sample."""
         return ()
 
     @property

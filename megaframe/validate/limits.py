@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
-from megaframe.architecture.block import BlockDescription, describe_block, list_mixers
+from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.embedding import describe_token_table
 from megaframe.architecture.spec import count_copies
 from megaframe.config.model import ModelConfig
@@ -33,21 +34,24 @@ def find_limit_mistakes(config: RunConfig) -> Iterator[str]:
     yield from _find_copy_mistakes(model, parallel)
 
 
-def _list_blocks(model: ModelConfig) -> list[tuple[str, BlockDescription]]:
-    """Return all kinds of blocks, with their place in the config."""
+@lru_cache(maxsize=64)
+def _list_blocks(model: ModelConfig) -> tuple[tuple[str, BlockDescription], ...]:
+    """Return all kinds of blocks, with their place in the config. Kept, because a search asks for
+    thousands of layouts of a model."""
     if model.blocks is None:
         kinds = dict.fromkeys(describe_block(model, layer) for layer in range(model.layers))
-        return [("", block) for block in kinds]
+        return tuple(("", block) for block in kinds)
     blocks, layer = [], 0
     for number, block in enumerate(model.blocks):
         blocks.append((f"model.blocks.{number}: ", describe_block(model, layer)))
         layer += block.repeat
-    return blocks
+    return tuple(blocks)
 
 
 def _find_copy_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a message if blocks divide their key and value heads differently over tensor ranks."""
-    groups, tensor = {mixer.ring_groups for mixer in list_mixers(model)}, parallel.tensor
+    groups = {block.mixer.ring_groups for _, block in _list_blocks(model)}
+    tensor = parallel.tensor
     fewer = sorted(group for group in groups if count_copies(group, tensor) > 1)
     if len(fewer) > 1:
         yield (

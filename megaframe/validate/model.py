@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.attention import list_windows
+from megaframe.architecture.window import list_windows
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import find_nearest_divisors

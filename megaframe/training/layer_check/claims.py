@@ -12,7 +12,7 @@ from typing import Any
 from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
 from megaframe.architecture.embedding import HeadDescription, describe_embedding, describe_head
-from megaframe.architecture.layer import BatchedProduct, HasParameters, LayerDescription
+from megaframe.architecture.layer import HasParameters, LayerDescription, MixerDescription
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor
@@ -176,17 +176,15 @@ class _Comparison:
 
     def _compare_flops(self) -> None:
         """Compare products. Around a ring each rank multiplies some of the scores only, as tiles
-        that depend on its place; and where there are no scores, those of chunks that a rank's
-        pieces of samples may cut."""
+        that depend on its place."""
         description, layout = self.part.description, self.layout
-        products = _list_products(description, self.config.train.seq)
-        block = getattr(description, "block", description)  # of a predictor
-        mixer = getattr(block, "mixer", block)
-        whole = count_exchanging_ranks(self.config.parallel)
-        if not getattr(mixer, "has_scores", False):
-            whole = 1
-        if products and layout.context > whole:
-            return
+        mixer, seq, pieces = _find_mixer(description), self.config.train.seq, 1
+        if mixer is not None and layout.context > 1:
+            if mixer.has_scores and layout.context > count_exchanging_ranks(self.config.parallel):
+                return
+            if not mixer.has_scores:  # pieces of samples are mixed like samples
+                pieces = 2 * layout.context
+        products = () if mixer is None else mixer.list_batched_products(-(-seq // pieces))
         passes = 3 if isinstance(description, HeadDescription) else 1
         samples = self.config.train.microbatch * layout.data
         self._compare(
@@ -196,7 +194,7 @@ class _Comparison:
                     2.0 * self._tokens * passes * _count_elements(linear, layout.tensor)
                     for linear in description.linears
                 )
-                + sum(product.flops for product in products) * samples
+                + sum(product.flops for product in products) * pieces * samples
             ),
             sum(measurement.flops for measurement in self.measured),
             "linears",
@@ -260,11 +258,11 @@ def can_load_evenly(config: RunConfig, layout: Layout) -> bool:
     return rows % len(list_expert_sets(moe.experts, moe.top_k)) == 0
 
 
-def _list_products(description: Any, seq: int) -> tuple[BatchedProduct, ...]:
-    if isinstance(description, LayerDescription):
-        return description.list_batched_products(seq)
-    block = description.block if isinstance(description, PredictorDescription) else description
-    return tuple(block.mixer.list_batched_products(seq))
+def _find_mixer(description: Any) -> MixerDescription | None:
+    """Return the mixer that a description is or contains."""
+    description = getattr(description, "block", description)
+    mixer = getattr(description, "mixer", description)
+    return mixer if isinstance(mixer, MixerDescription) else None
 
 
 def _count_elements(linear: LinearSpec, tensor: int) -> float:

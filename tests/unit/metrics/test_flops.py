@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.attention import compute_mean_keys
 from megaframe.architecture.spec import Normal, ParamSpec
+from megaframe.architecture.window import compute_mean_keys
 from megaframe.config import RunConfig
 from megaframe.metrics.flops import count_flops
 from megaframe.model.model_chunk import list_model_specs

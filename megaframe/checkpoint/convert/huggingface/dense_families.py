@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaframe.architecture.attention import get_window
+from megaframe.architecture.window import get_window
 from megaframe.config import ModelConfig, RotaryScalingConfig
 from megaframe.errors import UserError
 

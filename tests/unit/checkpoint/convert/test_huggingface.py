@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tolerances import assert_near
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.architecture.attention import list_windows
+from megaframe.architecture.window import list_windows
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import (
