@@ -94,7 +94,8 @@ class Rotary:
         """
         self._kernels = kernels
         rate, factor = _get_frequencies_on(description, positions.device)
-        if rate.is_meta:  # made by a meta step; the next one may be real
+        if rate.is_meta and not positions.is_meta:
+            # A meta step makes all new tensors meta ones, whatever device they are made on.
             _get_frequencies_on.cache_clear()
         # Angles, cosines and sines in fp64, rounded once to the type of the activations.
         angle = positions.to(torch.float64)[..., None] * rate
