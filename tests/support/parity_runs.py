@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 from tolerances import PROMISE, assert_within, promised
@@ -15,6 +16,7 @@ from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.extensions import load_extensions
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
+from megaframe.optim.optimizer import Optimizer
 from megaframe.training.train_step import TrainStep
 
 GLOBAL_BATCH, STEPS = 8, 2
@@ -107,6 +109,23 @@ def run_with_extensions(extensions, function, *arguments):
     with use_registry(Registry()):
         load_extensions(None, [f"run.extensions=[{', '.join(extensions)}]"])
         return function(*arguments)
+
+
+def run_with_rounded_weights(*arguments):
+    """`run` from weights that differ by less than their rounding. What differs in its result as
+    well is decided by rounding, and shows nothing of layouts."""
+    initialize = Optimizer.initialize
+
+    def initialize_and_round(self, seed):
+        initialize(self, seed)
+        generator = torch.Generator().manual_seed(0)
+        for name, _, _, piece in self.list_tensors():
+            if not name.startswith("optimizer."):
+                noise = torch.randn(piece.shape, generator=generator, dtype=piece.dtype)
+                piece.mul_(1 + torch.finfo(piece.dtype).eps * noise)
+
+    with patch.object(Optimizer, "initialize", initialize_and_round):
+        return run(*arguments)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seed_with
-from parity_runs import assert_same, run, run_with_extensions
+from parity_runs import assert_same, run, run_with_extensions, run_with_rounded_weights
 from random_runs import RandomRun, random_runs, use_examples
 from rank_pool import Pool
 
@@ -49,6 +49,9 @@ SETTINGS = settings(
 class ParityCheck:
     """Runs what it is given on ranks of a pool, and the same on one rank.
 
+    A random model may be so steep that its second step differs if weights change by less than their
+    rounding. Such runs show nothing, and are counted apart.
+
     Args:
         pool: A pool of as many ranks as a run may have.
         function: What a rank runs; tests give one with a mistake in it.
@@ -57,7 +60,7 @@ class ParityCheck:
     def __init__(self, pool, function=None):
         self._pool, self._function = pool, function or run
         self._run_on_one = lru_cache(maxsize=64)(self._run_on_one_rank)
-        self.runs = 0
+        self.runs = self.decided_by_rounding = 0
 
     def check(self, random_run):
         """Raise an `AssertionError` if the layout changes the result."""
@@ -77,12 +80,28 @@ class ParityCheck:
             *flags,
             sections["optim"],
         )
-        assert_same(results, expected)
+        try:
+            assert_same(results, expected)
+        except AssertionError:
+            if self._is_decided_by_rounding(plain, extensions, flags, expected):
+                self.decided_by_rounding += 1
+                return
+            raise
 
-    def _run_on_one_rank(self, plain, extensions, *flags):
+    def _is_decided_by_rounding(self, plain, extensions, flags, expected):
+        rounded = self._run_on_one_rank(
+            json.dumps(plain), extensions, *flags, function=run_with_rounded_weights
+        )
+        try:
+            assert_same([rounded], expected)
+        except AssertionError:
+            return True
+        return False
+
+    def _run_on_one_rank(self, plain, extensions, *flags, function=run):
         sections = json.loads(plain)
         arguments = (sections["model"], sections["train"], {}, *flags, sections["optim"])
-        return self._pool.run(1, run_with_extensions, extensions, run, *arguments)[0]
+        return self._pool.run(1, run_with_extensions, extensions, function, *arguments)[0]
 
 
 class ParityFailure(Exception):
@@ -188,7 +207,10 @@ def main():
         return 1
     finally:
         pool.close()
-    print(f"{check.runs} runs: no layout changed a result")
+    print(
+        f"{check.runs} runs: no layout changed a result; {check.decided_by_rounding} are decided "
+        "by rounding"
+    )
     return 0
 
 
