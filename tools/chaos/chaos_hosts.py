@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from chaos_run import LIMIT, ROOT, ChaosRun, FaultSkipped, Process, find_free_port
+from chaos_run import LIMIT, ROOT, ChaosRun, FaultSkipped, Process
+
+from megaframe.io.ports import find_free_port
 
 LINKS = {"control": "10.213.77", "data": "10.213.78"}
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
+from megaframe.io.ports import find_free_port
 from megaframe.io.run_files import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,10 +252,3 @@ def write_corpus(prefix: Path) -> None:
             start, step = draw.integers(0, 60, 2)
             words = (start + step * np.arange(int(draw.integers(30, 200)))) % 60
             writer.append(np.append(words, 60).astype(np.uint16))
-
-
-def find_free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

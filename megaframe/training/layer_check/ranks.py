@@ -5,15 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megaframe.config import RunConfig
 from megaframe.extensions import load_extensions
+from megaframe.io.ports import find_free_port
 
 _TIMEOUT = 300.0
 """Seconds that ranks may take for one layout."""
@@ -102,11 +101,3 @@ def _serve(end: Connection, path: str | None, overrides: Sequence[str]) -> None:
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc().strip()))
         end.send_bytes(answer)
-
-
-def find_free_port() -> int:
-    """Return a port of this machine that nothing uses."""
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
