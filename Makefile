@@ -25,7 +25,7 @@ demo: $(DEMO)/python.idx
 
 # Every mechanism once. What repeats one of them with other cases is marked slow.
 test: .venv/ready
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" --hypothesis-profile quick
 
 test-all: .venv/ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

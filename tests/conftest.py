@@ -23,6 +23,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 import numpy as np
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything (such as transformers) imports Triton
@@ -42,6 +43,11 @@ from megaframe.model.model_chunk import build_whole_model_chunk
 from megaframe.optim.optimizer import Optimizer
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.pipeline_parallel.stage import Stage
+
+# Examples of each property, where a test does not ask for fewer. `make test` takes the quick ones.
+settings.register_profile("full", deadline=None, max_examples=60)
+settings.register_profile("quick", deadline=None, max_examples=15)
+settings.load_profile("full")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks

@@ -55,6 +55,7 @@ def test_every_kind_of_outcome_is_recognised(kind, call, tmp_path):
     Path("/tmp/planted-by-the-fuzzer").exists() and os.rmdir("/tmp/planted-by-the-fuzzer")
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "SECONDS", 1)
     assert run_target(lambda: [None for _ in iter(int, 1)], tmp_path)[0] in ("slow", "traceback")

@@ -123,6 +123,7 @@ def test_another_shape_is_named_before_it_starts(hang):
         ), text
 
 
+@pytest.mark.slow
 def test_one_send_too_many_is_named(hang):
     keys = {"faults__check_collectives": True, "parallel__pipeline": 2, "faults__step_timeout": 0}
     for text in hang(2, fault_runs.send_once_too_often, 0, 3, **keys):

@@ -79,6 +79,7 @@ def test_poisoned_weights_are_left_behind(run, unbroken_losses, tmp_path):
     assert all(lost[step - 1] > 0 for step in (5, 6)) and not lost[3]
 
 
+@pytest.mark.slow
 def test_masked_tokens_are_counted_a_step_ahead_and_after_a_way_back_too(run, tmp_path):
     keys = {**EVERY, "data__mask_eod": True, "train__eval_every": 5}
     assert run("whole", 2, must_look_ahead, None, **keys) == [0, 0]
@@ -151,6 +152,7 @@ def test_a_flipped_bit_is_found_named_and_undone(run, unbroken_losses, tmp_path)
     assert "step 8: all replicas are equal when rerun; the difference on ranks 0, 1" in text
 
 
+@pytest.mark.slow
 def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
     keys = {"faults__compare_every": 4, "train__microbatch": 1, **EVERY}
     assert run("run", 4, flip_bit, 2, 6, True, **keys) == [EXIT_BAD_DEVICE] * 4

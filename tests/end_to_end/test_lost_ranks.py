@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rank_process import RankProcess, hang_after, list_rank_environments
 
@@ -131,7 +131,6 @@ def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path
 ranks = st.integers(0, 7)
 
 
-@settings(deadline=None)
 @given(
     dead=st.sets(ranks, min_size=1, max_size=3),
     late=st.sets(ranks, max_size=3),

@@ -108,6 +108,7 @@ def test_fewer_bits_of_state_are_those_of_one_process(
 
 @pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.slow
 def test_blocks_that_no_rank_cuts_are_those_of_one_process(zero, pool):
     """256 divides what each of two tensor ranks has of a row."""
     model = {"bias": True, "layers": 1, "heads": 4, "hidden": 512, "ffn": 512}

@@ -92,6 +92,7 @@ def test_the_command_of_the_page_makes_it(monkeypatch, tmp_path, capsys):
     assert (page, plot) == (PAGE.read_text(encoding="utf-8"), PLOT.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_clone_without_the_long_tables_names_the_lines_that_it_cannot_make(
     monkeypatch, tmp_path, capsys
 ):

@@ -17,7 +17,8 @@ _TIMEOUT = 120.0
 RARELY = 50_000
 """New objects between two garbage collections. With 700, they took a seventh of the time."""
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "megaframe.training.trainer"])
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "megaframe.training.trainer"])
+# torch imports _dynamo in the first step, which would take each process a second.
 
 
 class Pool:

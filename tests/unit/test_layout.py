@@ -46,7 +46,6 @@ def list_subsets(axes):
     return chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))
 
 
-@settings(deadline=None, max_examples=50)
 @given(draw_layout())
 def test_each_view_numbers_the_ranks_one_to_one(layout):
     ranks = range(layout.world)
@@ -63,7 +62,7 @@ def test_each_view_numbers_the_ranks_one_to_one(layout):
             assert 0 <= index < layout.sizes[axis]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(draw_layout())
 def test_groups_partition_the_world_into_equal_sizes(layout):
     for view in (DENSE_VIEW, SPLIT_DENSE_VIEW, EXPERT_VIEW):
@@ -74,7 +73,7 @@ def test_groups_partition_the_world_into_equal_sizes(layout):
             assert all(list(group) == sorted(group) for group in groups)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(draw_layout(), st.data())
 def test_members_differ_on_the_given_axes_only(layout, data):
     rank = data.draw(st.integers(0, layout.world - 1))
@@ -93,7 +92,7 @@ def test_members_differ_on_the_given_axes_only(layout, data):
             assert expected in layout.list_groups(*axes)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(draw_layout())
 def test_both_views_cover_the_same_ranks_of_a_stage(layout):
     dense = layout.list_groups("tensor", "context", "data")
@@ -198,7 +197,6 @@ def count_messages(steps):
     return sum(ranks - 1 for ranks in steps)
 
 
-@settings(deadline=None, max_examples=200)
 @given(ranks=st.integers(1, 5000), inside=st.integers(1, 72))
 def test_steps_divide_a_group_and_save_messages(ranks, inside):
     steps = exchange_steps(ranks, inside)

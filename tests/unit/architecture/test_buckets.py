@@ -1,7 +1,7 @@
 """Buckets by rule: closed forms, and what a run and the planner make of them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.architecture.buckets import (
@@ -38,7 +38,6 @@ def make_config(model=None, **parallel):
     )
 
 
-@settings(deadline=None, max_examples=100)
 @given(transfer=st.floats(1e-3, 10), latency=st.floats(1e-5, 1))
 def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
     count = float(compute_bucket_count(transfer, latency))
@@ -53,7 +52,6 @@ def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
         assert transfer / count <= LATENCY_SHARE * transfer * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), max_size=12),
     least=st.integers(1, 300),

@@ -189,9 +189,9 @@ CASES = [
 
 @pytest.mark.quick(
     when=lambda name, recompute, precision, layout: (
-        (precision == "bf16" and layout == "one rank" and recompute != "full")
+        (precision == "bf16" and layout == "one rank" and recompute == "selective")
         or (recompute == "selective" and name in QUICK.get(layout, ()))
-        or (layout, name, recompute, precision) == ("one rank", "predictors", "full", "bf16")
+        or (layout == "one rank" and name == "predictors" and precision == "bf16")
     )
 )
 @pytest.mark.parametrize(("name", "recompute", "precision", "layout"), CASES)

@@ -4,7 +4,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.architecture.spec import (
@@ -28,7 +28,6 @@ def test_shares_tile_in_order_and_differ_by_at_most_one(total, parts):
     assert max(lengths) - min(lengths) <= 1
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_local_pieces_cover_every_element(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
@@ -44,7 +43,6 @@ def test_local_pieces_cover_every_element(data):
     assert len(elements) == prod(shape) == spec.size
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_a_run_of_elements_is_few_boxes_in_order(shape, data):
     size = prod(shape)

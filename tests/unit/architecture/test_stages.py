@@ -3,7 +3,7 @@
 from itertools import combinations_with_replacement
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.architecture.block import describe_block
@@ -35,7 +35,6 @@ def list_divisions(layers, stages):
         yield tuple(b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True))
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=7).map(tuple),
     st.integers(0, 20),
@@ -55,7 +54,6 @@ def test_no_division_is_better_balanced(blocks, head, stages):
     assert works(counts) == min(map(works, list_divisions(len(blocks), stages)))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 3))
 def test_every_layer_is_on_one_stage(layers, ranks, chunks):
     plans = plan_stages(make_config(layers, pipeline=ranks, chunks=chunks))

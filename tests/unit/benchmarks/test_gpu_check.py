@@ -369,6 +369,7 @@ def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
         assert all((ROOT / target.partition("::")[0]).exists() for target in tests.targets)
 
 
+@pytest.mark.slow
 def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(time_limit, "_GRACE", 0.2)
     mark = tmp_path / "pid"

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rank_process import RankProcess
 
@@ -268,7 +268,6 @@ NUMBERS = st.integers() | st.floats() | st.text(max_size=9) | st.none()
 NAMES = ["host", "namespace", "process", "started", "since", "renewed"]
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=99) | st.dictionaries(st.sampled_from(NAMES), NUMBERS))
 def test_a_file_that_is_no_lock_is_refused_and_stays(damage):
     with TemporaryDirectory() as name:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 
+import pytest
 import torch
 
 from megaframe.checkpoint import CheckpointWriter, open_checkpoint
@@ -63,6 +64,7 @@ def load_tensors(path):
     return tensors
 
 
+@pytest.mark.slow
 def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrides, tmp_path):
     for name, extra, seconds in (
         ("serial", {"parallel__serial": True}, 0.0),

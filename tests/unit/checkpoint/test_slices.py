@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 from checkpoint_helpers import draw_partition, shapes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.checkpoint import Slice
@@ -33,7 +33,6 @@ def paint(shape, boxes):
     return counts
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data(), shapes)
 def test_the_corner_test_agrees_with_painting(data, shape):
     boxes = data.draw(draw_partition(shape))
@@ -47,7 +46,6 @@ def test_the_corner_test_agrees_with_painting(data, shape):
     assert (find_tiling_problem(shape, boxes) is None) == covered_once
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data(), shapes)
 def test_intersection_is_where_both_are(data, shape):
     first, second = data.draw(draw_box(shape)), data.draw(draw_box(shape))
@@ -56,7 +54,6 @@ def test_intersection_is_where_both_are(data, shape):
     assert torch.equal(paint(shape, [shared] if shared else []) == 1, both)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data(), shapes, st.integers(1, 60))
 def test_pieces_are_consecutive_runs(data, shape, limit):
     box = data.draw(draw_box(shape))
@@ -67,7 +64,6 @@ def test_pieces_are_consecutive_runs(data, shape, limit):
     assert all(len(run) <= limit for run in runs)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data(), shapes, st.integers(1, 60))
 def test_tiles_cover_a_box_once(data, shape, limit):
     box = data.draw(draw_box(shape))

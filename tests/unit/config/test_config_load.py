@@ -269,6 +269,7 @@ def test_aliases_cannot_grow_without_bound(write):
     assert "alias *a0 refused" in list_mistakes(write("c.yaml", laughs))[0]
 
 
+@pytest.mark.slow
 def test_a_file_of_mistakes_is_not_read_to_its_end(write):
     keys = "".join(f"{'long' * 30}{n}: 1\n" for n in range(400))
     items = ", ".join(f"{{path: a, weight: x{n}}}" for n in range(400))

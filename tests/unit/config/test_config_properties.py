@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megaframe.config import DataSourceConfig, RunConfig, dump, explain, load
@@ -136,7 +136,6 @@ def file(tmp_path_factory):
     return tmp_path_factory.mktemp("config") / "config.yaml"
 
 
-@settings(deadline=None, max_examples=60)
 @given(SETTINGS)
 @example({"run.dir": "\x85"})
 @example({"model.heads": 769})
@@ -146,7 +145,6 @@ def test_what_is_dumped_loads_back_equal(file, keys_by_section):
     assert load(str(file)) == config
 
 
-@settings(deadline=None, max_examples=60)
 @given(SETTINGS)
 def test_an_override_is_worth_a_line_of_the_file(file, keys_by_section):
     file.write_text(yaml.safe_dump(nest(keys_by_section)), encoding="utf-8")
@@ -161,7 +159,6 @@ def test_an_override_is_worth_a_line_of_the_file(file, keys_by_section):
 LEAF = st.sampled_from(sorted(LEAVES))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(LEAF, TEXT.filter(bool), st.integers(0, 3)), max_size=4))
 def test_spaces_around_an_equals_sign_change_nothing(assignments):
     """The whole, and its parts in two or three words, are the same or refused alike."""
@@ -185,7 +182,6 @@ def test_spaces_around_an_equals_sign_change_nothing(assignments):
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.fixed_dictionaries({axis: SIZES for axis in (
     "tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate"
 )}))  # fmt: skip
@@ -207,7 +203,6 @@ EDITED = st.tuples(st.sampled_from(sorted(get_config_keys())), st.integers(0, 30
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given((NAMES | EDITED).filter(lambda name: name not in get_config_keys() and name.strip(".")))
 def test_an_unknown_key_always_suggests_a_known_one(name):
     for ask in (lambda: explain(name), lambda: load(None, [f"{name}=1"])):
@@ -230,7 +225,6 @@ def test_an_unknown_key_always_suggests_a_known_one(name):
             assert known.issuperset(suggested.split(", "))
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.sampled_from(sorted(k for k in get_config_keys() if len(k) > 8)), st.integers(0, 40))
 def test_one_lost_letter_in_a_key_is_found(name, place):
     place = name.index(".") + 1 + place % (len(name) - name.index(".") - 1) if "." in name else 0
@@ -240,7 +234,6 @@ def test_one_lost_letter_in_a_key_is_found(name, place):
             explain(wrong)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 30))
 def test_a_mistake_is_reported_on_its_line(file, before):
     file.write_text("# comment\n" * before + "train:\n  steps: none\n", encoding="utf-8")
@@ -252,7 +245,6 @@ WORDS = ["train", "steps", "data.sources", "null", "extends", "5", "!!int ", "é
 PIECES = st.sampled_from([*WORDS, *"[]{}'\"#|>%@\t\n-", ": ", "  ", "- ", "? ", "&a ", "*a", "---"])
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     st.one_of(
         st.binary(max_size=60),

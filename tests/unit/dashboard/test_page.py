@@ -125,6 +125,7 @@ def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_pa
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != light
 
 
+@pytest.mark.slow
 def test_it_is_useful_without_a_mouse(visit, tmp_path):
     tab = visit(write_page(tmp_path, [RunFolder(write(tmp_path / "run", make_lines(60)))]))
     tab.keyboard.press("Tab")
@@ -169,6 +170,7 @@ def test_names_and_values_with_html_in_them_stay_text(visit, tmp_path):
     assert "run.<i>key" in tab.locator("#differences").inner_text()
 
 
+@pytest.mark.slow
 def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
     first_run = RunFolder(write(tmp_path / "one", make_lines(40), {"optim": {"lr": 1}}))
     folder = write(tmp_path / "two", make_lines(20, ranks=2, stages=1), {"optim": {"lr": 2}})
@@ -188,6 +190,7 @@ def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
     assert "two" in tab.evaluate(names)
 
 
+@pytest.mark.slow
 def test_what_is_written_arrives(visit, tmp_path):
     all_lines = list(make_lines(60))
     run = write(tmp_path / "run", all_lines[:20])
@@ -221,6 +224,7 @@ def test_what_is_written_arrives(visit, tmp_path):
         server.close()
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_steps_and_a_thousand_ranks_are_a_page_of_few_numbers(visit, tmp_path):
     folder = write(tmp_path / "run", make_lines(50, ranks=1000), environment={"ranks": 1000})
     with open(folder / "metrics.jsonl", "a") as file:

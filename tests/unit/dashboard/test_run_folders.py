@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import make_lines, write
 
@@ -141,7 +141,6 @@ def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
     assert "after step 30 comes step 11 (line 31)" in run.notes[0]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     value=st.recursive(
         st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
@@ -202,7 +201,6 @@ def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
     assert "| MFU | n/a |" in render_report(run)
 
 
-@settings(deadline=None, max_examples=80)
 @given(values=st.lists(st.none() | st.floats(-1e6, 1e6), max_size=60), most=st.integers(1, 20))
 def test_thinning_keeps_means_and_extremes(values, most):
     numbers = np.array([math.nan if value is None else value for value in values])

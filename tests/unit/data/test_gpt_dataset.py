@@ -4,7 +4,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from token_files import make_counting_documents, write_token_file
 
@@ -38,7 +38,6 @@ def split_by_hand(texts, shares, split):
     return [token for token, _ in pairs], [begins for _, begins in pairs]
 
 
-@settings(deadline=None, max_examples=120)
 @given(
     texts,
     st.sampled_from(["u1", "u2", "i4"]),
@@ -79,7 +78,6 @@ def test_every_token_but_the_first_is_predicted_once(tmp_path):
     assert labels.reshape(-1).tolist() == list(range(1, 61))
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 400), st.integers(0, 10), st.integers(0, 10))
 def test_splits_share_out_everything(count, train, validation):
     train, validation = sorted((train, validation))[::-1]
@@ -103,7 +101,6 @@ def test_a_split_without_documents_is_refused_with_numbers(tmp_path):
         GPTDataset(path, "test", (0.98, 0.02, 0.0), 8, VOCAB)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(200, 900), st.integers(1, 6), st.integers(1, 8), st.integers(1, 8))
 def test_a_single_document_is_split_by_tokens(tokens, sequences, held_out, seq):
     """Training gets its first tokens, in one piece; no token is in two splits."""

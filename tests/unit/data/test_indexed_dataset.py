@@ -131,7 +131,6 @@ def test_a_broken_file_is_refused_with_its_numbers(tmp_path, name):
     assert prefix in str(error.value)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_no_truncation_goes_unnoticed(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("truncated")
@@ -165,7 +164,6 @@ def test_foreign_tails_and_missing_files_are_named(tmp_path):
 DOCUMENTS = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12)
 
 
-@settings(deadline=None, max_examples=40)
 @given(DOCUMENTS, st.data())
 def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, documents, data):
     folder = tmp_path_factory.mktemp("kept")
@@ -190,7 +188,7 @@ def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, docume
     assert len(os.listdir(folder)) == 4
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(DOCUMENTS)
 def test_a_batch_is_its_documents_one_by_one(tmp_path_factory, documents):
     folder = tmp_path_factory.mktemp("batch")

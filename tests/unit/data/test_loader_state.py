@@ -31,7 +31,7 @@ def test_resume_at_every_step_equals_an_uninterrupted_run(paths, prefetch):
         resumed.close()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_changed_blends_never_repeat_a_sample_within_an_epoch(data):
     with TemporaryDirectory() as folder:

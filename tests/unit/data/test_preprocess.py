@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.data.indexed_dataset import IndexedDataset
@@ -106,7 +106,6 @@ def test_without_eod_and_with_another_key(tmp_path):
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=20)
 
 
-@settings(deadline=None, max_examples=60)
 @given(TEXTS, st.integers(1, 200), st.sampled_from(["", ".gz", ".zst"]), st.booleans())
 def test_the_cut_into_pieces_changes_no_jsonl_document(
     tmp_path_factory, documents, size, suffix, end
@@ -120,7 +119,6 @@ def test_the_cut_into_pieces_changes_no_jsonl_document(
 LINES = st.lists(st.sampled_from(["a", "bc", "", " \t", "d\r", "\r", "  e"]), max_size=25)
 
 
-@settings(deadline=None, max_examples=80)
 @given(LINES, st.integers(1, 20))
 def test_the_cut_into_pieces_changes_no_paragraph(tmp_path_factory, lines, size):
     expected, paragraph = [], []

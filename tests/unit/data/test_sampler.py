@@ -2,7 +2,7 @@ from fractions import Fraction
 from math import ceil, floor
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.data.sampler import Blend, round_weights
@@ -22,7 +22,6 @@ def choose_sources_slowly(weights, size):
     return sources
 
 
-@settings(deadline=None, max_examples=60)
 @given(weight_lists, st.integers(1, 300))
 def test_counts_are_the_share_rounded_down_or_up_at_every_sample(weights, size):
     blend = Blend.start(weights)
@@ -34,14 +33,12 @@ def test_counts_are_the_share_rounded_down_or_up_at_every_sample(weights, size):
             assert n * weight // total <= count <= -(-n * weight // total)
 
 
-@settings(deadline=None, max_examples=40)
 @given(weight_lists, st.integers(1, 80))
 def test_equals_a_slow_search(weights, size):
     blend = Blend.start(weights)
     assert blend.take(size)[0].tolist() == choose_sources_slowly(blend.weights, size)
 
 
-@settings(deadline=None, max_examples=40)
 @given(weight_lists, st.lists(st.integers(0, 40), min_size=1, max_size=8))
 def test_the_sequence_does_not_depend_on_how_it_is_taken(weights, sizes):
     blend = Blend.start(weights)
@@ -55,7 +52,6 @@ def test_the_sequence_does_not_depend_on_how_it_is_taken(weights, sizes):
     assert blend == end
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 6).flatmap(
         lambda k: st.lists(st.lists(st.floats(0.01, 100), min_size=k, max_size=k), min_size=2)

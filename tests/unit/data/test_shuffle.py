@@ -37,14 +37,12 @@ def compute_index_slowly(number, size, key):
 keys = st.integers(0, MASK)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 300), keys, st.integers(0, 2**20))
 def test_each_epoch_visits_every_sample_once(size, key, epoch):
     indices = sample_indices(np.arange(size) + epoch * size, size, key)
     assert sorted(indices.tolist()) == list(range(size))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 2**40), keys, st.integers(0, 2**40))
 def test_equals_the_same_arithmetic_in_unlimited_integers(size, key, number):
     numbers = np.array([number, number + 1, number + size], np.int64)
@@ -52,7 +50,7 @@ def test_equals_the_same_arithmetic_in_unlimited_integers(size, key, number):
     assert sample_indices(numbers, size, key).tolist() == expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(20_000, 2**40), keys, st.data())
 def test_a_stretch_of_a_large_source_has_no_repeats(size, key, data):
     first = data.draw(st.integers(0, size - 5000))
@@ -61,7 +59,7 @@ def test_a_stretch_of_a_large_source_has_no_repeats(size, key, data):
     assert indices.min() >= 0 and indices.max() < size
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 2**40), keys, st.integers(0, 2**45)), min_size=1))
 def test_many_sources_in_one_call_equal_each_alone(rows):
     sizes, keys, numbers = (np.array(column, t) for column, t in zip(zip(*rows), "qQq"))  # noqa: B905

@@ -89,7 +89,6 @@ TEXT = st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]
 
 
 @pytest.mark.parametrize("kind", NAMES)
-@settings(deadline=None, max_examples=40)
 @given(texts=st.lists(TEXT | st.sampled_from([CORPUS[:300], "  a\n\n\tb ", "x\0y"]), max_size=4))
 def test_every_text_comes_back_with_all_its_bytes(folder, kind, texts):
     tokenizer = load_tokenizer(NAMES[kind].format(folder))
@@ -201,7 +200,7 @@ def test_a_bad_rank_file_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "hf", "tiktoken"])
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(content=st.binary(min_size=1, max_size=200))
 def test_a_foreign_file_is_refused(tmp_path_factory, kind, content):
     path = tmp_path_factory.mktemp("foreign") / "file"

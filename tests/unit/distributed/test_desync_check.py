@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.distributed.collectives import (
@@ -87,7 +87,6 @@ def agree(first, other):
     )
 
 
-@settings(deadline=None)
 @given(st.lists(CALLS, max_size=6).flatmap(lambda c: st.tuples(st.just(c), st.permutations(c))))
 def test_ranks_differ_where_the_order_of_a_group_or_of_a_direction_differs(calls):
     first, second = make_groups(2)

@@ -1,6 +1,6 @@
 """Finding the rank that holds up the others from the statuses of all ranks."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.distributed.rank_progress import (
@@ -24,7 +24,6 @@ def make_status(rank, waiting, parts_begun=0):
     return RankStatus(rank, "step 1", "waiting in x" if waiting else "", parts_begun)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 5), st.tuples(st.booleans(), st.integers(0, 3)), max_size=6))
 def test_the_silent_are_to_blame_then_who_waits_for_nobody_then_the_last(described):
     statuses = {rank: make_status(rank, *description) for rank, description in described.items()}

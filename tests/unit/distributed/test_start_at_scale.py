@@ -33,6 +33,7 @@ def leave_out_looks(requests):
     return {request: number for request, number in requests.items() if request not in LOOKING}
 
 
+@pytest.mark.quick(when=lambda fault: fault == "lost")
 @pytest.mark.parametrize("fault", ["lost", "late"])
 def test_one_rank_reads_what_all_have_written_and_each_other_asks_for_the_verdict(fault, pool):
     """So a verdict about N ranks costs a number of requests proportional to N, and what a rank
@@ -63,6 +64,7 @@ def test_one_rank_reads_what_all_have_written_and_each_other_asks_for_the_verdic
     assert max(read[64]) < 600 and max(read[128]) < max(read[64]) + 10
 
 
+@pytest.mark.slow
 def test_if_the_judge_is_lost_another_rank_judges(pool):
     (clients,) = pool.run(1, scale_runs.lose, 16, 5, "lost", True)
     assert {ranks for ranks, *_ in clients.values()} == {(5,)}

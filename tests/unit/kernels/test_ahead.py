@@ -75,6 +75,7 @@ def assert_keeps_nan(folder):
     assert instructions and all(".NaN." in name for name in instructions)
 
 
+@pytest.mark.slow
 def test_no_number_that_changes_with_the_step_makes_a_kernel_of_its_own(tmp_path):
     compile_kernels(
         tmp_path, "--kernels", "adamw", "--examples", "bf16, stochastic", "--chips", "90"

@@ -61,7 +61,7 @@ def order_of(tokens, k, experts, seed=0, skipped=()):
     return chosen, expert_order.ExpertOrder(*expert_order.run_reference_order(chosen, experts))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
     tokens=st.integers(0, 300),

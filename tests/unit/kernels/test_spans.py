@@ -1,14 +1,13 @@
 """Spans, compared with explicit masks."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_exactness import DEVICE
 from kernel_exactness import make_generator as generator_of
 from megaframe_kernels.attention.spans import find_spans
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     queries=st.integers(0, 12),

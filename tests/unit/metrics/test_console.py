@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
@@ -122,7 +122,6 @@ def test_durations(seconds, text):
     assert format_duration(seconds) == text
 
 
-@settings(deadline=None)
 @given(st.lists(st.text("x", max_size=20), min_size=9, max_size=9))
 def test_cells_that_are_too_long_still_stay_apart(cells):
     widths = choose_column_widths(10**7)

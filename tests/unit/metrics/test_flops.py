@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.architecture.spec import Normal, ParamSpec
@@ -81,7 +81,6 @@ def test_only_what_is_multiplied_counts():
     assert count_flops(specs, run_config).full_attention == 6 * (1 + 10) + 12 * 8
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 300), st.integers(1, 400))
 def test_windows_count_the_keys_inside_them(seq, window):
     exact = sum(min(position + 1, window) for position in range(seq)) / seq

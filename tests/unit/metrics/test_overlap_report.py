@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,7 +42,6 @@ SPANS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(spans=SPANS)
 def test_parts_are_what_counting_finds(spans, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "one.json"

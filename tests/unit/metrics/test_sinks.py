@@ -49,9 +49,7 @@ def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
     assert parsed == {**make_line(1), "grad_norm": None, "more": {"x": None, "y": 2}}
 
 
-@settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=st.integers(0, 8), start=st.integers(0, 8), torn=st.integers(0, 200))
 def test_a_resumed_run_continues_on_one_curve(tmp_path, written, start, torn):
     path = tmp_path / METRICS_FILE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.metrics.timers import PARTS, StepTimer
@@ -38,7 +38,6 @@ def run(program, timer, clock, part, expected) -> None:
                 run(item[1], timer, clock, item[0], expected)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(programs, min_size=1, max_size=3))
 def test_time_goes_to_the_innermost_part_and_none_is_lost(steps):
     clock = Clock()

@@ -80,7 +80,7 @@ def compute_largest_norm(heads):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     ranks=st.integers(2, 4),
     piece=st.integers(1, 4),
@@ -135,7 +135,6 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     assert_same_attention(actual, expected, query, key, value, d_out)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     length=st.integers(1, 23),
     window=st.none() | st.integers(1, 30),

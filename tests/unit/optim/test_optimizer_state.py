@@ -64,7 +64,7 @@ def test_weights_are_rounded_as_they_are_updated(name, averaged):
 
 
 @pytest.mark.parametrize("code", LOSSY)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 2**31), st.integers(1, 3 * BLOCK))
 def test_what_is_kept_is_near_and_keeps_itself(code, seed, count):
     values = make_values(seed, count, is_square(code))

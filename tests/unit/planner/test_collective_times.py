@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.hardware.cluster import Cluster, Tier, load_cluster
@@ -70,7 +70,6 @@ def test_a_number_of_ranks_that_is_no_power_of_two_pays_for_the_rest():
     assert float(five - four) == pytest.approx(2 * (ALPHA + 1e9 / BANDWIDTH))
 
 
-@settings(deadline=None, max_examples=60)
 @given(count=ranks, size=sizes, other=sizes, operation=st.sampled_from(sorted(ALGORITHMS)))
 def test_the_choice_is_the_best_of_all_and_grows_with_the_size(count, size, other, operation):
     group = make_tier(count)
@@ -87,7 +86,6 @@ def test_the_choice_is_the_best_of_all_and_grows_with_the_size(count, size, othe
         assert float(estimate_collective_seconds(operation, other, group)) >= best
 
 
-@settings(deadline=None, max_examples=60)
 @given(inner=st.sampled_from([2, 4, 8]), outer=st.integers(2, 64), size=st.floats(1e6, 1e11))
 def test_hierarchies_carry_on_the_slow_tier_what_is_left(inner, outer, size):
     group = [GroupLevel(float(inner), 0.0, 1e11), GroupLevel(float(outer), 0.0, 1e10)]
@@ -133,7 +131,6 @@ def test_shares_of_links_are_of_each_tier():
     assert shares_found == [0.5] + [0.75] * (len(cluster.tiers) - 1)
 
 
-@settings(deadline=None, max_examples=60)
 @given(stride=st.sampled_from([1, 2, 4, 8, 16, 64]), size=st.integers(1, 2000))
 def test_levels_hold_the_whole_group(stride, size):
     cluster = load_cluster("h100-ib")

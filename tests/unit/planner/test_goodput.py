@@ -41,7 +41,7 @@ def test_llama3_table_adds_up():
     )  # about every three hours
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     ranks=st.sampled_from([1024, 16384, 100000]),
     interval=st.floats(30, 1800),
@@ -58,7 +58,7 @@ def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
     assert sum(simulated.lost.values()) + simulated.effective == pytest.approx(1)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(stall=st.floats(0.1, 60), hours=st.floats(0.5, 100))
 def test_the_best_interval_is_dalys(stall, hours):
     mix = FailureMix("one", 1, hours / 24, (FailureCause("any", 1),))
@@ -136,7 +136,6 @@ def test_the_tool_refuses_what_it_cannot_compute(words, expected, tmp_path):
     )
 
 
-@settings(deadline=None, max_examples=50)
 @given(stall=st.floats(0.1, 300), between=st.floats(3600, 1e7))
 def test_no_interval_loses_less_than_dalys(stall, between):
     def lost(interval):

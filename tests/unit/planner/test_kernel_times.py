@@ -1,6 +1,6 @@
 """Times of kernels: fits of measured times, and the limits of products."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.hardware.cluster import load_cluster
@@ -10,7 +10,6 @@ from megaframe.planner.kernel_times import compute_kernel_rates, estimate_matmul
 CLUSTER = load_cluster("h100-ib")
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     alpha=st.floats(1e-6, 1e-2),
     beta=st.floats(1e-12, 1e-8),

@@ -79,7 +79,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(when=lambda name: name == "tensor")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_travel_as_often_as_planned(name):
     """Pieces are sent to their owner and back. Some are not, because the owner has them already."""

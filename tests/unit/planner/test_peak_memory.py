@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.architecture.pipeline import build_step_schedule
@@ -55,7 +55,6 @@ def compute_needed(config, layout, chip, blocks):
     ]
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     parallel=st.sampled_from(LAYOUTS),
     recompute=st.sampled_from(["none", "selective"]),

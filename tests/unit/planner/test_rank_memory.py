@@ -311,7 +311,7 @@ def draw_runs(draw):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(run=draw_runs(), ends=st.sampled_from([0, -1]))
 def test_any_run_is_planned_as_it_counts(run, ends):
     """Context ranks copy their part of the tokens' numbers of a step, which is more than 1% if a

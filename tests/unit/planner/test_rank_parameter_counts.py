@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
@@ -95,7 +95,6 @@ MODELS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=40)
 @given(model=MODELS, tensor=st.sampled_from([1, 2, 4]), pipeline=st.integers(1, 3))
 def test_what_is_held_is_what_layers_declare(model, tensor, pipeline):
     moe = "moe" in model

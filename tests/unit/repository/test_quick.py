@@ -16,8 +16,9 @@ from megaframe.layout import Layout
 from megaframe.schedule import SCHEDULE_NAMES
 
 TESTS = Path(__file__).resolve().parents[2]
-ALL_SLOW = {"end_to_end/test_expert_balance.py"}
-"""Files without a quick test: a training run until experts are balanced."""
+ALL_SLOW = {"end_to_end/test_expert_balance.py", "unit/tools/test_slurm.py"}
+"""Files without a quick test: a training run until experts are balanced, and Slurm, which
+holds a job for a minute before it runs again."""
 PARITY = "parity/test_{}.py::test_layouts_do_not_change_the_answer"
 SHOWN_BY = {
     "parallel.schedule": ("parity/test_pipeline.py::test_schedules_do_not_change", "schedule"),

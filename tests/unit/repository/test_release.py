@@ -103,6 +103,7 @@ def test_the_version_stands_in_one_place_and_is_in_the_changes(wheel):
     assert f'"{__version__}"' not in (ROOT / "setup.py").read_text()
 
 
+@pytest.mark.slow
 def test_it_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_path):
     """Only megaframe is installed there; other packages are this environment's, to save minutes."""
     venv.create(tmp_path / "fresh", with_pip=False)

@@ -1,7 +1,7 @@
 """A layout for the ranks that are left."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
@@ -21,7 +21,6 @@ def make_config(tensor=1, pipeline=1, data=None, batch=16, **parallel):
     )
 
 
-@settings(deadline=None, max_examples=60)
 @given(tensor=sizes, pipeline=sizes, data=sizes, lost=st.integers(0, 31))
 def test_what_fits_is_valid_and_as_near_as_can_be(tensor, pipeline, data, lost):
     requested = make_config(tensor, pipeline, data)

@@ -80,7 +80,6 @@ def test_an_action_on_another_rank_is_marked(data, schedule):
 
 
 @given(st.data(), draw_schedules())
-@settings(deadline=None, max_examples=200)
 def test_a_swap_is_refused_exactly_when_it_cannot_be_executed(data, schedule):
     rank, position = data.draw(draw_cell(schedule))
     other = data.draw(st.integers(0, len(schedule.ranks[rank]) - 1))
@@ -140,7 +139,6 @@ def run_strictly(schedule):
 
 @pytest.mark.slow
 @given(st.data(), draw_schedules())
-@settings(deadline=None, max_examples=200)
 def test_what_passes_runs_to_its_end_even_if_sends_wait_for_their_receives(data, schedule):
     lowered = lower(schedule)
     assert run_strictly(lowered)

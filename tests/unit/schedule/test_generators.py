@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError
@@ -134,7 +134,6 @@ def test_stages_lie_in_loops_or_in_a_v():
         assert generate(name, 3, 2, 3).rank_of == (0, 1, 2, 2, 1, 0)
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.sampled_from(list(GENERATORS)), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20))
 def test_every_schedule_passes_the_checker(name, ranks, chunks, additional):
     limits = SCHEDULE_LIMITS[name]
@@ -149,7 +148,6 @@ def test_every_schedule_passes_the_checker(name, ranks, chunks, additional):
     assert [len(schedule.list_stages(rank)) for rank in range(ranks)] == [chunks] * ranks
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(0, 20), st.integers(0, 12))
 def test_interleaved_takes_any_group(ranks, chunks, additional, wider):
     schedule = generate("interleaved", ranks, chunks, ranks + additional, group=ranks + wider)

@@ -1,6 +1,6 @@
 """Lowering: which actions are added to the compute actions, and where."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.schedule import ActionKind, generate, lower
@@ -51,7 +51,6 @@ def test_nothing_is_sent_within_a_rank():
         assert sorted(set(sent)) == boundaries
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(ORDERS),
     st.integers(1, 6),
@@ -70,7 +69,6 @@ def test_every_lowered_schedule_passes_the_checker_however_early_receives_are(
     assert compute == [list(rank) for rank in schedule.ranks]
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(ORDERS), st.integers(2, 5), st.integers(1, 4), st.integers(0, 9))
 def test_receives_of_an_edge_are_posted_in_the_order_of_its_sends_and_early(
     name, ranks, chunks, additional

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.schedule import ActionKind, Schedule, generate, lower
@@ -36,7 +36,6 @@ def test_the_steps_of_the_parity_tests_have_some():
     assert len(make_pairs("dualpipe-v", 2, 2, 4)[1]) >= 4
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(["interleaved", "dualpipe-v", "zb-v", "1f1b", "zb-h1"]),
     st.integers(2, 4),

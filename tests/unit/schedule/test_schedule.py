@@ -33,7 +33,7 @@ def test_lanes():
     assert lanes == [*["compute"] * 3, "send", "recv", "send", "recv", "grad", "compute"]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.sampled_from(["zb-v", "v-half"]), st.integers(1, 5), st.integers(0, 5))
 def test_schedules_round_trip(name, ranks, additional):
     schedule = generate(name, ranks, 2, ranks + additional)

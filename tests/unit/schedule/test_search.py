@@ -31,7 +31,7 @@ def draw_problem(draw):
     return ranks, chunks, microbatches, costs, limit
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(draw_problem(), st.sampled_from([None, "loop", "vee"]))
 def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement):
     ranks, chunks, microbatches, costs, limit = problem
@@ -56,7 +56,6 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
             assert best.time <= timeline.time
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     draw_problem(),
     st.sampled_from(["loop", "vee"]),

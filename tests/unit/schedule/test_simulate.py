@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import (
     B,
@@ -75,7 +75,6 @@ def test_stages_of_one_rank_are_its_chunks_and_hand_over_without_a_transfer():
 
 @pytest.mark.slow
 @given(st.data(), draw_schedules(), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=150)
 def test_equals_the_longest_path(data, schedule, lowered, floats):
     stages = len(schedule.rank_of)
     pass_times = [tuple(data.draw(seconds()) for _ in range(stages)) for _ in range(3)]
@@ -105,7 +104,6 @@ def test_equals_the_longest_path(data, schedule, lowered, floats):
 
 
 @given(draw_schedules())
-@settings(deadline=None, max_examples=80)
 def test_live_activations_equal_a_count(schedule):
     expected = []
     for rank, actions in enumerate(schedule.ranks):

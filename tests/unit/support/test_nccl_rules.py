@@ -14,7 +14,7 @@ from fake_cuda.nccl_rules import (
     WaitEvent,
     simulate,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 COMPUTE = 0
@@ -187,13 +187,11 @@ def _both_ways(rank, ends, name, stream):
     return [MessageGroup(name, stream, (Message("send", peer, "4"), Message("receive", peer, "4")))]
 
 
-@settings(max_examples=80)
 @given(draw_serial_programs(), st.integers(1, 4))
 def test_programs_that_follow_one_order_end_with_any_number_of_queues(programs, queues):
     assert is_ended(programs, queues=queues)
 
 
-@settings(max_examples=80)
 @given(draw_serial_programs(), st.data(), st.integers(2, 9))
 def test_what_ends_with_one_queue_ends_with_more(programs, data, queues):
     """Whatever order the calls of a rank have."""

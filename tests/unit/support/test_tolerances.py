@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import (
     assert_near,
@@ -38,7 +38,6 @@ def test_short_sums_have_the_bound_that_always_holds_and_long_ones_that_of_a_ran
     assert estimate_growth(0, torch.float32) == 0.0
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 400), st.integers(0, 2**31), st.sampled_from(TYPES[1:]))
 def test_no_order_of_a_sum_exceeds_it(length, seed, dtype):
     """Sums one after the other, each rounded: the worst order of all."""

@@ -103,7 +103,7 @@ def test_numbers_that_are_none_are_not_the_same_as_numbers(tmp_path, capsys, mon
     assert status == 1 and "inf" in text
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(1, 6))
 def test_other_files_hold_the_same(files):
     with TemporaryDirectory() as name:

@@ -117,6 +117,7 @@ def launch_program(program, **variables):
     )
 
 
+@pytest.mark.slow
 def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
     """A rank that a signal ended gives 128 plus the signal's number, as in a shell."""
     program = tmp_path / "rank.py"

@@ -112,7 +112,7 @@ def test_what_makes_no_lab_is_refused(words, expected, monkeypatch, capsys):
 
 
 @given(st.integers(0, 9), st.floats(0, 1e6), st.none() | st.floats(0, 1e6))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_lost_link_is_read_as_it_is_written(host, after, length):
     text = f"{host}@{after:.3f}" + ("" if length is None else f":{length:.3f}")
     outage = netlab.parse_outage(text, 10)

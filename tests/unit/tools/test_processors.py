@@ -70,6 +70,7 @@ def test_a_setting_takes_the_place_of_what_was_set_before():
     assert environment == {**expected, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
+@pytest.mark.slow
 def test_torch_follows_what_runs_and_is_asked_whether_it_does():
     setting = {"ATEN_CPU_CAPABILITY": "default"}
     environment = processors.make_environment(setting, os.environ)

@@ -65,7 +65,10 @@ def search():
     return f"{os.environ['PATH']}:/usr/sbin"
 
 
-pytestmark = pytest.mark.skipif(explain_refusal() is not None, reason=str(explain_refusal()))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(explain_refusal() is not None, reason=str(explain_refusal())),
+]
 
 
 class SlurmCluster:

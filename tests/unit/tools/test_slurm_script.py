@@ -165,6 +165,7 @@ def ask_to_leave(process, tmp_path):
     return process.communicate()[1]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_asked_to_leave_while_it_looks_at_nodes_begins_no_run(slurm, tmp_path):
     process = slurm(sleep="look", SECONDS="300")
     output = ask_to_leave(process, tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from entry_runs import read_losses
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.dashboard.metrics_file import MetricsFile
@@ -59,7 +59,6 @@ SPACES = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(SPACES, st.integers(1, 4), st.integers(0, 5), st.integers(0, 3), st.data())
 def test_a_larger_sweep_has_the_trials_of_a_smaller_one(space, times, additional, seed, data):
     ranges = {key: values for key, values in space.items() if isinstance(values, Range)}
@@ -136,6 +135,7 @@ def run(monkeypatch, capsys, *words):
     return ended.value.code, printed.out, printed.err
 
 
+@pytest.mark.slow
 def test_a_failed_trial_stops_no_other_and_is_the_only_one_tried_again(
     corpus, overrides, tmp_path, monkeypatch, capsys
 ):

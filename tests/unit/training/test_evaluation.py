@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from entry_runs import read_lines, train
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import near
 
@@ -86,7 +86,6 @@ def saved_run(tmp_path_factory):
     return folder / "run/checkpoints"
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.integers(2, 60), st.integers(1, 20), st.data())
 def test_windows_count_every_token_once_and_with_all_that_fits_before_it(length, context, data):
     stride, first = data.draw(st.integers(1, context)), data.draw(st.integers(1, length))

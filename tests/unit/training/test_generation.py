@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_evaluation import saved_run  # noqa: F401
 
@@ -41,7 +41,6 @@ def compute_probabilities(logits, temperature, top_k, top_p):
     return probabilities / probabilities.sum()
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True),
     st.floats(0.05, 20),
@@ -88,7 +87,6 @@ def test_scores_that_are_not_finite_are_said(bad):
         SamplingOptions(1.0).choose(torch.tensor([0.0, bad, 1.0]), torch.Generator())
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.one_of(st.text(max_size=12).map(str.encode), st.binary(max_size=12)))
 def test_streamed_text_is_whole_characters_and_all_of_the_text(content):
     ids = list(content)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from config_refusals import LATENT, SOUND, list_refusals
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.config import load
@@ -235,7 +235,6 @@ def test_all_mistakes_come_at_once():
         assert line.startswith(start)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     batch=st.integers(1, 40),
     microbatch=st.integers(1, 6),
@@ -262,7 +261,6 @@ def test_a_config_that_passes_divides_on_every_step(batch, microbatch, world, ra
                 assert list_refusals(*overrides, *keys.split(" with "), world=world) == []
 
 
-@settings(deadline=None, max_examples=60)
 @given(hidden=st.integers(1, 200), heads=st.integers(1, 40), kv_heads=st.integers(1, 40))
 def test_suggested_heads_work(hidden, heads, kv_heads):
     keys = {"model.hidden": hidden, "model.heads": heads, "model.kv_heads": kv_heads}

@@ -62,7 +62,7 @@ def assert_same_tensors(actual, expected):
         assert torch.equal(view_bits(actual[name]), view_bits(tensor)), name
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.data())
 def test_what_is_exported_loads_in_torch_and_comes_back(data):
     dtypes = st.sampled_from(list(DTYPES.values()))
@@ -315,7 +315,6 @@ def test_a_tensor_that_calls_or_expands_is_named_and_not_followed(copy, tmp_path
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_every_flipped_bit_and_truncation_is_refused_or_changes_nothing_else(good, data):
     with tempfile.TemporaryDirectory() as name:
@@ -344,7 +343,6 @@ OPCODES = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.lists(OPCODES | st.binary(max_size=3), max_size=60).map(b"".join))
 def test_any_bytes_are_a_description_or_no_pickle(program):
     try:

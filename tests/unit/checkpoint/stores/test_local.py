@@ -77,9 +77,7 @@ def test_two_processes_save_through_a_real_store(tmp_path):
     assert store.get("second rank") == b"loaded"
 
 
-@settings(
-    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 20_000), st.integers(0, 20_000), st.booleans(), st.booleans())
 def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, sole_reader):
     """A read may start and end anywhere, also past the end of the file; memory is aligned alike."""

@@ -63,7 +63,7 @@ def test_what_is_saved_is_found_and_loaded(home):
     assert len(sizes) == 8 and max(sizes) <= FILE + 4096  # plus a header
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.data())
 def test_any_partition_loads_as_any_other(data):
     home = parse_path(f"memory://random{next(COUNT)}/checkpoints")
@@ -178,7 +178,6 @@ class TestTools:
         assert status == 2 and "no store is known for nostore://" in text
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.binary(max_size=80) | st.sampled_from([b"../../x", b"step-00000002", b"latest"]))
 def test_a_pointer_of_any_content_leads_nowhere_else(pointer):
     home = parse_path(f"memory://pointer{next(COUNT)}/checkpoints")
@@ -188,7 +187,6 @@ def test_a_pointer_of_any_content_leads_nowhere_else(pointer):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_a_manifest_of_any_content_is_refused_or_means_the_same(data):
     home = parse_path(f"memory://manifest{next(COUNT)}/checkpoints")

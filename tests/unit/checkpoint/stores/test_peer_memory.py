@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoint_helpers import cut_slice
 from entry_runs import read_losses
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rank_process import RankProcess, hang_after, list_rank_environments
 from tolerances import promised
@@ -249,7 +249,6 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path):
         MemoryFolder.create(tmp_path, tmp_path / "run")
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_record_is_what_was_written_or_none(data):
     from tempfile import TemporaryDirectory

@@ -80,6 +80,7 @@ class TestInterruptions:
         largest = max(server.sent[path] for path in files if path not in repeated_paths)
         assert server.sent[repeated_paths[0]] <= 4 * largest  # three failures and a success
 
+    @pytest.mark.slow
     def test_a_server_that_stops_for_a_while_costs_what_was_on_its_way(self, server, s3):
         requests = itertools.count()
 
@@ -101,6 +102,7 @@ class TestInterruptions:
             warnings.simplefilter("ignore")
             assert torch.equal(load_all(path)["a"], make_weight(1.0).double())
 
+    @pytest.mark.slow
     def test_one_that_fails_for_good_is_named_and_the_last_one_stays(self, server, s3, monkeypatch):
         monkeypatch.setattr(retry, "RETRY_SECONDS", 0.3)
         good = save_steps(s3, 1.0)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from s3_server import SECRET
 
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("small_files")
 
 
 class TestSecrets:
-    @settings(deadline=None, max_examples=200)
     @given(
         st.text(max_size=30)
         | st.builds("{}://{}:{}@{}".format, *[st.text(min_size=1, max_size=8)] * 4)
