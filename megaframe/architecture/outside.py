@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 from megaframe.architecture.layer import LayerDescription
 from megaframe.config.model import ModelConfig
+from megaframe.config.part_calls import describe_failure
 from megaframe.config.parts import FeedForwardPart, MixerPart
 from megaframe.errors import UserError
 
@@ -31,9 +31,7 @@ def describe_part(
     except UserError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error}"
-        raise UserError(f"{name} fails at {place.filename}:{place.lineno}: {message}") from error
+        raise UserError(f"{name} fails at {describe_failure(part, error)}") from error
     kind = type(description)
     if not isinstance(description, base):
         raise UserError(f"{name} returns {kind.__name__}, which is no {base.__name__}")

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megaframe.config.part_calls import describe_failure
 from megaframe.config.parts import DataTransformPart
 from megaframe.data.microbatch import IGNORE
 from megaframe.errors import UserError
-from megaframe.extensions.load import describe_failure
 
 Tokens = NDArray[np.int64]
 

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from megaframe.config import RunConfig
+from megaframe.config.part_calls import describe_failure
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.extensions import Callback, RunView
-from megaframe.extensions.load import describe_failure
 from megaframe.metrics import MetricsLogger
 from megaframe.metrics.metrics_logger import StepValues
 
