@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megaframe.config.part_calls import call_part
 from megaframe.config.parts import ActivationPart
 
 GATED = ("swiglu", "geglu", "swiglu_clamped")
@@ -28,9 +29,12 @@ class ActivationDescription:
 
 
 def describe_activation(activation: str | ActivationPart) -> ActivationDescription:
-    """Return what a value of `model.activation` is."""
+    """Return what a value of `model.activation` is.
+
+    Raises:
+        UserError: An activation from outside does not say what it keeps.
+    """
     if isinstance(activation, ActivationPart):
-        return ActivationDescription(
-            activation.name, activation.gated, activation.count_saved(), activation
-        )
+        saved = call_part(activation, "count_saved", int)
+        return ActivationDescription(activation.name, activation.gated, saved, activation)
     return ActivationDescription(activation, activation in GATED)

@@ -42,6 +42,8 @@ from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.parts import FeedForwardPart, MixerPart, NormPart
 
+_MAKES_LAYER = "make_layer(name, run)"
+
 
 @dataclass(frozen=True)
 class BlockDescription:
@@ -253,7 +255,12 @@ def describe_norm(model: ModelConfig) -> NormDescription:
     """Return the norm of the residual stream. One object for all layers, so that code from outside
     is compiled once."""
     if isinstance(model.norm, NormPart):
-        norm: NormDescription = model.norm.describe(model)
+        # Torch code for norms derived from ours is known.
+        known = (RMSNormDescription, LayerNormDescription)
+        needed = "compute(x, *parameters)"
+        norm: NormDescription = describe_part(
+            model.norm, NormDescription, needed, model, known=known
+        )
         return norm
     if model.norm == "rmsnorm":
         return RMSNormDescription(model.hidden, model.norm_eps)
@@ -275,7 +282,7 @@ def _describe_feed_forward(
 ) -> FeedForwardDescription:
     if isinstance(config, FeedForwardPart):
         layer: FeedForwardDescription = describe_part(
-            config, FeedForwardDescription, model, output_std
+            config, FeedForwardDescription, _MAKES_LAYER, model, output_std
         )
         return layer
     if isinstance(config, MLPConfig):
@@ -296,7 +303,9 @@ def _describe_mixer(
     model: ModelConfig, config: AttentionConfig | LatentMixerConfig | MixerPart, output_std: float
 ) -> MixerDescription:
     if isinstance(config, MixerPart):
-        mixer: MixerDescription = describe_part(config, MixerDescription, model, output_std)
+        mixer: MixerDescription = describe_part(
+            config, MixerDescription, _MAKES_LAYER, model, output_std
+        )
         return mixer
     if isinstance(config, LatentMixerConfig):
         latent = model.latent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megaframe.config.optim import OptimConfig
+from megaframe.config.part_calls import call_part
 from megaframe.config.parts import OptimizerPart
 
 OFFLOAD_CHUNK = 1 << 21
@@ -15,7 +16,7 @@ OFFLOAD_BUFFERS = 3
 def count_moments(optim: OptimConfig) -> int:
     """Return the number of moments that the optimizer keeps per element; for Muon, of matrices."""
     if isinstance(optim.name, OptimizerPart):
-        return optim.name.count_moments()
+        return call_part(optim.name, "count_moments", int)
     return {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
 
 

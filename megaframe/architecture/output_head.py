@@ -6,6 +6,7 @@ model, the evaluation and the prediction of memory size their chunks by this bou
 
 from __future__ import annotations
 
+from megaframe.config.part_calls import call_part
 from megaframe.config.parts import LossPart
 from megaframe.config.schema import RunConfig
 
@@ -43,6 +44,6 @@ def compute_loss_bytes_per_logit(config: RunConfig, width: int) -> int:
     loss = config.train.loss
     if not isinstance(loss, LossPart):
         return 0
-    tensors = 1 + loss.count_logit_tensors()
+    tensors = 1 + call_part(loss, "count_logit_tensors", int)
     tensors += _SOFTCAP_TENSORS * (config.model.logit_softcap is not None)
     return tensors * max(4, width)

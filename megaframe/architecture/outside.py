@@ -1,47 +1,43 @@
-"""Descriptions of layers from outside: what an extension returns is checked before it is used."""
+"""Descriptions from extensions: what a part returns is checked before it is used."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megaframe.architecture.layer import LayerDescription
-from megaframe.config.model import ModelConfig
-from megaframe.config.part_calls import describe_failure
-from megaframe.config.parts import FeedForwardPart, MixerPart
+from megaframe.config.part_calls import call_part, describe_method
+from megaframe.config.parts import Part
 from megaframe.errors import UserError
 
 
 def describe_part(
-    part: MixerPart | FeedForwardPart, base: type, model: ModelConfig, output_std: float
+    part: Part,
+    base: type,
+    needed: str,
+    *arguments: object,
+    known: tuple[type, ...] = (),
 ) -> Any:
-    """Return what a mixer or a feed-forward layer of an extension says of itself.
+    """Return what a part says that its layer or norm is made of.
 
     Args:
-        part: Its section.
-        base: What its description is derived from.
-        model: The section `model`.
-        output_std: As in `MixerPart.describe`.
+        part: Its section, with a method `describe`.
+        base: What the description is derived from.
+        needed: What the description must have of its own for torch code: `METHOD(ARGUMENTS)`.
+        arguments: Those of `describe`.
+        known: Descriptions of ours that need no such method.
 
     Raises:
-        UserError: It fails, or no layer can be built from the description.
+        UserError: The part fails, or nothing can be built from the description.
     """
-    name = f"{part.name}: {type(part).__name__}.describe"
-    try:
-        description = part.describe(model, output_std)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{name} fails at {describe_failure(part, error)}") from error
-    kind = type(description)
-    if not isinstance(description, base):
-        raise UserError(f"{name} returns {kind.__name__}, which is no {base.__name__}")
-    if kind.make_layer is LayerDescription.make_layer:
-        raise UserError(f"{name} returns {kind.__name__}, which lacks make_layer(name, run)")
+    description: Any = call_part(part, "describe", base, *arguments)
+    kind, method = type(description), needed.partition("(")[0]
+    place = describe_method(part, "describe")
+    if getattr(kind, method) is getattr(base, method) and not isinstance(description, known):
+        raise UserError(f"{place} returns {kind.__name__}, which lacks {needed}")
     try:
         hash(description)
     except TypeError as error:
         raise UserError(
-            f"{name} returns {kind.__name__}, which cannot be compared by value ({error}); make it "
-            "a frozen dataclass of numbers, texts and tuples"
+            f"{place} returns {kind.__name__}, which cannot be compared by value ({error}); make "
+            "it a frozen dataclass of numbers, texts and tuples"
         ) from None
     return description

@@ -1,9 +1,57 @@
-"""What an error in the code of an extension says: where it left that code."""
+"""Calls of what parts of extensions say of themselves: a fault of theirs is one message with the
+part, the method, and the file and line."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import TypeVar, cast
+
+from megaframe.config.parts import Part
+from megaframe.errors import UserError
+
+Answer = TypeVar("Answer")
+_ACCEPTED: Mapping[type, type] = {int: Integral, float: Real}
+"""Types whose values are taken for those of another, such as NumPy's numbers."""
+
+
+def call_part(part: Part, method: str, kind: type[Answer], *arguments: object) -> Answer:
+    """Return what a method of a part returns.
+
+    Args:
+        part: The part.
+        method: Name of the method.
+        kind: The type that it must return.
+        arguments: Those of the method.
+
+    Raises:
+        UserError: It fails, or returns something else.
+    """
+    try:
+        answer = getattr(part, method)(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{describe_method(part, method)} fails at {describe_failure(part, error)}"
+        ) from error
+    if not isinstance(answer, _ACCEPTED.get(kind, kind)):
+        raise UserError(
+            f"{describe_method(part, method)} returns {type(answer).__name__}, which is no "
+            f"{kind.__name__}"
+        )
+    return cast(Answer, answer)
+
+
+def describe_method(part: Part, method: str) -> str:
+    """Return a method of a part for a message, with its name, file and line."""
+    kind = type(part)
+    code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"{part.name}: {kind.__name__}.{method}{place}"
 
 
 def describe_failure(part: object, error: BaseException) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megaframe.config.part_calls import call_part
 from megaframe.config.schema import RunConfig
 from megaframe.data.gpt_dataset import (
     SPLITS,
@@ -91,7 +92,7 @@ class BlendedDataset:
         transforms = [
             (place, part)
             for place, part in enumerate(data.transforms)
-            if split == "train" or part.includes_validation()
+            if split == "train" or call_part(part, "includes_validation", bool)
         ]
         self._transforms = SampleTransforms(transforms, seed, vocab)
         self._windows_start = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megaframe.config import OptimConfig
+from megaframe.config.part_calls import call_part
 from megaframe.config.parts import SchedulePart
 
 
@@ -24,7 +25,8 @@ def compute_learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
         return optim.lr * (update + 1) / (optim.warmup + 1)
     fall = optim.lr - optim.min_lr
     if isinstance(optim.schedule, SchedulePart):
-        return optim.min_lr + fall * optim.schedule.compute_share(update, optim.warmup, steps)
+        share = call_part(optim.schedule, "compute_share", float, update, optim.warmup, steps)
+        return optim.min_lr + fall * share
     if optim.schedule == "constant":
         return optim.lr
     if optim.schedule == "inverse_sqrt":

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
+from megaframe.config.part_calls import call_part, describe_method
 from megaframe.config.parts import OptimizerPart
 from megaframe.config.registry import get_part_name
 from megaframe.data_parallel.bucket import Bucket
@@ -163,7 +164,7 @@ class ParameterGroups:
         """Return the transforms of a rule that changes each element on its own."""
         optim, rates = self._optim, group.rates
         if isinstance(optim.name, OptimizerPart):
-            transforms = optim.name.make_transforms(optim, rates, storage)
+            transforms = call_part(optim.name, "make_transforms", list, optim, rates, storage)
             _check_moments(optim.name, transforms)
             return transforms
         if group.rule == "adamw":
@@ -175,13 +176,20 @@ class ParameterGroups:
 
 
 def _check_moments(part: OptimizerPart, transforms: Sequence[UpdateTransform]) -> None:
-    """Raise `UserError` if an extension's optimizer remembers another number of moments than it
-    says."""
+    """Raise `UserError` if an extension's optimizer is not made of transforms, or remembers another
+    number of moments than it says."""
+    for transform in transforms:
+        if not isinstance(transform, UpdateTransform):
+            raise UserError(
+                f"{describe_method(part, 'make_transforms')} returns a list with "
+                f"{type(transform).__name__}, which is no UpdateTransform"
+            )
     names = [name for transform in transforms for name in transform.moments]
-    if len(names) != part.count_moments():
+    moments = call_part(part, "count_moments", int)
+    if len(names) != moments:
         raise UserError(
             f"optim.name={part.name}: {type(part).__name__}.count_moments says "
-            f"{part.count_moments()} and make_transforms keeps {len(names)}; "
+            f"{moments} and make_transforms keeps {len(names)}; "
             "make them equal, because the plan counts the memory by the first"
         )
 
