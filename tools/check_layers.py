@@ -54,7 +54,8 @@ def main() -> None:
     for line in (*lies, *failures):
         print(line)
     count = len(lies) + len(failures)
-    print(f"{count} of the above are wrong" if count else "all of it is so")
+    verb = "is" if count == 1 else "are"
+    print(f"{count} of the above {verb} wrong" if count else "all of it is so")
     sys.exit(1 if count else 0)
 
 
@@ -77,7 +78,7 @@ def check_descriptions(layouts: Sequence[CheckedLayout], pool: RankPool) -> list
     for part in list_parts(layouts[0].config):
         size = sum(spec.size for spec in part.specs)
         wrong = lies_by_part.get(part.name, 0)
-        verdict = f"{wrong} lies" if wrong else "exact"
+        verdict = f"{wrong} {'lie' if wrong == 1 else 'lies'}" if wrong else "exact"
         table.add_row(part.name, type(part.description).__name__, f"{size:,}", verdict)
     Console(highlight=False, width=120).print(table)
     print("compared: parameters, kept bytes, FLOPs, traffic")

@@ -326,7 +326,8 @@ def describe_verdict(findings: Sequence[RankFinding]) -> str:
     if not failed_ranks:
         return "the ranks work together"
     names = ", ".join(dict.fromkeys(finding.part for finding in failed_ranks))
-    return f"{len(failed_ranks)} findings are wrong (X), in {names}"
+    count = len(failed_ranks)
+    return f"{count} finding{'s are' if count > 1 else ' is'} wrong (X), in {names}"
 
 
 def check_ranks(

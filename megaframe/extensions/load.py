@@ -116,9 +116,15 @@ def refuse_missing_extensions(names: Collection[str], source: object) -> None:
     missing = [name for name in names if name not in loaded]
     if missing:
         needed = [*loaded, *missing]
+        count = (
+            "1 extension, which"
+            if len(names) == 1
+            else f"{len(names)} extensions, of which {len(missing)}"
+        )
+        verb, pronoun = ("is", "it") if len(missing) == 1 else ("are", "them")
         raise UserError(
-            f"{source} is of a run with {len(names)} extensions, of which {len(missing)} are not "
-            f"loaded here: {', '.join(missing)}; if you trust them, give "
+            f"{source} is of a run with {count} {verb} not loaded here: "
+            f"{', '.join(missing)}; if you trust {pronoun}, give "
             f"run.extensions={format_value(needed)} to a run, or to a tool "
             f"{' '.join(f'--extension {name}' for name in needed)}"
         )

@@ -16,8 +16,8 @@ PARTS = (
     "model.blocks=[{feed_forward: {kind: low_rank, rank: 6}}]",
 )
 MESSAGE = (
-    "is of a run with 1 extensions, of which 1 are not loaded here: "
-    f"{EXTENSION}; if you trust them, give run.extensions=[{EXTENSION}] to a run, or to a tool "
+    "is of a run with 1 extension, which is not loaded here: "
+    f"{EXTENSION}; if you trust it, give run.extensions=[{EXTENSION}] to a run, or to a tool "
     f"--extension {EXTENSION}"
 )
 

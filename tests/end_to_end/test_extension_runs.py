@@ -30,7 +30,10 @@ def test_a_run_is_resumed_under_another_layout_with_its_extension_and_refused_wi
         train(overrides(**resume))
     assert status.value.code == 2
     message = capsys.readouterr().err
-    assert "1 are not loaded here" in message and EXTENSION["run__extensions"] in message
+    assert (
+        "1 extension, which is not loaded here" in message
+        and EXTENSION["run__extensions"] in message
+    )
     pool.run(2, train, overrides(parallel__zero=3, **resume, **EXTENSION))
     assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
 

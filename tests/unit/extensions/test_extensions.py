@@ -11,9 +11,9 @@ from megaframe.config import describe_all_keys, dump, explain, load
 from megaframe.config.keys import get_config_keys
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parts import ROLES
-from megaframe.config.registry import Registry, get_registry, use_registry
+from megaframe.config.registry import Extension, Registry, get_registry, use_registry
 from megaframe.errors import UserError
-from megaframe.extensions import load_with_extensions
+from megaframe.extensions import load_with_extensions, refuse_missing_extensions
 from megaframe.optim.lr_schedule import compute_learning_rate
 from megaframe.validate.run import find_mistakes
 
@@ -287,5 +287,20 @@ def test_a_resume_without_an_extension_is_refused_and_a_changed_one_is_said(writ
     assert f"warning: extension {path} has changed" in lines[1]
     with use_registry(Registry()), pytest.raises(UserError) as error:
         check_same_run(config, config, path, saved)
-    assert f"1 are not loaded here: {path}" in str(error.value)
+    assert f"with 1 extension, which is not loaded here: {path}" in str(error.value)
     assert f"run.extensions=[{path}]" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["own.py"], "x is of a run with 1 extension, which is not loaded here: own.py; if you "),
+        (["own.py", "known"], "x is of a run with 2 extensions, of which 1 is not loaded here: ow"),
+        (["own.py", "b.py"], "x is of a run with 2 extensions, of which 2 are not loaded here: ow"),
+    ],
+)
+def test_missing_extensions_are_counted_in_good_english(names, text):
+    get_registry().extensions.append(Extension("known", "0"))
+    with pytest.raises(UserError) as error:
+        refuse_missing_extensions(names, "x")
+    assert str(error.value).startswith(text)
