@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import make_integer_parser, parse_json, read_file
-from megaframe.planner.failures import MIXES, PUBLISHED, FailureCosts, FailureMix
+from megaframe.planner.failure_rates import MIXES, PUBLISHED, FailureCosts, FailureMix
 from megaframe.planner.goodput import (
     compute_effective_share,
     find_best_interval,

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 
 from megaframe.architecture.activation import describe_activation
 from megaframe.architecture.attention import AttentionDescription
+from megaframe.architecture.extension_parts import describe_part
 from megaframe.architecture.layer import (
     FeedForwardDescription,
     HasParameters,
@@ -25,7 +26,6 @@ from megaframe.architecture.norm import (
     NormDescription,
     RMSNormDescription,
 )
-from megaframe.architecture.outside import describe_part
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
 from megaframe.architecture.spec import ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic

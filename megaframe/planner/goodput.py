@@ -1,8 +1,8 @@
 """Goodput: the share of time in which a run makes lasting progress, given its failures.
 
-Mixes of failures (`failures.py`) are replayed with their costs. Failures are memoryless, so there
-is a closed form for every interval between saves (Daly 2006); the simulation checks it. A plan uses
-the short form, `predict_goodput`, with the figures of its cluster.
+Mixes of failures (`failure_rates.py`) are replayed with their costs. Failures are memoryless, so
+there is a closed form for every interval between saves (Daly 2006); the simulation checks it. A
+plan uses the short form, `predict_goodput`, with the figures of its cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.failures import FailureCause, FailureCosts, FailureMix
+from megaframe.planner.failure_rates import FailureCause, FailureCosts, FailureMix
 
 Number = Any
 

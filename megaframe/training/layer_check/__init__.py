@@ -1,7 +1,7 @@
 """Whether descriptions of layers tell the truth: real layers are built and measured on real ranks,
 and compared with what their descriptions say (`tools/check_layers.py`)."""
 
-from megaframe.training.layer_check.claims import DescribedPart, Lie, find_lies, list_parts
+from megaframe.training.layer_check.compare import DescribedPart, Lie, find_lies, list_parts
 from megaframe.training.layer_check.measure import LayerMeasurement, measure_layers
 
 __all__ = [

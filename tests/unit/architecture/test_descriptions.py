@@ -21,7 +21,7 @@ from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.training.layer_check import find_lies, measure_layers
-from megaframe.training.layer_check.claims import can_load_evenly
+from megaframe.training.layer_check.compare import can_load_evenly
 from megaframe.training.layer_check.measure import list_expert_sets
 
 pytestmark = pytest.mark.numeric

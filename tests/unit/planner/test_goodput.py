@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tool_process import run_tool
 
 from megaframe.hardware.cluster import load_cluster
-from megaframe.planner.failures import (
+from megaframe.planner.failure_rates import (
     LLAMA3,
     MEGASCALE,
     PUBLISHED,
