@@ -2,8 +2,8 @@
 fp64. Their blocks keep what is planned, to a byte."""
 
 import pytest
-from parity_runs import assert_same
-from test_extension_parts import EXAMPLES, LAYOUTS, run_with
+from parity_runs import LAYOUTS, assert_same
+from test_extension_parts import EXAMPLES, run_with
 from test_tensor import measure_block
 
 from megaframe.config.registry import Registry, use_registry

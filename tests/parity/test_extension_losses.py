@@ -1,7 +1,7 @@
 """No layout changes a loss from outside, nor what follows from it: 1e-10 in fp64."""
 
 import pytest
-from parity_runs import FEW, MODELS, assert_same, run
+from parity_runs import FEW, LAYOUTS, MODELS, assert_same, run
 from repo_copy import ROOT
 
 from megaframe.architecture.pipeline import build_step_schedule
@@ -16,17 +16,6 @@ from megaframe.validate.run import find_mistakes
 EXAMPLE = f"run.extensions=[{ROOT / 'examples/callback.py'}]"
 LOSS = {"loss": {"kind": "focal", "gamma": 3.0}}
 AHEAD = {**MODELS["llama"], "mtp_depth": 2, "logit_softcap": 2.0}
-LAYOUTS = {
-    "tensor": (2, {"tensor": 2}, {}),
-    "pipeline": (2, {"pipeline": 2}, {}),
-    "context": (2, {"context": 2}, {}),
-    "zero 0": (2, {"zero": 0}, {}),
-    "zero 1": (2, {"zero": 1}, {}),
-    "zero 2": (2, {"zero": 2}, {}),
-    "zero 3": (2, {"zero": 3}, {}),
-    "recompute": (1, {}, {"recompute": "full"}),
-    "all": (4, {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}, {"recompute": "selective"}),
-}
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from parity_runs import FEW, MODELS, assert_same, run
+from parity_runs import FEW, LAYOUTS, MODELS, assert_same, run
 from repo_copy import ROOT
 
 from megaframe.config import RunConfig
@@ -24,18 +24,6 @@ OPTIMIZER = {
     "name": {"kind": "adabelief", "belief_eps": 1e-8},
     "schedule": {"kind": "root_decay", "share": 0.9},
     "warmup": 1,
-}
-LAYOUTS = {
-    "tensor": (2, {"tensor": 2}, {}),
-    "pipeline": (2, {"pipeline": 2}, {}),
-    "context": (2, {"context": 2}, {}),
-    "zero 0": (2, {"zero": 0}, {}),
-    "zero 1": (2, {"zero": 1}, {}),
-    "zero 2": (2, {"zero": 2}, {}),
-    "zero 3": (2, {"zero": 3}, {}),
-    "recompute": (1, {}, {"recompute": "full"}),
-    "selective": (2, {"tensor": 2}, {"recompute": "selective"}),
-    "all": (4, {"tensor": 2, "pipeline": 2}, {}),
 }
 
 

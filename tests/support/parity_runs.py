@@ -27,6 +27,19 @@ MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "dropout": 0.1},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
 }
+LAYOUTS = {
+    "tensor": (2, {"tensor": 2}, {}),
+    "pipeline": (2, {"pipeline": 2}, {}),
+    "context": (2, {"context": 2}, {}),
+    "zero 0": (2, {"zero": 0}, {}),
+    "zero 1": (2, {"zero": 1}, {}),
+    "zero 2": (2, {"zero": 2}, {}),
+    "zero 3": (2, {"zero": 3}, {}),
+    "recompute": (1, {}, {"recompute": "full"}),
+    "selective": (2, {"tensor": 2}, {"recompute": "selective"}),
+    "all": (4, {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}, {"recompute": "selective"}),
+}
+"""By name: ranks, and keys of `parallel` and of `train`. Extensions are tried under each."""
 
 
 @dataclass
