@@ -115,67 +115,34 @@ def compute_memory(
     shard_outside_blocks = (
         parameters.count_shard_outside_blocks(ranks) if zero else parameters.outside_blocks
     )
-    values, gradients = parameters.total, parameters.total
-    if zero >= 2:
-        borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
-            parameters.make_units(config, plans),
-            actions,
-            _count_transfers(config.parallel),
-            values=zero == 3,
-            same_dtype=width == master,
-        )
-        gradients = parameters.vectors + borrowed_gradients + shard - parameters.vectors // ranks
-        values = parameters.vectors + borrowed_values if zero == 3 else values
-    # With one precision the own weights are part of the whole values; borrowed values are apart.
-    if width == master:
-        values -= -(-parameters.vectors // ranks) if zero == 3 else shard
+    values, gradients = _count_values_and_gradients(
+        config, parameters, ranks, plans, actions, shard
+    )
     residual = _count_residual_elements(config.parallel, parameters, ranks, expert_ranks)
-    gradients += residual
-    tokens = config.train.microbatch * config.train.seq
-    tensor = config.parallel.tensor
-    vocab = -(-(config.model.vocab or 0) // tensor)
-    most_logits = get_max_logits_per_chunk(host=host)
-    logit_rows = min(tokens, max(1, most_logits // max(1, vocab)))
     state = compute_optimizer_state_bytes(config.optim, shard, shard_outside_blocks, master)
     is_offloaded = config.optim.offload and not host
     weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
     if weights_offloaded and zero == 3:
         values += shard
-    buffers = 0
-    if host:
-        bucketed = parameters.merge_into_buckets(config, plans)
-        buffers = _count_receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
-    elif is_offloaded:
-        bucketed = parameters.merge_into_buckets(config, plans)
-        shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
-        chunk = min(OFFLOAD_CHUNK, bucketed.compute_largest_bucket_shard(*shard_ranks))
-        width_on_device = offload_bytes_per_element(config.optim, master, weights=weights_offloaded)
-        buffers = math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
-    activation_ranks = tensor * config.parallel.context
+    activation_ranks = config.parallel.tensor * config.parallel.context
     activation_bytes, messages = compute_peak_activations(config, plans, actions)
-    logits = loss_tensors = 0
-    if any(plan.last for plan in plans):
-        logits = logit_rows * vocab * width
-        fp32_rows = min(logit_rows, max(1, most_logits // FP32_PARTS // max(1, vocab)))
-        loss_tensors = fp32_rows * vocab * compute_loss_bytes_per_logit(config, width)
+    has_head = any(plan.last for plan in plans)
+    logits, loss_tensors = _compute_logit_bytes(config, host=host) if has_head else (0, 0)
     checkpoint = 0
     if host and config.checkpoint.every:
-        saved_shard = parameters.count_shard(ranks, expert_ranks)
-        shard_outside_blocks = parameters.count_shard_outside_blocks(ranks)
-        checkpoint = (saved_shard + residual) * master
-        checkpoint += compute_optimizer_state_bytes(
-            config.optim, saved_shard, shard_outside_blocks, master, saved=True
-        )
+        checkpoint = residual * master
+        checkpoint += _compute_saved_bytes(config.optim, parameters, ranks, expert_ranks, master)
+    tokens = config.train.microbatch * config.train.seq
     return RankMemory(
         weights=0 if weights_offloaded else shard * master,
         values=values * width,
-        gradients=gradients * master,
+        gradients=(gradients + residual) * master,
         optimizer=0 if is_offloaded else state,
         activations=activation_bytes // activation_ranks,
         logits=logits,
         messages=messages // activation_ranks,
-        buffers=buffers,
+        buffers=_compute_buffer_bytes(config, parameters, ranks, expert_ranks, plans, host=host),
         checkpoint=checkpoint,
         temporaries=max(
             2 * tokens * compute_max_width_per_token(config) * width // activation_ranks,
@@ -183,6 +150,89 @@ def compute_memory(
         ),
         host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
     )
+
+
+def _count_values_and_gradients(
+    config: RunConfig,
+    parameters: RankParameters,
+    ranks: int,
+    plans: Sequence[StagePlan],
+    actions: Sequence[Action],
+    shard: int,
+) -> tuple[int, int]:
+    """Return the elements of values and of gradients, with what ZeRO borrows of other ranks.
+
+    Args:
+        config: The run.
+        parameters: The rank's parameters.
+        ranks: Those that share a copy.
+        plans: The rank's stages.
+        actions: Its actions.
+        shard: Parameters in the rank's own part.
+    """
+    zero, width = config.parallel.zero, DTYPE_BYTES[config.train.precision]
+    same_dtype = width >= 4
+    values, gradients = parameters.total, parameters.total
+    if zero >= 2:
+        borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
+            parameters.make_units(config, plans),
+            actions,
+            _count_transfers(config.parallel),
+            values=zero == 3,
+            same_dtype=same_dtype,
+        )
+        gradients = parameters.vectors + borrowed_gradients + shard - parameters.vectors // ranks
+        values = parameters.vectors + borrowed_values if zero == 3 else values
+    # With one precision the own weights are part of the whole values; borrowed values are apart.
+    if same_dtype:
+        values -= -(-parameters.vectors // ranks) if zero == 3 else shard
+    return values, gradients
+
+
+def _compute_logit_bytes(config: RunConfig, *, host: bool) -> tuple[int, int]:
+    """Return the bytes of a chunk of logits, and of what a loss from outside computes of them."""
+    width, tokens = DTYPE_BYTES[config.train.precision], config.train.microbatch * config.train.seq
+    vocab = -(-(config.model.vocab or 0) // config.parallel.tensor)
+    most_logits = get_max_logits_per_chunk(host=host)
+    rows = min(tokens, max(1, most_logits // max(1, vocab)))
+    fp32_rows = min(rows, max(1, most_logits // FP32_PARTS // max(1, vocab)))
+    loss_tensors = fp32_rows * vocab * compute_loss_bytes_per_logit(config, width)
+    return rows * vocab * width, loss_tensors
+
+
+def _compute_buffer_bytes(
+    config: RunConfig,
+    parameters: RankParameters,
+    ranks: int,
+    expert_ranks: int,
+    plans: Sequence[StagePlan],
+    *,
+    host: bool,
+) -> int:
+    """Return the bytes of buffers for arriving gradients on a CPU, and for offloaded state on its
+    way through the device; arguments as in `compute_memory`."""
+    zero, width = config.parallel.zero, DTYPE_BYTES[config.train.precision]
+    master = max(4, width)
+    if host:
+        bucketed = parameters.merge_into_buckets(config, plans)
+        return _count_receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
+    if not config.optim.offload:
+        return 0
+    bucketed = parameters.merge_into_buckets(config, plans)
+    shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
+    chunk = min(OFFLOAD_CHUNK, bucketed.compute_largest_bucket_shard(*shard_ranks))
+    width_on_device = offload_bytes_per_element(config.optim, master, weights=width < master)
+    return math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
+
+
+def _compute_saved_bytes(
+    optim: OptimConfig, parameters: RankParameters, ranks: int, expert_ranks: int, master: int
+) -> int:
+    """Return the bytes of the weights and the optimizer state that a rank saves."""
+    shard = parameters.count_shard(ranks, expert_ranks)
+    outside_blocks = parameters.count_shard_outside_blocks(ranks)
+    state = compute_optimizer_state_bytes(optim, shard, outside_blocks, master, saved=True)
+    return shard * master + state
 
 
 def _count_transfers(parallel: ParallelConfig) -> int:
