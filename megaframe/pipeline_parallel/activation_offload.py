@@ -118,3 +118,14 @@ class ActivationOffload:
         # Reusable at once: the next copy into it waits for `free` on its stream.
         self._idle[buffer.memory.shape, buffer.memory.dtype].append(buffer)
         return x, buffer.free
+
+
+def take_last_input(inputs: list[Tensor | OffloadedActivation]) -> Tensor:
+    """Remove the last of the inputs of blocks and return it as a leaf; the one before it starts to
+    come back."""
+    x = inputs.pop()
+    # A fresh leaf: the copy from the host has no graph.
+    leaf = x.take().requires_grad_() if isinstance(x, OffloadedActivation) else x
+    if inputs and isinstance(previous := inputs[-1], OffloadedActivation):
+        previous.fetch()  # arrives while the block of the last one is computed
+    return leaf

@@ -35,7 +35,11 @@ from megaframe.model.pass_state import BlockBoundary, LayerStatistics, PassState
 from megaframe.ops.autograd import backward
 from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter
-from megaframe.pipeline_parallel.activation_offload import ActivationOffload, OffloadedActivation
+from megaframe.pipeline_parallel.activation_offload import (
+    ActivationOffload,
+    OffloadedActivation,
+    take_last_input,
+)
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradient, DeferredGradientQueue
 
 OnBlock = Callable[[int, Tensor], None]
@@ -251,11 +255,7 @@ class Stage:
             gradient = self.post_process.backward(activations.post_process, values, finish)
         for block in reversed(self.blocks):
             assert gradient is not None
-            leaf, output = _fetch_input(activations.inputs.pop()), activations.outputs.pop()
-            if activations.inputs and isinstance(
-                previous := activations.inputs[-1], OffloadedActivation
-            ):
-                previous.fetch()  # arrives while this block is computed
+            leaf, output = take_last_input(activations.inputs), activations.outputs.pop()
             with values(block):
                 if output is None:
                     # Recomputed inside `values`, with the dropout masks of the first time: their
@@ -394,13 +394,6 @@ class Stage:
         """Return the mutable objects of the passes of one microbatch."""
         boundary = BlockBoundary(self._sharding.gather_second_half)
         return PassState(self._statistics, self._workspace, boundary)
-
-
-def _fetch_input(leaf: Tensor | OffloadedActivation) -> Tensor:
-    if isinstance(leaf, OffloadedActivation):
-        # A fresh leaf: the copy from the host has no graph.
-        return leaf.take().requires_grad_()
-    return leaf
 
 
 def build_whole_model(config: RunConfig) -> Stage:
