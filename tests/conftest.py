@@ -30,7 +30,6 @@ if not torch.cuda.is_available():
 
 from fake_cuda.build import explain_obstacle
 from fake_cuda.client import FakeCuda
-from rank_pool import RARELY, Pool
 
 from megaframe.config import RunConfig
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
@@ -43,6 +42,7 @@ from megaframe.model.model_chunk import build_whole_model_chunk
 from megaframe.optim.optimizer import Optimizer
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.pipeline_parallel.stage import Stage
+from megaframe.training.rank_pool import RARELY, RankPool
 
 # Examples of each property, where a test does not ask for fewer. `make test` takes the quick ones.
 settings.register_profile("full", deadline=None, max_examples=60)
@@ -144,7 +144,7 @@ def make_microbatch():
 @pytest.fixture(scope="session")
 def pool():
     """Return a pool of up to four ranks."""
-    workers = Pool(4)
+    workers = RankPool(4)
     yield workers
     workers.close()
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
 from megaframe.errors import UserError, report_errors
-from megaframe.extensions import load_with_extensions
+from megaframe.extensions import load_extensions, load_with_extensions
 from megaframe.training.layer_check import Lie, find_lies, list_parts, measure_layers
 from megaframe.training.layer_check.layouts import (
     CheckedLayout,
@@ -28,7 +29,7 @@ from megaframe.training.layer_check.parity import (
     find_largest_difference,
     train_two_steps,
 )
-from megaframe.training.layer_check.ranks import RankFailure, RankPool
+from megaframe.training.rank_pool import RankFailure, RankPool
 
 _EPILOG = """example:
   python tools/check_layers.py --config configs/demo.yaml \\
@@ -36,6 +37,8 @@ _EPILOG = """example:
 """
 _LINES = 6
 """Lines of a traceback that are shown."""
+_TIMEOUT = 300.0
+"""Seconds that ranks may take for one layout."""
 
 
 def main() -> None:
@@ -45,7 +48,8 @@ def main() -> None:
         config = load_with_extensions(arguments.config, arguments.overrides)
         if config.model.emulate is not None:
             raise UserError("model.emulate has no layers to check; leave it out")
-        pool = RankPool(2, arguments.config, arguments.overrides)
+        load_on_rank = partial(load_extensions, arguments.config, arguments.overrides)
+        pool = RankPool(2, load_on_rank, _TIMEOUT)
         try:
             lies = check_descriptions(list_measured_layouts(config), pool)
             failures = check_parity(list_parity_layouts(config), pool)
@@ -131,8 +135,10 @@ def check_parity(layouts: Sequence[CheckedLayout], pool: RankPool) -> list[str]:
 
 
 def _describe_failure(layout: CheckedLayout, error: RankFailure) -> str:
-    lines = str(error).splitlines()[-_LINES:]
-    return "\n    ".join([f"X {layout.name}: a rank fails", *lines])
+    lines = [f"X {layout.name}: a rank fails"]
+    for text in error.failures.values():
+        lines += text.splitlines()[-_LINES:]
+    return "\n    ".join(lines)
 
 
 def _list_refusals(layouts: Sequence[CheckedLayout]) -> Iterator[str]:

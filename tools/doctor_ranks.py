@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaframe.io.ports import find_free_port
+from megaframe.io.ports import find_free_port, make_rank_environment
 from megaframe.io.untrusted import sanitize_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -260,9 +260,8 @@ def run_alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
     """Return the environments for ranks of this machine, as torchrun sets them."""
 
     def start() -> Callable[[int], Mapping[str, str]]:
-        common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-        return lambda rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        port = find_free_port()
+        return lambda rank: make_rank_environment(rank, ranks, port)
 
     return start
 

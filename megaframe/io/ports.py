@@ -11,3 +11,18 @@ def find_free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def make_rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank of this machine.
+
+    Args:
+        rank: The rank.
+        world: Number of ranks, all on this machine.
+        port: A port at which they meet.
+    """
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    return {
+        **{name: str(value) for name, value in variables.items()},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }

@@ -10,6 +10,7 @@ from megaframe.config import load
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.training.auto_layout import resolve_vocab
+from megaframe.training.rank_pool import RankFailure
 from megaframe.training.trainer import Trainer
 
 EXPERTS = {
@@ -86,7 +87,7 @@ def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, over
     )
     other = "balance_rate: 0.01, balance_loss: 0.01, z_loss: 0.1, jitter: 0.1, capacity: null"
     wrong = {"model__moe": f"{{{moe}, top_k: 1, {other}}}", "train__steps": 2}
-    with pytest.raises(AssertionError) as error:
+    with pytest.raises(RankFailure) as error:
         pool.run(1, build_refused, overrides(**{**keys, **wrong}))
     assert "model.moe.top_k: 2 there, 1 here" in str(error.value)
     assert "balance_rate" not in str(error.value).partition("another run")[2]
@@ -174,7 +175,7 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
         model__moe="{experts: 4, ffn: 16, shared: 1}",
         checkpoint__weights=tmp_path / "dense/checkpoints/step-00000001",
     )
-    with pytest.raises(AssertionError) as error:
+    with pytest.raises(RankFailure) as error:
         pool.run(1, build_refused, wrong)
     for line in (
         "does not fit",

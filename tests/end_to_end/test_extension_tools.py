@@ -4,17 +4,19 @@ layer."""
 import importlib.util
 import json
 import sys
+from contextlib import closing
+from functools import partial
 
 import pytest
 from repo_copy import ROOT
 from tool_process import run_tool
 
-from megaframe.config import RunConfig
 from megaframe.config.registry import Registry, use_registry
 from megaframe.dashboard.sweep import Sweep
 from megaframe.errors import UserError
 from megaframe.extensions import load_named_extensions, load_with_extensions
 from megaframe.training.layer_check.layouts import list_measured_layouts, list_parity_layouts
+from megaframe.training.rank_pool import RankPool
 
 LAYER = '''
 from dataclasses import dataclass
@@ -196,27 +198,10 @@ def test_an_author_checks_a_layer_by_a_command(case, write):
     assert all(each in text for each in texts), text
 
 
-def run_with(path, function, keys):
-    with use_registry(Registry()):
-        load_named_extensions([path])
-        return function(RunConfig.model_validate(keys))
-
-
-class ExtensionRanks:
-    """The pool as the tool's own, whose ranks load the user's extension."""
-
-    def __init__(self, pool, path):
-        self._pool, self._path = pool, path
-
-    def run(self, ranks, function, config):
-        keys = config.model_dump(mode="json")
-        return self._pool.run(ranks, run_with, self._path, function, keys)
-
-
-def test_a_check_under_two_layouts_says_what_is_wrong(write, pool, capsys):
+def test_a_check_under_two_layouts_says_what_is_wrong(write, capsys):
     path = write({**LIES, "USE": UNSUMMED["USE"]})
-    tool, ranks = load_tool("check_layers"), ExtensionRanks(pool, path)
-    with use_registry(Registry()):
+    tool, ranks = load_tool("check_layers"), RankPool(2, partial(load_named_extensions, [path]))
+    with use_registry(Registry()), closing(ranks):
         config = load_with_extensions(None, [*SMALL, BLOCKS, f"run.extensions=[{path}]"])
         lies = tool.check_descriptions(list_measured_layouts(config)[:1], ranks)
         failures = tool.check_parity(list_parity_layouts(config)[:2], ranks)

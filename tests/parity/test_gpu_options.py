@@ -8,7 +8,6 @@ import pytest
 import torch
 from host_waits import forbid_host_waits
 from parity_runs import MODELS, assert_same, assert_same_bits, run
-from rank_pool import Pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.architecture.block import describe_block
@@ -22,6 +21,7 @@ from megaframe.pipeline_parallel.activation_offload import ActivationOffload
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import lower
+from megaframe.training.rank_pool import RankPool
 from megaframe.training.train_step import TrainStep
 from megaframe.validate.run import validate_config
 
@@ -83,7 +83,7 @@ def test_compiled_pieces_do_not_change_the_answer(recompute, tensor, pool):
     plain = pool.run(1, run, MODELS["llama"])[0]
     train = {"compile": "aot_eager", "recompute": recompute}
     # In processes of their own: torch's compiler has failed in one that had run other tests.
-    workers = Pool(tensor)
+    workers = RankPool(tensor)
     try:
         compiled = workers.run(tensor, run, MODELS["llama"], train, {"tensor": tensor})
     finally:

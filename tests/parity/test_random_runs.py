@@ -21,13 +21,13 @@ from random_runs import (
     repair,
     use_examples,
 )
-from rank_pool import Pool
 from section_strategies import make_strategy
 
 from megaframe.config import MoEConfig, RunConfig
 from megaframe.config.blocks import BlockConfig
 from megaframe.config.registry import get_registry
 from megaframe.schedule import SCHEDULE_NAMES
+from megaframe.training.rank_pool import RankPool
 from megaframe.validate.run import find_mistakes
 
 DRAWN_ROLES = {"mixer", "feed_forward", "norm", "activation", "loss", "optimizer"}
@@ -41,7 +41,7 @@ def test_layouts_do_not_change_the_answer(pool):
 
 @pytest.mark.slow
 def test_a_hundred_runs_on_up_to_eight_ranks():
-    pool = Pool(8)
+    pool = RankPool(8)
     try:
         check = parity_fuzz.ParityCheck(pool)
         parity_fuzz.search(check, 100, seed=2)

@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from rank_pool import CONTEXT, free_port
+from megaframe.io.ports import find_free_port, make_rank_environment
+from megaframe.training.rank_pool import FORKSERVER
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,7 +25,7 @@ class RankProcess:
             environment or {},
             str(errors),
         )
-        self._process = CONTEXT.Process(target=_run_as_entry, args=request)
+        self._process = FORKSERVER.Process(target=_run_as_entry, args=request)
         self._process.start()
 
     def wait(self, timeout=None):
@@ -50,15 +51,9 @@ class RankProcess:
 
 def list_rank_environments(world):
     """Yield the environment of each rank of a world, as a launcher sets it."""
-    port = str(free_port())
+    port = find_free_port()
     for rank in range(world):
-        yield {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
+        yield make_rank_environment(rank, world, port)
 
 
 def hang_after(step):

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from rank_pool import CONTEXT
+from megaframe.training.rank_pool import FORKSERVER
 
 ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 120
@@ -21,7 +21,7 @@ def run_tool(path, *words, environment=None):
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         variables = {**os.environ, **(environment or {})}
-        process = CONTEXT.Process(
+        process = FORKSERVER.Process(
             target=_run_file, args=(str(ROOT / path), words, variables, [*map(str, outputs)])
         )
         process.start()

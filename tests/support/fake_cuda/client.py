@@ -12,10 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rank_pool import free_port
-
 from fake_cuda.build import build_library
 from fake_cuda.nccl_rules import simulate
+from megaframe.io.ports import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = {f"kernels__{key}": "reference" for key in ("elementwise", "attention", "loss", "update")}
@@ -57,7 +56,7 @@ class FakeCuda:
         self._runs += 1
         folder = self._folder / str(self._runs)
         folder.mkdir()
-        request = {"function": function, "words": words, "world": world, "port": free_port()}
+        request = {"function": function, "words": words, "world": world, "port": find_free_port()}
         self._server.stdin.write(json.dumps({**request, "folder": str(folder)}) + "\n")
         self._server.stdin.flush()
         statuses = json.loads(self._server.stdout.readline())

@@ -26,7 +26,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seed_with
 from parity_runs import assert_same, run, run_with_extensions, run_with_rounded_weights
 from random_runs import RandomRun, random_runs, use_examples
-from rank_pool import Pool
+
+from megaframe.training.rank_pool import RankPool
 
 BATCH = 50
 """Runs between two looks at the clock; each batch has a seed of its own."""
@@ -183,7 +184,7 @@ def main():
     parser.add_argument("--packed", action="store_true", help="of --config: several documents")
     parser.add_argument("--ragged", action="store_true", help="of --config: unequal lengths")
     options = parser.parse_args()
-    pool = Pool(options.ranks)
+    pool = RankPool(options.ranks)
     check = ParityCheck(pool)
     try:
         if options.config is not None:

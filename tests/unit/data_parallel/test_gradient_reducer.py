@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_pool import Pool
 from tolerances import assert_near, assert_within, compute_roundoff, estimate_growth
 
 from megaframe.data_parallel.buffers import BufferPool
@@ -17,6 +16,7 @@ from megaframe.data_parallel.reducer_config import ReducerConfig
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout, exchange_groups, exchange_steps
+from megaframe.training.rank_pool import RankPool
 
 STEPS = 6
 SHAPES = ((40, 3, 10), (20,), (24, 36), (2, 2), (50, 20))
@@ -183,7 +183,7 @@ def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
         for dtype in (torch.float32, torch.float64)
         for length in (4096, 3001)
     ]
-    workers = pool if ranks == 4 else Pool(ranks)
+    workers = pool if ranks == 4 else RankPool(ranks)
     for results in workers.run(ranks, run_each, compare_stepped_sum, cases):
         for (_, _, length), (same, part_same, bytes_sent, calls) in zip(
             cases, results, strict=True

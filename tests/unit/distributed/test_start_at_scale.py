@@ -12,7 +12,6 @@ import pytest
 import store_clients as scale_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_pool import free_port
 
 from megaframe.distributed import gloo_sockets
 from megaframe.distributed.failure_verdict import (
@@ -23,6 +22,7 @@ from megaframe.distributed.failure_verdict import (
     encode_ranks,
 )
 from megaframe.errors import UserError
+from megaframe.io.ports import find_free_port
 from megaframe.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -126,7 +126,7 @@ def test_the_requests_of_a_gloo_group_are_those_of_its_closed_form(lazily, pool)
     """For a group of g ranks, each asks 1 + 3g times, or once and 3 times for each rank it talks
     to."""
     for world in (3, 4):
-        for counts in pool.run(world, scale_runs.count_gloo_requests, lazily, free_port()):
+        for counts in pool.run(world, scale_runs.count_gloo_requests, lazily, find_free_port()):
             assert counts == ([1, 3 * 2] if lazily else [1 + 3 * world, 0])
 
 

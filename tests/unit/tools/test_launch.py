@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rank_pool import free_port
 
 from megaframe.config import load
 from megaframe.errors import UserError
+from megaframe.io.ports import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "tools/launch"
@@ -96,7 +96,7 @@ def test_a_mistake_of_one_node_ends_the_others_too(tmp_path):
         "time.sleep(1 if os.environ['RANK'] == '1' else 4)\n"
         "sys.exit(2 if os.environ['RANK'] == '1' else 3)\n"
     )
-    endpoint = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"localhost:{free_port()}"}
+    endpoint = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"localhost:{find_free_port()}"}
     both = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MAX_RESTARTS": "3", **endpoint}
     with ThreadPoolExecutor() as nodes:
         ended = list(nodes.map(lambda _: launch_program(program, **both), range(2)))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from entry_runs import read_losses
-from rank_pool import free_port
+
+from megaframe.io.ports import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
@@ -82,9 +83,9 @@ class SlurmCluster:
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PYTHON": sys.executable,
             "PYTHONPATH": str(ROOT),
-            "PORT": str(free_port()),
+            "PORT": str(find_free_port()),
         }
-        ports = [free_port() for _ in range(3)]
+        ports = [find_free_port() for _ in range(3)]
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=ports))
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o600)

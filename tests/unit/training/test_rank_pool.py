@@ -1,0 +1,68 @@
+"""Processes that play the ranks of small worlds: what they answer, and what fails."""
+
+import os
+import signal
+import time
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from megaframe.training.rank_pool import RankFailure, RankPool
+
+
+def name_rank(word):
+    return f"{word} {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+
+
+def get_process():
+    return os.getpid()
+
+
+def fail_on(rank):
+    if os.environ["RANK"] == str(rank):
+        raise ValueError("is wrong")
+    time.sleep(100)
+
+
+def end():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def set_variable(value):
+    os.environ["PREPARED"] = value
+
+
+def read_variable():
+    return os.environ.get("PREPARED")
+
+
+def test_each_rank_knows_its_place_and_processes_stay():
+    with closing(RankPool(3)) as pool:
+        assert pool.run(2, name_rank, "rank") == ["rank 0 of 2", "rank 1 of 2"]
+        processes = pool.run(3, get_process)
+        assert pool.run(3, name_rank, "rank")[2] == "rank 2 of 3"
+        assert pool.run(3, get_process) == processes and len({*processes}) == 3
+
+
+def test_the_first_failure_is_told_without_waiting_and_the_next_call_starts_anew():
+    with closing(RankPool(2)) as pool:
+        processes = pool.run(2, get_process)
+        with pytest.raises(RankFailure, match=r"(?s)rank 1: Traceback.*ValueError: is wrong") as e:
+            pool.run(2, fail_on, 1)
+        assert [*e.value.failures] == [1]
+        assert not {*processes} & {*pool.run(2, get_process)}
+
+
+def test_a_process_that_ends_or_says_nothing_is_named():
+    with closing(RankPool(1, timeout=0.2)) as pool:
+        with pytest.raises(RankFailure, match="rank 0: its process has ended"):
+            pool.run(1, end)
+        with pytest.raises(RankFailure, match=r"rank 0: no answer in 0.2 s"):
+            pool.run(1, time.sleep, 100)
+
+
+def test_ranks_are_prepared_once():
+    with closing(RankPool(1, partial(set_variable, "yes"))) as pool:
+        assert pool.run(1, read_variable) == ["yes"]
+    assert read_variable() is None
