@@ -17,6 +17,7 @@ from megaframe.extensions import load_extensions
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.optim.optimizer import Optimizer
+from megaframe.training.layer_check.parity import make_global_batch
 from megaframe.training.train_step import TrainStep
 
 GLOBAL_BATCH, STEPS = 8, 2
@@ -148,19 +149,6 @@ def deterministic():
         set_deterministic()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def make_global_batch(config, step):
-    """Return a global batch of random tokens. Masks are uneven: some samples have few labels."""
-    generator = torch.Generator().manual_seed(step)
-    samples = config.train.global_batch
-    shape = (samples, config.train.seq)
-    tokens = torch.randint(0, config.model.vocab, shape, generator=generator)
-    labels = torch.randint(0, config.model.vocab, shape, generator=generator)
-    labels[torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, samples)[:, None]] = (
-        IGNORE
-    )
-    return Microbatch(tokens, labels, torch.arange(samples) + step * samples)
 
 
 def on(device, batch):

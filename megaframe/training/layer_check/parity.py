@@ -46,7 +46,7 @@ def train_two_steps(config: RunConfig) -> TrainedSteps:
     train_step.optimizer.initialize(config.run.seed)
     losses, norms = [], []
     for step in range(_STEPS):
-        batch = _make_batch(config, step)
+        batch = make_global_batch(config, step)
         valid = int((batch.labels_BS != IGNORE).sum())
         own = [
             _select_sample(batch, i)
@@ -63,13 +63,13 @@ def train_two_steps(config: RunConfig) -> TrainedSteps:
     return TrainedSteps(losses, norms, tensors)
 
 
-def _make_batch(config: RunConfig, step: int) -> Microbatch:
-    """Return a global batch of random tokens, some of which have no label."""
+def make_global_batch(config: RunConfig, step: int) -> Microbatch:
+    """Return a global batch of random tokens. Labels are uneven: some samples have few."""
     generator = torch.Generator().manual_seed(step)
     samples = config.train.global_batch
     shape = (samples, config.train.seq)
     tokens, labels = torch.randint(0, config.model.vocab or 1, (2, *shape), generator=generator)
-    hidden = torch.rand(shape, generator=generator) < torch.linspace(0, 0.6, samples)[:, None]
+    hidden = torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, samples)[:, None]
     labels = labels.masked_fill(hidden, IGNORE)
     return Microbatch(tokens, labels, torch.arange(samples) + step * samples)
 
