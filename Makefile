@@ -2,8 +2,8 @@
 # `make demo OVERRIDES="train.steps=20"` changes keys of the demo.
 
 PYTHON ?= python3
-# Test files that run at a time: three take as long on two cores.
-WORKERS ?= 2
+# Test files that run at a time: one more than there are cores, because many wait for processes.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
 BIN := .venv/bin
 SECONDS ?= 60
 SEED ?= $(shell date +%s)
