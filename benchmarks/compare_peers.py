@@ -32,14 +32,16 @@ class Comparison:
 
     Attributes:
         guide: Page with more about it.
+        result: Name of its file. None for what depends on the processor more than on anything
+            else, so that each processor has a file of its own.
         peers: Names of the options for the interpreters and checkouts of peers.
         hosts: Whether it emulates hosts, which requires root.
     """
 
     title: str
     script: str
-    result: str
     guide: str
+    result: str | None = None
     peers: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     hosts: bool = False
@@ -54,28 +56,26 @@ class Comparison:
 
     @property
     def file(self) -> Path:
-        """File of its measurements."""
-        return RESULTS / self.result
+        """File of its measurements, on this processor if each has its own."""
+        own = f"{Path(self.script).stem}_{make_machine_file_name(describe_machine())}.json"
+        return RESULTS / (self.result or own)
 
 
 MEGATRON, DEEPSPEED = "megatron_python", "deepspeed_python"
 NANOGPT, HUGGINGFACE = "nanogpt", "huggingface_python"
-TRAINING = Comparison(
-    "One process, two threads",
-    "cpu/train_cpu.py",
-    f"train_cpu_{make_machine_file_name(describe_machine())}.json",
-    "../../README.md",
-    (NANOGPT, MEGATRON, HUGGINGFACE),
-)
-"""Training depends on the processor more than anything else, so each has a file of its own."""
 COMPARISONS = (
-    TRAINING,
+    Comparison(
+        "One process, two threads",
+        "cpu/train_cpu.py",
+        "../../README.md",
+        peers=(NANOGPT, MEGATRON, HUGGINGFACE),
+    ),
     *(
         Comparison(
             f"Data parallelism on {ranks} ranks (the number after a name is the ZeRO stage)",
             "cpu/data_cpu.py",
-            f"data_cpu_{ranks}_ranks.json",
             "../guides/data.md",
+            f"data_cpu_{ranks}_ranks.json",
             (MEGATRON, DEEPSPEED),
             ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
         )
@@ -84,8 +84,8 @@ COMPARISONS = (
     Comparison(
         "Data parallelism on 2 hosts of 2 ranks, with links of 800 Mbit/s",
         "network/netlab_peers.py",
-        "netlab_peers.json",
         "../guides/data.md",
+        "netlab_peers.json",
         (MEGATRON, DEEPSPEED),
         hosts=True,
     ),
@@ -94,8 +94,8 @@ COMPARISONS = (
             f"Tensor parallelism on {ranks} ranks (`seq.`: with sequence parallelism, which "
             "megaframe always uses)",
             "cpu/tensor_cpu.py",
-            f"tensor_cpu_{ranks}_ranks.json",
             "../guides/tensor.md",
+            f"tensor_cpu_{ranks}_ranks.json",
             (MEGATRON,),
             ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
         )
@@ -105,8 +105,8 @@ COMPARISONS = (
         Comparison(
             f"Pipeline parallelism on {stages} ranks, by vocabulary size",
             "cpu/pipeline_cpu.py",
-            f"pipeline_cpu_{stages}_stages.json",
             "../guides/pipeline.md",
+            f"pipeline_cpu_{stages}_stages.json",
             (MEGATRON,),
             ("--cases", f"{stages}x50304", f"{stages}x2048"),
         )
@@ -115,25 +115,26 @@ COMPARISONS = (
     Comparison(
         "Context parallelism on 2 and 4 ranks (attention only), by sample length",
         "cpu/context_cpu.py",
-        "context_cpu.json",
         "../guides/tensor.md",
+        "context_cpu.json",
     ),
     Comparison(
         "One layer of experts",
         "cpu/experts_cpu.py",
-        "experts_cpu.json",
         "../guides/experts.md",
-        (HUGGINGFACE,),
+        peers=(HUGGINGFACE,),
     ),
 )
 
 
 def list_measured() -> list[Comparison]:
-    """Return the comparisons that have been measured, and training on every processor on which it
-    was."""
-    files = sorted(path.name for path in RESULTS.glob("train_cpu_*.json"))
-    every = [*(replace(TRAINING, result=name) for name in files), *COMPARISONS[1:]]
-    return [comparison for comparison in every if comparison.file.exists()]
+    """Return the comparisons that have been measured, each on every processor on which it was."""
+    measured = []
+    for comparison in COMPARISONS:
+        pattern = comparison.result or f"{Path(comparison.script).stem}_*.json"
+        names = sorted(path.name for path in RESULTS.glob(pattern))
+        measured.extend(replace(comparison, result=name) for name in names)
+    return measured
 
 
 def read_tables(comparison: Comparison) -> Iterator[tuple[str, list[dict[str, Any]]]]:

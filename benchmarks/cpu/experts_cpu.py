@@ -22,6 +22,7 @@ from experts_workload import SHAPES
 from harness import (
     PEERS,
     Contender,
+    Spread,
     add_common_arguments,
     check_losses,
     format_table,
@@ -67,25 +68,29 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    results = {}
+    results, limits = {}, {}
     for case in arguments.cases:
         shape, _, precision = case.rpartition("-")
         print(f"\n{shape}, {precision}: {SHAPES[shape]}")
         chosen = make_contenders(arguments, shape, precision)
         outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
-        limit = [run.tokens_per_second for run in outcomes.pop(chosen.pop().name)]
+        limits[case] = [run.tokens_per_second for run in outcomes.pop(chosen.pop().name)]
         expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
         check_losses(outcomes, expected, TOLERANCE * expected)
         lines = summarise(chosen, outcomes)
         print(format_table(lines))
-        print(f"{LIMIT}: {statistics.median(limit):,.0f} ({min(limit):,.0f} to {max(limit):,.0f})")
+        of = Spread.of(limits[case])
+        print(
+            f"{LIMIT}: {of.median:.0f} tokens/s ({of.low:.0f} to {of.high:.0f}), of which "
+            f"megaframe reaches {lines[0].speed.median / of.median:.1%}"
+        )
         overheads = [run.overhead for run in outcomes["megaframe"] if run.overhead is not None]
         print(f"overhead of routing beside the experts: {statistics.median(overheads):.1%}")
         results[case] = (lines, outcomes)
     if arguments.write:
         config = {"shapes": {name: asdict(shape) for name, shape in SHAPES.items()}}
         config |= {"steps": arguments.steps, "rounds": arguments.rounds}
-        write_results(arguments.write, config, arguments.threads, results)
+        write_results(arguments.write, config, arguments.threads, results, limits)
 
 
 if __name__ == "__main__":

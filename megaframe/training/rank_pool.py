@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 from megaframe.io.ports import find_free_port, make_rank_environment
 
 RARELY = 50_000
@@ -127,6 +129,8 @@ def _serve(end: Connection, prepare: Callable[[], object] | None) -> None:
     gc.set_threshold(RARELY)
     if prepare is not None:
         prepare()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torchrun does: ranks share the cores
     while True:
         try:
             environment, call = end.recv()

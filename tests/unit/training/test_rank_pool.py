@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 
 import pytest
+import torch
 
 from megaframe.training.rank_pool import RankFailure, RankPool
 
@@ -35,6 +36,12 @@ def set_variable(value):
 
 def read_variable():
     return os.environ.get("PREPARED")
+
+
+def use_threads(count, variable):
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.update(variable)
+    torch.set_num_threads(count)
 
 
 def test_each_rank_knows_its_place_and_processes_stay():
@@ -66,3 +73,9 @@ def test_ranks_are_prepared_once():
     with closing(RankPool(1, partial(set_variable, "yes"))) as pool:
         assert pool.run(1, read_variable) == ["yes"]
     assert read_variable() is None
+
+
+@pytest.mark.parametrize(("variable", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "3"}, 3)])
+def test_ranks_have_one_thread_unless_more_are_asked_for(variable, threads):
+    with closing(RankPool(1, partial(use_threads, 3, variable))) as pool:
+        assert pool.run(1, torch.get_num_threads) == [threads]
