@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megaframe.distributed import gloo_sockets
-from megaframe.distributed.collectives import WaitTimer
+from megaframe.distributed.collectives import WaitTimer, barrier
 from megaframe.distributed.desync_check import DesyncCheck
 from megaframe.distributed.device import (
     read_launcher_number,
@@ -287,8 +287,18 @@ class Mesh(ProcessGroups):
         """Whether `close` needs the other ranks, as it does with NCCL."""
         return self.nccl is not None and self.layout.world > 1
 
+    def finish(self) -> None:
+        """Close after work without errors: first wait for all ranks, so that none closes
+        connections on which others still receive or connect.
+
+        Raises:
+            LostRanks: Another rank has closed with an error.
+        """
+        barrier(self.world)
+        self.close()
+
     def close(self) -> None:
-        """Stop the watchdog and end all process groups."""
+        """Stop the watchdog and end all process groups, without a word to other ranks."""
         for call in self.before_close:
             call()
         self.before_close.clear()

@@ -70,7 +70,7 @@ def measure_saved_bytes(layers, recompute, tensor, dropout):
         keep(leaf)
     for bucket in train_step.sharded_parameters.buckets:
         storages.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
-    mesh.close()
+    mesh.finish()
     actions = [Action(ActionKind.F, 0, 0)]
     planned = compute_memory(
         config, RankParameters(0, (), ()), 1, plan_stages(config), actions
@@ -143,7 +143,7 @@ def measure_stage(name, recompute, tensor):
     weights = (bucket.parameters[0].value for bucket in train_step.sharded_parameters.buckets)
     for given in (*weights, tokens, *chain(*microbatch.ahead)):
         storages.pop(given.untyped_storage().data_ptr(), None)
-    mesh.close()
+    mesh.finish()
     shapes = {table.sin.shape for table in tables}  # also of the negated table for backward
     kept = [value for value in storages.values() if value.shape not in shapes]
     kept += [each for table in tables for each in (table.cos, table.sin)]

@@ -96,7 +96,7 @@ def save(model, parallel, folder):
     pieces = optimizer.list_tensors(owned=True)
     writer.save(1, [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces], {})
     writer.wait()
-    mesh.close()
+    mesh.finish()
 
 
 def load(model, parallel, sources):
@@ -118,7 +118,7 @@ def load(model, parallel, sources):
             kinds.add(name.partition("/")[0] if "/" in name else "")
             if not torch.equal(tensor, slices):
                 wrong.append((path, name, box))
-    mesh.close()
+    mesh.finish()
     return wrong, sorted(kinds)
 
 

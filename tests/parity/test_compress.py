@@ -86,7 +86,7 @@ def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
         parts = zip(tokens.split(4), labels.split(4), samples.split(4), strict=True)
         result = train_step.train([Microbatch(*tensors) for tensors in parts], step, 1 / 128)
         losses.append(float(all_reduce(result.loss / 128, mesh.world).wait()))
-    mesh.close()
+    mesh.finish()
     return sum(losses[-TAIL:]) / TAIL
 
 

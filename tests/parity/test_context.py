@@ -160,7 +160,7 @@ def measure_traffic(parallel):
     context = train_step.context
     of_ring, of_heads = context.ring.group.traffic.take(), context.heads.traffic.take()
     summary = context.ring.index, of_ring, of_heads
-    mesh.close()
+    mesh.finish()
     return summary
 
 

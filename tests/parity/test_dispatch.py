@@ -65,7 +65,7 @@ def send_rows(kind):
         home = combine_along([*route.rows, route.last], turn).run(arrived * gates[:, None])
         combined = combine_along(route.gates, turn).run(gates)
         results[routing] = (arrived.split(route.expert_rows.counts), home, combined, bytes_sent)
-    mesh.close()
+    mesh.finish()
     return results
 
 
@@ -140,7 +140,7 @@ def count_waits(kind):
     with pytest.MonkeyPatch.context() as patch, Unknown():
         patch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
         route_tokens(chosen, EXPERTS, parallel)
-    mesh.close()
+    mesh.finish()
     return len(reads)
 
 

@@ -156,7 +156,7 @@ def test_loss_and_gradients_equal_a_plain_reference(name, recompute, documents, 
     (stage,) = train_step.stages.values()
     loss = stage.forward(0, batch, torch.tensor(1 / valid, dtype=torch.float64)) / valid
     stage.backward(0)
-    mesh.close()
+    mesh.finish()
     terms = 2 * (8 * 16 + 10) + 37 + 30  # from a token to a gradient
     assert_near(loss, expected, terms)
     size = max(float(weight.grad.abs().max()) for weight in weights.values())
@@ -180,7 +180,7 @@ def test_what_comes_later_changes_nothing_as_generation_needs(name, registry):
     whole = compute_hidden(10)
     for length in (1, 2, 7):
         assert_near(compute_hidden(length), whole[:length], 2 * (8 * 16 + 10))
-    mesh.close()
+    mesh.finish()
 
 
 def measure(*arguments):
@@ -227,7 +227,7 @@ def count_sent(*arguments):
     context = train_step.context
     groups = {id(group): group for group in (context.heads, context.ring.group)}
     sent = sum(group.traffic.take()[0] for group in groups.values())
-    mesh.close()
+    mesh.finish()
     return sent
 
 
@@ -273,7 +273,7 @@ def measure_kept(*arguments):
         keep(leaf)
     for bucket in train_step.sharded_parameters.buckets:
         storages.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
-    mesh.close()
+    mesh.finish()
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), planned
 
 

@@ -68,7 +68,7 @@ def test_the_plan_counts_the_state_to_a_byte():
         )
         mesh = Mesh(Layout(), device="cpu", timeout=60)
         optimizer = TrainStep(config, mesh, StepTimer().time).optimizer
-        mesh.close()
+        mesh.finish()
         memory = optimizer.count_memory_bytes()
         elements = memory["weights"] // 4
         assert memory["optimizer"] == compute_optimizer_state_bytes(config.optim, elements, 0, 4)
@@ -89,7 +89,7 @@ def differ_by_rank():
                 messages.append("")
             except UserError as error:
                 messages.append(str(error))
-    mesh.close()
+    mesh.finish()
     return messages
 
 
@@ -111,4 +111,4 @@ def test_a_wrong_number_of_moments_is_named(tmp_path, pool):
         mesh = Mesh(Layout(), device="cpu", timeout=60)
         with pytest.raises(UserError, match=r"count_moments says 1 and make_transforms keeps 2"):
             TrainStep(config, mesh, StepTimer().time)
-        mesh.close()
+        mesh.finish()

@@ -109,7 +109,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         train_to(KEPT + _EAGER + 3 if attempt else KEPT + 1, KEPT)
     numbers_found.append([x for *_, x in train_step.optimizer.list_tensors()])
     numbers_found = [[x.to("cpu", copy=True) for x in numbers] for numbers in numbers_found]
-    mesh.close()
+    mesh.finish()
     return numbers_found, messages, order
 
 
@@ -255,5 +255,5 @@ def test_masks_are_those_of_the_step():
     train_step.optimizer.initialize(1)
     batch = make_batch(config, 0, False)
     losses = [float(train_step.train([batch], step, 1.0).loss) for step in (0, 1, 2, 0, 1, 2, 7)]
-    mesh.close()
+    mesh.finish()
     assert losses[:3] == losses[3:6] and len(set(losses)) == 4

@@ -52,7 +52,7 @@ def train_with_nan(parallel, rank):
     if mesh.rank == rank and parallel.get("zero", 0) < 3:
         value[0, 0] = original
     same = all(torch.equal(*pair) for pair in zip(before, read_state(train_step), strict=True))
-    mesh.close()
+    mesh.finish()
     return finite, names, where, same
 
 
@@ -90,7 +90,7 @@ def train_with_overflow(zero):
     for name, _, box, piece in train_step.optimizer.list_tensors():
         pieces_by_name.setdefault(name, []).append((box, piece.clone()))
     norm = float(result.update.grad_norm)
-    mesh.close()
+    mesh.finish()
     return scales, updates, norm, pieces_by_name, place
 
 

@@ -101,7 +101,7 @@ def train_with_overflow(zero, offload):
             scales.append(float(train_step.optimizer.loss_scale))
             train_step.train(microbatches, step, scales[-1] / 40)
             states.append([piece.clone() for *_, piece in train_step.optimizer.list_tensors()])
-    mesh.close()
+    mesh.finish()
     return scales, states
 
 
@@ -136,7 +136,7 @@ def compare_replicas(zero, replicate):
             bits = train_step.sharded_parameters.buckets[-1].weights.view(torch.int32)
             bits[5] ^= 1
         verdicts.append(replicas.compare())
-    mesh.close()
+    mesh.finish()
     return verdicts
 
 
@@ -214,7 +214,7 @@ def measure_buffers(zero):
             Moments.iterate_chunks = plain
         offload = train_step.optimizer.offload
         weights = sum(bucket.weights.nbytes for bucket in train_step.sharded_parameters.buckets)
-        mesh.close()
+        mesh.finish()
         memory = train_step.optimizer.count_memory_bytes()
         return offload.staging_bytes, largest, offload.host_bytes, weights, memory
 

@@ -206,4 +206,4 @@ def list_muon_shards(parallel, **model):
     mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu")
     optimizer = TrainStep(config, mesh, lambda part: nullcontext()).optimizer
     yield [shard for shard in optimizer.shards if isinstance(shard.rule, Muon)]
-    mesh.close()
+    mesh.finish()

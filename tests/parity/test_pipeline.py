@@ -129,7 +129,7 @@ def measure_step(schedule, chunks):
     train_step.train(share(batch, 1, 0, 1, ragged=False), 0, 1.0)
     sent = mesh.link(mesh.rank, 1 - mesh.rank).traffic.bytes
     left = sum(len(stage._activations) for stage in stages)
-    mesh.close()
+    mesh.finish()
     return most, left, sent
 
 

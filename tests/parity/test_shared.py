@@ -110,7 +110,7 @@ def run_collectives():
     outputs["to_all_v"] = exchanged.wait()
     barrier(group)
     texts = gather_bytes(bytes([mesh.rank]) * (mesh.rank + 1), group, device)
-    mesh.close()
+    mesh.finish()
     return {name: value.tolist() for name, value in outputs.items()} | {"texts": texts}
 
 

@@ -12,7 +12,7 @@ from torch.distributed import _symmetric_memory
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.distributed.collectives import ALONE, barrier
+from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
@@ -146,8 +146,7 @@ def test_nothing_is_fused_without_gpus(pool):
 def is_fused(tensor):
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
     usable = symmetric_memory.is_available(mesh.group("tensor"), tensor)
-    barrier(mesh.world)  # no rank closes while another one still connects
-    mesh.close()
+    mesh.finish()
     return usable
 
 
@@ -171,7 +170,7 @@ def measure_block(model, recompute, tensor, chunks):
     group.traffic.take()
     train_step.train([microbatch], 0, 1.0)
     bytes_sent, _ = group.traffic.take()
-    mesh.close()
+    mesh.finish()
     return saved, compute_block_bytes(config, 0) // tensor, bytes_sent
 
 

@@ -138,7 +138,7 @@ def update_tiny_tensors(zero):
         bucket.wait_for_values()
         values.append((used.value.tolist(), unused.value.tolist()))
         bucket.release()
-    mesh.close()
+    mesh.finish()
     return values
 
 

@@ -7,7 +7,6 @@ import torch
 from parity_runs import MODELS, make_global_batch, run, share
 
 from megaframe.config import RunConfig
-from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
@@ -118,8 +117,7 @@ def measure_traffic(model, train, parallel, axes):
     ]
     elements = sum(parameter.spec.size for parameter in train_step.stages[0].parameters())
     # The step ends before its values are gathered: nobody leaves while others still send.
-    barrier(mesh.world)
-    mesh.close()
+    mesh.finish()
     return [traffic[axis] for axis in axes], buckets, elements
 
 

@@ -114,7 +114,7 @@ def run(
     weights = {}
     for name, _, box, piece in train_step.optimizer.list_tensors():
         weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
-    mesh.close()
+    mesh.finish()
     return Result(losses, norms, evaluation, weights, traffic)
 
 

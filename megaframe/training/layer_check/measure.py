@@ -26,7 +26,6 @@ from megaframe.architecture.block import describe_block
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
-from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.model import attention
@@ -106,8 +105,7 @@ def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
     with _choose_evenly(config):
         measurements = _Measuring(train_step, mesh, microbatch).measure_all()
     stage.take_statistics()
-    barrier(mesh.world)  # no rank closes connections that others use
-    mesh.close()
+    mesh.finish()
     return measurements
 
 

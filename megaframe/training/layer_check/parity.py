@@ -12,7 +12,7 @@ from torch import Tensor
 from megaframe.architecture.spec import Box
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.distributed.collectives import all_reduce, barrier
+from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.training.train_step import TrainStep
@@ -58,8 +58,7 @@ def train_two_steps(config: RunConfig) -> TrainedSteps:
     tensors: dict[str, list[tuple[Box, Tensor]]] = {}
     for name, _, box, piece in train_step.optimizer.list_tensors():
         tensors.setdefault(name, []).append((box, piece.clone()))
-    barrier(mesh.world)
-    mesh.close()
+    mesh.finish()
     return TrainedSteps(losses, norms, tensors)
 
 

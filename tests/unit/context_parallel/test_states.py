@@ -36,7 +36,7 @@ def gather_numbers(kind):
     own.requires_grad_()
     gathered = context.gather_pieces(own)
     (gathered * (1 + mesh.rank)).sum().backward()
-    mesh.close()
+    mesh.finish()
     return gathered.detach(), own.grad
 
 
@@ -75,7 +75,7 @@ def pass_parts(kind):
     states = join_chunks(states[:, :, None], BATCH, added.shape[1])
     (states * weight).sum().backward()
     sent.append(sum(each.take()[0] for each in {id(t): t for t in traffic}.values()))
-    mesh.close()
+    mesh.finish()
     return states.detach(), decay.grad, added.grad, sent
 
 

@@ -13,7 +13,6 @@ from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.compression import Bf16Codec, Int8Codec
 from megaframe.data_parallel.powersgd import as_matrix
 from megaframe.data_parallel.reducer_config import ReducerConfig
-from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout, exchange_groups, exchange_steps
 from megaframe.training.rank_pool import RankPool
@@ -238,8 +237,7 @@ def run_each(function, cases):
     """Return function(mesh, *case) for all cases, in one world."""
     mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
     results = [function(mesh, *case) for case in cases]
-    barrier(mesh.world)
-    mesh.close()
+    mesh.finish()
     return results
 
 

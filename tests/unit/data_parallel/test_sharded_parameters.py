@@ -28,7 +28,7 @@ def list_groups(config, layout, rank):
             names = [p.spec.name.split(".") for p in bucket.parameters]
             blocks = {int(name[1]) for name in names if name[0] == "blocks"}
             groups.add(tuple(sorted(blocks & {*range(LAYERS)})))
-    mesh.close()
+    mesh.finish()
     return sorted(groups - {()})
 
 

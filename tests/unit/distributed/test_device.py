@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megaframe.distributed import device
-from megaframe.distributed.collectives import barrier
 from megaframe.distributed.device import (
     explain_hidden_gpu,
     explain_unusable_gpu,
@@ -58,8 +57,7 @@ def read_thread_policies():
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     new_threads = set(os.listdir("/proc/self/task")) - before
     policies = [os.sched_getscheduler(int(thread)) for thread in new_threads]
-    barrier(mesh.world)  # no rank closes while another one still connects
-    mesh.close()
+    mesh.finish()
     return policies
 
 

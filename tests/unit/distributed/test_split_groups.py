@@ -5,7 +5,6 @@ import pytest
 import torch.distributed as dist
 
 from megaframe.config import RunConfig
-from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics.timers import StepTimer
@@ -31,8 +30,7 @@ class Counting(Mesh):
 def make_groups(config):
     mesh = Counting(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
     TrainStep(config, mesh, StepTimer().time)
-    barrier(mesh.world)  # no rank closes while another one still connects
-    mesh.close()
+    mesh.finish()
     return mesh.splits
 
 

@@ -72,7 +72,7 @@ def run_ranks(folder):
         meter.record("tokens", 64)
         meter.flush(step)
     meter.close()
-    mesh.close()
+    mesh.finish()
     return results
 
 

@@ -33,7 +33,7 @@ def measure_offset(seconds):
             measure_clock_offset(mesh.world, mesh.device),
             gather_bytes(bytes([mesh.rank]) * (1000 * mesh.rank), mesh.world, mesh.device),
         )
-    mesh.close()
+    mesh.finish()
     return offsets
 
 

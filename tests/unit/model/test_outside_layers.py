@@ -16,7 +16,6 @@ from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.model import ModelConfig as Model
 from megaframe.config.parts import ROLES
 from megaframe.config.registry import Registry, use_registry
-from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.extensions import load_extensions, load_with_extensions
@@ -166,8 +165,7 @@ def count_rank_parameters(model, tensor):
         mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
         stage = TrainStep(config, mesh, StepTimer().time).stages[0]
         sizes = [p.box.size for p in stage.parameters() if p.spec.role != "balance"]
-        barrier(mesh.world)  # no rank closes while another one still connects
-        mesh.close()
+        mesh.finish()
         planned = count_parameters(config, Layout(tensor=tensor), plan_stages(config))
         return sum(sizes), planned.total
 

@@ -128,7 +128,7 @@ def _compute_on_rank(part, softcap):
         torch.tensor(SCALE, dtype=torch.float64),
         tensor,
     )
-    mesh.close()
+    mesh.finish()
     return float(result.loss), result.d_hidden, weight.grad
 
 

@@ -9,7 +9,6 @@ from saved_bytes import measure_block_bytes
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead
-from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
@@ -119,8 +118,7 @@ def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="au
     )
     rules = [shard.rule for shard in train_step.optimizer.shards if shard.rule is not None]
     state = [tensor for rule in rules for tensor in rule.state.values()]
-    barrier(mesh.world)  # no rank closes connections that others use
-    mesh.close()
+    mesh.finish()
     buffers = train_step.sharded_parameters.buffers
     sizes = SimpleNamespace(bytes=buffers.bytes, receive=buffers.receive_bytes)
     return plan, sum(tensor.nbytes for tensor in state), sizes

@@ -7,7 +7,7 @@ from token_files import make_counting_documents, write_token_file
 from megaframe.config import RunConfig
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE
-from megaframe.distributed.collectives import barrier, receive, send
+from megaframe.distributed.collectives import receive, send
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.training.batches import Batches
@@ -67,7 +67,7 @@ def look_and_take(path, masked):
     take()
     assert took is None
     calls = mesh.data_control_group.traffic.take()[1]
-    mesh.close()
+    mesh.finish()
     return [step.first for step in steps], count_tokens(steps), sums, calls
 
 
@@ -93,8 +93,7 @@ def take_while_the_other_does_not(path):
     _, valid = batches.take_next(find_nothing)
     if not mesh.rank:
         send(signal_tensor, mesh.world, to=1).wait()
-    barrier(mesh.world)
-    mesh.close()
+    mesh.finish()
     return valid
 
 
@@ -118,7 +117,7 @@ def fail_when_due(path):
     with pytest.raises(OSError, match="the third step"):
         batches.take_next(find_nothing)
     loader._dataset.read = read
-    mesh.close()
+    mesh.finish()
 
 
 def test_what_cannot_be_read_is_raised_when_it_is_due(path, pool):

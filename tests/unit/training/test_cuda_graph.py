@@ -33,7 +33,7 @@ def test_shapes_that_keep_changing_are_said_once_and_graphs_go_before_groups_end
             graph.run(lambda *_: nothing, [Microbatch(x, x, x[0])], torch.tensor(float(times)))
     assert len(graph._graphs) == _MOST and len(messages) == 1
     assert "some steps run without one" in messages[0]
-    mesh.close()
+    mesh.finish()
     assert not graph._graphs
 
 

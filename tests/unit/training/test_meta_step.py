@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from megaframe.config import RunConfig
-from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.training.meta_step import AllocationTracker, measure_step, run_meta_step
@@ -32,8 +31,7 @@ def measure_among_others(*sections):
     mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     with AllocationTracker() as ledger:
         step = measure_step(config, mesh, ledger)
-    barrier(mesh.world)  # no rank closes connections that others use
-    mesh.close()
+    mesh.finish()
     return step
 
 

@@ -26,6 +26,11 @@ def fail_on(rank):
     time.sleep(100)
 
 
+def fail_later_on(rank):
+    time.sleep(0.3 * (os.environ["RANK"] == str(rank)))
+    raise ValueError("is wrong")
+
+
 def end():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -52,7 +57,7 @@ def test_each_rank_knows_its_place_and_processes_stay():
         assert pool.run(3, get_process) == processes and len({*processes}) == 3
 
 
-def test_the_first_failure_is_told_without_waiting_and_the_next_call_starts_anew():
+def test_a_failure_is_told_without_waiting_for_all_and_the_next_call_starts_anew():
     with closing(RankPool(2)) as pool:
         processes = pool.run(2, get_process)
         with pytest.raises(RankFailure, match=r"(?s)rank 1: Traceback.*ValueError: is wrong") as e:
@@ -62,11 +67,18 @@ def test_the_first_failure_is_told_without_waiting_and_the_next_call_starts_anew
 
 
 def test_a_process_that_ends_or_says_nothing_is_named():
-    with closing(RankPool(1, timeout=0.2)) as pool:
-        with pytest.raises(RankFailure, match="rank 0: its process has ended"):
-            pool.run(1, end)
-        with pytest.raises(RankFailure, match=r"rank 0: no answer in 0.2 s"):
-            pool.run(1, time.sleep, 100)
+    ended, silent = "rank 0: its process has ended", r"rank 0: no answer in 0.2 s"
+    with closing(RankPool(1)) as pool, pytest.raises(RankFailure, match=ended):
+        pool.run(1, end)
+    with closing(RankPool(1, timeout=0.2)) as pool, pytest.raises(RankFailure, match=silent):
+        pool.run(1, time.sleep, 100)
+
+
+def test_a_failure_that_follows_another_one_does_not_hide_it():
+    """The first to tell may only have lost the one that is at fault."""
+    with closing(RankPool(2)) as pool, pytest.raises(RankFailure) as error:
+        pool.run(2, fail_later_on, 1)
+    assert [*error.value.failures] == [0, 1]
 
 
 def test_ranks_are_prepared_once():
