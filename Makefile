@@ -10,8 +10,8 @@ SEED ?= $(shell date +%s)
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 
-# Tests of what `make test-all` does not install: Ray, lm-evaluation-harness, and Slurm, which comes with
-# the machine or not.
+# Tests of what `make test-all` leaves out where it is not installed: Ray, lm-evaluation-harness, and
+# Slurm, which comes with the machine or not.
 ENGINES := tests/unit/tools/test_ray.py tests/unit/tools/test_slurm.py tests/unit/training/test_lm_eval.py
 
 # What is imported is compiled once and not in every process, also where the environment turns that off.
