@@ -181,8 +181,8 @@ CASES = [
     for name, recompute, precision, layout in product(
         MODELS, ("none", "selective", "full"), ("bf16", "fp64"), LAYOUTS
     )
-    # Bytes of a value are multiplied in after all else, and context ranks do not see norms. Two axes
-    # at once add nothing to what each of them does to what is computed again.
+    # Bytes of a value are multiplied in after all else, and context ranks do not see norms. Two
+    # axes at once add nothing to what each of them does to what is computed again.
     if precision == "bf16" or layout == "one rank"
     if name not in NORMS or layout in ("one rank", "tensor")
     if recompute == "selective"
