@@ -129,7 +129,7 @@ COMPARISONS = (
 
 def list_measured() -> list[Comparison]:
     """Return the comparisons that have been measured, each on every processor on which it was."""
-    measured = []
+    measured: list[Comparison] = []
     for comparison in COMPARISONS:
         pattern = comparison.result or f"{Path(comparison.script).stem}_*.json"
         names = sorted(path.name for path in RESULTS.glob(pattern))
