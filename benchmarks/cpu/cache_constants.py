@@ -114,7 +114,7 @@ class CachedSize:
 
 CASES = {
     "chunk of the head": CachedSize("MAX_HOST_LOGITS", output_head, make_head),
-    "part of a chunk that is in fp32": CachedSize("_FP32_PARTS", loss, make_head),
+    "part of a chunk that is in fp32": CachedSize("FP32_PARTS", loss, make_head),
     "piece of a product, head": CachedSize("PIECE_BYTES", matmul, make_head),
     "piece of a product, gradient": CachedSize("PIECE_BYTES", matmul, make_gradient),
     "scores of a block": CachedSize("_SCORES_PER_BLOCK", cpu_attention, make_attention),
