@@ -28,6 +28,9 @@ from megaframe.dashboard.sweep import Sweep  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """Yield the address of a cluster of two nodes with one CPU each."""
