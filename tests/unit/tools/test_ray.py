@@ -27,7 +27,6 @@ import ray_tune  # noqa: E402
 from megaframe.dashboard.sweep import Sweep  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 
-
 pytestmark = pytest.mark.slow
 
 
