@@ -67,6 +67,10 @@ def two_communicators():
         if mesh.rank == 0:
             aborts.hangs["any"] = 1
         IN_FLIGHT.append(all_reduce(torch.ones(3, device="cuda"), group))
+    # The first rank has the store, which the other one needs until it has come here.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"in flight/{mesh.rank}", "")
+    store.wait(["in flight/0", "in flight/1"])
     return mesh, groups
 
 
