@@ -57,8 +57,10 @@ class Comparison:
     @property
     def file(self) -> Path:
         """File of its measurements, on this processor if each has its own."""
-        own = f"{Path(self.script).stem}_{make_machine_file_name(describe_machine())}.json"
-        return RESULTS / (self.result or own)
+        if self.result is not None:
+            return RESULTS / self.result
+        machine = make_machine_file_name(describe_machine())
+        return RESULTS / f"{Path(self.script).stem}_{machine}.json"
 
 
 MEGATRON, DEEPSPEED = "megatron_python", "deepspeed_python"

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaframe.io.ports import find_free_port, make_rank_environment
+from megaframe.io.local_rendezvous import find_free_port, make_rank_environment
 from megaframe.io.untrusted import sanitize_text
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -88,9 +86,9 @@ def main() -> None:
 
 def start(folder: str, rounds: int) -> list[Measured]:
     """Start the ranks and return what each measured."""
-    with closing(socket.socket()) as port_finder:
-        port_finder.bind(("127.0.0.1", 0))
-        port = port_finder.getsockname()[1]
+    from megaframe.io.local_rendezvous import find_free_port
+
+    port = find_free_port()
     ranks = []
     for rank in range(RANKS):
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))

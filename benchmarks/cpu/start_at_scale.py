@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -49,6 +48,7 @@ from megaframe.distributed.rank_progress import RankProgress
 from megaframe.distributed.rendezvous import find_fresh_store, get_launcher_store
 from megaframe.distributed.watchdog import Watchdog
 from megaframe.errors import LostRanks
+from megaframe.io.local_rendezvous import find_free_port
 from megaframe.layout import Layout
 
 FAULTS = ("lost", "hung", "slow", "store")
@@ -130,9 +130,7 @@ def main() -> int:
 
 def measure(fault: str, world: int, processes: int, timeout: float, quiet: float) -> WorldOutcome:
     """Run one world with one fault."""
-    with socket.socket() as port_finder:
-        port_finder.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port_finder.getsockname()[1]))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port()))
     layout = make_layout(world)
     victim = 0 if fault == "store" else world - 3
     alone = {0, victim if victim else world - 3}

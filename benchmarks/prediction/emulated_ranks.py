@@ -9,18 +9,17 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import wraps
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaframe.config import EmulationConfig, RunConfig
+from megaframe.io.local_rendezvous import find_free_port
 
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
@@ -70,9 +69,7 @@ def run_in_world(task: Callable[..., Any], config: RunConfig, *args: Any) -> lis
     ranks = make_world(config)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megaframe.training.train_step", "megaframe.metrics"])
-    with closing(socket.socket()) as port_finder:
-        port_finder.bind(("127.0.0.1", 0))
-        port = port_finder.getsockname()[1]
+    port = find_free_port()
     ends: list[Connection] = []
     for rank in range(ranks):
         parent_end, child_end = context.Pipe()

@@ -213,12 +213,11 @@ def _compute_buffer_bytes(
     way through the device; arguments as in `compute_memory`."""
     zero, width = config.parallel.zero, DTYPE_BYTES[config.train.precision]
     master = max(4, width)
-    if host:
-        bucketed = parameters.merge_into_buckets(config, plans)
-        return _count_receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
-    if not config.optim.offload:
+    if not host and not config.optim.offload:
         return 0
     bucketed = parameters.merge_into_buckets(config, plans)
+    if host:
+        return _count_receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
     shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
     chunk = min(OFFLOAD_CHUNK, bucketed.compute_largest_bucket_shard(*shard_ranks))
     width_on_device = offload_bytes_per_element(config.optim, master, weights=width < master)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megaframe.io.ports import find_free_port, make_rank_environment
+from megaframe.io.local_rendezvous import find_free_port, make_rank_environment
 
 RARELY = 50_000
 """New objects between two garbage collections. With 700, they took a seventh of the time of small
@@ -93,9 +93,10 @@ class RankPool:
             # The first to fail may only have lost the rank that is at fault.
             ready = wait(open_ends, _FOLLOWING_SECONDS if failures else self._timeout)
             if not ready:
-                silent = (rank_of_end[end] for end in open_ends)
-                missing = dict.fromkeys(silent, f"no answer in {self._timeout:g} s")
-                raise RankFailure(failures or missing)
+                if not failures:
+                    silent = (rank_of_end[end] for end in open_ends)
+                    failures = dict.fromkeys(silent, f"no answer in {self._timeout:g} s")
+                raise RankFailure(failures)
             answers |= {rank_of_end[end]: _receive(end) for end in open_ends if end in ready}
             failures = {
                 rank: value for rank, (is_right, value) in sorted(answers.items()) if not is_right

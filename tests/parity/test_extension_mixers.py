@@ -7,6 +7,7 @@ import pytest
 import reference_model as reference
 import torch
 from parity_runs import FEW, assert_same, make_global_batch, run, share, with_documents
+from parity_runs import LAYOUTS as SHARED_LAYOUTS
 from reference_mixers import FILES
 from repo_copy import ROOT
 from tolerances import assert_near
@@ -51,19 +52,11 @@ DESCRIBED = {**MODELS, "chunks beyond pieces": {**MODEL, "blocks": [{"mixer": "g
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context_kind": "nested", "context_heads": 2}
 LAYOUTS = {
-    "tensor": (2, {"tensor": 2}, {}),
-    "pipeline": (2, {"pipeline": 2}, {}),
+    **SHARED_LAYOUTS,
     "zero-bubble": (2, {"pipeline": 2, "schedule": "zb-h1"}, {}),
-    "ring": (2, {"context": 2, **RING}, {}),
     "ring of 4": (4, {"context": 4, **RING}, {"recompute": "full"}),
     "all-to-all": (4, {"context": 4, **ALL_TO_ALL}, {"recompute": "selective"}),
     "nested": (4, {"context": 4, **NESTED}, {}),
-    "zero 0": (2, {"zero": 0}, {}),
-    "zero 1": (2, {"zero": 1}, {}),
-    "zero 2": (2, {"zero": 2}, {}),
-    "zero 3": (2, {"zero": 3}, {}),
-    "recompute": (1, {}, {"recompute": "full"}),
-    "selective": (2, {"tensor": 2}, {"recompute": "selective"}),
     "tensor, ring": (4, {"tensor": 2, "context": 2, **RING}, {"recompute": "selective"}),
     "tensor, all-to-all": (4, {"tensor": 2, "context": 2, **ALL_TO_ALL}, {}),
     "tensor, pipeline": (4, {"tensor": 2, "pipeline": 2, "zero": 2}, {"recompute": "full"}),

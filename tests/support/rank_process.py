@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from megaframe.io.ports import find_free_port, make_rank_environment
+from megaframe.io.local_rendezvous import find_free_port, make_rank_environment
 from megaframe.training.rank_pool import FORKSERVER
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from chaos_run import LIMIT, ROOT, ChaosRun, FaultSkipped, Process
 
-from megaframe.io.ports import find_free_port
+from megaframe.io.local_rendezvous import find_free_port
 
 LINKS = {"control": "10.213.77", "data": "10.213.78"}
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
-from megaframe.io.ports import find_free_port
+from megaframe.io.local_rendezvous import find_free_port
 from megaframe.io.run_files import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parents[2]

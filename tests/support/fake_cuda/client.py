@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fake_cuda.build import build_library
 from fake_cuda.nccl_rules import simulate
-from megaframe.io.ports import find_free_port
+from megaframe.io.local_rendezvous import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = {f"kernels__{key}": "reference" for key in ("elementwise", "attention", "loss", "update")}

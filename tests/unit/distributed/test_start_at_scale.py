@@ -22,7 +22,7 @@ from megaframe.distributed.failure_verdict import (
     encode_ranks,
 )
 from megaframe.errors import UserError
-from megaframe.io.ports import find_free_port
+from megaframe.io.local_rendezvous import find_free_port
 from megaframe.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[3]

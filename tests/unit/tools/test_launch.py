@@ -13,7 +13,7 @@ import pytest
 
 from megaframe.config import load
 from megaframe.errors import UserError
-from megaframe.io.ports import find_free_port
+from megaframe.io.local_rendezvous import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "tools/launch"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from entry_runs import read_losses
 
-from megaframe.io.ports import find_free_port
+from megaframe.io.local_rendezvous import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))

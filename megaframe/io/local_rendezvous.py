@@ -1,4 +1,4 @@
-"""Ports of this machine, for ranks that meet on it."""
+"""Where ranks of this machine meet: a free port, and the variables that tell them."""
 
 from __future__ import annotations
 
