@@ -75,9 +75,9 @@ def make_attention(dtype: torch.dtype) -> Work:
 
 def make_gradient(dtype: torch.dtype) -> Work:
     """The gradient of a matrix of 2,048 by 512 over 2,048 tokens, added to sums in fp32."""
-    left, right = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 512).to(dtype)
-    out = torch.zeros(2048, 512)
-    return lambda: matmul.multiply_into(out, left.t(), right, add=True)
+    dy, x = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 512).to(dtype)
+    grad = torch.zeros(2048, 512)
+    return lambda: matmul.write_weight_gradient(grad, dy, x, add=True)
 
 
 def make_update(dtype: torch.dtype) -> Work:

@@ -107,14 +107,14 @@ def compute_head_loss(
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
         logits_TV = buffer[: len(chunk_labels)]
-        multiply_into(logits_TV, chunk_TH, weight.value.t(), add=False)
+        multiply_into(logits_TV, chunk_TH, weight.value.t())
         # With a scale, the logits become their gradient in place.
         losses = _compute_losses(logits_TV, chunk_labels, part, options, scale, kernels)
         # Summed in fp64, because many small terms are added to a large sum.
         loss += torch.where(chunk_labels == IGNORE, 0.0, losses).sum(dtype=torch.float64)
         if d_hidden is not None:
             # Both products read the gradient of the logits before the next chunk reuses its memory.
-            multiply_into(d_hidden[piece], logits_TV, weight.value, add=False)
+            multiply_into(d_hidden[piece], logits_TV, weight.value)
             weight.add_product(logits_TV, chunk_TH)
     if d_hidden is not None:
         # So far each rank has only what its part of the vocabulary adds to the gradient of all

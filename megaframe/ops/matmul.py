@@ -21,10 +21,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-MatmulKind = Literal["dense", "into", "experts", "batched"]
-"""Classes of products. dense: one matrix times many rows, into a new tensor. into: written or added
-to memory that exists, such as logits and gradients. experts: few rows. batched: the small ones of
-attention."""
+MatmulKind = Literal["dense", "into", "gradient", "experts", "batched"]
+"""Classes of products. dense: one matrix times many rows, into a new tensor. into: the same, but
+written to memory that exists, such as logits. gradient: of a weight, which is written or added to
+memory that exists. experts: few rows. batched: the small ones of attention."""
 MatmulLibrary = Literal["torch", "onednn", "fp32-torch", "fp32-onednn"]
 """torch: whatever torch takes for operands of this type. onednn: oneDNN, through the operator of
 torch's compiler. fp32-: operands of a narrower type are copied to fp32, multiplied by that library,
@@ -84,8 +84,12 @@ _library_of: dict[tuple[torch.dtype, MatmulKind], MatmulLibrary] = {}
 def use_libraries(dtype: torch.dtype, libraries: Mapping[MatmulKind, MatmulLibrary]) -> None:
     """Multiply operands of a type on the CPU by these libraries from now on in this process, by
     kind of product; by `get_default_library` where none is given."""
+    default = get_default_library(dtype)
     for kind in KINDS:
-        _library_of[dtype, kind] = libraries.get(kind) or get_default_library(dtype)
+        _library_of[dtype, kind] = libraries.get(kind, default)
+    if "gradient" not in libraries:
+        # A checkpoint from before gradients were a kind of their own: they were `into`.
+        _library_of[dtype, "gradient"] = _library_of[dtype, "into"]
 
 
 def get_libraries_in_use(dtype: torch.dtype) -> dict[MatmulKind, MatmulLibrary]:
@@ -151,16 +155,34 @@ def multiply_batched_wide(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
         matmul.fp32_precision = before
 
 
-def multiply_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool) -> None:
-    """Compute out = left right, or with `add`, out += left right.
+def multiply_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
+    """Compute out = left right.
 
     Args:
-        out_MN: The result, [M, N]; may have a higher precision than the operands. Its old content
-            matters with `add` only.
+        out_MN: The result, [M, N]. Its old content is not read.
         left_MK: [M, K].
         right_KN: [K, N].
+    """
+    _multiply_into("into", out_MN, left_MK, right_KN, add=False)
+
+
+def write_weight_gradient(grad_OI: Tensor, dy_TO: Tensor, x_TI: Tensor, *, add: bool) -> None:
+    """Compute grad = dy^T x, or with `add`, grad += dy^T x.
+
+    Args:
+        grad_OI: Gradient of a weight, [O, I]; may have a higher precision than the operands. Its
+            old content is read with `add` only.
+        dy_TO: Gradient of the outputs of T tokens, [T, O].
+        x_TI: Their inputs, [T, I].
         add: Add to the old content instead of overwriting it.
     """
+    _multiply_into("gradient", grad_OI, dy_TO.t(), x_TI, add=add)
+
+
+def _multiply_into(
+    kind: MatmulKind, out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool
+) -> None:
+    """Compute out = left right, or with `add`, out += left right."""
     if left_MK.is_cuda and out_MN.dtype is torch.float32 and _can_accumulate_wide(left_MK.dtype):
         # With beta = 0 the old content is not read, even if it is NaN.
         beta = 1.0 if add else 0.0
@@ -168,7 +190,7 @@ def multiply_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: boo
         wide = torch.ops.aten.addmm.dtype_out
         wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, out=out_MN)
         return
-    library: MatmulLibrary = _get_library(left_MK.dtype, "into") if _on_cpu(left_MK) else "torch"
+    library: MatmulLibrary = _get_library(left_MK.dtype, kind) if _on_cpu(left_MK) else "torch"
     if library.startswith("fp32-"):
         _multiply_widened_into(library, out_MN, left_MK, right_KN, add=add)
     elif out_MN.dtype == left_MK.dtype and library == "torch":
@@ -180,7 +202,7 @@ def multiply_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: boo
 def _multiply_in_pieces(
     library: MatmulLibrary, out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool
 ) -> None:
-    """Compute `multiply_into` from results in memory of their own, along the longer dim of
+    """Compute `_multiply_into` from results in memory of their own, along the longer dim of
     `out`."""
     rows, columns = out_MN.shape
     by_rows = rows > columns
@@ -206,7 +228,7 @@ def _multiply_widened_into(
     add: bool,
     bias_N: Tensor | None = None,
 ) -> None:
-    """Compute `multiply_into` from copies of the operands in fp32, in pieces along the longest of
+    """Compute `_multiply_into` from copies of the operands in fp32, in pieces along the longest of
     M, K and N, so that the copy of the longer operand is never whole. A bias is added before the
     sums are rounded."""
     M, K, N = *left_MK.shape, right_KN.shape[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.ops.matmul import multiply_into
+from megaframe.ops.matmul import write_weight_gradient
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Parameter:
         grad, add = self._begin(matrix)
         grad_OI = grad.view(left_TO.shape[-1], right_TI.shape[-1])
         # Adds into the bucket itself, whose type is that of the master weights.
-        multiply_into(grad_OI, left_TO.t(), right_TI, add=add)
+        write_weight_gradient(grad_OI, left_TO, right_TI, add=add)
 
     def add_grouped(
         self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS

@@ -53,8 +53,9 @@ _LEAST_TRIES = 3
 _TIE = 1.03
 """The first candidate, torch's own routine, is taken unless another one is faster by this."""
 _SHAPES: Mapping[MatmulKind, tuple[int, int, int]] = {
-    "dense": (1024, 256, 768),
-    "into": (512, 768, 512),
+    "dense": (256, 1024, 1024),
+    "into": (256, 1024, 1024),
+    "gradient": (1024, 512, 512),
     "experts": (128, 512, 1024),
     "batched": (256, 64, 512),
 }
@@ -194,14 +195,15 @@ def find_cache_file(machine: Mapping[str, str | int]) -> Path | None:
 
 
 def read_cache(path: Path, machine: Mapping[str, str | int]) -> CPURoutines | None:
-    """Return the routines in a file of the cache; None if there is none, if it is damaged or if it
-    is of another machine."""
+    """Return the routines in a file of the cache; None if there is none, if it is damaged, of
+    another machine, or of a version with fewer kinds of products."""
     try:
         with open_file(path) as file:
             entry = _CacheEntry.model_validate_json(file.read(_MAX_BYTES))
     except (OSError, ValidationError):
         return None
-    return entry.routines if entry.machine == dict(machine) else None
+    complete = entry.routines.products.keys() == set(matmul.KINDS)
+    return entry.routines if complete and entry.machine == dict(machine) else None
 
 
 def _write_cache(path: Path, machine: dict[str, str | int], measured: CPURoutines) -> CPURoutines:
@@ -344,22 +346,22 @@ def _multiply(
     """Return a function that computes a product of a kind by a library."""
     rows, inner, columns = _SHAPES[kind]
     if small:
-        rows, inner = rows // 4, inner // 4
+        inner, columns = inner // 4, columns // 4
     if kind == "batched":
         left, right = (
             _make_operand(dtype, 8, rows, inner),
             _make_operand(dtype, 8, inner, columns),
         )
         return _multiply_by(dtype, kind, library, lambda: matmul.multiply_batched(left, right))
-    if kind == "into":  # the gradient of a weight: both operands are rows of tokens, added in fp32
-        left, right = (
-            _make_operand(dtype, inner, rows).t(),
-            _make_operand(dtype, inner, columns),
-        )
-        out = torch.zeros(rows, columns, dtype=torch.promote_types(dtype, torch.float32))
-        add = partial(matmul.multiply_into, out, left, right, add=True)
+    if kind == "gradient":  # both operands are rows of tokens, and the result is added in fp32
+        dy, x = _make_operand(dtype, inner, rows), _make_operand(dtype, inner, columns)
+        grad = torch.zeros(rows, columns, dtype=torch.promote_types(dtype, torch.float32))
+        add = partial(matmul.write_weight_gradient, grad, dy, x, add=True)
         return _multiply_by(dtype, kind, library, add)
     left, right = _make_operand(dtype, rows, inner), _make_operand(dtype, columns, inner).t()
+    if kind == "into":
+        out = torch.empty(rows, columns, dtype=dtype)
+        return _multiply_by(dtype, kind, library, lambda: matmul.multiply_into(out, left, right))
     return _multiply_by(dtype, kind, library, lambda: matmul.multiply(left, right))
 
 

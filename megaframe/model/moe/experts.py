@@ -158,7 +158,7 @@ class _ExpertSlice:
     def multiply_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
         """Write `multiply` to `out_nO`."""
         if self.ends is None and self.tensor.fp8 is None:
-            multiply_into(out_nO, x_nI, matrix.t(), add=False)
+            multiply_into(out_nO, x_nI, matrix.t())
         else:
             # Grouped products and those in 8 bits return memory of their own.
             out_nO.copy_(self.multiply(x_nI, matrix))
@@ -175,7 +175,7 @@ class _ExpertSlice:
     def write_input_gradient(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
         """Write `compute_input_gradient` to `out_nI`."""
         if self.ends is None and self.tensor.fp8 is None:
-            multiply_into(out_nI, dy_nO, matrix, add=False)
+            multiply_into(out_nI, dy_nO, matrix)
         else:
             out_nI.copy_(self.compute_input_gradient(dy_nO, matrix))
 

@@ -7,12 +7,14 @@ from tolerances import assert_near, assert_within, compute_allowance, compute_ro
 from megaframe.ops import matmul as module
 from megaframe.ops.matmul import (
     KINDS,
+    get_libraries_in_use,
     list_libraries,
     multiply,
     multiply_batched,
     multiply_batched_wide,
     multiply_into,
     use_libraries,
+    write_weight_gradient,
 )
 
 pytestmark = pytest.mark.numeric
@@ -107,14 +109,42 @@ def test_written_or_added_in_pieces(rows, inner, columns, choice, add, piece, mo
     old = torch.randn(rows, columns) if add else torch.full((rows, columns), torch.nan)
     product, numbers = multiply_exactly(left, right)
     for kind in {dtype, torch.promote_types(dtype, torch.float32)}:
-        out = old.to(kind)
-        expected = product + (out.double() if add else 0.0)
-        multiply_into(out, left, right, add=add)
+        expected = product + (old.to(kind).double() if add else 0.0)
         # A product may be rounded to the type of its operands before it is added.
         first = compute_roundoff(dtype) * product.abs()
         total = numbers + (old.double().abs() if add else 0.0)
         allowed = compute_allowance(inner + 2, total, kind, result=expected.abs()) + first
+        out = old.to(kind)
+        write_weight_gradient(out, left.t(), right, add=add)
         assert_within(out, expected, allowed, f"{inner} products of {dtype}, a sum of {kind}")
+        if not add:
+            out = old.to(kind)
+            multiply_into(out, left, right)
+            assert_within(out, expected, allowed, f"{inner} products of {dtype} in {kind}")
+
+
+def test_each_kind_of_product_has_a_library_of_its_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "_get_library", lambda dtype, kind: asked.append(kind) or "torch")
+    many, few = torch.ones(module.MAX_EXPERT_ROWS, 2), torch.ones(module.MAX_EXPERT_ROWS - 1, 2)
+    weight, grad = torch.ones(2, 3), torch.zeros(2, 3)
+    multiply(many, weight)
+    multiply(few, weight)
+    multiply_batched(many[None], weight[None])
+    multiply_into(torch.empty(len(many), 3), many, weight)
+    write_weight_gradient(grad, many, torch.ones(len(many), 3), add=False)
+    write_weight_gradient(grad, many, torch.ones(len(many), 3), add=True)
+    assert asked == ["dense", "experts", "batched", "into", "gradient", "gradient"]
+    assert set(asked) == set(KINDS) and (grad == 2 * len(many)).all()
+
+
+def test_gradients_were_once_multiplied_as_what_is_written():
+    """A run that a checkpoint continues from before they were two kinds keeps its libraries."""
+    other = list_libraries(torch.float32)[-1]
+    use_libraries(torch.float32, {"dense": "torch", "into": other})
+    assert get_libraries_in_use(torch.float32)["gradient"] == other
+    use_libraries(torch.float32, {"into": other, "gradient": "torch"})
+    assert get_libraries_in_use(torch.float32)["gradient"] == "torch"
 
 
 def test_fp32_on_a_cpu_keeps_fp32_precision():
@@ -135,8 +165,9 @@ def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):
         for rows, columns in ((16, 200), (200, 16)):
             left, right = make_operands(rows, 64, columns, torch.float32, transposed=False)
             for stored in (left, left.t().contiguous().t()):
-                multiply_into(torch.zeros(rows, columns), stored, right, add=True)
+                multiply_into(torch.empty(rows, columns), stored, right)
+                write_weight_gradient(torch.zeros(rows, columns), stored.t(), right, add=True)
     lines = [line for line in capfd.readouterr().out.splitlines() if ",exec," in line]
     products = [line for line in lines if ",matmul," in line or ",inner_product," in line]
-    assert len(products) > 8 or not module._ONEDNN
+    assert len(products) > 16 or not module._ONEDNN
     assert not [line for line in products if ",ref" in line]

@@ -167,6 +167,13 @@ def test_the_cache_of_another_machine_is_made_anew(other, clock, monkeypatch):
     assert load_or_measure(FP32)[0] == OTHER
 
 
+def test_the_cache_of_a_version_with_fewer_kinds_is_made_anew(clock, monkeypatch):
+    fewer = {kind: library for kind, library in TORCH.products.items() if kind != "gradient"}
+    write_cache(TORCH.model_copy(update={"products": fewer}))
+    monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
+    assert load_or_measure(FP32)[0] == OTHER
+
+
 def test_the_first_process_that_writes_the_cache_decides_for_all(clock, monkeypatch):
     def measure(dtype):
         write_cache(TORCH)  # as another process, meanwhile
