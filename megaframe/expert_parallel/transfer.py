@@ -44,7 +44,9 @@ class LocalStep(RouteStep, Protocol):
     """A step within a rank, which can also be computed for only a slice of the rows that it
     makes."""
 
-    def forward_slice(self, x: Tensor, places: slice) -> Tensor: ...
+    def forward_slice(self, x: Tensor, places: slice, copies: int = 0) -> Tensor:
+        """Return the rows at these places, and the last of them again as often as `copies` says."""
+        ...
 
 
 def count_occurrences(numbers: Tensor, most: int) -> Tensor:
@@ -53,6 +55,11 @@ def count_occurrences(numbers: Tensor, most: int) -> Tensor:
     if not numbers.is_cuda:
         return torch.bincount(numbers, minlength=most)
     return numbers.new_zeros(most).scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
+def _repeat_last(index: Tensor, copies: int) -> Tensor:
+    """Return the index with its last element repeated at the end."""
+    return torch.cat((index, index[-1:].expand(copies))) if copies else index
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,8 @@ class SelectRows:
     def forward(self, x: Tensor) -> Pending[Tensor]:
         return Pending(self.forward_slice(x, slice(None)))
 
-    def forward_slice(self, x: Tensor, places: slice) -> Tensor:
-        return x.index_select(0, self.index[places])
+    def forward_slice(self, x: Tensor, places: slice, copies: int = 0) -> Tensor:
+        return x.index_select(0, _repeat_last(self.index[places], copies))
 
     def transpose(self, y: Tensor) -> Pending[Tensor]:
         if not len(y):
@@ -122,8 +129,8 @@ class SortByExpert:
     def forward(self, x: Tensor) -> Pending[Tensor]:
         return Pending(self.forward_slice(x, slice(None)))
 
-    def forward_slice(self, x: Tensor, places: slice) -> Tensor:
-        order = self._order[places]
+    def forward_slice(self, x: Tensor, places: slice, copies: int = 0) -> Tensor:
+        order = _repeat_last(self._order[places], copies)
         if kernel := self._kernels.find("permute", x, order, self._places):
             return kernel(x, order, self._places)
         return x.index_select(0, order // self._places.shape[1])

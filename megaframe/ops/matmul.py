@@ -41,6 +41,8 @@ MAX_EXPERT_ROWS = 256
 MIN_LOOP_WORK = 1 << 22
 """From this many multiplications per matrix on, a loop over matrices costs less than what it can
 save: 0.1 ms of a core, ten times a call of an operator."""
+_ROW_MULTIPLE = 16
+"""Of this many rows oneDNN's tiles have at least one; with eight, some products are slower."""
 _MIN_SLICE = 64
 """Rows or columns of the smallest piece, below which products become slow."""
 
@@ -102,6 +104,22 @@ def _get_library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
     if library is None:
         library = _library_of[dtype, kind] = get_default_library(dtype)
     return library
+
+
+def get_row_multiple(x: Tensor) -> int:
+    """Return a number of which the rows of products should be a multiple if they differ from call
+    to call, as those of an expert do.
+
+    oneDNN prepares a routine for every shape and keeps the last 1,024. That takes as long as a
+    product of a narrow expert, or longer, and 0.1 MB (docs/log.md).
+
+    Args:
+        x: A tensor like the rows.
+    """
+    if not _on_cpu(x):
+        return 1
+    prepares = {"onednn", "fp32-onednn"} | ({"torch"} if x.dtype in _NARROW else set())
+    return 1 if prepares.isdisjoint(get_libraries_in_use(x.dtype).values()) else _ROW_MULTIPLE
 
 
 def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ inputs, O outputs, F inner width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.activation import activate, recompute_activation
 from megaframe.model.pass_state import PassState
 from megaframe.ops.fp8 import Fp8Matmul
-from megaframe.ops.matmul import multiply_into
+from megaframe.ops.matmul import get_row_multiple, multiply_into
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.context import TensorParallel
 
@@ -80,48 +81,47 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
         slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts.tensor)
-        # In the workspace: `last.transpose` reads it before another layer asks for this memory.
-        y_NH, ups = state.workspace.allocate_rows(len(gates_N), x_AH), []
+        y_NH, ups = _allocate_rows(slices, gates_N, x_AH, state), []
         # Slice by slice, so that intermediate results stay in cache.
         for piece in slices:
-            up = piece.multiply(last.forward_slice(x_AH, piece.rows), up_EOH[piece.experts])
+            x_nH = last.forward_slice(x_AH, piece.rows, piece.copies)
+            up = piece.multiply(x_nH, up_EOH[piece.experts])
             active = activate(experts.activation, up, experts.tensor.kernels)
             # Gates are multiplied in before the second product. The outputs of experts then only
             # have to be summed, and are not kept.
-            inner = active.mul_(gates_N[piece.rows, None])
-            piece.multiply_into(y_NH[piece.rows], inner, down_EHF[piece.experts])
+            inner = active.mul_(piece.select_gates(gates_N))
+            piece.multiply_into(y_NH[piece.computed_rows], inner, down_EHF[piece.experts])
             ups.append(up)
         ctx.save_for_backward(x_AH, gates_N, *ups)
         ctx.experts, ctx.last, ctx.state, ctx.slices = experts, last, state, slices
-        return last.transpose(y_NH).wait()
+        return last.transpose(y_NH[: len(gates_N)]).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
         experts, last, state = ctx.experts, ctx.last, ctx.state
         up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
-        # Valid until the next layer asks for this memory; `last.transpose` has read it by then.
-        dx_NH = state.workspace.allocate_rows(len(gates_N), x_AH)
+        dx_NH = _allocate_rows(ctx.slices, gates_N, x_AH, state)
         dgates_N = torch.empty_like(gates_N)
         for piece, up in zip(ctx.slices, ups, strict=True):
-            rows = piece.rows
-            dy_nH = last.forward_slice(dy_AH, rows)
+            dy_nH = last.forward_slice(dy_AH, piece.rows, piece.copies)
             d_inner = piece.compute_input_gradient(dy_nH, down_EHF[piece.experts])
             active, activation_backward = recompute_activation(
                 experts.activation, up, experts.tensor.kernels
             )
             # `d_inner` is not yet times the gates: its product with the output is their gradient.
-            torch.linalg.vecdot(d_inner, active, out=dgates_N[rows])
-            gates_n1 = gates_N[rows, None]
+            piece.write_gate_gradient(dgates_N, d_inner, active)
+            gates_n1 = piece.select_gates(gates_N)
             # In place: the gradient of the gates has been computed from `d_inner` above.
             d_up = activation_backward(d_inner.mul_(gates_n1))
             inner = active.mul_(gates_n1)
-            piece.write_input_gradient(dx_NH[rows], d_up, up_EOH[piece.experts])
+            piece.write_input_gradient(dx_NH[piece.computed_rows], d_up, up_EOH[piece.experts])
             # Selected again: x is kept once, as it arrived, and not once per choice.
-            x_nH = last.forward_slice(x_AH, rows)
+            x_nH = last.forward_slice(x_AH, piece.rows, piece.copies)
             state.deferred.add(partial(piece.add_weight_gradient, experts.up, d_up, x_nH))
             state.deferred.add(partial(piece.add_weight_gradient, experts.down, dy_nH, inner))
-        return last.transpose(dx_NH).wait(), dgates_N, None, None, None, None
+        dx_AH = last.transpose(dx_NH[: len(gates_N)]).wait()
+        return dx_AH, dgates_N, None, None, None, None
 
 
 def _get_matrices(weight: Parameter) -> Tensor:
@@ -139,12 +139,30 @@ class _ExpertSlice:
         experts: Index of the expert among this rank's, or all.
         rows: The rows.
         ends: Where the rows of each expert end, int32 [E], if they are those of all.
+        copies: How often the last row is computed again, to make the number of rows one that
+            repeats. The copies have gates of zero, so they add zeros to all gradients. Their own
+            results, zeros too, are overwritten by the next expert's or lie behind the last one's.
     """
 
     tensor: TensorParallel
     experts: Any
     rows: slice
     ends: Tensor | None = None
+    copies: int = 0
+
+    @property
+    def computed_rows(self) -> slice:
+        """Where the results go, with those of the copies."""
+        return slice(self.rows.start, self.rows.stop + self.copies) if self.copies else self.rows
+
+    def select_gates(self, gates_N: Tensor) -> Tensor:
+        """Return the gates of the rows, and zeros for the copies, [n, 1]."""
+        return F.pad(gates_N[self.rows], (0, self.copies))[:, None]
+
+    def write_gate_gradient(self, dgates_N: Tensor, d_inner_nF: Tensor, active_nF: Tensor) -> None:
+        """Write the dot product of each row, without the copies, to its gradient."""
+        out_n = dgates_N[self.rows]
+        torch.linalg.vecdot(d_inner_nF[: len(out_n)], active_nF[: len(out_n)], out=out_n)
 
     def multiply(self, x_nI: Tensor, matrix: Tensor) -> Tensor:
         """Return rows times the transposed matrix [O, I] of their expert. For all experts, matrices
@@ -209,13 +227,24 @@ def _divide(
         _can_multiply_at_once(x_AH, matrices, expert_rows.ends_E, tensor) for matrices in (up, down)
     ):
         return [_ExpertSlice(tensor, slice(None), slice(None), expert_rows.ends_E)]
-    slices, start = [], 0
+    slices, start, multiple = [], 0, get_row_multiple(x_AH)
     # The host needs the counts, and may wait for them, only if experts are multiplied one by one.
     for expert, count in enumerate(expert_rows.read_counts()):
         if count:
-            slices.append(_ExpertSlice(tensor, expert, slice(start, start + count)))
+            rows, copies = slice(start, start + count), -count % multiple
+            slices.append(_ExpertSlice(tensor, expert, rows, copies=copies))
         start += count
     return slices
+
+
+def _allocate_rows(
+    slices: Sequence[_ExpertSlice], gates_N: Tensor, x_AH: Tensor, state: PassState
+) -> Tensor:
+    """Return memory for a result of each row, and behind them for those of the last slice's copies.
+    It is the workspace's, and valid until the next layer asks for memory: `last.transpose` has read
+    it by then."""
+    copies = slices[-1].copies if slices else 0
+    return state.workspace.allocate_rows(len(gates_N) + copies, x_AH)
 
 
 def _can_multiply_at_once(

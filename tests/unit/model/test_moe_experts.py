@@ -37,6 +37,37 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
     assert any("experts" in name and grad.any() for name, grad in gradients[1].items())
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_copies_of_rows_change_no_gradient(activation, build, make_microbatch, monkeypatch):
+    """Rows that are multiplied again, for numbers of rows that repeat, add exactly zero."""
+    counts, multiply = [], experts._ExpertSlice.multiply
+
+    def record(piece, x, matrix):
+        counts.append(len(x))
+        return multiply(piece, x, matrix)
+
+    monkeypatch.setattr(experts._ExpertSlice, "multiply", record)
+    results = []
+    for multiple in (1, 8):
+        monkeypatch.setattr(experts, "get_row_multiple", lambda x, multiple=multiple: multiple)
+        moe = {"experts": 6, "ffn": 8, "top_k": 2}
+        model = {"moe": moe, "activation": activation, "layers": 2, "hidden": 16}
+        built = build(model, train={"precision": "fp64", "seq": 11, "microbatch": 1})
+        microbatch = make_microbatch(built.config)
+        built.sharded_parameters.start_step()
+        counts.clear()
+        for number in range(2):
+            built.stage.forward(number, microbatch, torch.ones((), dtype=torch.float64))
+            built.stage.backward(number)
+        assert all(count % multiple == 0 for count in counts) and 0 not in counts
+        if multiple == 1:
+            assert any(count % 8 for count in counts)
+        results.append({p.spec.name: p.grad.clone() for p in built.stage.parameters()})
+    for name, expected in results[0].items():
+        assert_near(results[1][name], expected, 11 + 16 + 37, label=name)
+    assert all(grad.any() for name, grad in results[0].items() if "experts" in name)
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [(3, 0, 200, 129, 0), (0, 0), (40,)])

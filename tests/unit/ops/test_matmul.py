@@ -8,6 +8,7 @@ from megaframe.ops import matmul as module
 from megaframe.ops.matmul import (
     KINDS,
     get_libraries_in_use,
+    get_row_multiple,
     list_libraries,
     multiply,
     multiply_batched,
@@ -136,6 +137,15 @@ def test_each_kind_of_product_has_a_library_of_its_own(monkeypatch):
     write_weight_gradient(grad, many, torch.ones(len(many), 3), add=True)
     assert asked == ["dense", "experts", "batched", "into", "gradient", "gradient"]
     assert set(asked) == set(KINDS) and (grad == 2 * len(many)).all()
+
+
+def test_only_onednn_wants_numbers_of_rows_that_repeat():
+    """It prepares a routine for each; MKL, and torch in fp64, do not."""
+    for dtype, library in CHOICES:
+        take((dtype, library))
+        narrow = dtype is torch.bfloat16 and library == "torch"
+        expected = 16 if "onednn" in library or narrow else 1
+        assert get_row_multiple(torch.ones(3, 2, dtype=dtype)) == expected, (dtype, library)
 
 
 def test_gradients_were_once_multiplied_as_what_is_written():
