@@ -7,6 +7,7 @@ from importlib.metadata import version
 import torch
 from experts_workload import (
     SHAPES,
+    WARM_UP,
     answer,
     draw_tensors,
     make_parser,
@@ -47,7 +48,7 @@ def main() -> None:
         out.backward(numbers.d_out[None])
         return out.detach()
 
-    seconds = measure_seconds(step, arguments.steps)
+    seconds = measure_seconds(step, arguments.steps, x, WARM_UP)
     peak_bytes = read_peak_bytes()
     out = step()
     experts = layer.experts

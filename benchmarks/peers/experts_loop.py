@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from experts_workload import (
     SHAPES,
+    WARM_UP,
     answer,
     draw_tensors,
     make_parser,
@@ -74,7 +75,7 @@ def main() -> None:
         out.backward(numbers.d_out)
         return out.detach()
 
-    seconds = measure_seconds(step, arguments.steps)
+    seconds = measure_seconds(step, arguments.steps, x, WARM_UP)
     peak_bytes = read_peak_bytes()
     out = step()
     gate, up, down = (

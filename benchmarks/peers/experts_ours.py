@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from experts_workload import (
     SHAPES,
+    WARM_UP,
     answer,
     draw_tensors,
     make_parser,
@@ -105,7 +106,7 @@ def main() -> None:
             parameter.finish()
         return out.detach()
 
-    step_seconds = measure_seconds(step, arguments.steps)
+    step_seconds = measure_seconds(step, arguments.steps, x, WARM_UP)
     peak_bytes = read_peak_bytes()
 
     chosen, _ = layer.router(x.detach(), context, state)
@@ -123,7 +124,7 @@ def main() -> None:
 
     bare = measure_seconds(run_experts_alone, arguments.steps)
     for _ in range(_ROUNDS - 1):
-        step_seconds += measure_seconds(step, arguments.steps)
+        step_seconds += measure_seconds(step, arguments.steps, x)
         bare += measure_seconds(run_experts_alone, arguments.steps)
     overhead = statistics.median(step_seconds) / statistics.median(bare) - 1
     out = step()

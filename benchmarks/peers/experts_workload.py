@@ -36,6 +36,9 @@ SHAPES = {
     "fine-grained": ExpertsShape(2048, 512, 256, 64, 6),
 }
 """Mixtral's ratio of widths, and many narrow experts as in DeepSeek-V3 and Qwen3."""
+WARM_UP = 30
+"""Passes before those that count. oneDNN prepares a routine for every number of rows, and after so
+many passes most of those that occur have occurred."""
 _STD = 0.03
 
 
@@ -99,15 +102,32 @@ def answer(*results: Tensor | None) -> float:
     return math.fsum(squares)
 
 
-def measure_seconds(work: Callable[[], object], passes: int) -> list[float]:
-    """Return the times of this many passes, after two that are not counted."""
-    work(), work()
+def measure_seconds(
+    work: Callable[[], object], passes: int, x: Tensor | None = None, warm_up: int = 2
+) -> list[float]:
+    """Return the times of passes.
+
+    Args:
+        work: A pass.
+        passes: How many count.
+        x: The tokens of a pass. Every pass gets others, so that the loads of experts differ from
+            pass to pass, as in training; afterwards x is what it was. None if they need not.
+        warm_up: How many passes come first and do not count.
+    """
+    import torch
+
+    kept = None if x is None else x.detach().clone()
+    generator = torch.Generator().manual_seed(4321)
     seconds = []
-    for _ in range(passes):
+    for _ in range(warm_up + passes):
+        if x is not None:
+            x.data = torch.randn(x.shape, generator=generator).to(x.dtype)
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
-    return seconds
+    if x is not None and kept is not None:
+        x.data = kept
+    return seconds[warm_up:]
 
 
 def report(
