@@ -41,8 +41,9 @@ MAX_EXPERT_ROWS = 256
 MIN_LOOP_WORK = 1 << 22
 """From this many multiplications per matrix on, a loop over matrices costs less than what it can
 save: 0.1 ms of a core, ten times a call of an operator."""
-_ROW_MULTIPLE = 16
-"""Of this many rows oneDNN's tiles have at least one; with eight, some products are slower."""
+_ROW_MULTIPLE = 8
+"""Few enough numbers of rows for all their routines to be kept, and few rows in vain: 4 of an
+expert's on average, where 16 would be 8 (docs/log.md)."""
 _MIN_SLICE = 64
 """Rows or columns of the smallest piece, below which products become slow."""
 

@@ -144,7 +144,7 @@ def test_only_onednn_wants_numbers_of_rows_that_repeat():
     for dtype, library in CHOICES:
         take((dtype, library))
         narrow = dtype is torch.bfloat16 and library == "torch"
-        expected = 16 if "onednn" in library or narrow else 1
+        expected = 8 if "onednn" in library or narrow else 1
         assert get_row_multiple(torch.ones(3, 2, dtype=dtype)) == expected, (dtype, library)
 
 
