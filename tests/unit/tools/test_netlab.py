@@ -218,15 +218,26 @@ def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
 
 @lab
 def test_a_link_is_lost_when_asked_and_comes_back(tmp_path):
-    watch = "for i in $(seq 60); do cat /sys/class/net/uplink/carrier; sleep 0.02; done"
+    """Host 1 waits for the loss, and for its end; host 0 watches its own link until then."""
+    watch = """
+        record() { c=$(cat /sys/class/net/uplink/carrier); echo $c >> $0/$NODE_RANK; sleep 0.02; }
+        if [ $NODE_RANK = 1 ]; then
+            until record; [ $c = 0 ]; do :; done
+            until record; [ $c = 1 ]; do :; done
+            touch $0/back
+        else
+            until record; [ -e $0/back ]; do :; done
+        fi
+    """
+    # The loss lasts longer than it may take a busy machine to start the hosts.
+    outage = LinkOutage(1, 0.3, 2.0)
+    command = ["sh", "-c", watch, str(tmp_path)]
     with emulate_hosts([Link("1gbit")] * 2) as hosts:
-        outcome = run_on_hosts(
-            hosts, ["sh", "-c", watch], ranks=1, folder=tmp_path, outages=[LinkOutage(1, 0.3, 0.3)]
-        )
+        outcome = run_on_hosts(hosts, command, ranks=1, folder=tmp_path, outages=[outage])
     assert outcome.status == 0
-    first, second = ((tmp_path / f"host-{n}.txt").read_text().split() for n in (0, 1))
+    first, second = ((tmp_path / str(n)).read_text().split() for n in (0, 1))
     changes = [a for a, b in zip(second, [*second[1:], None], strict=True) if a != b]
-    assert changes == ["1", "0", "1"]
+    assert changes[-2:] == ["0", "1"] and len(changes) <= 3
     assert set(first) == {"1"}
 
 
