@@ -346,6 +346,7 @@ def _multiply(
     """Return a function that computes a product of a kind by a library."""
     rows, inner, columns = _SHAPES[kind]
     if small:
+        # Not the rows, whose number decides between the kinds `dense` and `experts`.
         inner, columns = inner // 4, columns // 4
     if kind == "batched":
         left, right = (

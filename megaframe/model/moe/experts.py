@@ -157,7 +157,9 @@ class _ExpertSlice:
 
     def select_gates(self, gates_N: Tensor) -> Tensor:
         """Return the gates of the rows, and zeros for the copies, [n, 1]."""
-        return F.pad(gates_N[self.rows], (0, self.copies))[:, None]
+        gates_n = gates_N[self.rows]
+        # Padded by nothing, they would be copied.
+        return (F.pad(gates_n, (0, self.copies)) if self.copies else gates_n)[:, None]
 
     def write_gate_gradient(self, dgates_N: Tensor, d_inner_nF: Tensor, active_nF: Tensor) -> None:
         """Write the dot product of each row, without the copies, to its gradient."""

@@ -68,6 +68,13 @@ def test_copies_of_rows_change_no_gradient(activation, build, make_microbatch, m
     assert all(grad.any() for name, grad in results[0].items() if "experts" in name)
 
 
+def test_without_copies_the_gates_are_not_copied():
+    """On a GPU that would be one more kernel forward and one backward."""
+    gates = torch.ones(5)
+    every = experts._ExpertSlice(None, slice(None), slice(None), torch.tensor([5]).int())
+    assert every.select_gates(gates).data_ptr() == gates.data_ptr()
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [(3, 0, 200, 129, 0), (0, 0), (40,)])
