@@ -28,11 +28,11 @@ from megaframe.checkpoint import (
 )
 from megaframe.checkpoint.folder import list_checkpoints, step_of
 from megaframe.checkpoint.stores.memory_folder import MemoryFolder
-from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_nodes
 from megaframe.checkpoint.stores.peer_memory_load import PeerMemoryCheckpoint, open_peer_memory
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, all_reduce
-from megaframe.distributed.mesh import Mesh, read_local_world_size
+from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 
@@ -165,8 +165,8 @@ class CheckpointManager:
                 saved=saved,
             )
         if self._memory_group is not None and self._memory_folder is not None:
-            node_size = config.parallel.node_size or read_local_world_size()
-            peers = PeerRanks.find(mesh.rank, mesh.layout.world, node_size)
+            nodes = find_nodes(self._memory_folder, self._memory_group)
+            peers = PeerRanks.find(mesh.rank, nodes)
             run_id = self._run_id(self._memory_group, create=True)
             assert run_id is not None
             step_in_memory = source.step if isinstance(source, PeerMemoryCheckpoint) else None

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +25,7 @@ from megaframe.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
 """Largest record that is written or read. It contains the config of a run and a few counters."""
+_MARK = "mark-"
 _STEP_NAME = re.compile(r"step-([0-9]{8,12})")
 _RECORD_NAME = re.compile(r"rank-[0-9]{5,9}\.json")
 
@@ -67,30 +70,61 @@ class MemoryFolder:
             UserError: If it cannot be created or is not private to this user.
         """
         digest = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=8).hexdigest()
-        folder = memory / f"megaframe-{os.getuid()}-{digest}"
+        memory_folder = MemoryFolder(memory / f"megaframe-{os.getuid()}-{digest}")
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            status = folder.lstat()
+            memory_folder.make()
         except OSError as error:
             raise UserError(
-                f"checkpoint.memory_dir={memory} cannot be used: {folder}: {error.strerror}"
+                f"checkpoint.memory_dir={memory} cannot be used: {memory_folder.folder}: "
+                f"{error.strerror}"
             ) from None
+        return memory_folder
+
+    def make(self) -> None:
+        """Make the folder, unless it is there.
+
+        Raises:
+            OSError: If it cannot be made.
+            UserError: If it is not private to this user.
+        """
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        status = self.folder.lstat()
         private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
         if not private or status.st_uid != os.getuid():
             raise UserError(
-                f"{folder} must be a folder of user {os.getuid()} alone, with mode 0700, and "
+                f"{self.folder} must be a folder of user {os.getuid()} alone, with mode 0700, and "
                 f"belongs to {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; remove "
                 "it, or give another checkpoint.memory_dir"
             )
-        return MemoryFolder(folder)
+
+    def leave_mark(self) -> str:
+        """Make a file by which ranks that share this folder recognise each other. Returns its name,
+        also if it cannot be made."""
+        name = f"{_MARK}{secrets.token_hex(8)}"
+        with suppress(OSError):
+            (self.folder / name).touch(mode=0o600)
+        return name
+
+    def list_marks(self) -> list[str]:
+        """Return the names of the marks in this folder."""
+        return [path.name for path in self.folder.glob(f"{_MARK}*")]
+
+    def remove_mark(self, name: str) -> None:
+        """Delete a mark, if it is there."""
+        (self.folder / name).unlink(missing_ok=True)
 
     def get_path(self, step: int, rank: int) -> Path:
         """Return the path of the file of a rank."""
         return self.folder / format_checkpoint_name(step) / f"rank-{rank:05d}.safetensors"
 
     def prepare(self, step: int, rank: int) -> Path:
-        """Return the path for the file of a rank, after deleting what an earlier copy left
-        there."""
+        """Return the path for the file of a rank, after deleting what an earlier copy left there.
+        Makes the folder again if it was deleted, as cleaners of /dev/shm do.
+
+        Raises:
+            OSError, UserError: As `make`.
+        """
+        self.make()
         path = self.get_path(step, rank)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         for old in (path.with_suffix(".json"), path):

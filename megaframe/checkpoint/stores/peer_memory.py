@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -31,21 +31,38 @@ from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 
 
-def find_peer(rank: int, world: int, node_size: int) -> int | None:
-    """Return the rank on the next node that keeps a copy for `rank`. None if there is only one
-    node: its memory outlives its processes anyway.
+def find_nodes(folder: MemoryFolder, group: Group) -> list[list[int]]:
+    """Return the ranks of each node, by their first rank. Ranks that see the same folder are on one
+    node, whatever hosts and `parallel.node_size` say: a second copy there would take the place of
+    the first one, and be lost with it. Collective.
 
     Args:
-        rank: The rank whose values are copied.
-        world: Number of ranks.
-        node_size: Ranks of a node.
+        folder: This rank's folder in memory.
+        group: All ranks of the run.
     """
-    if node_size >= world:
-        return None
-    start = (rank // node_size + 1) * node_size
-    if start >= world:
-        start = 0
-    return start + rank % node_size % min(node_size, world - start)
+    own_mark = folder.leave_mark()
+    gather_json(group, None)  # all ranks have left their marks
+    ranks_of_node: dict[str, list[int]] = {}
+    for rank, mark in enumerate(gather_json(group, min(folder.list_marks(), default=own_mark))):
+        ranks_of_node.setdefault(mark, []).append(rank)
+    folder.remove_mark(own_mark)
+    return list(ranks_of_node.values())
+
+
+def find_keepers(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return, for each rank, the rank on the next node that keeps a copy for it. With one node
+    there are none: its memory outlives its processes anyway.
+
+    Args:
+        nodes: The ranks of each node.
+    """
+    if len(nodes) == 1:
+        return {}
+    return {
+        rank: next_ranks[place % len(next_ranks)]
+        for ranks, next_ranks in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+        for place, rank in enumerate(ranks)
+    }
 
 
 @dataclass(frozen=True)
@@ -61,17 +78,16 @@ class PeerRanks:
     sources: tuple[int, ...]
 
     @staticmethod
-    def find(rank: int, world: int, node_size: int) -> PeerRanks:
+    def find(rank: int, nodes: Sequence[Sequence[int]]) -> PeerRanks:
         """Return the peers of a rank.
 
         Args:
             rank: The rank.
-            world: Number of ranks.
-            node_size: Ranks of a node.
+            nodes: The ranks of each node.
         """
-        keepers = [find_peer(source, world, node_size) for source in range(world)]
-        sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
-        return PeerRanks(keepers[rank], tuple(sources))
+        keepers = find_keepers(nodes)
+        sources = sorted(source for source, keeper in keepers.items() if keeper == rank)
+        return PeerRanks(keepers.get(rank), tuple(sources))
 
 
 class PeerMemoryWriter(BackgroundCopier):
@@ -174,11 +190,12 @@ class PeerMemoryWriter(BackgroundCopier):
         sizes = torch.tensor([[len(own_file.record), own_file.size]])
         sizes = all_gather(sizes, self._group).wait()
         with ExitStack() as stack:
-            own_handle = (
-                stack.enter_context(open(own_file.path, "rb"))
-                if own_file.path is not None
-                else None
-            )
+            own_handle = None
+            try:
+                if own_file.path is not None:
+                    own_handle = stack.enter_context(open(own_file.path, "rb"))
+            except OSError as error:  # somebody has deleted it; the peer still expects its bytes
+                failures.append(_describe_error(error, own_file.path, own_file.size))
             incoming_files = {
                 rank: _IncomingFile(self._folder, step, rank, *sizes[rank].tolist())
                 for rank in self._peers.sources
@@ -243,7 +260,7 @@ class _IncomingFile:
             if self.size:
                 self.file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
                 os.posix_fallocate(self.file.fileno(), 0, self.size)
-        except OSError as error:
+        except (OSError, UserError) as error:
             self.error = _describe_error(error, path, self.size)
 
     def write(self, data: Tensor) -> None:
@@ -279,11 +296,13 @@ class _IncomingFile:
 def _describe_error(error: Exception, path: Path, needed: int) -> str:
     if not isinstance(error, OSError):
         return str(error)
-    free = os.statvfs(path.parent.parent)
+    free = ""
+    with suppress(OSError):
+        space = os.statvfs(path.parent.parent)
+        free = f" and {space.f_bavail * space.f_frsize:,} bytes are free"
     return (
-        f"cannot write {path}: {error.strerror} (it needs {needed:,} bytes and "
-        f"{free.f_bavail * free.f_frsize:,} bytes are free); give checkpoint.memory_dir more room, "
-        "or use checkpoint.memory_every=0"
+        f"cannot write {path}: {error.strerror} (it needs {needed:,} bytes{free}); give "
+        "checkpoint.memory_dir more room, or use checkpoint.memory_every=0"
     )
 
 

@@ -14,7 +14,7 @@ from rank_process import RankProcess, hang_after, list_rank_environments
 from tolerances import promised
 
 from megaframe.checkpoint.stores.memory_folder import MemoryFolder
-from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_peer
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_nodes
 from megaframe.checkpoint.stores.peer_memory_load import open_peer_memory
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
@@ -182,19 +182,108 @@ def test_what_is_lost_and_what_goes_on(loss, ranks, messages, pool, overrides, m
     assert not list(memory.glob("*/*"))
 
 
-@given(st.integers(1, 40), st.integers(1, 12))
-def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, node_size):
-    keepers = [find_peer(rank, world, node_size) for rank in range(world)]
-    if node_size >= world:
-        assert keepers == [None] * world
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=8), st.randoms())
+def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(sizes, random):
+    ranks = list(range(sum(sizes)))
+    random.shuffle(ranks)
+    nodes = [[ranks.pop() for _ in range(size)] for size in sizes]
+    all_peers = {rank: PeerRanks.find(rank, nodes) for node in nodes for rank in node}
+    if len(nodes) == 1:
+        assert set(all_peers.values()) == {PeerRanks(None, ())}
         return
-    nodes = -(-world // node_size)
-    for rank, keeper in enumerate(keepers):
-        assert keeper // node_size == (rank // node_size + 1) % nodes
-    last = world - (nodes - 1) * node_size
-    assert max(keepers.count(rank) for rank in range(world)) <= -(-node_size // last)
-    all_peers = [PeerRanks.find(rank, world, node_size) for rank in range(world)]
-    assert sorted(source for peer in all_peers for source in peer.sources) == list(range(world))
+    for number, node in enumerate(nodes):
+        next_node = nodes[(number + 1) % len(nodes)]
+        assert {all_peers[rank].to for rank in node} <= set(next_node)
+        for keeper in next_node:
+            sources = all_peers[keeper].sources
+            assert all(all_peers[source].to == keeper for source in sources)
+            assert len(sources) <= -(-len(node) // len(next_node))
+        sent = [source for keeper in next_node for source in all_peers[keeper].sources]
+        assert sorted(sent) == sorted(node)
+
+
+def find_nodes_in(memory):
+    """Return the nodes of four ranks, of which the first and the last share a folder."""
+    mesh = Mesh(Layout(data=4), device="cpu", timeout=60)
+    memory_folder = MemoryFolder.create(memory / str(mesh.rank % 3 // 2), memory)
+    (memory_folder.folder / "mark-of-a-killed-process").touch()
+    nodes = find_nodes(memory_folder, mesh.make_control_group())
+    mesh.close()
+    return nodes
+
+
+def test_ranks_that_share_a_folder_are_one_node(pool, memory):
+    assert pool.run(4, find_nodes_in, memory) == [[[0, 1, 3], [2]]] * 4
+
+
+def test_nodes_that_are_parts_of_a_host_copy_into_its_memory_once(
+    pool, overrides, memory, tmp_path
+):
+    """`parallel.node_size` may be less than what shares a memory, as where links are faster among
+    some GPUs of a host."""
+    keys = {**KEYS, "parallel__node_size": 1, "train__steps": 5, "checkpoint__every": 0}
+    words = [*overrides(**keys), f"checkpoint.memory_dir={memory}"]
+    assert (
+        pool.run(2, run_to_step, words, 4)
+        == [["rank-00000.safetensors", "rank-00001.safetensors"]] * 2
+    )
+    assert "could not be made" not in (tmp_path / "run/run.log").read_text()
+
+
+def run_to_step(words, last):
+    """Train; return the files of the copies of a step, once they are complete."""
+    config = load(None, words)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
+    trainer = Trainer(config, mesh)
+    files = []
+    step = trainer._train_step
+
+    def train_step():
+        step()
+        if trainer.step == last + 1:
+            trainer.checkpointer._memory_writer.wait()
+            found = Path(config.checkpoint.memory_dir).glob(f"*/step-{last:08d}/*.safetensors")
+            files.extend(sorted(path.name for path in found))
+
+    trainer._train_step = train_step
+    trainer.run()
+    mesh.close()
+    return files
+
+
+def lose_memory(words):
+    """Train while somebody deletes the folder in memory, once between copies and once in one."""
+    config = load(None, words)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
+    trainer = Trainer(config, mesh)
+    writer, step = trainer.checkpointer._memory_writer, trainer._train_step
+    exchange = writer._exchange
+
+    def delete_and_exchange(number, own_file, failures):
+        if number == 4:
+            shutil.rmtree(writer._folder.folder)
+        exchange(number, own_file, failures)
+
+    def train_step():
+        step()
+        if trainer.step == 7:
+            writer._folder.close()
+
+    trainer._train_step, writer._exchange = train_step, delete_and_exchange
+    trainer.run()
+    mesh.close()
+
+
+def test_a_memory_that_somebody_cleans_does_not_end_the_run(pool, overrides, memory, tmp_path):
+    nodes = [f"checkpoint.memory_dir={memory}/{node}" for node in (0, 1)]
+    pool.run(2, lose_own_memory, overrides(**{**KEYS, "checkpoint__every": 0}), nodes)
+    log = (tmp_path / "run/run.log").read_text()
+    assert log.count("could not be made") == 1 and "copies of step 4 in memory" in log
+    assert len(read_losses(tmp_path / "run")) == 12
+
+
+def lose_own_memory(words, nodes):
+    lose_memory([*words, nodes[read_global_rank()]])
 
 
 def copy_without_room(memory):
@@ -202,7 +291,9 @@ def copy_without_room(memory):
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
     group, run, full = mesh.make_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
-    writer = PeerMemoryWriter(memory_folder, group, PeerRanks.find(mesh.rank, 2, 1), run, None)
+    writer = PeerMemoryWriter(
+        memory_folder, group, PeerRanks.find(mesh.rank, [[0], [1]]), run, None
+    )
     slices = [cut_slice("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     messages = []
     writer.save(2, slices, {"step": 2})
