@@ -25,6 +25,8 @@ from rich.table import Table
 from megaframe.checkpoint import (
     ACCEPTED_PATHS,
     Checkpoint,
+    StorePath,
+    list_latest_checkpoints,
     locate_checkpoint,
     open_checkpoint,
     parse_path,
@@ -101,19 +103,28 @@ def _make_tensor_table(checkpoint: Checkpoint) -> Table:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Read everything, and list every file and tensor that is damaged."""
-    path = locate_checkpoint(arguments.path, "path")
-    is_intact = True
-    for problem in find_damage(path):
-        is_intact = False
-        print(problem)
-    if not is_intact:
-        return EXIT_DIFFERENT
+    """Read everything, and list every file and tensor that is damaged. If the latest checkpoint of
+    a folder is, its newest whole one is named, too."""
+    checkpoints = list_latest_checkpoints(arguments.path, "path")
+    problems = [checkpoints.lost] if checkpoints.lost else []
+    print("".join(f"{problem}\n" for problem in problems), end="")
+    for path in checkpoints.paths:
+        damage = list(find_damage(path))
+        if not damage:
+            _print_whole(path)
+            break
+        print("\n  ".join([f"{path} is damaged:", *damage]))
+        problems += damage
+    else:
+        print("no checkpoint is whole")
+    return EXIT_DIFFERENT if problems else 0
+
+
+def _print_whole(path: StorePath) -> None:
     with open_checkpoint(path) as checkpoint:
         slices = sum(len(tensor.slices) for tensor in checkpoint.tensors.values())
         tensors = len(checkpoint.tensors)
         print(f"{path}: step {checkpoint.step}, {tensors} tensors in {slices} slices are whole")
-    return 0
 
 
 def diff(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from megaframe.checkpoint.folder import (
     ACCEPTED_PATHS,
     find_checkpoint,
+    list_latest_checkpoints,
     locate_checkpoint,
     resolve_checkpoint_folder,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "Slice",
     "StorePath",
     "find_checkpoint",
+    "list_latest_checkpoints",
     "locate_checkpoint",
     "open_checkpoint",
     "parse_path",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaframe.checkpoint.load import open_checkpoint
@@ -30,6 +31,35 @@ _RUN_SUBFOLDER = "checkpoints"
 """Folder of checkpoints in a run folder."""
 _POINTER_BYTES = 64
 _LOCATION_KEYS = ("run.dir", "checkpoint.folder")
+
+
+@dataclass(frozen=True)
+class LatestCheckpoints:
+    """The checkpoints of which the latest is meant.
+
+    Attributes:
+        paths: The one that the pointer names, then the others, highest step first; a checkpoint
+            that is meant itself is alone.
+        folder: Where they are; None for a checkpoint that is meant itself.
+        pointer: What the file `latest` there names; None without that file.
+    """
+
+    paths: tuple[StorePath, ...]
+    folder: StorePath | None = None
+    pointer: str | None = None
+
+    @property
+    def pointer_path(self) -> StorePath:
+        """The file `latest`."""
+        assert self.folder is not None
+        return self.folder / POINTER
+
+    @property
+    def lost(self) -> str | None:
+        """That the pointer names a checkpoint that is not there, or None."""
+        if self.pointer is None or any(path.name == self.pointer for path in self.paths):
+            return None
+        return f"{self.pointer_path} names {self.pointer!r}, which is not there"
 
 
 def step_of(path: StorePath) -> int:
@@ -147,13 +177,14 @@ def find_checkpoint(
     if resume != "latest":
         return locate_checkpoint(resume, "checkpoint.resume", note)
     try:
-        return _find_newest_intact(root, note)
+        checkpoints = _list_latest(root)
+        return None if checkpoints is None else _find_newest_intact(checkpoints, note)
     except OSError as error:
         raise _make_unreachable_error(root, error) from None
 
 
 def locate_checkpoint(
-    location: str | StorePath, key: str, note: Callable[[str], None] = _print_warning
+    location: str | StorePath, key: str, note: Callable[[str], None] | None = None
 ) -> StorePath:
     """Return the checkpoint that a path or URL stands for: `ACCEPTED_PATHS`.
 
@@ -162,12 +193,25 @@ def locate_checkpoint(
     Args:
         location: The path or URL.
         key: The config key or the option that gives it, for messages.
-        note: Called with a reason if the latest checkpoint is not intact, and the newest intact one
-            is returned.
+        note: Called with the reason if the latest checkpoint is not intact and the newest intact
+            one is returned. Without it that is an error: who asks for the latest does not get the
+            numbers of another one.
 
     Raises:
-        UserError: If there is no checkpoint, none in the folder is intact, or its store cannot be
-            reached.
+        UserError: If there is no checkpoint, none in the folder is intact, the latest is not and
+            there is no `note`, or its store cannot be reached.
+    """
+    checkpoints = list_latest_checkpoints(location, key)
+    if checkpoints.folder is None:
+        return checkpoints.paths[0]
+    return _find_newest_intact(checkpoints, note)
+
+
+def list_latest_checkpoints(location: str | StorePath, key: str) -> LatestCheckpoints:
+    """Return the checkpoints that a path or URL may stand for (see `locate_checkpoint`).
+
+    Raises:
+        UserError: If there is none, or its store cannot be reached.
     """
     path = parse_path(location) if isinstance(location, str) else location
     store = store_of(path)
@@ -177,10 +221,10 @@ def locate_checkpoint(
         if is_temporary(path.name):
             raise UserError(f"{key}={path} is a save that was never finished")
         if CHECKPOINT_NAME.fullmatch(path.name) or MANIFEST in store.list_entries(path):
-            return path
+            return LatestCheckpoints((path,))
         for root in _list_candidate_folders(path):
-            if (newest := _find_newest_intact(root, note)) is not None:
-                return newest
+            if (checkpoints := _list_latest(root)) is not None:
+                return checkpoints
     except OSError as error:
         raise _make_unreachable_error(path, error) from None
     raise UserError(f"{key}={path}: there is no checkpoint in it; it takes {ACCEPTED_PATHS}")
@@ -202,29 +246,42 @@ def _make_unreachable_error(path: StorePath, error: OSError) -> UserError:
     return UserError(f"cannot look for checkpoints in {path}: {error.strerror}")
 
 
-def _find_newest_intact(folder: StorePath, note: Callable[[str], None]) -> StorePath | None:
+def _list_latest(folder: StorePath) -> LatestCheckpoints | None:
+    """Return the checkpoints of a folder; None if nothing was ever saved there."""
     pointer = read_pointer(folder)
     checkpoints = list_checkpoints(folder)
     if pointer is None and not checkpoints:
         return None
     # The pointer's contents are not trusted: only a checkpoint found in this folder is used.
     pointed_to = [path for path in checkpoints if path.name == pointer]
-    problems = [] if pointed_to else [f"{folder / POINTER} {_describe_pointer(pointer)}"]
-    for path in pointed_to + [path for path in checkpoints if path not in pointed_to]:
+    others = [path for path in checkpoints if path not in pointed_to]
+    return LatestCheckpoints((*pointed_to, *others), folder, pointer)
+
+
+def _find_newest_intact(
+    checkpoints: LatestCheckpoints, note: Callable[[str], None] | None
+) -> StorePath:
+    lost = checkpoints.lost
+    problems = [lost] if lost else []
+    for path in checkpoints.paths:
         try:
             open_checkpoint(path).close()
         except UserError as error:
             problems.append(str(error))
             continue
+        if problems and note is None:
+            raise UserError(
+                f"the latest checkpoint in {checkpoints.folder} cannot be used: "
+                f"{'; '.join(problems)}. To use the newest that is intact, give {path}"
+            )
+        if checkpoints.pointer is None:
+            problems.append(f"{checkpoints.pointer_path} is missing")
         if problems:
-            note(f"warning: {path} is used instead: {'; '.join(problems)}")
+            (note or _print_warning)(f"warning: {path} is used instead: {'; '.join(problems)}")
         return path
+    folder = checkpoints.folder
     raise UserError(
         f"no intact checkpoint is left in {folder}: "
-        f"{'; '.join(problems)}. To start from scratch, remove {folder / POINTER} and every "
-        f"{format_checkpoint_name(0)[:5]}* there"
+        f"{'; '.join(problems)}. To start from scratch, remove {checkpoints.pointer_path} and "
+        f"every {format_checkpoint_name(0)[:5]}* there"
     )
-
-
-def _describe_pointer(pointer: str | None) -> str:
-    return "is missing" if pointer is None else f"names {pointer!r}, which is not there"

@@ -1,6 +1,7 @@
 """tools/checkpoint.py: what it prints for intact, damaged, equal and different checkpoints, and
 that resharding into another number of files keeps the content."""
 
+import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,6 +77,67 @@ def test_all_that_is_damaged_is_named_at_once(saved, capsys, monkeypatch):
     assert "it holds a.weight, optimizer.moment/a.weight" in text
     status, text = run(capsys, monkeypatch, "verify", saved / "nowhere")
     assert status == 2 and "nowhere: there is no such folder" in text
+
+
+@pytest.fixture
+def half_written(saved):
+    """The newest of two checkpoints has lost the end of a file, as by a full disk."""
+    newest = save(saved.parent, [[make_slice("a.weight", WEIGHT + 1)]], step=2)
+    os.truncate(newest / "rank-00000.safetensors", 99)
+    return newest
+
+
+def test_an_older_checkpoint_does_not_hide_that_the_latest_is_damaged(
+    half_written, saved, capsys, monkeypatch
+):
+    folder = saved.parent
+    status, text = run(capsys, monkeypatch, "verify", folder)
+    assert status == 1
+    assert f"{half_written} is damaged:" in text and "99 bytes instead of" in text
+    assert f"{saved}: step 1, 2 tensors in 3 slices are whole" in text
+    for command in (
+        ["inspect", folder],
+        ["diff", folder, saved],
+        ["diff", saved, folder],
+        ["reshard", folder, "--to", folder.parent / "new", "--files", 1],
+        ["export-dcp", folder, "--to", folder.parent / "new"],
+        ["export-hf", folder, "--to", folder.parent / "new"],
+    ):
+        status, text = run(capsys, monkeypatch, *command)
+        assert status == 2, command
+        assert "99 bytes instead of" in text and f"give {saved}" in text
+    assert not (folder.parent / "new").exists()
+    assert run(capsys, monkeypatch, "inspect", saved)[0] == 0
+
+
+def test_damage_that_opening_does_not_show_is_found_and_an_older_one_is_named(
+    saved, capsys, monkeypatch
+):
+    newest = save(saved.parent, [[make_slice("a.weight", WEIGHT + 1)]], step=2)
+    assert run(capsys, monkeypatch, "verify", saved.parent)[0] == 0
+    file = newest / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    status, text = run(capsys, monkeypatch, "verify", saved.parent)
+    assert (status, f"{newest} is damaged:" in text, f"{saved}: step 1" in text) == (1, True, True)
+    (saved / "manifest.json").unlink()
+    status, text = run(capsys, monkeypatch, "verify", saved.parent)
+    assert status == 1 and "no checkpoint is whole" in text
+
+
+def test_a_latest_checkpoint_that_is_gone_is_told_and_a_pointer_that_never_was_is_not_damage(
+    saved, capsys, monkeypatch
+):
+    pointer = saved.parent / "latest"
+    pointer.write_text("step-00000009\n")
+    status, text = run(capsys, monkeypatch, "verify", saved.parent)
+    assert status == 1 and "names 'step-00000009', which is not there" in text
+    assert f"{saved}: step 1" in text
+    status, text = run(capsys, monkeypatch, "inspect", saved.parent)
+    assert status == 2 and f"give {saved}" in text
+    pointer.unlink()
+    assert run(capsys, monkeypatch, "verify", saved.parent)[0] == 0
+    status, text = run(capsys, monkeypatch, "inspect", saved.parent)
+    assert status == 0 and "latest is missing" in text
 
 
 def test_differences_are_told_whatever_the_slices(saved, tmp_path, capsys, monkeypatch):
