@@ -45,11 +45,14 @@ class RunComparison:
 
     def suggest_layouts(self) -> Iterator[str]:
         """Yield a sentence with the best layout for as many ranks, and then its reasons; or only
-        that no layout would save enough."""
+        that no layout would save enough, or fits."""
         config, ranks, cluster = self.choice.config, self.choice.layout.world, self.cluster
-        result = search(
-            config, ranks, cluster, get_cluster_constants(cluster), simulated=_SIMULATED
-        )
+        constants = get_cluster_constants(cluster)
+        try:
+            result = search(config, ranks, cluster, constants, simulated=_SIMULATED)
+        except UserError as error:  # a run that the planner finds too large has run all the same
+            yield f"it has no layout to compare with: {error}"
+            return
         current, best = self.choice.prediction.step_seconds, result.best.prediction
         if best.step_seconds > (1 - _WORTH) * current:
             yield (

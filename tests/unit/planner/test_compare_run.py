@@ -1,6 +1,10 @@
 """The planner's comparison of its prediction with a finished run."""
 
+import json
+
 import pytest
+from run_folders import make_lines, write
+from tool_process import run_tool
 
 from megaframe.config import dump, load
 from megaframe.errors import UserError
@@ -31,6 +35,18 @@ def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     ).best
     path.write_text(dump(better.config))
     assert "none of " in next(compare_run(path, {"ranks": 4, "device": "CPU"}).suggest_layouts())
+
+
+def test_a_run_that_the_planner_finds_too_large_has_a_report(tmp_path):
+    folder = write_folder(tmp_path, "model.hidden=8192", "model.layers=400", "model.heads=64")
+    write(folder / "run", make_lines(3))
+    (folder / "config.yaml").replace(folder / "run/config.yaml")
+    device = {"ranks": 1, "device": "NVIDIA H100 80GB HBM3"}
+    (folder / "run/environment.json").write_text(json.dumps(device))
+    process = run_tool("tools/report.py", folder / "run")
+    assert process.returncode == 0, process.stderr
+    assert "the planner**: it has no layout to compare with: " in process.stdout
+    assert (folder / "run/report.html").exists()
 
 
 def test_what_is_not_known_has_no_prediction(tmp_path):
