@@ -10,7 +10,7 @@ Shape suffixes: N samples, S tokens of a sample, T = S + 1 tokens of a window.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from megaframe.config.part_calls import call_part
-from megaframe.config.schema import RunConfig
+from megaframe.config.schema import DataConfig, DataSourceConfig, RunConfig
+from megaframe.config.schema import Split as Shares
 from megaframe.data.gpt_dataset import (
     SPLITS,
     GPTDataset,
@@ -59,13 +60,7 @@ class BlendedDataset:
         if not data.sources:
             raise UserError(NO_SOURCES)
         _check_paths([source.path for source in data.sources])
-        shares = [source.split or data.split for source in data.sources]
-        position = SPLITS.index(split)
-        used_sources = [
-            (s, weights)
-            for s, weights in zip(data.sources, shares, strict=True)
-            if weights[position]
-        ]
+        used_sources = select_sources(data, split)
         if not used_sources:
             raise UserError(
                 f"no source has a share of the {split} split: data.split={list(data.split)} and "
@@ -86,15 +81,20 @@ class BlendedDataset:
             name if count_of_name[name] == 1 else path
             for name, path in zip(files, self.paths, strict=True)
         )
-        self._keys = np.array(
-            [derive_source_key(seed, n) for n in _enumerate_names(files)], np.uint64
-        )
+        self._seed = seed
+        self.order_sources({})
         transforms = [
             (place, part)
             for place, part in enumerate(data.transforms)
             if split == "train" or call_part(part, "includes_validation", bool)
         ]
         self._transforms = SampleTransforms(transforms, seed, vocab)
+
+    def order_sources(self, numbers: Mapping[str, int]) -> None:
+        """Derive the order of each source anew from its file name without the folder, so that files
+        can move, and its number. numbers: By path, those that are not 0; see `SamplerState`."""
+        names = [f"{Path(path).name}\0{numbers.get(path, 0)}" for path in self.paths]
+        self._keys = np.array([derive_source_key(self._seed, n) for n in names], np.uint64)
         self._windows_start = 0
         self._windows: Numbers = np.empty(0, np.int64)
 
@@ -189,13 +189,11 @@ def split_batch(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
     )
 
 
-def _enumerate_names(files: Sequence[str]) -> Iterator[str]:
-    """Return the name of each source that determines its order: the file name without the folder,
-    so that files can move, and a number that distinguishes sources with the same file name."""
-    counts: Counter[str] = Counter()
-    for name in files:
-        yield f"{name}\0{counts[name]}"
-        counts[name] += 1
+def select_sources(data: DataConfig, split: Split) -> list[tuple[DataSourceConfig, Shares]]:
+    """Return the sources that have a share of a split, each with its shares of all splits."""
+    shares = [source.split or data.split for source in data.sources]
+    position = SPLITS.index(split)
+    return [pair for pair in zip(data.sources, shares, strict=True) if pair[1][position]]
 
 
 def _check_paths(paths: Sequence[str]) -> None:

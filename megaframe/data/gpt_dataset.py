@@ -105,6 +105,10 @@ class GPTDataset:
         beginnings_WT[rows, starts[start_indices] - firsts_W[rows]] = True
         return beginnings_WT
 
+    def compute_digest(self) -> str:
+        """Return what recognises the file in another place; see `IndexedDataset`."""
+        return self._file.compute_digest()
+
     def _read_span(self) -> tuple[int, int]:
         """Return the first token in the file, and the number of tokens, of the split's documents.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megaframe.errors import UserError
@@ -35,6 +36,7 @@ DTYPES: dict[int, np.dtype] = {
 }
 _FIRST_WIDE_VOCAB = 65500
 _CHECKED_AT_ONCE = 1 << 18
+_DIGESTED = 1 << 14
 
 
 def choose_token_dtype(vocab: int) -> np.dtype:
@@ -240,6 +242,16 @@ class IndexedDataset:
         start = int(self.pointers[number])
         stop = start + int(self.lengths[number]) * self.dtype.itemsize
         return np.asarray(self._bytes)[start:stop].view(self.dtype)
+
+    def compute_digest(self) -> str:
+        """Return a digest of a few parts of the file, by which it is recognised in another place:
+        the lengths of the first sequences, and the first and last tokens. Reading all of a large
+        file would take as long as training on it for a while."""
+        digest = xxhash.xxh3_128(self._bytes.size.to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(self.lengths[:_DIGESTED]).data)
+        for part in (slice(_DIGESTED), slice(-_DIGESTED, None)):
+            digest.update(np.ascontiguousarray(self._bytes[part]).data)
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Release the files. They stay mapped as long as views of them exist."""

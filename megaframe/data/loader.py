@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from megaframe.config.schema import RunConfig, TrainConfig
-from megaframe.data.blended_dataset import BlendedDataset, split_batch
+from megaframe.data.blended_dataset import BlendedDataset, select_sources, split_batch
 from megaframe.data.gpt_dataset import Split
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.sampler import Blend, BlendSources, SamplerState, restore_sampler
@@ -135,13 +135,14 @@ class Loader:
         self._config, self._rank, self._ranks = config, data_rank, data_ranks
         self._dataset = BlendedDataset(config, split, config.run.seed)
         self._validation: BlendedDataset | None = None
-        if config.train.eval_every:
-            self._validation = BlendedDataset(config, "validation", _EVALUATION_SEED)
         sizes = tuple(self._dataset.sizes.tolist())
-        self._sources = BlendSources(self._dataset.paths, self._dataset.weights, sizes)
+        digests = tuple(source.compute_digest() for source in self._dataset.sources)
+        self._sources = BlendSources(self._dataset.paths, self._dataset.weights, sizes, digests)
         self._state_returned = self._state_read = SamplerState.start(self._sources)
         self._prefetch: Prefetch[tuple[StepBatch, SamplerState]] | None = None
         self._peeked: tuple[StepBatch, SamplerState] | None = None
+        if config.train.eval_every:
+            self._open_validation()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -165,9 +166,14 @@ class Loader:
         Returns:
             Lines for the run log; see `restore_sampler`.
         """
-        state_restored, notes = restore_sampler(state, self._sources)
+        validation = select_sources(self._config.data, "validation")
+        validation_paths = [source.path for source, _ in validation]
+        state_restored, notes = restore_sampler(state, self._sources, validation_paths)
         self.close()
         self._state_returned = self._state_read = state_restored
+        self._dataset.order_sources(state_restored.numbers)
+        if self._validation is not None:
+            self._validation.order_sources(state_restored.numbers)
         return notes
 
     def compute_global_batch(self, samples_seen: int) -> int:
@@ -217,9 +223,7 @@ class Loader:
         Raises:
             UserError: If no source has a validation split, or one is too small.
         """
-        if self._validation is None:
-            self._validation = BlendedDataset(self._config, "validation", _EVALUATION_SEED)
-        dataset = self._validation
+        dataset = self._open_validation()
         sources, numbers, _ = Blend.start(dataset.weights).take(samples)
         exists = numbers < dataset.sizes[sources]
         sources, numbers = sources[exists], numbers[exists]
@@ -234,6 +238,13 @@ class Loader:
                 batch = dataset.read(sources[positions_N], numbers[positions_N], positions_N)
                 batch.labels_BS[int(exists_N.sum()) :] = IGNORE
                 yield name, batch
+
+    def _open_validation(self) -> BlendedDataset:
+        """Return the validation split, opened when it is needed first."""
+        if self._validation is None:
+            self._validation = BlendedDataset(self._config, "validation", _EVALUATION_SEED)
+            self._validation.order_sources(self._state_returned.numbers)
+        return self._validation
 
     def _read_step(self) -> tuple[StepBatch, SamplerState]:
         """Read the next step. Returns it and the state after it."""

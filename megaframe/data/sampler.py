@@ -10,16 +10,20 @@ counts are the whole state.
 
 `SamplerState` keeps these counts by the source's path, also for sources that a later blend drops,
 so that a source never repeats a sample within an epoch however the blend changes between resumes.
-A source whose files have moved is recognised by its file name, which also determines its order, and
-its number of samples.
+A source whose files have moved is recognised by its file name, which also determines its order, its
+number of samples and a digest of its tokens. The order has nothing to do with the place in the list
+of sources. In earlier versions it had, for sources with the same file name: `numbers` keeps the
+numbers that they got there, so that a run of such a version continues with the same samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +138,19 @@ def _count_occurrences(sources: NDArray[np.int64], counts: NDArray[np.int64]) ->
 
 @dataclass(frozen=True)
 class BlendSources:
-    """The sources of a run: paths, weights, and samples per epoch (sizes), one entry per source."""
+    """The sources of a run, one entry per source.
+
+    Attributes:
+        paths: Paths without suffix.
+        weights: Relative shares of the samples.
+        sizes: Samples per epoch.
+        digests: See `IndexedDataset.compute_digest`.
+    """
 
     paths: tuple[str, ...]
     weights: tuple[float, ...]
     sizes: tuple[int, ...]
+    digests: tuple[str, ...]
 
     def map_by_path(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return the values, one per source, by the path of the source."""
@@ -154,12 +166,15 @@ class SamplerState:
         blend: How many samples each source has given.
         samples: Samples seen in total.
         removed: By path, samples given by sources that are no longer in the blend.
+        numbers: By path, the numbers other than 0 of sources in a run that an earlier version
+            began; see `number_same_names`.
     """
 
     sources: BlendSources
     blend: Blend
     samples: int
     removed: Mapping[str, int]
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def start(sources: BlendSources) -> SamplerState:
@@ -182,17 +197,35 @@ class SamplerState:
             "base": map_by_path(self.blend.base),
             "weights": map_by_path(self.sources.weights),
             "sizes": map_by_path(self.sources.sizes),
+            "digests": map_by_path(self.sources.digests),
+            "numbers": dict(self.numbers),
         }
 
 
+def number_same_names(paths: Iterable[str]) -> dict[str, int]:
+    """Return, by path, the numbers that earlier versions gave to sources with the same file name.
+    Together with the name they determined the order of a source."""
+    counts: Counter[str] = Counter()
+    numbers: dict[str, int] = {}
+    for path in paths:
+        numbers[path] = counts[Path(path).name]
+        counts[Path(path).name] += 1
+    return numbers
+
+
 def restore_sampler(
-    state: Mapping[str, Any], sources: BlendSources
+    state: Mapping[str, Any], sources: BlendSources, validation_paths: Iterable[str] = ()
 ) -> tuple[SamplerState, list[str]]:
     """Restore the state of a sampler for `sources`.
 
     With the same sources and weights the sequence continues as if it had not been interrupted.
     Otherwise the weights count from now on, each known source continues after the samples that it
     has given, a new one starts at its first, and a line says so.
+
+    Args:
+        state: `SamplerState.state` of this version or an earlier one.
+        sources: The sources of the training split.
+        validation_paths: The paths of those of the validation split.
 
     Returns:
         The state, and lines for the run log.
@@ -201,11 +234,18 @@ def restore_sampler(
         UserError: For a malformed state.
     """
     _check(state)
-    new_paths = _find_moved_sources(state["sizes"], sources)
-    consumed, base, weights, sizes = (
-        {new_paths.get(path, path): value for path, value in state[key].items()}
-        for key in ("consumed", "base", "weights", "sizes")
+    new_paths = _find_moved_sources(state, sources)
+    consumed, base, weights, sizes, digests, numbers = (
+        {new_paths.get(path, path): value for path, value in table.items()}
+        for table in (
+            *(state[key] for key in ("consumed", "base", "weights", "sizes")),
+            state.get("digests", {}),
+            state["numbers"] if "numbers" in state else number_same_names(state["sizes"]),
+        )
     )
+    if "numbers" not in state:  # of an earlier version, which numbered each split on its own
+        numbers = {**number_same_names(validation_paths), **numbers}
+        numbers = {path: number for path, number in numbers.items() if number}
     counts = tuple(consumed.get(path, 0) for path in sources.paths)
     removed = {path: count for path, count in consumed.items() if path not in set(sources.paths)}
     blend = Blend.start(sources.weights, counts)
@@ -218,23 +258,35 @@ def restore_sampler(
     else:
         notes.append(_describe_change(weights, sources, state["samples"]))
     notes += _describe_sizes(sizes, sources)
-    return SamplerState(sources, blend, state["samples"], removed), notes
+    notes += _describe_contents(digests, sources)
+    return SamplerState(sources, blend, state["samples"], removed, numbers), notes
 
 
-def _find_moved_sources(before: Mapping[str, int], sources: BlendSources) -> dict[str, str]:
+def _find_moved_sources(state: Mapping[str, Any], sources: BlendSources) -> dict[str, str]:
     """Find sources that have moved. Returns the new path by the old one.
 
-    A source has moved if a new path has the same file name and number of samples. If several old
-    sources match, the one whose path shares the longest end is chosen.
+    A source has moved if a new path has the same file name, number of samples and digest, which
+    earlier versions did not save. If several pairs match, those whose paths share the longest ends
+    are chosen first.
     """
-    removed = [path for path in before if path not in set(sources.paths)]
+    before, digests, present = state["sizes"], state.get("digests", {}), set(sources.paths)
+    matching: dict[tuple[str, int], list[str]] = {}
+    for path, size in before.items():
+        if path not in present:
+            matching.setdefault((Path(path).name, size), []).append(path)
+    pairs = [
+        (-_find_shared_components(old, path), old, path)
+        for path, size, digest in zip(sources.paths, sources.sizes, sources.digests, strict=True)
+        if path not in before
+        for old in matching.get((Path(path).name, size), ())
+        if digests.get(old, digest) == digest
+    ]
     new_path: dict[str, str] = {}
-    for path, size in zip(sources.paths, sources.sizes, strict=True):
-        same = [old for old in removed if Path(old).name == Path(path).name and before[old] == size]
-        if path not in before and same:
-            old = max(same, key=lambda old: _find_shared_components(old, path))
-            removed.remove(old)
+    taken: set[str] = set()
+    for _, old, path in sorted(pairs, key=itemgetter(0)):
+        if old not in new_path and path not in taken:
             new_path[old] = path
+            taken.add(path)
     return new_path
 
 
@@ -256,8 +308,12 @@ def _check(state: Mapping[str, Any]) -> None:
             f"{', '.join(map(str, state)) or 'nothing'}); resume from a checkpoint of this program"
         )
     tables = [state[key] for key in required[1:]]
+    numbers, digests = state.get("numbers", {}), state.get("digests", {})
     valid = (
         _is_count(state["samples"])
+        and isinstance(numbers, Mapping)
+        and all(map(_is_count, numbers.values()))
+        and isinstance(digests, Mapping)
         and all(isinstance(table, Mapping) for table in tables)
         and all(_is_count(n) for key in ("consumed", "base", "sizes") for n in state[key].values())
         and set(state["weights"]) == set(state["base"]) == set(state["sizes"])
@@ -296,4 +352,14 @@ def _describe_sizes(before: Mapping[str, int], sources: BlendSources) -> Iterato
             f"{len(other)} sources have a different number of samples than before ({other[0]}: "
             f"{now[other[0]]}, before {before[other[0]]}), because of their files, train.seq or "
             "data.split; their order is new and may repeat samples"
+        )
+
+
+def _describe_contents(before: Mapping[str, str], sources: BlendSources) -> Iterator[str]:
+    now = sources.map_by_path(sources.digests)
+    other = [path for path in now if path in before and now[path] != before[path]]
+    if other:
+        yield (
+            f"{len(other)} sources have other tokens than before, under the same path: {other[0]}; "
+            "they continue where they were"
         )

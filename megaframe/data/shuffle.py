@@ -4,7 +4,8 @@ Nothing is shuffled and nothing is stored. Sample number k is mapped to an index
 network over Z_a x Z_b, with a * b slightly larger than the size, which is applied again until the
 result is below the size (cycle walking). So the order needs no memory, any sample can be computed
 alone, and the order depends only on the source's key and size: not on ranks, the length of the
-training or other sources.
+training or other sources. Sources that have both in common give their windows in the same order,
+which are windows of different files.
 
 All arithmetic is on 64-bit integers modulo 2**64, so it is the same on every platform. (The only
 square root chooses a; IEEE 754 rounds it the same way everywhere.)
