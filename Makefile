@@ -17,7 +17,7 @@ ENGINES := tests/unit/tools/test_ray.py tests/unit/tools/test_slurm.py tests/uni
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-engines test-processors fuzz parity-fuzz gpu-check clean
+.PHONY: demo test test-all test-engines test-processors fuzz parity-fuzz gpu-check wheels clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
@@ -51,6 +51,11 @@ parity-fuzz: .venv/ready
 # ARGS=--skip-training and ARGS=--only-training each have the whole of its time.
 gpu-check:
 	$(PYTHON) benchmarks/gpu/gpu_check.py $(ARGS)
+
+# Wheels of what an environment with torch lacks, for nodes that reach no package index. PYTHON is the
+# version of the nodes' Python, such as 3.12; MACHINE their processor, if it is another one.
+wheels:
+	python3 tools/wheels.py --python $(PYTHON) $(if $(MACHINE),--machine $(MACHINE))
 
 $(DEMO)/corpus.jsonl: | .venv/ready
 	$(BIN)/python tools/demo_corpus.py --output $@

@@ -247,8 +247,12 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     folder = arguments.folder
+    from wheels import use_wheels
+
+    if note := use_wheels():
+        print(note, flush=True)
     if (ROOT / "kernels").is_dir():
-        sys.path.insert(0, str(ROOT / "kernels"))
+        sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
     if arguments.ranks is not None:
         if arguments.ranks == 0 and "WORLD_SIZE" not in os.environ:
             parser.error("--ranks needs a number, such as --ranks 2, unless torchrun starts this")

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tools")]
 import training_gpu  # noqa: E402
 from gpu_goals import compare_chosen_with_best, evaluate_goals, format_table, order_of  # noqa: E402
 from kernel_bench import Measurement  # noqa: E402
 from time_limit import LAST, parse_object, run_limited, write_json  # noqa: E402
+from wheels import use_wheels  # noqa: E402
 
 _MINUTES = 7.8
 _OF_TRAINING = 0.5
@@ -326,6 +327,8 @@ def main() -> int:
     arguments = parse_arguments()
     # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if note := use_wheels():
+        print(note, flush=True)
     import torch
 
     has_gpu = torch.cuda.is_available()
