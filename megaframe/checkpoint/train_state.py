@@ -144,6 +144,8 @@ def _find_invalid_values(state: TrainState, step: int) -> Iterator[str]:
     for name, value in (("updates", optimizer.updates), ("good_steps", optimizer.good_steps)):
         if not 0 <= value <= step:
             yield f"optimizer.{name}={value} is not from 0 to {step}"
+    if not all(0 <= value <= optimizer.updates for value in optimizer.updates_before.values()):
+        yield f"optimizer.updates_before has numbers that are not from 0 to {optimizer.updates}"
     if not 0 < optimizer.loss_scale < math.inf:
         yield f"optimizer.loss_scale={optimizer.loss_scale} is not a number above 0"
     for name, firsts in (("left_out", history.left_out), ("failed", history.failed)):
@@ -151,17 +153,41 @@ def _find_invalid_values(state: TrainState, step: int) -> Iterator[str]:
             yield f"history.{name} has numbers that no sample has"
 
 
-def select_saved(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]:
-    """Return which of `slices` to load. Optimizer state that was not saved, because a parameter was
-    frozen or another optimizer was used, is left out and stays zero. An average that was not saved
-    is loaded from the weight."""
-    loadable = []
-    for tensor_slice in slices:
-        if tensor_slice.name in saved or not tensor_slice.name.startswith(OPTIMIZER_PREFIX):
-            loadable.append(tensor_slice)
-        elif tensor_slice.name.startswith(EMA_PREFIX):
-            loadable.append(replace(tensor_slice, name=tensor_slice.name.removeprefix(EMA_PREFIX)))
-    return loadable
+def find_restarted(
+    moments: Mapping[str, Sequence[str]], saved: Collection[str], frozen: Collection[str]
+) -> frozenset[str]:
+    """Return the parameters whose moments start from zero, and whose updates are counted from one:
+    they were frozen, or trained by an optimizer with other moments. What remembers in part only
+    would be corrected wrongly for having started at zero.
+
+    Args:
+        moments: Names of the moments of each trained parameter.
+        saved: Names of the tensors in a checkpoint.
+        frozen: Names of the parameters that were frozen when it was saved.
+    """
+    return frozenset(
+        name
+        for name, kinds in moments.items()
+        if name in frozen or any(f"{OPTIMIZER_PREFIX}{kind}/{name}" not in saved for kind in kinds)
+    )
+
+
+def prepare_slices(
+    slices: Sequence[Slice], saved: Collection[str], restarted: Collection[str]
+) -> list[Slice]:
+    """Set the moments of what `find_restarted` returns to zero, and return the other slices, which
+    are to be loaded. An average that was not saved is loaded from the weight."""
+    prepared = []
+    for part in slices:
+        is_average = part.name.startswith(EMA_PREFIX)
+        is_moment = part.name.startswith(OPTIMIZER_PREFIX) and not is_average
+        if is_moment and part.name.partition("/")[2] in restarted:
+            part.tensor.zero_()  # in the middle of a run it remembers later steps
+        elif is_average and part.name not in saved:
+            prepared.append(replace(part, name=part.name.removeprefix(EMA_PREFIX)))
+        else:
+            prepared.append(part)
+    return prepared
 
 
 def describe_missing_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
@@ -172,11 +198,13 @@ def describe_missing_state(slices: Sequence[Slice], saved: Collection[str]) -> I
             kind, _, name = tensor_slice.name.removeprefix(OPTIMIZER_PREFIX).partition("/")
             missing_tensors.setdefault(kind, {})[name] = None
     for kind, names in missing_tensors.items():
-        start = "the weights" if kind == "ema" else "zero"
         omitted = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        owner = "their" if omitted else "its"
+        start = f"{owner} moments start from zero"
+        start = "it starts from the weights" if kind == "ema" else start
         yield (
             f"the checkpoint has no optimizer state `{kind}` of {next(iter(names))}{omitted}; "
-            f"it starts from {start}"
+            f"{start}"
         )
 
 

@@ -7,14 +7,14 @@ setting means the same to each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megaframe.optim.optimizer_state import Moments, MomentStorage
 from megaframe.optim.state_dtype import MasterCodec, StateCodec
-from megaframe.optim.update_rule import UpdateRule, UpdateStep
+from megaframe.optim.update_rule import CountedPiece, UpdateRule, UpdateStep
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,12 @@ class UpdateChunk:
     grads: Tensor
     moments: Mapping[str, Tensor]
     rounded: Tensor | None = None
+
+    def select(self, span: slice) -> UpdateChunk:
+        """Return a part of the chunk."""
+        moments = {name: moment[span] for name, moment in self.moments.items()}
+        rounded = None if self.rounded is None else self.rounded[span]
+        return UpdateChunk(self.weights[span], self.grads[span], moments, rounded)
 
 
 class UpdateTransform:
@@ -89,6 +95,7 @@ class ElementwiseRule(UpdateRule):
         self._transforms = tuple(transforms)
         self._single_chunk = all(part.single_chunk for part in transforms)
         self._writes_rounded = any(part.writes_rounded for part in transforms)
+        self._counted: Sequence[CountedPiece] = [CountedPiece(slice(0, len(weights)), 0)]
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -112,12 +119,31 @@ class ElementwiseRule(UpdateRule):
         ):
             rounded_chunk = None if rounded is None else rounded[span]
             chunk = UpdateChunk(chunk_weights, grads[span], moments, rounded_chunk)
-            for part in self._transforms:
-                part.apply(chunk, step)
+            for piece, updates_before in self._split_by_count(chunk, span):
+                # Reduced types are drawn by the run's number, bias corrected by the parameter's.
+                own_step = replace(step, number=step.number - updates_before)
+                for part in self._transforms:
+                    part.apply(piece, own_step)
             # The last thing done with a chunk, after all parts have changed the weights; rounded
             # once.
             if rounded_chunk is not None and not self._writes_rounded:
                 rounded_chunk.copy_(chunk_weights)
+
+    def _split_by_count(self, chunk: UpdateChunk, span: slice) -> Iterator[tuple[UpdateChunk, int]]:
+        """Yield the parts of the chunk at `span`, each with the updates of the run before its first
+        one."""
+        for piece in self._counted:
+            low, high = max(piece.span.start, span.start), min(piece.span.stop, span.stop)
+            if (low, high) == (span.start, span.stop):
+                yield chunk, piece.updates_before
+                return
+            if low < high:
+                part = slice(low - span.start, high - span.start)
+                yield chunk.select(part), piece.updates_before
+
+    def set_update_counts(self, pieces: Sequence[CountedPiece]) -> None:
+        """Let the transforms count updates from another one for some of the weights."""
+        self._counted = pieces
 
     def export_state(self, *, to_load: bool = False) -> dict[str, Tensor]:
         """Return the state for a checkpoint, each tensor as long as the weights."""

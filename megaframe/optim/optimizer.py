@@ -9,8 +9,8 @@ weight stays as it was, and the host learns of it when it asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -63,11 +63,28 @@ class OptimizerState:
         updates: Number of updates done.
         loss_scale: Of the next step.
         good_steps: Steps since the last overflow.
+        updates_before: Updates of the run before the first one of a parameter, by name, if there
+            were any: it was frozen, or its moments started anew. What corrects moments for having
+            started at zero counts the parameter's own updates.
     """
 
     updates: int
     loss_scale: float
     good_steps: int
+    updates_before: Mapping[str, int] = field(default_factory=dict)
+
+    def restart(self, trained: Iterable[str], restarted: Collection[str]) -> OptimizerState:
+        """Return this state where moments of some parameters start from zero.
+
+        Args:
+            trained: Names of all parameters that are trained from now on.
+            restarted: Those of them that start anew.
+        """
+        before = {
+            name: self.updates if name in restarted else self.updates_before.get(name, 0)
+            for name in trained
+        }
+        return replace(self, updates_before={n: count for n, count in before.items() if count})
 
 
 class Optimizer:
@@ -97,11 +114,11 @@ class Optimizer:
         """
         self._config, self._mesh, self._kernels = config, mesh, kernels
         self._parameters = parameters
-        self.offload = groups.offload
+        self._groups, self.offload = groups, groups.offload
         self.shards = [groups.shard(bucket) for bucket in parameters.buckets]
         self._update_groups = group_shards(self.shards, groups.owner_group)
         self._scale = LossScale(config, mesh.device)
-        self._updates = 0
+        self._updates, self._updates_before = 0, dict[str, int]()
         self._pending: UpdateResult | None = None
         """The last update, as long as the host does not know its outcome."""
         self._before_update: Callable[[], None] | None = None
@@ -203,18 +220,24 @@ class Optimizer:
         for shard in self.shards:
             yield from shard.list_tensors(owned=owned)
 
+    def list_moments(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the moments of each trained parameter of the whole model, by its
+        name. Those of another rank's parameters are the same as here."""
+        return self._groups.list_moments()
+
     def read_state(self) -> OptimizerState:
         """Return the numbers that a checkpoint holds besides the tensors."""
         self._count_pending()
-        return OptimizerState(self._updates, *self._scale.read_state())
+        return OptimizerState(self._updates, *self._scale.read_state(), self._updates_before)
 
     def load_state(self, state: OptimizerState) -> None:
         """Continue from `state`; its tensors are already loaded into those of `list_tensors`."""
         self._pending, self._updates = None, state.updates
+        self._updates_before = dict(state.updates_before)
         self._scale.load(state.loss_scale, state.good_steps)
         self._parameters.release_blocks()
         for shard in self.shards:
-            shard.load()
+            shard.load(self._updates_before)
 
     def count_memory_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank's device by kind. `buffers`: values that are not the

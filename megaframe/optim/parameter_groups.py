@@ -88,6 +88,7 @@ class ParameterGroups:
         Raises:
             UserError: A pattern in `optim.frozen` matches nothing, or nothing is left to train.
         """
+        self._config = config
         optim = self._optim = config.optim
         self._moe, self._kernels = config.model.moe, kernels
         self._precision = PRECISIONS[config.train.precision]
@@ -117,6 +118,21 @@ class ParameterGroups:
             alignment=max(storage.signed.block_size, storage.square.block_size),
             allocate_host=None if self.offload.device is None else allocate_host,
         )
+
+    def list_moments(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the moments of each trained parameter of the whole model, by its
+        name."""
+        moments: dict[ParameterGroup, tuple[str, ...]] = {}
+        names = {}
+        for spec in list_model_specs(self._config):
+            group = self.group(spec)
+            if group.rule is None:
+                continue
+            if group not in moments:
+                transforms = self._make_transforms(group, self._storage)
+                moments[group] = tuple(name for part in transforms for name in part.moments)
+            names[spec.name] = moments[group]
+        return names
 
     def shard(self, bucket: Bucket) -> OptimizerShard:
         """Return the rule of a bucket with its state. Under Muon, all ranks of `owner_group` must
@@ -163,6 +179,8 @@ class ParameterGroups:
     ) -> list[UpdateTransform]:
         """Return the transforms of a rule that changes each element on its own."""
         optim, rates = self._optim, group.rates
+        if group.rule == "balance":
+            return []
         if isinstance(optim.name, OptimizerPart):
             transforms = call_part(optim.name, "make_transforms", list, optim, rates, storage)
             _check_moments(optim.name, transforms)

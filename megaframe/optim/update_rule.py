@@ -6,7 +6,7 @@ bucket whose master weights this rank has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.data_parallel.bucket import Bucket
+from megaframe.data_parallel.partition import BucketPartition
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class UpdateStep:
     """The numbers of one update.
 
     Attributes:
-        number: Counted from 1.
+        number: Of the run's updates, from 1. Where a transform gets it: of the updates of the
+            parameters that it changes, as bias corrections count them.
         lr: The learning rate.
         divisor: Scalar in master precision by which to divide gradients.
         skip: fp32 scalar; if it is 1, nothing changes.
@@ -42,6 +44,19 @@ class UpdateStep:
         """Divide `sums` in place and return them; zero in a skipped step, even if not finite."""
         # A product with zero would keep what is not finite.
         return sums.div_(self.divisor).masked_fill_(self.skip.bool(), 0.0)
+
+
+@dataclass(frozen=True)
+class CountedPiece:
+    """Weights whose updates are counted from the same one.
+
+    Attributes:
+        span: The place of the weights.
+        updates_before: Updates of the run before their first one.
+    """
+
+    span: slice
+    updates_before: int
 
 
 class UpdateRule:
@@ -94,6 +109,13 @@ class UpdateRule:
     def load_exported_state(self) -> None:
         """Take back the tensors that `export_state` returned, which have been changed."""
 
+    def set_update_counts(self, pieces: Sequence[CountedPiece]) -> None:
+        """Count updates from another one for some of the weights, if the rule counts them.
+
+        Args:
+            pieces: The whole span of the weights, in order.
+        """
+
 
 class OptimizerShard:
     """The rule and its state for the weights of a bucket that this rank has. rule: None if the
@@ -126,10 +148,18 @@ class OptimizerShard:
         if self.rule is not None:
             self.rule.finish_update()
 
-    def load(self) -> None:
-        """Continue with weights and state that were loaded into the tensors of `list_tensors`."""
+    def load(self, updates_before: Mapping[str, int]) -> None:
+        """Continue with weights and state that were loaded into the tensors of `list_tensors`.
+
+        Args:
+            updates_before: Updates of the run before the first one of a parameter, by name; none
+                where a name is missing.
+        """
         if self.rule is not None:
             self.rule.load_exported_state()
+            names = [parameter.spec.name for parameter in self.bucket.parameters]
+            numbers = [updates_before.get(name, 0) for name in names]
+            self.rule.set_update_counts(find_counted_pieces(self.bucket.partition, numbers))
         self.bucket.publish_weights()
 
     def list_tensors(self, *, owned: bool) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
@@ -157,3 +187,29 @@ class OptimizerShard:
                 name = parameter.spec.name
                 key = f"optimizer.{prefix}/{name}" if prefix else name
                 yield key, parameter.spec, box, piece
+
+
+def find_counted_pieces(
+    partition: BucketPartition, updates_before: Sequence[int]
+) -> list[CountedPiece]:
+    """Divide this rank's weights of a bucket where their updates are counted from another one.
+
+    Args:
+        partition: How the bucket is divided.
+        updates_before: Updates of the run before the first one of each parameter.
+
+    Returns:
+        The whole span of the weights, in as few pieces as possible, with places from its start.
+    """
+    master, pieces = partition.master_span, list[CountedPiece]()
+    # Padding follows the parameter before it: nothing reads it.
+    ends = [*partition.starts[1:], partition.length]
+    for start, end, before in zip(partition.starts, ends, updates_before, strict=True):
+        low, high = max(start, master.start), min(end, master.stop)
+        if low >= high:
+            continue
+        first = low - master.start
+        if pieces and pieces[-1].updates_before == before:
+            first = pieces.pop().span.start
+        pieces.append(CountedPiece(slice(first, high - master.start), before))
+    return pieces

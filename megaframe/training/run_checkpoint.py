@@ -26,14 +26,16 @@ from megaframe.checkpoint.train_state import (
     check_same_run,
     describe_missing_state,
     describe_resumption,
+    find_restarted,
+    prepare_slices,
     read_train_state,
-    select_saved,
 )
 from megaframe.config import RunConfig
 from megaframe.data.loader import Loader
 from megaframe.data_parallel.bucket import COMPRESSION_PREFIX
 from megaframe.errors import UnreadableFile, UserError
 from megaframe.io.run_files import METRICS_FILE
+from megaframe.optim.parameter_groups import find_frozen_names
 from megaframe.resilience.downtime import find_last_saved
 from megaframe.training.initialize_from import match_weights
 from megaframe.training.train_step import TrainStep
@@ -166,7 +168,10 @@ class RunCheckpoint:
             saved = checkpoint.tensors
             residuals = [part for part in self.list_compression_slices() if part.name in saved]
             owned = {(part.name, part.box) for part in self.list_slices(owned_only=True)}
-            checkpoint.load([*select_saved(slices, saved), *residuals], owned)
+            moments = self._optimizer.list_moments()
+            restarted = find_restarted(moments, saved, find_frozen_names(state.config))
+            checkpoint.load([*prepare_slices(slices, saved, restarted), *residuals], owned)
+            state.optimizer = state.optimizer.restart(moments, restarted)
             notes = [
                 *describe_resumption(
                     state.config, config, checkpoint.step, str(checkpoint), state.extensions

@@ -5,9 +5,14 @@ import sys
 import pytest
 import torch
 from entry_runs import pretrain_gpt, read_losses, train
+from tolerances import PROMISE
 
 from megaframe.checkpoint import Slice, open_checkpoint
-from megaframe.checkpoint.train_state import describe_missing_state, select_saved
+from megaframe.checkpoint.train_state import (
+    describe_missing_state,
+    find_restarted,
+    prepare_slices,
+)
 from megaframe.errors import UserError
 from megaframe.training.generation import load_model
 
@@ -83,20 +88,27 @@ def test_the_average_is_saved_and_used(pool, overrides, tmp_path):
 
 
 def test_state_that_is_not_saved_is_named_and_starts_anew():
-    tensor = torch.zeros(2)
+    tensors = torch.ones(6, 2)
     names = ["a", "b", *(f"optimizer.{kind}/{n}" for kind in ("mean", "ema") for n in "ab")]
-    slices = [Slice(name, (2,), (0,), tensor) for name in names]
+    slices = [Slice(n, (2,), (0,), tensor) for n, tensor in zip(names, tensors, strict=True)]
     saved = {"a", "b", "optimizer.mean/a", "optimizer.square/a"}
-    assert [part.name for part in select_saved(slices, saved)] == [
+    restarted = find_restarted({"a": ("mean",), "b": ("mean",)}, saved, frozen=())
+    assert restarted == {"b"}
+    assert [part.name for part in prepare_slices(slices, saved, restarted)] == [
         "a", "b", "optimizer.mean/a", "a", "b",
     ]  # fmt: skip
+    zeroed = [n for n, tensor in zip(names, tensors, strict=True) if not tensor.any()]
+    assert zeroed == ["optimizer.mean/b"]
+    # Another optimizer's moments are no part of this one's; what has none may count updates too.
+    assert find_restarted({"a": ("mean", "belief"), "b": ()}, saved, frozen=("b",)) == {"a", "b"}
     assert list(describe_missing_state(slices, saved)) == [
-        "the checkpoint has no optimizer state `mean` of b; it starts from zero",
+        "the checkpoint has no optimizer state `mean` of b; its moments start from zero",
         "the checkpoint has no optimizer state `ema` of a and 1 more; it starts from the weights",
     ]
     assert list(describe_missing_state(slices[:3], saved)) == []
-    missing = [Slice("c", (2,), (0,), tensor)]
-    assert select_saved(missing, saved) == missing  # a missing weight fails later, in the load
+    missing = [Slice("c", (2,), (0,), tensors[0])]
+    # A missing weight fails later, in the load.
+    assert [part.name for part in prepare_slices(missing, saved, ())] == ["c"]
 
 
 def test_a_checkpoint_in_8_bits_holds_what_any_run_can_load(pool, overrides, tmp_path):
@@ -121,3 +133,43 @@ def test_the_dry_run_says_how_every_parameter_is_trained(overrides, capsys, monk
     assert ["head", "frozen", "1", "976", "-", "-"] in words
     assert ["vector", "adamw", "16", "416", "0.02", "0"] in words
     assert ["vector", "frozen", "2", "32", "-", "-"] in words
+
+
+PHASES = ("[blocks.0.*]", "[]", "[]", "[head.*]", "[]")
+"""What is frozen in each part of a run; the third resumes what the second unfroze."""
+
+
+@pytest.mark.quick(when=lambda layouts: layouts[0] == (2, {"parallel__zero": 3}))
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        # Each part of a run has another layout than the part before it.
+        [(2, {"parallel__zero": 3}), (2, {"parallel__tensor": 2}), (2, {"parallel__pipeline": 2})],
+        [(2, {"parallel__context": 2}), (4, {"parallel__zero": 2}), (1, {})],
+    ],
+    ids=["zero", "context"],
+)
+def test_updates_of_unfrozen_parameters_are_counted_alike_under_any_layout(
+    layouts, pool, overrides, tmp_path
+):
+    shared_keys = {**EVERY, "train__precision": "fp64", "checkpoint__every": 3}
+
+    def train_parts(name, layouts):
+        for number, frozen in enumerate(PHASES):
+            ranks, parallel = layouts[number % len(layouts)]
+            keys = {**shared_keys, **parallel, "run__dir": tmp_path / name}
+            keys |= {"train__steps": 3 * (number + 1), "optim__frozen": frozen}
+            resume = {"checkpoint__resume": "latest"} if number else {}
+            pool.run(ranks, train, overrides(**keys, **resume))
+        with open_checkpoint(tmp_path / name / "checkpoints/step-00000015") as checkpoint:
+            before = checkpoint.state["optimizer"]["updates_before"]
+        _, stage = load_model(tmp_path / name / "checkpoints", precision="fp64")
+        return before, {p.spec.name: p.value for p in stage.parameters()}
+
+    before, weights = train_parts("alone", [(1, {})])
+    assert before["blocks.0.mlp.up.weight"] == 3 and before["head.weight"] == 12
+    assert "blocks.1.mlp.up.weight" not in before
+    other_before, other_weights = train_parts("run", layouts)
+    assert other_before == before
+    for name, weight in weights.items():
+        torch.testing.assert_close(other_weights[name], weight, rtol=0, atol=PROMISE)

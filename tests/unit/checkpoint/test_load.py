@@ -326,6 +326,7 @@ def test_a_tensor_whose_name_drives_a_terminal_is_refused(copy):
     [
         ("optimizer", "updates", 11),
         ("optimizer", "updates", -1),
+        ("optimizer", "updates_before", {"head.weight": 11}),
         ("optimizer", "good_steps", -1),
         ("optimizer", "good_steps", 10**30),
         ("optimizer", "loss_scale", 0.0),
