@@ -176,7 +176,9 @@ class DataConfig(Section):
     tokens if it is a single document. A run never reads the test share; `tools/evaluate.py --split
     test` evaluates it."""
     tokenizer: str | None = None
-    """KIND:PATH with KIND sentencepiece, hf or tiktoken, or just `bytes`."""
+    """KIND:PATH with KIND sentencepiece, hf or tiktoken, or just `bytes`. The end of a document of
+    a tokenizer.json is the `eos_token` of the tokenizer_config.json beside it; hf:PATH?eod=TOKEN
+    names another."""
     reset_positions: bool = False
     """Restart positions at 0 at the start of each document in a sample."""
     reset_attention: bool = False

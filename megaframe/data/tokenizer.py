@@ -6,7 +6,7 @@ on one thread; parallelism comes from the processes that use it.
 
     kind           path                         end of document (`eod`)
     sentencepiece  a .model file                its eos id, usually `</s>`
-    hf             a tokenizer.json             the first of `HF_EOD_NAMES` that it knows
+    hf             a tokenizer.json             see `end_of_document.py`; hf:PATH?eod=TOKEN names it
     tiktoken       a rank file, .tiktoken       <|endoftext|>: the id that the published vocabulary
                                                 of this size uses, else the first id without a token
     bytes          none                         256, after the 256 bytes
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaframe.data.end_of_document import EOD_OPTION, find_end_of_document
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 
@@ -93,13 +94,6 @@ def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
     return ranks
 
 
-HF_EOD_NAMES = (
-    "<|endoftext|>",
-    "</s>",
-    "<|end_of_text|>",
-    "<eos>",
-    "<｜end▁of▁sentence｜>",  # noqa: RUF001 (DeepSeek's spelling)
-)
 _LARGEST_FILE = 1 << 30
 
 
@@ -109,7 +103,8 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: All ids are smaller.
         eod: The id that ends a document.
-        fingerprint: Equal for tokenizers of the same kind and file.
+        fingerprint: Equal for tokenizers that give the same ids: of the same kind, file and end of
+            document, wherever the file lies.
     """
 
     vocab_size: int
@@ -197,9 +192,13 @@ class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` of Hugging Face's tokenizers. Its special tokens represent no bytes.
 
     eod_name: the token whose id is `eod`.
+
+    Args:
+        path: Of the file.
+        eod_name: The token that ends documents; if empty, `find_end_of_document` finds it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, eod_name: str = "") -> None:
         # The library's own threads would compete with the worker processes for cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         library = import_library("tokenizers", "hf")
@@ -219,16 +218,19 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(
                 f"{path} has a token with id {self.vocab_size - 1}; ids are below {MAX_VOCAB}"
             )
-        self.eod_name = self._find_eod(path, vocab)
+        added = self._model.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        self.eod_name = find_end_of_document(path, vocab, special, eod_name)
         self.eod = vocab[self.eod_name]
-        self.fingerprint = _compute_fingerprint("hf", content)
+        self.fingerprint = _compute_fingerprint("hf", content, self.eod_name)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(token) for token in ids], skip_special_tokens=True)
+        ids = [int(token) for token in ids if token != self.eod]  # which need not be special
+        return self._model.decode(ids, skip_special_tokens=True)
 
     def count_token_bytes(self) -> NDArray[np.int32]:
         added = self._model.get_added_tokens_decoder()
@@ -239,6 +241,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 counts[token] = count_bytes(name)
             elif not added[token].special:
                 counts[token] = len(name.encode())
+        counts[self.eod] = 0
         return counts
 
     def _measure_piece(self) -> Callable[[str], int]:
@@ -255,17 +258,6 @@ class HuggingFaceTokenizer(Tokenizer):
             return len(piece.removeprefix("##").replace("▁", " ").encode())
 
         return count_bytes
-
-    def _find_eod(self, path: str, vocab: dict[str, int]) -> str:
-        for name in HF_EOD_NAMES:
-            if name in vocab:
-                return name
-        added = self._model.get_added_tokens_decoder().values()
-        special = ", ".join(token.content for token in added if token.special) or "none"
-        raise UserError(
-            f"{path} has no end of document; known names are {', '.join(HF_EOD_NAMES)}, its "
-            f"special tokens are: {special}"
-        )
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -311,6 +303,16 @@ _KINDS: dict[str, Callable[[str], Tokenizer]] = {
 _SUFFIXES = {".model": "sentencepiece", ".json": "hf", ".tiktoken": "tiktoken"}
 
 
+def split_name(name: str) -> tuple[str, str, str]:
+    """Return the kind of a tokenizer, the path of its file, and the token that ends documents if
+    the name has one; empty texts where it does not."""
+    kind, _, path = name.partition(":")
+    if kind != "hf":
+        return kind, path, ""
+    path, _, eod_name = path.partition(EOD_OPTION)
+    return kind, path, eod_name
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer `KIND:PATH`, or `bytes`.
 
@@ -318,9 +320,12 @@ def load_tokenizer(name: str) -> Tokenizer:
         UserError: For an unknown kind, a file that is missing or of another format, a vocabulary
             without an end of document, or a library that is not installed.
     """
-    kind, colon, path = name.partition(":")
+    kind, path, eod_name = split_name(name)
+    colon = ":" in name
     if name == "bytes":
         return ByteTokenizer()
+    if kind == "hf" and path:
+        return HuggingFaceTokenizer(path, eod_name)
     if kind in _KINDS and path:
         return _KINDS[kind](path)
     kinds = [f"{known}:PATH" for known in _KINDS] + ["bytes"]
@@ -372,5 +377,7 @@ def read_file(path: str) -> bytes:
         ) from None
 
 
-def _compute_fingerprint(kind: str, content: bytes) -> str:
-    return f"{kind}:{hashlib.sha256(content).hexdigest()[:32]}"
+def _compute_fingerprint(kind: str, content: bytes, eod_name: str = "") -> str:
+    """Return `Tokenizer.fingerprint`. eod_name: The end of documents, if the file does not say."""
+    digest = hashlib.sha256(content + b"\0" + eod_name.encode() if eod_name else content)
+    return f"{kind}:{digest.hexdigest()[:32]}"

@@ -138,6 +138,8 @@ def make_tokenizers():
 
     train_sentencepiece(["corpus.txt"], CorpusFormat(), "pieces", 296, "bpe", 1)
     made.train_tokenizer(Path("hf.json"), "ByteLevel")
+    made.train_tokenizer(Path("tokenizer.json"), "ByteLevel")
+    Path("tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
     Path("ranks.tiktoken").write_bytes(made.rank_lines(made.RANKS))
 
 
@@ -267,6 +269,8 @@ def list_targets():
     ):
         kind = kind.removeprefix("ranks.")
         yield Target(kind, make_tokenizers, read_tokenizer(f"{kind}:{name}"), files=(name,))
+    beside, call = ("tokenizer_config.json",), read_tokenizer("hf:tokenizer.json")
+    yield Target("end of document", make_tokenizers, call, files=beside)
     for command in (
         "inspect --tensors",
         "verify",

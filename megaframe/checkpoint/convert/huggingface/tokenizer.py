@@ -22,7 +22,13 @@ from megaframe.checkpoint.convert.huggingface.sentencepiece_model import (
     TextPiece,
     parse_model,
 )
-from megaframe.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, read_file
+from megaframe.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_file,
+    split_name,
+)
 from megaframe.errors import UserError
 
 TOKENIZER_FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model"}
@@ -52,7 +58,7 @@ def check_tokenizer_path(recorded: str | None, checkpoint: StorePath) -> str | N
         UserError: For a file that lies neither in the folder of the checkpoint, nor in the folder
             of checkpoints, nor in the run folder around it.
     """
-    path = (recorded or "").partition(":")[2]
+    path = split_name(recorded or "")[1]
     if not path:
         return recorded
     if isinstance(checkpoint, Path):
@@ -106,7 +112,7 @@ def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTo
 
 def _convert(name: str, tokenizer: Tokenizer) -> tuple[dict[str, bytes], str, list[str]]:
     """Return the files of a tokenizer, the token that ends its documents, and notes."""
-    kind, _, path = name.partition(":")
+    kind, path, _ = split_name(name)
     if kind == "bytes":
         return {"tokenizer.json": _encode_json(_make_byte_level_tokenizer(tokenizer.eod))}, _END, []
     if isinstance(tokenizer, HuggingFaceTokenizer):
