@@ -18,9 +18,6 @@ from megaframe.config import (
 from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.extensions import load_extensions, load_with_extensions
-from megaframe.layout import Layout
-from megaframe.resilience.elastic import fit_layout
-from megaframe.validate.run import validate_config
 
 _USAGE = """pretrain_gpt.py --config FILE [--dry-run [--gpus N]] [--force] [section.key=value ...]
 
@@ -46,13 +43,7 @@ def main() -> None:
     from megaframe.distributed.mesh import read_global_rank, read_world_size
     from megaframe.distributed.nccl_settings import configure_nccl
     from megaframe.resilience.signals import enable_flight_recorder
-    from megaframe.training.auto_layout import (
-        choose_bucket_size,
-        choose_layout,
-        choose_recomputed_blocks,
-        find_cluster,
-        resolve_vocab,
-    )
+    from megaframe.training.auto_layout import find_cluster, resolve_config
     from megaframe.training.dry_run import describe_run
     from megaframe.training.memory_check import check_memory, plan_dry_run, report_memory_fit
     from megaframe.training.restart import train
@@ -69,25 +60,18 @@ def main() -> None:
         if arguments.dry_run:
             config, world = plan_dry_run(config, arguments.gpus)
         else:
-            config, world = resolve_vocab(config), read_world_size()
+            world = read_world_size()
             nccl = (
                 configure_nccl(count_streams(config, world)) if config.run.device != "cpu" else None
             )
-        config, notes = choose_layout(config, world)
-        if config.faults.elastic:
-            config, world = fit_layout(config, world)
-        validate_config(config, world, data=not arguments.dry_run)
-        for decide in (choose_bucket_size, choose_recomputed_blocks):
-            config, more = decide(config, world)
-            notes += more
-        layout = Layout.from_parallel(config.parallel, world)
+        config, layout, notes = resolve_config(config, world, data=not arguments.dry_run)
         if arguments.dry_run:
             print(
                 "\n".join([*notes, describe_run(config, layout, find_cluster(config))]), flush=True
             )
             print("\n".join(report_memory_fit(config, layout, force=arguments.force)))
             return
-        if rank >= world:
+        if rank >= layout.world:
             return  # the layout that was chosen does not use this rank
         notes += check_memory(config, layout, force=arguments.force)
         enable_flight_recorder(config)

@@ -49,9 +49,9 @@ def run_rank(folder: Path, steps: int) -> None:
     from megaframe.config import load
     from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
     from megaframe.distributed.mesh import Mesh, read_global_rank
-    from megaframe.layout import Layout
     from megaframe.metrics import MetricsLogger, StepTimer
     from megaframe.metrics.metrics_logger import StepValues
+    from megaframe.training.auto_layout import resolve_config
     from megaframe.training.trainer import Trainer
 
     keys = {
@@ -86,7 +86,8 @@ def run_rank(folder: Path, steps: int) -> None:
 
     setattr(StepTimer, "take", count_marks)  # noqa: B010
     setattr(MetricsLogger, "flush", time_flush)  # noqa: B010
-    mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu")
+    config, layout, _ = resolve_config(config, 2)
+    mesh = Mesh(layout, device="cpu")
     Trainer(config, mesh).run()
     if mesh.rank == 0:
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]

@@ -155,16 +155,18 @@ def count_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Nu
 
 
 def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> RunConfig:
-    """Return the config with `parallel.bucket_size=auto` decided for these ranks and links. It
-    stays `auto` if no other rank has the same parameters.
+    """Return the config with `parallel.bucket_size=auto` decided for these ranks and links: half a
+    block if no other rank has the same parameters.
 
     Args:
         config: The run.
         layout: Its ranks.
         cluster: Its machines.
     """
-    if config.parallel.bucket_size != "auto" or layout.data * layout.context == 1:
+    if config.parallel.bucket_size != "auto":
         return config
+    if layout.data * layout.context == 1:
+        return _set_bucket_size(config, 1)
     machine = Machine(
         config, cluster, get_cluster_constants(cluster), make_layout_sizes(config, layout)
     )
@@ -175,8 +177,12 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
     elements = matrices / count
     if config.parallel.zero >= 2:  # not several blocks where some are smaller than others
         elements = min(elements, min(parameters.elements_per_block, default=0))
-    size = {"bucket_size": max(1, math.ceil(elements))}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=size)})
+    return _set_bucket_size(config, max(1, math.ceil(elements)))
+
+
+def _set_bucket_size(config: RunConfig, size: int) -> RunConfig:
+    parallel = config.parallel.model_copy(update={"bucket_size": size})
+    return config.model_copy(update={"parallel": parallel})
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
 """What a config leaves to the run, decided before anything is built: with `parallel.auto` the
 planner's best layout for the available ranks, recomputed blocks, bucket size and vocabulary.
 
-The layout depends only on config, world size and device, so all ranks choose the same one without
-communicating. A resumed run keeps its layout, which is read from the config in its run folder.
+`resolve_config` decides all of it, for the entry and for whoever else makes a `Trainer`, which
+refuses a config that it has not decided: two runs of one config must have the same buckets, or
+their last bits differ. What is decided depends only on config, world size and device, so all ranks
+decide alike without communicating. A resumed run keeps its layout, which is read from the config in
+its run folder.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -29,9 +34,66 @@ from megaframe.planner.data_parallel_times import resolve_bucket_size
 from megaframe.planner.layout_search import search
 from megaframe.planner.parameter_counts import count_parameters
 from megaframe.planner.peak_memory import resolve_recompute_blocks
+from megaframe.resilience.elastic import fit_layout
+from megaframe.validate.run import validate_config
 
 _SIMULATED = 8
 """Layouts that the search simulates; more would delay the start of the run."""
+UNDECIDED: Mapping[str, object] = {
+    "model.vocab": None,
+    "parallel.auto": True,
+    "parallel.bucket_size": "auto",
+    "train.recompute_blocks": "auto",
+}
+"""The value of each key that leaves it to `resolve_config`."""
+
+
+def resolve_config(
+    config: RunConfig, world: int, *, data: bool = True
+) -> tuple[RunConfig, Layout, list[str]]:
+    """Check a config and decide what it leaves to the run.
+
+    Args:
+        config: The run, as it was read.
+        world: Number of ranks that were started. With `faults.elastic` the layout may use fewer.
+        data: Whether the run has its tokenizer and token files here; a dry run need not.
+
+    Returns:
+        The config with a value for each key of `UNDECIDED`, the layout of its ranks, and lines that
+        say what was decided.
+
+    Raises:
+        UserError: The config has mistakes, or no value can be found for a key.
+    """
+    if data or config.model.vocab is None:
+        config = resolve_vocab(config)
+    config, notes = choose_layout(config, world)
+    if config.faults.elastic:
+        config, world = fit_layout(config, world)
+    validate_config(config, world, data=data)
+    for choose in (choose_bucket_size, choose_recomputed_blocks):
+        config, more = choose(config, world)
+        notes = [*notes, *more]
+    return config, Layout.from_parallel(config.parallel, world), notes
+
+
+def refuse_undecided(config: RunConfig) -> None:
+    """Raise a `UserError` that names the keys which `resolve_config` has yet to decide, if any."""
+    undecided = [
+        f"{key}={json.dumps(value).strip(chr(34))}"
+        for key, value in UNDECIDED.items()
+        if _read_key(config, key) == value
+    ]
+    if undecided:
+        raise UserError(
+            f"{', '.join(undecided)}: not decided, but a trainer needs values; "
+            "use the config that megaframe.training.auto_layout.resolve_config returns"
+        )
+
+
+def _read_key(config: RunConfig, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
 
 
 def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
@@ -86,16 +148,16 @@ def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[s
     cluster = find_cluster(config)
     decided = resolve_bucket_size(config, layout, cluster)
     size = decided.parallel.bucket_size
-    if size == config.parallel.bucket_size or size == "auto":
+    if size == config.parallel.bucket_size:
         return decided, []
-    plans = plan_stages(decided)
+    plans, ranks = plan_stages(decided), layout.data * layout.context
     by_stage = (
         count_parameters(decided, layout, [plan]).group_blocks(decided, [plan]) for plan in plans
     )
     groups = [*chain.from_iterable(by_stage)]
-    if all(group.halves for group in groups):
+    if ranks == 1 or all(group.halves for group in groups):
         return decided, []
-    blocks, ranks = sum(len(plan.blocks) for plan in plans), layout.data * layout.context
+    blocks = sum(len(plan.blocks) for plan in plans)
     return decided, [
         f"parallel.bucket_size=auto: {size:,} elements, so that {blocks} blocks are in "
         f"{len(groups)} buckets, by the links of {cluster.name} between {ranks} data ranks"

@@ -18,15 +18,13 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout, count_fewest_ranks
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.fit import MemoryFit, compute_fit, suggest_changes
-from megaframe.training.auto_layout import find_cluster, resolve_vocab
+from megaframe.training.auto_layout import find_cluster
 
 _TIGHT = "it may not be enough, as plans are good to a few percent"
 
 
 def plan_dry_run(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     """Return the config of a dry run and the number of ranks to plan for.
-
-    The tokenizer is read only if `model.vocab` is not given.
 
     Args:
         config: The run.
@@ -36,8 +34,6 @@ def plan_dry_run(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     Raises:
         UserError: The number cannot be planned for.
     """
-    if config.model.vocab is None:
-        config = resolve_vocab(config)
     if gpus is None:
         launched = "WORLD_SIZE" in os.environ
         return config, read_world_size() if launched else count_fewest_ranks(config.parallel)

@@ -32,6 +32,7 @@ from megaframe.resilience.signals import (
     handle_signals,
     resume_command,
 )
+from megaframe.training.auto_layout import refuse_undecided
 from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
 from megaframe.training.callbacks import CallbackRunner
@@ -47,7 +48,7 @@ class Trainer:
     """One rank's part of one run.
 
     Args:
-        config: The run, with a known vocabulary and layout.
+        config: The run, as `resolve_config` returns it.
         mesh: The process groups of all ranks.
         notes: Lines to log when the run starts.
         launcher: The launcher of this process, as seen at the start of the process, which may be
@@ -55,7 +56,7 @@ class Trainer:
         lock: The locks of the run's folders, held by the first rank.
 
     Raises:
-        UserError: Something in the config cannot work.
+        UserError: Something in the config cannot work, or is not decided yet.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Trainer:
         launcher: LauncherProcess | None = None,
         lock: RunLock | None = None,
     ) -> None:
+        refuse_undecided(config)
         self.config, self.mesh, self._lock = config, mesh, lock
         self.folder = Path(config.run.dir)
         check_same_extensions(config, mesh)

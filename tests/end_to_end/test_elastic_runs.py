@@ -1,6 +1,7 @@
 """A run whose layout changes at each start, because it gets fewer or more ranks."""
 
-from fault_runs import main, read_losses
+from entry_runs import read_losses
+from fault_runs import main
 from tolerances import promised
 
 

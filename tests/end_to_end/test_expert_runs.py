@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from entry_runs import read_lines, train
+from entry_runs import make_trainer, read_lines, train
 from tolerances import assert_within, near, promised
 
 from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.config import load
-from megaframe.distributed.mesh import Mesh
-from megaframe.layout import Layout
-from megaframe.training.auto_layout import resolve_vocab
 from megaframe.training.rank_pool import RankFailure
-from megaframe.training.trainer import Trainer
 
 EXPERTS = {
     "model__layers": 4,
@@ -189,5 +185,4 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
 
 def build_refused(keys):
     """Build the trainer directly, so that a mistake is raised and not printed by the entry."""
-    config = resolve_vocab(load(None, keys))
-    Trainer(config, Mesh(Layout(), device="cpu"))
+    make_trainer(load(None, keys))

@@ -3,6 +3,8 @@
 import re
 
 import pytest
+from bitwise import assert_same_losses
+from entry_runs import read_lines, read_losses
 from fault_runs import (
     flip_bit,
     log,
@@ -12,8 +14,6 @@ from fault_runs import (
     put_nan_in_weights,
     put_nan_once,
     put_wrong_labels,
-    read_lines,
-    read_losses,
     slow_data_down,
 )
 from tolerances import promised
@@ -35,7 +35,8 @@ def run(pool, overrides, tmp_path):
     return make
 
 
-UNBROKEN = []
+ROLLED_BACK = "the steps are run again from a checkpoint, which has every bit"
+UNBROKEN = {}
 
 
 @pytest.fixture
@@ -43,13 +44,14 @@ def unbroken_losses(run, tmp_path):
     """Return the losses of an undisturbed run on two ranks, which is made once."""
     if not UNBROKEN:
         assert run("whole", 2, **EVERY) == [0, 0]
-        UNBROKEN.extend(read_losses(tmp_path / "whole"))
-    return UNBROKEN
+        UNBROKEN["losses"] = read_losses(tmp_path / "whole")
+    return UNBROKEN["losses"]
 
 
 def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, unbroken_losses, tmp_path):
     assert run("run", 2, put_nan_once, 1, 6, faults__non_finite="replay", **EVERY) == [0, 0]
-    assert read_losses(tmp_path / "run") == unbroken_losses
+    same = "the step is run again from the same bits"
+    assert_same_losses(read_losses(tmp_path / "run"), unbroken_losses, because=same)
     assert re.search(
         r"step 7: gradients of .* are not finite \(first in the forward pass of microbatch 0, "
         r"stage 0, on rank 1, of samples 50, 51\); finite when rerun: a transient fault",
@@ -72,7 +74,7 @@ def test_poisoned_weights_are_left_behind(run, unbroken_losses, tmp_path):
         0,
         0,
     ]
-    assert read_losses(tmp_path / "run") == unbroken_losses
+    assert_same_losses(read_losses(tmp_path / "run"), unbroken_losses, because=ROLLED_BACK)
     text = log(tmp_path / "run")
     assert "its data is tried once more; continuing from the checkpoint of step 4" in text
     lost = [line["lost_seconds"]["repeat"] for line in read_lines(tmp_path / "run")]
@@ -87,10 +89,11 @@ def test_masked_tokens_are_counted_a_step_ahead_and_after_a_way_back_too(run, tm
     assert read_losses(tmp_path / "one") == promised(read_losses(tmp_path / "whole"))
     rolling_back = {"faults__non_finite": "roll_back", **keys}
     assert run("back", 2, put_nan_in_weights, 1, 6, **rolling_back) == [0, 0]
-    assert read_losses(tmp_path / "back") == read_losses(tmp_path / "whole")
+    whole = read_losses(tmp_path / "whole")
+    assert_same_losses(read_losses(tmp_path / "back"), whole, because=ROLLED_BACK)
     twice = {**rolling_back, "faults__non_finite": "replay"}
     assert run("twice", 2, put_nan_once, 1, 6, **twice) == [0, 0]
-    assert read_losses(tmp_path / "twice") == read_losses(tmp_path / "whole")
+    assert_same_losses(read_losses(tmp_path / "twice"), whole, because=ROLLED_BACK)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -136,17 +139,14 @@ def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
     assert read_losses(tmp_path / "one") == promised(read_losses(tmp_path / "two"))
     assert run("calm", 1, **keys) == [0]
     calm, disturbed = read_losses(tmp_path / "calm"), read_losses(tmp_path / "one")
-    assert (
-        disturbed[:34] == calm[:34]
-        and disturbed[34] != calm[34]
-        and max(disturbed[34:]) < 1.2 * disturbed[33]
-    )
+    assert_same_losses(disturbed[:34], calm[:34], because="nothing was wrong until then")
+    assert disturbed[34] != calm[34] and max(disturbed[34:]) < 1.2 * disturbed[33]
 
 
 def test_a_flipped_bit_is_found_named_and_undone(run, unbroken_losses, tmp_path):
     """With two replicas it cannot be known which one was wrong."""
     assert run("run", 2, flip_bit, 1, 6, faults__compare_every=4, **EVERY) == [0, 0]
-    assert read_losses(tmp_path / "run") == unbroken_losses
+    assert_same_losses(read_losses(tmp_path / "run"), unbroken_losses, because=ROLLED_BACK)
     text = log(tmp_path / "run")
     assert "step 8: weights on ranks 0, 1, of which one must be wrong, differ" in text
     assert "step 8: all replicas are equal when rerun; the difference on ranks 0, 1" in text

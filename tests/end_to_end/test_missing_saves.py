@@ -4,7 +4,8 @@ never had any starts from scratch and keeps its earlier records."""
 import shutil
 import signal
 
-from fault_runs import log, main, read_lines, read_losses, send_signal
+from entry_runs import read_lines, read_losses
+from fault_runs import log, main, send_signal
 
 KEYS = {"checkpoint__every": 4, "checkpoint__resume": "latest"}
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from bitwise import assert_bitwise_equal, assert_same_losses
 from entry_runs import pretrain_gpt, read_losses, train
 from tolerances import PROMISE
 
@@ -34,7 +35,8 @@ def test_a_resumed_run_is_that_which_never_stopped_to_the_last_bit(
     pool.run(2, train, overrides(run__dir=tmp_path / "whole", **EVERY, **optim, **parallel))
     pool.run(2, train, overrides(train__steps=6, **EVERY, **optim, **parallel))
     pool.run(2, train, overrides(checkpoint__resume="latest", **EVERY, **optim, **parallel))
-    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
+    losses, whole = read_losses(tmp_path / "run"), read_losses(tmp_path / "whole")
+    assert_same_losses(losses, whole, because="a checkpoint has every bit of the state")
 
 
 @pytest.mark.slow
@@ -62,11 +64,13 @@ def test_a_run_goes_on_with_other_ranks_another_optimizer_and_other_frozen_weigh
     curve = read_losses(tmp_path / "run")
     assert curve[-1] < 0.9 * curve[0]
 
-    def is_same(name, first, other):
-        return torch.equal(weights[first][name], weights[other][name])
+    def has_changed(name, first, other):
+        return bool((weights[first][name] != weights[other][name]).any())
 
-    assert not is_same("blocks.0.mlp.up.weight", 0, 1)
-    assert is_same("embedding.tokens.weight", 0, 1) and not is_same("embedding.tokens.weight", 1, 2)
+    embeddings = [of_part["embedding.tokens.weight"] for of_part in weights]
+    assert_bitwise_equal(embeddings[:1], embeddings[1:2], because="it is frozen in the second part")
+    assert has_changed("blocks.0.mlp.up.weight", 0, 1)
+    assert has_changed("embedding.tokens.weight", 1, 2)
 
 
 def test_the_average_is_saved_and_used(pool, overrides, tmp_path):
@@ -78,7 +82,7 @@ def test_the_average_is_saved_and_used(pool, overrides, tmp_path):
     for parameter, other in zip(plain.parameters(), averaged.parameters(), strict=True):
         assert parameter.spec.name == other.spec.name
         frozen = parameter.spec.name.startswith("blocks.1.")
-        assert torch.equal(parameter.value, other.value) == frozen
+        assert bool((parameter.value != other.value).any()) != frozen
         torch.testing.assert_close(parameter.value, other.value, rtol=0, atol=0.06)
     pool.run(
         1, train, overrides(**{**keys, "run__dir": tmp_path / "without", "optim__ema": "null"})

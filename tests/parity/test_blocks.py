@@ -2,7 +2,8 @@
 1e-10 in fp64: four blocks of different kinds, with two rotary bases and layers without rotation."""
 
 import pytest
-from parity_runs import FEW, assert_same, assert_same_bits, run
+from bitwise import assert_same_bits
+from parity_runs import FEW, assert_same, run
 
 BLOCKS = [
     {
@@ -70,4 +71,4 @@ SHORTHANDS = {
 @pytest.mark.parametrize("name", SHORTHANDS)
 def test_keys_of_the_model_give_the_bits_of_their_blocks(name, pool):
     short, long = (pool.run(1, run, model, FEW) for model in SHORTHANDS[name])
-    assert_same_bits(short, long)
+    assert_same_bits(short, long, because="it is one model, spelled in two ways")

@@ -5,7 +5,8 @@ each balance, with tensor, context, pipeline and data ranks, ZeRO and recompute.
 from functools import cache
 
 import pytest
-from parity_runs import FEW, assert_same, assert_same_bits, run
+from bitwise import assert_same_bits
+from parity_runs import FEW, assert_same, run
 
 MOE = {"experts": 6, "ffn": 12, "top_k": 2, "balance_rate": 0.05, "balance_loss": 0.1}
 GATED = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
@@ -82,4 +83,4 @@ def test_overlap_changes_no_bit(pool):
     parallel = {"tensor": 2, "expert": 4, "zero": 2}
     arguments = shape_model("bias", parallel), FEW, parallel
     results = [pool.run(4, run, *arguments, serial) for serial in (False, True)]
-    assert_same_bits(*results)
+    assert_same_bits(*results, because="overlap moves waits, not what is computed")

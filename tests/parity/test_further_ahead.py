@@ -7,14 +7,12 @@ import json
 
 import pytest
 import torch
+from entry_runs import make_trainer
 from parity_runs import FEW, assert_same, run
 from tolerances import promised
 
 from megaframe.config import load
 from megaframe.data.microbatch import IGNORE, Microbatch, look_ahead, select_context_part
-from megaframe.distributed.mesh import Mesh, read_world_size
-from megaframe.layout import Layout
-from megaframe.training.trainer import Trainer
 
 LATENT = {"query_rank": 12, "kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 SHAPES = {
@@ -94,10 +92,9 @@ def test_parts_of_a_sample_are_ahead_of_themselves_as_the_whole_is():
 
 def train(overrides):
     """Run the trainer on this rank, from the config to the metrics."""
-    config = load(None, overrides)
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
-    Trainer(config, mesh).run()
-    mesh.close()
+    trainer = make_trainer(load(None, overrides))
+    trainer.run()
+    trainer.mesh.close()
 
 
 @pytest.mark.slow

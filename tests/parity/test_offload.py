@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from bitwise import assert_bitwise_equal, assert_same_bits, assert_same_files, assert_same_losses
 from entry_runs import read_losses, train
 from fake_streams import offload_on_cpu
-from parity_runs import FEW, MODELS, assert_same, assert_same_bits, run
+from parity_runs import FEW, MODELS, assert_same, run
 from test_nonfinite import build_train_step
 
 from megaframe.checkpoint.background import BackgroundCopier
@@ -39,7 +40,8 @@ def run_here(model, train, parallel, optim, kernels=None):
 
 def assert_offload_changes_no_bit(pool, ranks, *sections):
     actual = pool.run(ranks, run_away, *sections)
-    assert_same_bits(actual, pool.run(ranks, run_here, *sections))
+    expected = pool.run(ranks, run_here, *sections)
+    assert_same_bits(actual, expected, because="an update in chunks has whole vectors in each")
     return actual
 
 
@@ -112,9 +114,10 @@ def test_overflows_skip_the_same_updates(zero, pool):
     for (scales, states), (others, expected) in zip(away, on_device, strict=True):
         assert scales == others and scales[1] < scales[0]
         first, last = states[0], states[-1]
-        assert all(map(torch.equal, first, states[1])) and not all(map(torch.equal, first, last))
+        assert_bitwise_equal(first, states[1], because="a skipped update changes nothing")
+        assert any(bool((one != other).any()) for one, other in zip(first, last, strict=True))
         for actual, reference in zip(states, expected, strict=True):
-            assert all(map(torch.equal, actual, reference))
+            assert_bitwise_equal(actual, reference, because="chunks have whole vectors in each")
 
 
 def compare_replicas(zero, replicate):
@@ -180,15 +183,15 @@ def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, 
     pool.run(2, train, overrides(run__dir=tmp_path / "whole", **shared_keys))
     pool.run(2, first, overrides(train__steps=6, **shared_keys))
     pool.run(2, second, overrides(checkpoint__resume="latest", **shared_keys))
-    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
+    losses, whole = read_losses(tmp_path / "run"), read_losses(tmp_path / "whole")
+    assert_same_losses(losses, whole, because="a checkpoint has every bit, wherever its state was")
     for number in range(2, 13, 2):
         files = [
             sorted((tmp_path / run / f"checkpoints/step-{number:08}").glob("*.safetensors"))
             for run in ("run", "whole")
         ]
         assert files[0] and len(files[0]) == len(files[1])
-        for one, other in zip(*files, strict=True):
-            assert one.read_bytes() == other.read_bytes()
+        assert_same_files(*files, because="they hold the same bits")
 
 
 def measure_buffers(zero):

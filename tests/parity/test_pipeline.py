@@ -5,7 +5,8 @@ with chunks, uneven layers, tied embeddings, recompute, uneven masks, accumulati
 from itertools import pairwise
 
 import pytest
-from parity_runs import MODELS, assert_same, assert_same_bits, make_global_batch, run, share
+from bitwise import assert_same_bits
+from parity_runs import MODELS, assert_same, make_global_batch, run, share
 
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
@@ -97,7 +98,7 @@ def test_microbatches_of_different_lengths(name, schedule, pool):
 def test_overlap_changes_no_bit(pool):
     arguments = ({**MODELS["gpt2"], "layers": 4}, {"microbatch": 1}, {"pipeline": 2})
     serial, overlapped = (pool.run(4, run, *arguments, serial) for serial in (True, False))
-    assert_same_bits(serial, overlapped)
+    assert_same_bits(serial, overlapped, because="overlap moves waits, not what is computed")
 
 
 def measure_step(schedule, chunks):

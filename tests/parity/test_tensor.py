@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from parity_runs import FEW, MODELS, STEPS, assert_same, assert_same_bits, run
+from bitwise import assert_same_bits
+from parity_runs import FEW, MODELS, STEPS, assert_same, run
 from saved_bytes import measure_block_bytes
 from torch.distributed import _symmetric_memory
 
@@ -202,5 +203,5 @@ def test_overlap_changes_no_bit(pool, expected):
     train = make_train("llama", 1, recompute="selective")
     arguments = shape_model("llama", parallel), train, parallel
     serial, overlapped = (pool.run(4, run, *arguments, serial) for serial in (True, False))
-    assert_same_bits(serial, overlapped)
+    assert_same_bits(serial, overlapped, because="overlap moves waits, not what is computed")
     assert_same(overlapped, expected["llama", 1])

@@ -6,8 +6,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import yaml
+from bitwise import RunLosses
+
 import pretrain_gpt
 from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
+from megaframe.distributed.mesh import Mesh, read_world_size
+from megaframe.training.auto_layout import resolve_config
+from megaframe.training.trainer import Trainer
 
 
 def train(overrides):
@@ -16,16 +22,25 @@ def train(overrides):
     pretrain_gpt.main()
 
 
+def make_trainer(config):
+    """Return this rank's trainer of what the entry would run, for a test that looks inside; closing
+    its mesh is left to the test."""
+    config, layout, notes = resolve_config(config, read_world_size())
+    return Trainer(config, Mesh(layout, device="cpu", timeout=60), notes)
+
+
 def read_lines(folder):
     """Return the lines of a run's metrics."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-def read_losses(folder):
-    """Return the loss of each step of a run, which must be there once and in order."""
+def read_losses(folder, first=1):
+    """Return the loss of each step of a run, which must be there once and in order, from `first`
+    on."""
     metrics = read_lines(folder)
-    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
-    return [line["loss"] for line in metrics]
+    assert [line["step"] for line in metrics] == list(range(first, first + len(metrics)))
+    config = yaml.safe_load((Path(folder) / "config.yaml").read_text())
+    return RunLosses([line["loss"] for line in metrics], config)
 
 
 def rewrite_config(path, change):

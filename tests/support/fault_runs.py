@@ -1,6 +1,5 @@
 """Runs with faults: the entry, with a fault injected into one rank or all from outside."""
 
-import json
 import os
 import signal
 import sys
@@ -225,16 +224,6 @@ def slow_data_down(trainer, seconds):
 
 
 # Files that a run leaves.
-
-
-def read_lines(folder):
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_losses(folder):
-    metrics = read_lines(folder)
-    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
-    return [line["loss"] for line in metrics]
 
 
 def log(folder):

@@ -47,13 +47,14 @@ LAYOUTS = {
 class Result:
     """What one rank found. losses, norms: by step. evaluation: loss at the end. weights: by name,
     the (box, piece)s of this rank's weights and optimizer state. traffic: (bytes, calls) over data
-    ranks."""
+    ranks. spans: (length, first, end) of each bucket and of what this rank updates of it."""
 
     losses: list
     norms: list
     evaluation: float
     weights: dict
     traffic: tuple
+    spans: list
 
     def whole(self, name):
         """Return a tensor that this rank has whole."""
@@ -114,8 +115,12 @@ def run(
     weights = {}
     for name, _, box, piece in train_step.optimizer.list_tensors():
         weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
+    spans = [
+        (bucket.length, bucket.master_span.start, bucket.master_span.stop)
+        for bucket in train_step.sharded_parameters.buckets
+    ]
     mesh.finish()
-    return Result(losses, norms, evaluation, weights, traffic)
+    return Result(losses, norms, evaluation, weights, traffic, spans)
 
 
 def run_with_extensions(extensions, function, *arguments):
@@ -210,13 +215,3 @@ def find_size(kind, expected):
         return 1.0
     moments = [name for name in expected.weights if name.startswith(f"{kind}/")]
     return max(float(expected.whole(name).abs().max()) for name in moments)
-
-
-def assert_same_bits(results, others):
-    """Assert that each rank got the same bits in two worlds of one layout."""
-    for result, other in zip(results, others, strict=True):
-        assert (result.losses, result.norms) == (other.losses, other.norms)
-        assert result.weights.keys() == other.weights.keys()
-        for name, pieces in result.weights.items():
-            for (_, piece), (_, reference) in zip(pieces, other.weights[name], strict=True):
-                assert torch.equal(piece, reference)

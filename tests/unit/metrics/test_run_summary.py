@@ -6,17 +6,15 @@ import urllib.request
 
 import pytest
 import torch
+from entry_runs import make_trainer
 from test_metrics_logger import make, step
 
 from megaframe.config import load
-from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
-from megaframe.layout import Layout
 from megaframe.metrics.memory import explain_out_of_memory, read_allocator_metrics
 from megaframe.metrics.peak_flops import DevicePeak
 from megaframe.metrics.prometheus import PrometheusSink, to_exposition_format
 from megaframe.training.train_step import TrainStep
-from megaframe.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("console", ["lines", "quiet", "json"])
@@ -116,6 +114,6 @@ def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(TrainStep, "train", fail)
-    trainer = Trainer(load(None, overrides()), Mesh(Layout(), device="cpu"))
+    trainer = make_trainer(load(None, overrides()))
     with pytest.raises(UserError, match=r"rank 0 ran out .* activations .* GiB.*train\.recompute"):
         trainer.run()

@@ -13,12 +13,12 @@ from statistics import median
 
 import pytest
 import torch.distributed as dist
+from entry_runs import make_trainer
 
 from megaframe.config import load
 from megaframe.data.loader import Loader
 from megaframe.distributed.collectives import Pending
-from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
-from megaframe.layout import Layout
+from megaframe.distributed.mesh import read_global_rank
 from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.optim.optimizer import Optimizer
 from megaframe.pipeline_parallel.stage import Stage
@@ -86,12 +86,11 @@ class Delays:
 
 
 def run(overrides, prepare):
-    config = load(None, overrides)
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
-        Trainer(config, mesh).run()
-    mesh.close()
+        trainer = make_trainer(load(None, overrides))
+        trainer.run()
+    trainer.mesh.close()
 
 
 def read(folder):

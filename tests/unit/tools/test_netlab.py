@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import promised
@@ -165,12 +166,7 @@ def test_a_run_over_links_is_the_run_without_them(pool, overrides, tmp_path):
     output = process.communicate()[0].decode()
     assert process.returncode == 0, output
     assert "4/4" in output and "50mbit" in output
-
-    def losses(run):
-        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
-
-    assert losses("run") == promised(losses("alone"))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "alone"))
     summary = json.loads((tmp_path / "lab/summary.json").read_text())
     assert summary["steps"] == 3 and summary["bytes"]["data"] > 0
     for (sent, _), other in zip(

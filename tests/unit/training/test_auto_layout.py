@@ -8,9 +8,18 @@ from tool_process import run_tool
 
 from megaframe.config import ModelConfig, RunConfig, dump, load
 from megaframe.distributed.device import read_host_memory
+from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.training.auto_layout import choose_layout, choose_recomputed_blocks, find_cluster
+from megaframe.training.auto_layout import (
+    UNDECIDED,
+    choose_layout,
+    choose_recomputed_blocks,
+    find_cluster,
+    refuse_undecided,
+    resolve_config,
+)
+from megaframe.training.trainer import Trainer
 from megaframe.validate.run import validate_config
 
 
@@ -149,3 +158,40 @@ def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):
         assert f"parallel.auto: {'1 ranks on cpu. ' if steps == 2 else ''}{words}" in process.stdout
         saved = load(str(tmp_path / "run/config.yaml"))
         assert not saved.parallel.auto and saved.parallel.data == 1
+
+
+AUTO = {
+    "vocab": ("model.vocab", "null"),
+    "layout": ("parallel.auto", "true"),
+    "buckets": ("parallel.bucket_size", "auto"),
+    "recomputed blocks": ("train.recompute_blocks", "auto"),
+}
+
+
+@pytest.mark.parametrize("what", AUTO)
+def test_a_trainer_refuses_what_is_not_decided_and_one_function_decides_all(what, overrides):
+    """So no run trains with other buckets than the entry would give it."""
+    key, value = AUTO[what]
+    keys = [*overrides(data__tokenizer="bytes", model__vocab=512), f"{key}={value}"]
+    config = load(None, keys)
+    with pytest.raises(UserError, match=rf"{key}={value}.*: not decided, .*resolve_config"):
+        Trainer(config, Mesh(Layout(), device="cpu"))
+    decided, layout, _ = resolve_config(config, 2)
+    refuse_undecided(decided)
+    assert layout.world == 2 and resolve_config(decided, 2) == (decided, layout, [])
+    if what == "vocab":
+        assert decided.model.vocab == 257
+
+
+def test_every_key_that_may_be_automatic_has_one_who_decides_it():
+    """Those that a trainer decides itself, in each run alike, are the device and what follows from
+    it."""
+    by_device = {"run.device", "run.numa_binding", "parallel.symmetric_memory"}
+    automatic = {
+        f"{section}.{name}"
+        for section, of_section in RunConfig.model_fields.items()
+        for name, field in of_section.annotation.model_fields.items()
+        if "auto" in str(field.annotation) or name == "auto"
+    }
+    kernels = {key for key in automatic if key.startswith("kernels.")}
+    assert automatic - by_device - kernels == {*UNDECIDED} - {"model.vocab"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from entry_runs import read_lines, train
+from entry_runs import make_trainer, read_lines, train
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import near
@@ -22,9 +22,7 @@ from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.microbatch import Microbatch
 from megaframe.data.preprocessing.input_shards import CorpusFormat
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
-from megaframe.layout import Layout
 from megaframe.training.evaluation import (
     TokenSequence,
     read_sequence,
@@ -33,7 +31,6 @@ from megaframe.training.evaluation import (
     split_windows,
 )
 from megaframe.training.generation import load_model, load_run_tokenizer
-from megaframe.training.trainer import Trainer
 
 pytestmark = pytest.mark.numeric
 
@@ -80,9 +77,9 @@ def saved_run(tmp_path_factory):
         checkpoint={"every": 1},
         meter={"peak_tflops": 1.0, "console": "quiet"},
     )
-    mesh = Mesh(Layout(), device="cpu")
-    Trainer(config, mesh).run()
-    mesh.close()
+    trainer = make_trainer(config)
+    trainer.run()
+    trainer.mesh.close()
     return folder / "run/checkpoints"
 
 
