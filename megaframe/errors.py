@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import isqrt
+from pathlib import Path
 from typing import NoReturn
 
 from megaframe.io.untrusted import sanitize_text
@@ -73,6 +74,9 @@ _STATUS = {
     BadDevice: EXIT_BAD_DEVICE,
 }
 _REPORT_DELAY = 2.0
+_SEEN_DELAY = 1.0
+"""Seconds in which the neighbours of a rank see that it has reported. Once it ends, torchrun ends
+them, and lists each as a failure too."""
 _MAX_NAME = 200
 _BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EILSEQ)
 """Errors that only another name of a file can mend."""
@@ -103,7 +107,8 @@ def report_errors(rank: int = 0) -> Iterator[None]:
     All ranks of a launch would report the same mistake. Therefore all ranks but the first wait
     before they report, and the launcher normally ends them meanwhile. On other nodes, whose
     launchers end their ranks later, the first local rank waits less than its neighbours, so that it
-    alone reports.
+    alone reports. Under torchrun the neighbours see in its error file that it reports what they
+    would, and leave with status 0, because torchrun prints seven lines for each other status.
 
     Args:
         rank: This rank of the launch.
@@ -117,12 +122,14 @@ def report_errors(rank: int = 0) -> Iterator[None]:
         with _check_file_names():
             yield
     except (UserError, NotFinite, BadDevice) as error:
-        if rank:
-            time.sleep(_REPORT_DELAY * (1 + (os.environ.get("LOCAL_RANK") != "0")))
+        if rank and _wait_to_report(str(error)):
+            raise SystemExit(0) from None
         text = f"error: {f'rank {rank}: ' if rank else ''}{error}"
         print(text, file=sys.stderr, flush=True)
         _report_to_launcher(text)
         status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+        if os.environ.get("LOCAL_RANK") == "0" and _find_error_file_of_first() is not None:
+            time.sleep(_SEEN_DELAY)
         raise SystemExit(status) from None
     except LostRanks as error:
         # Not reported to the launcher: it lists failures by time, and this one is earlier than
@@ -146,6 +153,31 @@ def _check_file_names() -> Iterator[None]:
         if error.errno not in _BAD_NAMES or error.filename is None:
             raise
         raise UserError(f"{str(error.filename)[:_MAX_NAME]}: {error.strerror}") from None
+
+
+def _wait_to_report(text: str) -> bool:
+    """Give the first rank, or the first on this node, time to report. Returns whether the latter
+    has reported a text."""
+    is_first_here = os.environ.get("LOCAL_RANK") == "0"
+    end = time.monotonic() + _REPORT_DELAY * (1 if is_first_here else 2)
+    file = None if is_first_here else _find_error_file_of_first()
+    while (remaining := end - time.monotonic()) > 0:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if file is not None and json.loads(file.read_text())["message"]["message"].endswith(
+                text
+            ):
+                return True
+        time.sleep(min(remaining, 0.05))
+    return False
+
+
+def _find_error_file_of_first() -> Path | None:
+    """Return where torchrun expects the error of the first of several ranks on this node: its
+    folder has one for each local rank. None without a torchrun."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
+        return None
+    return Path(file).parent.parent / "0" / Path(file).name
 
 
 def _report_to_launcher(text: str) -> None:

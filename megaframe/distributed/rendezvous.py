@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, rendezvous
+from torch.distributed import DistNetworkError, PrefixStore, Store, rendezvous
 
 from megaframe.distributed.failure_verdict import compute_polling_interval
 from megaframe.distributed.rank_progress import name_ranks
+from megaframe.errors import UserError
+from megaframe.io.local_rendezvous import describe_listener
 
 _PAUSE_RANGE = 0.001, 0.05
 """Seconds between two looks into the store: at first, and at most, unless there are very many
@@ -46,12 +48,22 @@ def get_launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, in
         timeout: Limit of every request to the store, in seconds.
 
     Raises:
+        UserError: If this rank should hold the store, and another program has its port.
         RuntimeError: If the store cannot be reached in time.
     """
     where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(rank), str(world))
     limit = timedelta(seconds=timeout)
     if where not in _stores:
-        _stores[where] = next(rendezvous("env://", rank, world, timeout=limit))
+        try:
+            _stores[where] = next(rendezvous("env://", rank, world, timeout=limit))
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            port = os.environ["MASTER_PORT"]
+            raise UserError(
+                f"MASTER_PORT={port}: {describe_listener(int(port))} listens at this port, where "
+                f"the ranks should meet; set another one for all ranks"
+            ) from None
     _stores[where][0].set_timeout(limit)
     return _stores[where]
 

@@ -1,8 +1,18 @@
-"""Where ranks of this machine meet: a free port, and the variables that tell them."""
+"""Where ranks of this machine meet: a free port, who has one that is not, and the variables that
+tell them."""
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_LISTENING = "0A"
+"""State of a socket that listens, in Linux' tables."""
+_MAX_COMMAND = 100
 
 
 def find_free_port() -> int:
@@ -11,6 +21,45 @@ def find_free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def is_port_in_use(host: str, port: int) -> bool:
+    """Return whether a program listens at an address, if that is one of this machine."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
+def describe_listener(port: int) -> str:
+    """Return who listens at a port of this machine, for a message: `process 123 (python x.py)`."""
+    sockets = {f"socket:[{inode}]" for inode in _list_listening_inodes(port)}
+    for process in Path("/proc").glob("[0-9]*") if sockets else ():
+        with suppress(OSError):  # it has ended
+            if not sockets & set(_list_open_files(process)):
+                continue
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            return f"process {process.name} ({' '.join(words).strip()[:_MAX_COMMAND]})"
+    return "another program"
+
+
+def _list_open_files(process: Path) -> Iterator[str]:
+    """Yield what a process has open, as far as this user may know; `process` is its folder."""
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                yield os.readlink(descriptor)
+
+
+def _list_listening_inodes(port: int) -> Iterator[str]:
+    """Yield the inodes of sockets that listen at a port; none without Linux' tables."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                columns = line.split()  # number, address:port, remote, state, ..., inode
+                if columns[3] == _LISTENING and int(columns[1].rpartition(":")[2], 16) == port:
+                    yield columns[9]
 
 
 def make_rank_environment(rank: int, world: int, port: int) -> dict[str, str]:

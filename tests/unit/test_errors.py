@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megaframe import errors
 from megaframe.errors import BadDevice, NotFinite, UserError, report_errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,38 @@ def test_an_error_is_its_message_and_its_status(error, status, capsys):
         raise error
     assert ended.value.code == status
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def end_with(error, rank, folder, monkeypatch):
+    """Return the status of a rank that ends with an error under torchrun."""
+    monkeypatch.setattr(errors, "_REPORT_DELAY", 0.01)
+    monkeypatch.setattr(errors, "_SEEN_DELAY", 0.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+    file = folder / str(rank % 2) / "error.json"
+    file.parent.mkdir(exist_ok=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit) as ended, report_errors(rank):
+        raise error
+    return ended.value.code
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_ranks_with_the_same_mistake_leave_it_to_the_first_of_their_node(
+    node, tmp_path, monkeypatch, capsys
+):
+    first, second = 2 * node, 2 * node + 1
+    assert end_with(UserError("use 4"), first, tmp_path, monkeypatch) == 2
+    assert capsys.readouterr().err.endswith("use 4\n")
+    assert end_with(UserError("use 4"), second, tmp_path, monkeypatch) == 0
+    assert capsys.readouterr().err == ""
+    assert end_with(UserError("use 5"), second, tmp_path, monkeypatch) == 2
+    assert capsys.readouterr().err == f"error: rank {second}: use 5\n"
+
+
+def test_a_rank_whose_neighbour_does_not_report_does(tmp_path, monkeypatch, capsys):
+    assert end_with(UserError("use 4"), 1, tmp_path, monkeypatch) == 2
+    assert capsys.readouterr().err == "error: rank 1: use 4\n"
 
 
 @pytest.mark.slow

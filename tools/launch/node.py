@@ -23,6 +23,7 @@ from pathlib import Path
 from megaframe.config import RunConfig
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.extensions import load_with_extensions
+from megaframe.io.local_rendezvous import describe_listener, is_port_in_use
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
@@ -41,6 +42,7 @@ USUAL = {
 }
 """Defaults for variables that the environment does not set."""
 _PORT = 29400
+_ANY_PORT, _LAST_PORT = 0, 65535
 
 
 def main() -> None:
@@ -55,6 +57,7 @@ def main() -> None:
                 f"ranks that are started again (PET_MAX_RESTARTS={os.environ['PET_MAX_RESTARTS']}) "
                 "would start from scratch; set checkpoint.resume=latest"
             )
+        check_port(os.environ)
         world = compute_largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
         check_data(config)
     if arguments.look:
@@ -69,12 +72,31 @@ def main() -> None:
 def make_launcher_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the PET_ variables to set where `environment` does not."""
     defaults = {name: value for name, value in USUAL.items() if not environment.get(name)}
+    nodes = environment.get("PET_NNODES") or USUAL["PET_NNODES"]
     if not environment.get("PET_RDZV_ENDPOINT"):
         # Some launchers give the first node's address in the variables of the static rendezvous.
         first = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or "localhost"
-        port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or _PORT
+        port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT")
+        if not port:
+            port = _PORT if nodes != "1" else _ANY_PORT  # nobody else needs to know it
         defaults["PET_RDZV_ENDPOINT"] = f"{first}:{port}"
     return defaults
+
+
+def check_port(environment: Mapping[str, str]) -> None:
+    """Look whether another program listens where the nodes should meet.
+
+    Raises:
+        UserError: One does, and it is no other node of this run, because there is none.
+    """
+    endpoint = environment["PET_RDZV_ENDPOINT"]
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdigit() or int(port) > _LAST_PORT or not is_port_in_use(host, int(port)):
+        return
+    text = f"{endpoint} (PET_RDZV_ENDPOINT): {describe_listener(int(port))} listens there already"
+    if environment["PET_NNODES"] == "1":
+        raise UserError(f"{text}; give another port, or none: a single node then takes a free one")
+    print(f"note: {text}; if it is not a node of this run, give another port", file=sys.stderr)
 
 
 def compute_largest_world(nodes: str, ranks: str) -> int:
@@ -145,7 +167,7 @@ def launch(command: Sequence[str]) -> int:
         RendezvousConnectionError,
     )
     from torch.distributed.launcher import api
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import determine_local_world_size, parse_args, run
 
     class Agent(LocalElasticAgent):
         """The agent of torchrun, which has no option for which failures it restarts."""
@@ -157,6 +179,9 @@ def launch(command: Sequence[str]) -> int:
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]
+    # What torchrun sets for several ranks, with four lines of warning.
+    if determine_local_world_size(os.environ["PET_NPROC_PER_NODE"]) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         run(parse_args(list(command)))
     except ChildFailedError as error:
@@ -167,8 +192,8 @@ def launch(command: Sequence[str]) -> int:
     except (RendezvousClosedError, RendezvousConnectionError):
         # The status of that node says why, and should prevail where a launcher takes the largest.
         print(
-            f"error: another node has ended the run, or {os.environ['PET_RDZV_ENDPOINT']} "
-            "(PET_RDZV_ENDPOINT) cannot be reached",
+            f"error: another node has ended the run, {os.environ['PET_RDZV_ENDPOINT']} "
+            "(PET_RDZV_ENDPOINT) cannot be reached, or another program listens there",
             file=sys.stderr,
             flush=True,
         )

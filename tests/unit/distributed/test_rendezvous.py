@@ -1,12 +1,15 @@
 """Each start of a run sees a fresh store, without the keys of earlier starts."""
 
+import os
+import socket
 import threading
 from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
-from megaframe.distributed.rendezvous import find_fresh_store
+from megaframe.distributed.rendezvous import find_fresh_store, get_launcher_store
+from megaframe.errors import UserError
 
 
 def start(store, ranks, world, timeout=5.0):
@@ -42,3 +45,13 @@ def test_what_an_earlier_start_left_is_not_there(before):
         assert stores[rank].get("verdict") == b"new"
     later_stores = start(store, (0, 1, 2), 3)
     assert not later_stores[0].check(["verdict"])
+
+
+def test_a_busy_port_is_named_with_who_has_it(monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        expected = rf"MASTER_PORT={port}: process {os.getpid()} \(.* listens"
+        with pytest.raises(UserError, match=expected):
+            get_launcher_store(0, 2, timeout=5)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,29 @@ def test_the_config_is_checked_for_as_many_ranks_as_may_come(nodes, ranks, world
 def test_numbers_of_nodes_and_ranks_that_are_none_are_refused(nodes, ranks):
     with pytest.raises(UserError, match="PET_N"):
         node.compute_largest_world(nodes, ranks)
+
+
+def test_a_single_node_takes_any_free_port():
+    """So two runs on one machine do not meet each other."""
+    assert node.make_launcher_defaults({})["PET_RDZV_ENDPOINT"] == "localhost:0"
+    assert node.make_launcher_defaults({"PET_NNODES": "2"})["PET_RDZV_ENDPOINT"] != "localhost:0"
+    given = node.make_launcher_defaults({"MASTER_PORT": "1234"})
+    assert given["PET_RDZV_ENDPOINT"] == "localhost:1234"
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1"])
+def test_a_busy_port_is_refused_with_who_has_it(address, capsys):
+    with socket.create_server((address, 0)) as server:
+        endpoint = f"localhost:{server.getsockname()[1]}"
+        settings = {"PET_NNODES": "1", "PET_RDZV_ENDPOINT": endpoint}
+        with pytest.raises(UserError, match=rf"{endpoint} .*: process {os.getpid()} \(.* listens"):
+            node.check_port(settings)
+        node.check_port({**settings, "PET_NNODES": "2"})  # may be another node of the run
+        assert f"process {os.getpid()} (" in capsys.readouterr().err
+    node.check_port(settings)
+    for elsewhere in ("host.invalid:29400", "localhost:0", "localhost:99999", "localhost"):
+        node.check_port({**settings, "PET_RDZV_ENDPOINT": elsewhere})
+    assert capsys.readouterr().err == ""
 
 
 LATEST, NOWHERE = "checkpoint.resume=latest", "data.sources=[{path: /nowhere}]"
