@@ -107,9 +107,9 @@ class MoEConfig(Section):
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Multiply a router's inputs by random factors between 1 - jitter and 1 + jitter."""
     capacity: Annotated[float, Field(gt=0)] | None = None
-    """Limit the tokens that each rank sends to an expert to this factor times the mean load of a
-    microbatch, and drop those with the lowest scores. Results then depend on the layout. Default:
-    no limit."""
+    """In training, limit the tokens that each rank sends to an expert to this factor times the mean
+    load of a microbatch, and drop those with the lowest scores. Results then depend on the layout.
+    Evaluations and generation drop nothing. Default: no limit."""
 
 
 class ModelConfig(Section):

@@ -109,6 +109,7 @@ class MicrobatchContext:
         masks: For each window of the model's attention, what tokens attend to: in whole samples, or
             around a ring.
         context: The ranks that divide samples.
+        whole: Tokens of a whole sample, if several ranks divide it.
         given_positions_BS: As the microbatch brings them; see `positions_BS`.
         documents_BS: Document numbers of whole samples; None without documents.
         rotary: Rotate queries and keys, for each kind of rotation in the model.
@@ -122,6 +123,7 @@ class MicrobatchContext:
     labels_T: Tensor
     masks: Mapping[int | None, SequenceMask | RingMask]
     context: ContextParallel = field(default_factory=ContextParallel)
+    whole: int | None = None
     given_positions_BS: Tensor | None = None
     documents_BS: Tensor | None = None
     rotary: Mapping[RotaryDescription, Rotary] = field(default_factory=dict)
@@ -155,6 +157,14 @@ class MicrobatchContext:
     def has_label_R(self) -> Tensor:
         """Which of this rank's rows have a loss, bool [rows]."""
         return self.rows.select(self.labels_T, IGNORE) != IGNORE
+
+    @property
+    def is_token_R(self) -> Tensor:
+        """Which of this rank's rows are tokens of samples, bool [rows]. The others are padding that
+        makes the parts of tensor or context ranks equal, and nothing reads them."""
+        position_S = self.context.compute_positions(self.length, self.labels_T.device)
+        is_token_S = position_S < (self.whole or self.length)
+        return self.rows.select(is_token_S.repeat(self.batch), False)
 
     @property
     def sample_R(self) -> Tensor:
@@ -206,6 +216,7 @@ def make_microbatch_context(
         microbatch.labels_BS.flatten(),
         _make_masks(model, microbatch, run),
         run.context,
+        microbatch.whole,
         microbatch.positions_BS,
         microbatch.documents_BS,
         rotary,

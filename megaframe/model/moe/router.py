@@ -43,8 +43,8 @@ class Router(Module):
             state: Of its pass; its statistics get the auxiliary losses.
 
         Returns:
-            The experts of each row, int64 [R, K], with `DROPPED` for choices above the capacity,
-            and their weights [R, K] in the type of x.
+            The experts of each row, int64 [R, K], in training with `DROPPED` for choices above the
+            capacity, and their weights [R, K] in the type of x.
         """
         moe = self.moe
         if moe.jitter and context.dropout is not None:
@@ -57,7 +57,8 @@ class Router(Module):
         # Only where gradients are recorded, so that a block that is recomputed counts once.
         if torch.is_grad_enabled():
             gates_RK = self._balance(logits_RE, scores_RE, gates_RK, chosen_RK, context, state)
-        if moe.capacity is not None:
+        # An evaluation drops nothing: its loss would depend on what happens to be beside a text.
+        if moe.capacity is not None and context.gradient_scale is not None:
             chosen_RK = self._drop_above_capacity(chosen_RK, gates_RK, context, state)
         # Rounded once, after everything that is computed from the weights.
         return chosen_RK, gates_RK.to(x_RH.dtype)
@@ -156,25 +157,28 @@ class Router(Module):
     def _drop_above_capacity(
         self, chosen_RK: Tensor, gates_RK: Tensor, context: MicrobatchContext, state: PassState
     ) -> Tensor:
-        """Where an expert was chosen by more rows than its capacity, drop the choices with the
-        least weight."""
+        """Where an expert was chosen by more tokens than its capacity, drop the choices with the
+        least weight. Padding takes no place."""
         assert self.moe.capacity is not None
-        rows, choices = chosen_RK.shape
-        most = max(1, int(self.moe.capacity * rows * choices / self.moe.experts))
-        chosen = chosen_RK.flatten()
+        choices, experts, is_token_R = chosen_RK.shape[1], self.moe.experts, context.is_token_R
+        # The dropped choices below make the host wait as well.
+        tokens = int(is_token_R.sum())
+        most = max(1, int(self.moe.capacity * tokens * choices / experts))
+        # Padding chooses an expert behind the last one, which has no place at all.
+        chosen = chosen_RK.masked_fill(~is_token_R[:, None], experts).flatten()
         # Two stable sorts: expert after expert, and the greatest weights of each first. Ties keep
         # the order of rows.
         by_weight = gates_RK.detach().flatten().argsort(descending=True, stable=True)
         order = by_weight[chosen[by_weight].argsort(stable=True)]
-        load = torch.bincount(chosen, minlength=self.moe.experts)
+        load = torch.bincount(chosen, minlength=experts + 1)
         first = load.cumsum(0) - load
         # Place of each choice among those of its expert.
         nth = torch.arange(len(order), device=order.device) - first[chosen[order]]
-        dropped = order[nth >= most]
+        dropped = order[(nth >= most) | (chosen[order] == experts)]
         if torch.is_grad_enabled():
             labelled = context.has_label_R[dropped // choices]
             state.statistics.add("dropped_choices", labelled.sum())
-        return chosen.index_fill(0, dropped, DROPPED).view(rows, choices)
+        return chosen.index_fill(0, dropped, DROPPED).view(chosen_RK.shape)
 
 
 class _Logits(torch.autograd.Function):
