@@ -62,9 +62,9 @@ def _render_lines(
     environment = {key: run.environment.get(key) for key in ("layout", "device", "torch", "commit")}
     settings = {key: get_config_value(run.config, key) for key in _CONFIG} | environment
     rows = [[key, str(value)] for key, value in settings.items() if value is not None]
-    yield from _render_table(["", ""], rows)
+    yield from render_table(["", ""], rows)
     yield from ("", "## How fast")
-    yield from _render_table(["", ""], summarize_run(run))
+    yield from render_table(["", ""], summarize_run(run))
     lost = compute_mean_losses(run)
     if not lost:
         yield from ("", "There are no metrics of where the time went.")
@@ -80,7 +80,7 @@ def _render_lines(
     for cause in [*shown_causes, *(["mfu"] if "mfu" in lost else [])]:
         row = [label_cause(cause), f"{lost.get(cause, 0.0):.1%}"]
         rows.append([*row, f"{expected.get(cause, 0.0):.1%}"] if expected else row)
-    yield from _render_table(["cause", "of the peak", *(["predicted"] if expected else [])], rows)
+    yield from render_table(["cause", "of the peak", *(["predicted"] if expected else [])], rows)
     events = list(run.list_events())
     counts = {kind: sum(e.kind == kind for e in events) for kind in ("restart", "skip")}
     if any(counts.values()):
@@ -116,8 +116,8 @@ def _render_blocks(lines: Sequence[str]) -> Iterator[str]:
         if line.startswith("#"):
             depth = len(line) - len(line.lstrip("#"))
             yield f"<h{depth}>{_render_text(line[depth + 1 :])}</h{depth}>"
-        elif line.startswith(("- ", "| ")):
-            while position < len(lines) and lines[position].startswith(line[:2]):
+        elif line.startswith(("- ", "|")):
+            while position < len(lines) and lines[position].startswith(line[0]):
                 position += 1
             block = lines[start:position]
             yield _render_list(block) if line.startswith("- ") else _render_grid(block)
@@ -130,15 +130,18 @@ def _render_list(lines: Sequence[str]) -> str:
 
 
 def _render_grid(lines: Sequence[str]) -> str:
-    rows = [
-        [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
-        for number, line in enumerate(lines)
-        if number != 1
+    """Convert a table: its heads, the rule below them, and its rows. Empty heads are left out."""
+    heads, _, *rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])] for line in lines
     ]
-    body = "".join(
-        "<tr>" + "".join(f"<td>{_render_text(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table>{body}</table></div>'
+    grid = _render_row(heads, "th") if any(heads) else ""
+    grid += "".join(_render_row(row, "td") for row in rows)
+    return f'<div class="scroll"><table>{grid}</table></div>'
+
+
+def _render_row(cells: Sequence[str], element: str) -> str:
+    inside = "".join(f"<{element}>{_render_text(cell)}</{element}>" for cell in cells)
+    return f"<tr>{inside}</tr>"
 
 
 def _render_text(text: str) -> str:
@@ -152,9 +155,10 @@ def _escape_markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", sanitize_text(" ".join(text.split())))
 
 
-def _render_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def render_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table, whose cells may have any text."""
     yield ""
-    yield "| " + " | ".join(heads) + " |"
-    yield "|" + "---|" * len(heads)
-    for row in rows:
+    for number, row in enumerate([heads, *rows]):
         yield "| " + " | ".join(_escape_markdown(cell) for cell in row) + " |"
+        if number == 0:
+            yield "|" + "---|" * len(heads)
