@@ -109,7 +109,7 @@ setup(
         "megaframe_configs.clusters": "configs/clusters",
     },
     package_data={
-        "megaframe": ["py.typed", "dashboard/page.*", "hardware/chips.csv"],
+        "megaframe": ["py.typed", "dashboard/*.css", "dashboard/*.js", "hardware/chips.csv"],
         "megaframe_kernels": ["choices.json"],
         "megaframe_kernels.cuda": ["*.cu", "*.cuh"],
         "megaframe_configs": ["*.yaml"],

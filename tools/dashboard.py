@@ -2,6 +2,7 @@
 
 python tools/dashboard.py runs/demo
 python tools/dashboard.py runs/demo runs/other --serve
+python tools/dashboard.py runs/sweep
 python tools/dashboard.py runs/demo --wandb ENTITY
 python tools/dashboard.py runs/demo --upload
 """
@@ -12,9 +13,11 @@ import argparse
 from pathlib import Path
 
 from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
-from megaframe.dashboard.panels import build_page_data, read_prediction
+from megaframe.dashboard.page_data import build_page_data
 from megaframe.dashboard.run_folder import RunFolder, get_config_value
+from megaframe.dashboard.run_set import RunSet
 from megaframe.dashboard.serve import DashboardServer
+from megaframe.dashboard.summary import read_prediction
 from megaframe.dashboard.wandb_workspace import save_workspace, upload_page
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
@@ -28,24 +31,24 @@ def main() -> None:
     arguments = parse_arguments()
     with report_errors():
         load_named_extensions(arguments.extension)
-        runs = [RunFolder(folder) for folder in arguments.runs]
+        run_set = RunSet(arguments.runs)
+        runs = run_set.runs
         if arguments.wandb:
             print(save_workspace(arguments.wandb, project(runs[0])))
             return
         prediction = find_prediction(runs, arguments)
         if arguments.serve:
-            serve(runs, arguments, prediction)
+            serve(run_set, arguments, prediction)
             return
-        html = render_page(build_page_data(runs, prediction))
+        html = render_page(build_page_data(runs, prediction, notes=run_set.notes))
         if arguments.upload:
             upload_page(runs[0].folder, project(runs[0]), html)
             print(f"added the page to the Weights & Biases run of {runs[0].name}")
             return
         path = arguments.output or arguments.runs[0] / PAGE_FILE
         write_atomically(path, html)
-        for run in runs:
-            for note in run.notes:
-                print(f"{run.name}: {note}")
+        for note in run_set.list_notes():
+            print(note)
         print(f"wrote {path}")
 
 
@@ -72,7 +75,7 @@ def project(run: RunFolder) -> str:
     return str(name)
 
 
-def serve(runs: list[RunFolder], arguments: argparse.Namespace, prediction: dict | None) -> None:
+def serve(runs: RunSet, arguments: argparse.Namespace, prediction: dict | None) -> None:
     """Print the address, and serve until interrupted.
 
     Args:
@@ -93,7 +96,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or of several runs "
+        "each, such as a sweep's"
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"default: RUN/{PAGE_FILE}")
     parser.add_argument("--prediction", type=Path, metavar="FILE", help="JSON of a predicted step")
     parser.add_argument(

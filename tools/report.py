@@ -9,9 +9,9 @@ import argparse
 from pathlib import Path
 
 from megaframe.dashboard.page import write_atomically
-from megaframe.dashboard.panels import read_prediction
 from megaframe.dashboard.report import REPORT_FILES, render_html, render_report
 from megaframe.dashboard.run_folder import RunFolder
+from megaframe.dashboard.summary import read_prediction
 from megaframe.errors import report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.planner.compare_run import compare_run_or_reason

@@ -20,8 +20,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
-from megaframe.dashboard.sweep import SUMMARY, Result, Sweep, TrialRun, summarize, write_page
+from megaframe.dashboard.page import render_page, write_atomically
+from megaframe.dashboard.page_data import build_page_data
+from megaframe.dashboard.run_set import RunSet
+from megaframe.dashboard.sweep import (
+    SUMMARY,
+    Result,
+    Sweep,
+    TrialRun,
+    rank_results,
+    summarize,
+)
 from megaframe.dashboard.trials import Trial, make_trials
 from megaframe.errors import UserError, report_errors
 
@@ -43,11 +54,27 @@ def main() -> None:
         print(f"wrote {sweep.folder / SUMMARY}")
         if failures < len(results):
             try:
-                write_page(sweep.folder / PAGE, results, sweep.space, sweep.metric)
+                write_page(sweep.folder / PAGE, results, sweep.metric)
                 print(f"wrote {sweep.folder / PAGE}")
             except UserError as error:
-                print(f"no plot: {error}")
+                print(f"no page: {error}")
     sys.exit(int(failures == len(results)))
+
+
+def write_page(path: Path, results: Sequence[Result], metric: str) -> None:
+    """Write the page of the trials, the best first.
+
+    Args:
+        path: The HTML file.
+        results: The trials; those without the metric are left out.
+        metric: By which they are compared.
+
+    Raises:
+        UserError: plotly is not installed, or the file cannot be written.
+    """
+    runs = RunSet([Path(result["folder"]) for result in rank_results(results, metric)])
+    data = build_page_data(runs.runs, metric=metric, notes=runs.notes)
+    write_atomically(path, render_page(data))
 
 
 class LocalSweep:

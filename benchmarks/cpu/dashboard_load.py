@@ -26,7 +26,7 @@ def main() -> None:
     from run_folders import make_lines, write
 
     from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
-    from megaframe.dashboard.panels import build_page_data
+    from megaframe.dashboard.page_data import build_page_data
     from megaframe.dashboard.run_folder import RunFolder
 
     parser = argparse.ArgumentParser(description=__doc__)

@@ -2,16 +2,17 @@
 contain lines that are not metrics.
 
 Nothing in it is trusted. A line that is not the line of a step is left out and counted, and
-everything unusual becomes a note that is shown next to the data.
+everything unusual becomes a note that is shown next to the data. A column holds the numbers that
+the file has of it and no others, so that memory follows the file, whatever is in its lines.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -20,14 +21,77 @@ from numpy.typing import NDArray
 from megaframe.io.untrusted import open_file, sanitize_text
 
 _LONGEST_LINE = 1 << 24
+_LONGEST_NAME = 200
 _MOST_COLUMNS = 5_000
+_MOST_LINES = 32
+"""Metrics with the same prefix that `select_names` returns."""
+_MOST_REWINDS = 1_000
+"""Steps that do not come after the step before, after which a file is taken for something else."""
 _MOST_BAD = 10_000
 """Lines that are not metrics, after which a file is taken for something else."""
 _ROWS = ("ranks", "stages", "experts", "sources")
 """Keys whose lists are kept whole, as rows of numbers."""
 
-Rows = dict[str, tuple[list[int], list["array[float]"]]]
-"""By name: the steps that have such a row, and their rows."""
+
+class MetricColumn:
+    """The numbers of one metric, with the lines that have them."""
+
+    __slots__ = ("lines", "values")
+
+    def __init__(self) -> None:
+        self.lines, self.values = array("I"), array("d")
+
+    def put(self, line: int, value: float) -> None:
+        """Set the value of a line, which no later line has one before."""
+        if self.lines and self.lines[-1] == line:
+            # `a/b` and `b` inside of `a` are one name, which a line may have twice.
+            self.values[-1] = value
+        else:
+            self.lines.append(line)
+            self.values.append(value)
+
+    def cut(self, line: int) -> None:
+        """Forget this line and those after it."""
+        if self.lines and self.lines[-1] >= line:
+            keep = bisect_left(self.lines, line)
+            del self.lines[keep:], self.values[keep:]
+
+
+class RowHistory:
+    """The rows of one name, one after the other, with their steps."""
+
+    __slots__ = ("_ends", "_numbers", "steps")
+
+    def __init__(self) -> None:
+        self.steps, self._ends, self._numbers = array("q"), array("q", [0]), array("f")
+
+    def append(self, step: int, row: list[float]) -> None:
+        """Add the row of a step."""
+        self.steps.append(step)
+        self._numbers.extend(row)
+        self._ends.append(len(self._numbers))
+
+    def cut(self, step: int) -> None:
+        """Forget the rows of this step and of those after it."""
+        keep = bisect_left(self.steps, step)
+        del self.steps[keep:], self._ends[keep + 1 :], self._numbers[self._ends[keep] :]
+
+    @property
+    def last(self) -> NDArray[np.float64]:
+        """The last row."""
+        return np.array(self._numbers[self._ends[-2] :], dtype=np.float64)
+
+    def make_table(self) -> tuple[list[int], NDArray[np.float32]]:
+        """Return the rows that are as long as the last one, and their steps; rows of another layout
+        have another length."""
+        ends = np.array(self._ends)
+        lengths = np.diff(ends)
+        good = np.flatnonzero(lengths == lengths[-1])
+        places = ends[good][:, None] + np.arange(lengths[-1])
+        return [self.steps[i] for i in good], np.array(self._numbers, dtype=np.float32)[places]
+
+
+Kept = TypeVar("Kept", MetricColumn, RowHistory)
 
 
 class MetricsFile:
@@ -41,16 +105,18 @@ class MetricsFile:
         self._forget()
 
     def _forget(self) -> None:
-        self.rows: Rows = {}
-        self._columns: dict[str, array[float]] = {"step": array("d")}
+        self.rows: dict[str, RowHistory] = {}
+        self._steps = array("d")
+        self._columns: dict[str, MetricColumn] = {}
         self._offset = 0
         self._bad: list[int] = []
         self._lines = 0
         self._rewinds: list[str] = []
+        self._rewind_count = 0
         self._torn = self._many = self._given_up = False
 
     def __len__(self) -> int:
-        return len(self._columns["step"])
+        return len(self._steps)
 
     def read(self) -> bool:
         """Read the complete lines added since the last call; return whether there were any. A file
@@ -78,7 +144,11 @@ class MetricsFile:
             self._offset += len(line)
             self._lines += 1
             self._add(line)
-            self._given_up = not is_complete or len(self._bad) >= _MOST_BAD
+            self._given_up = (
+                not is_complete
+                or len(self._bad) >= _MOST_BAD
+                or self._rewind_count >= _MOST_REWINDS
+            )
         self.version += self._offset != before
         return self._offset != before
 
@@ -93,15 +163,15 @@ class MetricsFile:
             yield f"nothing after line {self._lines} is read: this is no file of metrics"
         if self._torn:
             yield "the last line is incomplete: it is being written, or was cut off"
-        yield from self._rewinds[:3]
+        yield from self._rewinds
         if self._many:
-            yield f"only the first {_MOST_COLUMNS} names of metrics are read"
+            yield f"only the first {_MOST_COLUMNS:,} names of metrics are read"
         yield from self._describe_uneven()
 
     def _describe_uneven(self) -> Iterator[str]:
         """Yield a note for each group of rows that do not have the same number of places."""
         for group, base in (("ranks", "ranks/memory_bytes"), ("stages", "stages/work")):
-            inside = {n: len(r[1][-1]) for n, r in self.rows.items() if n.startswith(f"{group}/")}
+            inside = {n: len(r.last) for n, r in self.rows.items() if n.startswith(f"{group}/")}
             if len(set(inside.values())) > 1:
                 yield (
                     f"rows of {group} have {min(inside.values())} to {max(inside.values())} "
@@ -112,15 +182,26 @@ class MetricsFile:
 
     def get_column(self, name: str) -> NDArray[np.float64]:
         """Return the values of a metric by line, NaN in lines without it."""
-        column = np.full(len(self), np.nan)
-        values = self._columns.get(name)
-        if values is not None:
-            column[: len(values)] = values
-        return column
+        if name == "step":
+            return np.array(self._steps)
+        values = np.full(len(self), np.nan)
+        column = self._columns.get(name)
+        if column is not None:
+            values[np.array(column.lines)] = column.values
+        return values
 
     def list_names(self) -> list[str]:
         """Return the names of all columns, in the order in which they were first seen."""
-        return list(self._columns)
+        return ["step", *self._columns]
+
+    def select_names(self, key: str) -> tuple[list[str], int]:
+        """Return the first names of columns that a key stands for, and how many there are. A key
+        that ends with a slash stands for all names with this prefix."""
+        if not key.endswith("/"):
+            names = [key] if key in self._columns else []
+        else:
+            names = [name for name in self._columns if name.startswith(key)]
+        return names[:_MOST_LINES], len(names)
 
     def _add(self, line: bytes) -> None:
         try:
@@ -131,44 +212,42 @@ class MetricsFile:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
             self._bad.append(self._lines)
             return
-        steps = self._columns["step"]
-        if steps and step <= steps[-1]:
-            self._rewinds.append(
-                f"after step {steps[-1]:.0f} comes step {step} (line {self._lines}): what it "
-                "repeats is left out; two runs in one file, or one that was resumed"
-            )
+        if self._steps and step <= self._steps[-1]:
+            self._rewind_count += 1
+            if len(self._rewinds) < 3:
+                self._rewinds.append(
+                    f"after step {self._steps[-1]:.0f} comes step {step} (line {self._lines}): "
+                    "what it repeats is left out; two runs in one file, or one that was resumed"
+                )
             self._cut(step)
-        count = len(steps)
         for name, value in _flatten_numbers(record):
-            self._put(name, count, value)
+            if column := self._find(self._columns, name, MetricColumn):
+                column.put(len(self._steps), value)
         for key in _ROWS:
-            if key in record:
-                for name, row in _find_rows(record[key], key):
-                    history = self.rows.setdefault(name, ([], []))
-                    history[0].append(step)
-                    history[1].append(array("f", row))
+            for name, row in _find_rows(record.get(key), key):
+                if history := self._find(self.rows, name, RowHistory):
+                    history.append(step, row)
+        self._steps.append(step)
 
-    def _put(self, name: str, count: int, value: float) -> None:
-        column = self._columns.get(name)
-        if column is None:
-            if len(self._columns) >= _MOST_COLUMNS:
+    def _find(self, named: dict[str, Kept], name: str, make: type[Kept]) -> Kept | None:
+        """Return what is kept under a name, made if there is room for another one."""
+        kept = named.get(name)
+        if kept is None:
+            if len(named) >= _MOST_COLUMNS:
                 self._many = True
-                return
-            column = self._columns[name] = array("d")
-        if len(column) < count:
-            column.extend([math.nan] * (count - len(column)))
-        # `a/b` and `b` inside of `a` are one name, which a line may have twice.
-        column[count:] = array("d", [value])
+                return None
+            kept = named[name] = make()
+        return kept
 
     def _cut(self, step: int) -> None:
-        keep = int(np.searchsorted(np.asarray(self._columns["step"]), step))
+        """Forget this step and those after it."""
+        keep = bisect_left(self._steps, step)
+        del self._steps[keep:]
         for column in self._columns.values():
-            del column[keep:]
-        for steps, rows in self.rows.values():
-            while steps and steps[-1] >= step:
-                steps.pop()
-                rows.pop()
-        self.rows = {name: history for name, history in self.rows.items() if history[0]}
+            column.cut(keep)
+        for history in self.rows.values():
+            history.cut(step)
+        self.rows = {name: history for name, history in self.rows.items() if history.steps}
 
 
 def _flatten_numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[Any]:
@@ -176,9 +255,10 @@ def _flatten_numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) 
     for name, value in line.items():
         if isinstance(value, bool) or value is None:
             continue
-        name = sanitize_text(name)
+        name = sanitize_text(name[:_LONGEST_NAME])
         if isinstance(value, (int, float)):
-            yield prefix + name, float(value)
+            if prefix + name != "step":
+                yield prefix + name, float(value)
         elif isinstance(value, dict) and depth < 4 and (prefix or name != "ranks"):
             yield from _flatten_numbers(value, f"{prefix}{name}/", depth + 1)
 
@@ -189,4 +269,4 @@ def _find_rows(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, lis
             yield name, value
     elif isinstance(value, dict) and depth < 4:
         for key, inner in value.items():
-            yield from _find_rows(inner, f"{name}/{sanitize_text(key)}", depth + 1)
+            yield from _find_rows(inner, f"{name}/{sanitize_text(key[:_LONGEST_NAME])}", depth + 1)

@@ -19,6 +19,7 @@ from megaframe.errors import UserError
 from megaframe.io.http import CONTENT_SECURITY_POLICY
 
 PAGE_FILE = "dashboard.html"
+_SCRIPTS = "page_charts.js", "page_texts.js", "page.js"
 _PAGE = """<!doctype html>
 <html lang="en"{token}>
 <head>
@@ -39,10 +40,16 @@ _PAGE = """<!doctype html>
 <label><input type="radio" name="x" value="step" checked><span>steps</span></label>
 <label><input type="radio" name="x" value="tokens"><span>tokens</span></label>
 <label><input type="radio" name="x" value="hours"><span>time</span></label></fieldset>
+<label><span>smoothing</span><input type="range" id="smoothing" min="0" max="0.99" step="0.01" \
+value="0"><output>0.00</output></label>
 <label><input type="checkbox" id="band" checked><span>minimum and maximum</span></label>
-<fieldset id="runs"></fieldset>
 <button id="theme" type="button">light or dark</button>
 <span id="live" class="unit" role="status">{status}</span>
+<fieldset id="runs"><legend>runs</legend>
+<span id="filter"><input type="search" placeholder="filter" aria-label="filter runs">
+<button type="button" class="all">all</button>
+<button type="button" class="none">none</button></span>
+<div class="list"></div></fieldset>
 </div>
 <ul class="notes" aria-label="notes"></ul>
 </header>
@@ -71,7 +78,7 @@ def render_page(data: Mapping[str, Any], token: str = "") -> str:
         status="live" if token else "",
         data=embed_json(data),
         plotly=_load_plotly(),
-        script=_read_asset("page.js"),
+        script="\n".join(map(_read_asset, _SCRIPTS)),
     )
 
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from megaframe.dashboard.panels import (
+from megaframe.dashboard.remedies import suggest_remedies
+from megaframe.dashboard.run_folder import RunFolder, get_config_value
+from megaframe.dashboard.summary import (
     compute_mean_losses,
     compute_predicted_losses,
     label_cause,
     summarize_run,
 )
-from megaframe.dashboard.remedies import suggest_remedies
-from megaframe.dashboard.run_folder import RunFolder, get_config_value
 from megaframe.io.http import CONTENT_SECURITY_POLICY
 from megaframe.io.untrusted import sanitize_text
 

@@ -21,7 +21,7 @@ def build_bars(run: RunFolder) -> dict[str, Any]:
     rows, bars = run.metrics.rows, {}
     stages = _select_longest(
         {
-            name: np.mean(_to_table(rows[f"stages/{name}"])[1], axis=0) * 1000
+            name: np.mean(rows[f"stages/{name}"].make_table()[1], axis=0, dtype=float) * 1000
             for name in ("work", "bubble")
             if f"stages/{name}" in rows
         }
@@ -31,7 +31,7 @@ def build_bars(run: RunFolder) -> dict[str, Any]:
         bars["stages"] = _group([f"rank {i}" for i in places], stages)
     kinds = _select_longest(
         {
-            name.removeprefix("ranks/held/"): np.asarray(history[1][-1], dtype=float) / 2**30
+            name.removeprefix("ranks/held/"): history.last / 2**30
             for name, history in rows.items()
             if name.startswith("ranks/held/") or name == _PEAK
         }
@@ -44,10 +44,10 @@ def build_bars(run: RunFolder) -> dict[str, Any]:
         thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
         bars["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
     if "sources" in rows:
-        counts, names = rows["sources"][1][-1], _list_source_names(run)
+        counts, names = rows["sources"].last, _list_source_names(run)
         if len(names) != len(counts):
             names = [f"source {i}" for i in range(len(counts))]
-        bars["sources"] = _group(names, {"samples": np.asarray(counts, dtype=float)})
+        bars["sources"] = _group(names, {"samples": counts})
     return bars
 
 
@@ -99,21 +99,21 @@ def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> d
         }
 
     if "ranks/work" in rows:
-        steps, work = _to_table(rows["ranks/work"])
+        steps, work = rows["ranks/work"].make_table()
         middle = np.median(work, axis=1, keepdims=True)
         over = 100 * (work / np.where(middle > 0, middle, 1.0) - 1.0)
         heatmaps["stragglers"] = build_along(over.T, "rank", steps)
     layers = sorted((n for n in rows if n.startswith("experts/tokens/")), key=_read_last_number)
     if layers:
-        steps = rows[layers[0]][0]
-        tokens = [np.asarray(rows[n][1][-1], dtype=float) for n in layers]
+        step = rows[layers[0]].steps[-1]
+        tokens = [rows[name].last for name in layers]
         width = max(map(len, tokens))
         tokens = [np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in tokens]
         table = np.stack([row / (np.nanmean(row) or 1.0) for row in tokens])
         grid = _build_grid(table, "layer", range(width), 512)
-        heatmaps["experts"] = {**grid, "across": "expert", "at": steps[-1]}
+        heatmaps["experts"] = {**grid, "across": "expert", "at": step}
     if "experts/max_load" in rows:
-        steps, load = _to_table(rows["experts/max_load"])
+        steps, load = rows["experts/max_load"].make_table()
         heatmaps["expert_load"] = build_along(load.T, "layer", steps)
     return heatmaps
 
@@ -121,15 +121,6 @@ def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> d
 def _read_last_number(name: str) -> int:
     text = name.rsplit("/", 1)[-1]
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
-
-
-def _to_table(history: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:
-    """Return the rows that are as long as the last one, and their steps; rows of another layout
-    have another length."""
-    steps, rows = history
-    width = len(rows[-1])
-    good = [place for place, row in enumerate(rows) if len(row) == width]
-    return [steps[i] for i in good], np.asarray([rows[i] for i in good], dtype=float)
 
 
 def _build_grid(table: Floats, row_kind: str, columns: Sequence[int], most: int) -> dict[str, Any]:

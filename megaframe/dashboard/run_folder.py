@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megaframe.dashboard.find_runs import find_runs, is_run_folder
 from megaframe.dashboard.metrics_file import MetricsFile
+from megaframe.dashboard.run_texts import measure_texts
 from megaframe.errors import UserError
 from megaframe.io.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
 from megaframe.io.untrusted import parse_json, parse_yaml, read_file, sanitize_text
 
 _LARGEST = 1 << 20
+_LONGEST_VALUE = 500
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,12 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         if not os.path.isdir(folder):
             raise UserError(f"{folder} is not a run folder")
-        if not any(os.path.exists(folder / name) for name in (METRICS_FILE, CONFIG_FILE)):
+        if not is_run_folder(folder):
+            names = [path.name for path in find_runs(folder)]
+            inside = f"; runs in it: {', '.join(names[:3])}" + (" ..." if names[3:] else "")
             raise UserError(
                 f"{folder} has neither {METRICS_FILE} nor {CONFIG_FILE}: it is not a run folder"
+                f"{inside if names else ''}"
             )
         self.folder, self.name = folder, sanitize_text(folder.resolve().name)
         self.metrics = MetricsFile(folder / METRICS_FILE)
@@ -60,6 +67,11 @@ class RunFolder:
             self.config = self._read_description(CONFIG_FILE)
             self.environment = self._read_description(ENVIRONMENT_FILE)
         return new
+
+    @property
+    def version(self) -> str:
+        """Changes when the folder has something new to show."""
+        return f"{self.metrics.version}.{measure_texts(self.folder)}"
 
     @property
     def notes(self) -> list[str]:
@@ -94,10 +106,10 @@ class RunFolder:
         yield from sorted(events, key=lambda event: event.step)
 
     def _describe_missing_ranks(self) -> str | None:
-        _, rows = self.metrics.rows.get("ranks/work", ([], []))
-        if not rows or self.world is None or len(rows[-1]) == self.world:
+        history = self.metrics.rows.get("ranks/work")
+        if history is None or self.world is None or len(history.last) == self.world:
             return None
-        return f"rows have {len(rows[-1])} ranks and the run {self.world}: some are missing"
+        return f"rows have {len(history.last)} ranks and the run {self.world}: some are missing"
 
     def _read_description(self, name: str) -> dict[str, Any]:
         """Return a YAML or JSON mapping, in which all text can be shown; empty if the file is
@@ -139,7 +151,7 @@ def flatten_config(
         if isinstance(value, Mapping) and value and depth < 6:
             yield from flatten_config(value, f"{prefix}{key}.", depth + 1)
         else:
-            yield f"{prefix}{key}", "" if value is None else str(value)[:500]
+            yield f"{prefix}{key}", "" if value is None else _shorten(str(value))
 
 
 def get_config_value(config: Mapping[str, Any], key: str) -> Any:
@@ -149,9 +161,9 @@ def get_config_value(config: Mapping[str, Any], key: str) -> Any:
     return inner.get(name) if isinstance(inner, Mapping) else None
 
 
-def compare_configs(configs: list[dict[str, Any]]) -> list[list[str]]:
-    """Return rows of a key and its value in each config, for the keys that differ."""
-    tables = [dict(flatten_config(config)) for config in configs]
-    keys = dict.fromkeys(key for table in tables for key in table)
-    rows = [[key, *(table.get(key, "") for table in tables)] for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]
+def _shorten(text: str) -> str:
+    """Return a text that is not long; two that differ stay different."""
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    digest = blake2b(text.encode(errors="replace"), digest_size=4).hexdigest()
+    return f"{text[:_LONGEST_VALUE]} ... ({len(text):,} characters, digest {digest})"

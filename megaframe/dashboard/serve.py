@@ -10,15 +10,14 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
 
 from megaframe.dashboard.page import render_page
-from megaframe.dashboard.panels import build_page_data
-from megaframe.dashboard.run_folder import RunFolder
+from megaframe.dashboard.page_data import build_page_data
+from megaframe.dashboard.run_set import RunSet
 from megaframe.errors import UserError
 from megaframe.io.http import LOOPBACK, make_handler
 
@@ -38,7 +37,7 @@ class DashboardServer:
 
     def __init__(
         self,
-        runs: Sequence[RunFolder],
+        runs: RunSet,
         *,
         host: str = LOOPBACK,
         port: int = 0,
@@ -97,9 +96,9 @@ class DashboardServer:
 
     def _build_data(self) -> tuple[str, dict[str, Any]]:
         with self._lock:
-            for run in self._runs:
-                run.read()
-            version = "-".join(str(run.metrics.version) for run in self._runs)
+            self._runs.read()
+            version = self._runs.version
             if self._cached is None or self._cached[0] != version:
-                self._cached = version, build_page_data(self._runs, self._prediction)
+                data = build_page_data(self._runs.runs, self._prediction, notes=self._runs.notes)
+                self._cached = version, data
             return self._cached

@@ -17,7 +17,8 @@ import numpy as np
 
 from megaframe.config import RunConfig
 from megaframe.dashboard.metrics_file import MetricsFile
-from megaframe.dashboard.trials import Space, Trial, parse_space
+from megaframe.dashboard.summary import SMOOTHED
+from megaframe.dashboard.trials import Space, parse_space
 from megaframe.errors import UserError
 from megaframe.extensions import load_with_extensions
 from megaframe.io.run_files import METRICS_FILE
@@ -26,11 +27,7 @@ ENTRY = str(Path(__file__).resolve().parents[2] / "pretrain_gpt.py")
 SUMMARY = "sweep.json"
 CONSOLE = "console.txt"
 """File in a trial's folder with what its run prints."""
-SMOOTHED = 10
-"""Steps over which a training metric is averaged; evaluation metrics are not averaged."""
 _TAIL = 2000
-_WIDE = 10.0
-"""Ratio of the largest to the smallest of some values from which on their axis is logarithmic."""
 
 Result = dict[str, Any]
 """Of a trial: its `keys`, last `step`, metric under its name, `folder`, and `error` or None."""
@@ -190,21 +187,21 @@ def read_values_after(
 
 
 def summarize(results: Sequence[Result], space: Space, metric: str) -> tuple[str, int]:
-    """Return the trials as a table, best first, with the keys of the best one; and how many
-    failed.
+    """Return the trials as a table, best first, of the keys in which they differ, with those of the
+    best one; and how many failed.
 
     Args:
         results: Results of the trials.
         space: What was swept over.
         metric: Name of the metric by which they are ordered.
     """
-    finished = _list_finished(results, metric)
-    # Trials that were stopped early have trained less, so those with most steps come first.
-    finished.sort(key=lambda result: (-result["step"], result[metric]))
-    rows = [["step", metric, *space, "folder"]]
+    finished = rank_results(results, metric)
+    values_by_key = {key: {str(result["keys"].get(key)) for result in results} for key in space}
+    keys = [key for key in space if len(values_by_key[key]) > 1] or list(space)
+    rows = [["step", metric, *keys, "folder"]]
     for result in finished:
         numbers = str(result["step"]), f"{result[metric]:.4f}"
-        values = (_format(result["keys"][key]) for key in space)
+        values = (format_value(result["keys"][key]) for key in keys)
         rows.append([*numbers, *values, Path(result["folder"]).name])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -213,66 +210,23 @@ def summarize(results: Sequence[Result], space: Space, metric: str) -> tuple[str
     ]
     for result in results:
         if result not in finished:
-            keys = " ".join(f"{key}={_format(result['keys'].get(key))}" for key in space)
-            lines.append(f"failed: {keys}: {result['error'] or 'no step was done'}")
+            tried = " ".join(f"{key}={format_value(result['keys'].get(key))}" for key in keys)
+            lines.append(f"failed: {tried}: {result['error'] or 'no step was done'}")
     if finished:
-        best = " ".join(f"{key}={_format(finished[0]['keys'][key])}" for key in space)
+        best = " ".join(f"{key}={format_value(finished[0]['keys'][key])}" for key in keys)
         lines.append(f"best: {best} ({finished[0]['folder']})")
     return "\n".join(lines), len(results) - len(finished)
 
 
-def _list_finished(results: Sequence[Result], metric: str) -> list[Result]:
-    return [result for result in results if result["error"] is None and result[metric] is not None]
+def rank_results(results: Sequence[Result], metric: str) -> list[Result]:
+    """Return the trials that have not failed, the best first. Those that were stopped early have
+    trained less, so those with most steps come first."""
+    finished = [
+        result for result in results if result["error"] is None and result[metric] is not None
+    ]
+    return sorted(finished, key=lambda result: (-result["step"], result[metric]))
 
 
-def _format(value: Any) -> str:
-    """Return a value as text."""
+def format_value(value: Any) -> str:
+    """Return a value of a trial's key as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def write_page(path: Path, results: Sequence[Result], space: Space, metric: str) -> None:
-    """Write a page with the metric over the values of each key, which needs no network.
-
-    Args:
-        path: The HTML file.
-        results: The trials; those without the metric are left out.
-        space: Keys that were varied, one plot for each.
-        metric: Key of the results that is shown.
-
-    Raises:
-        UserError: plotly is not installed.
-    """
-    try:
-        from plotly.subplots import make_subplots
-    except ImportError:
-        raise UserError(
-            f"{path} needs plotly, which is not installed; pip install 'megaframe[plan]'"
-        ) from None
-    finished = _list_finished(results, metric)
-    figure = make_subplots(1, len(space), shared_yaxes=True)
-    for column, key in enumerate(space, 1):
-        values = [_to_number(result["keys"][key]) for result in finished]
-        numbers = [value for value in values if isinstance(value, float)]
-        wide = len(numbers) == len(values) > 0 and 0 < _WIDE * min(numbers) <= max(numbers)
-        kind = "category" if len(numbers) < len(values) else "log" if wide else "linear"
-        figure.add_scatter(
-            x=values,
-            y=[result[metric] for result in finished],
-            mode="markers",
-            text=[f"{Trial(trial['keys'])}<br>{Path(trial['folder']).name}" for trial in finished],
-            showlegend=False,
-            row=1,
-            col=column,
-        )
-        figure.update_xaxes(title_text=key, type=kind, row=1, col=column)
-    figure.update_yaxes(title_text=metric, row=1, col=1)
-    figure.update_layout(template="plotly_white", title=f"{len(finished)} trials")
-    figure.write_html(path)
-
-
-def _to_number(value: Any) -> float | str:
-    """Return a value of a command line as a number, if it is one."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return str(value)

@@ -20,6 +20,8 @@ import yaml
 
 from megaframe.errors import UserError
 
+_LONGEST_NAME = 100
+"""Characters of a folder's name, without its digest."""
 _RANGE = re.compile(r"(uniform|log):([^:]+):([^:]+)")
 
 
@@ -55,8 +57,18 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Name of its folder, which its values determine."""
-        return "trial-" + hashlib.blake2b(str(self).encode(), digest_size=5).hexdigest()
+        """Name of its folder: its values, by the last words of their keys. Where these cannot be
+        told apart, or do not fit into a name, a digest of all of them is added."""
+        words = [key.rsplit(".", 1)[-1] for key in self.keys]
+        brief = len(set(words)) == len(words)
+        text = ",".join(
+            f"{key.rsplit('.', 1)[-1] if brief else key}={value}"
+            for key, value in sorted(self.keys.items())
+        )
+        name = re.sub("[^A-Za-z0-9_.=,+-]+", "_", text)[:_LONGEST_NAME]
+        if name == text:
+            return name
+        return f"{name}-{hashlib.blake2b(str(self).encode(), digest_size=5).hexdigest()}"
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in sorted(self.keys.items()))

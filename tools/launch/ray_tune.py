@@ -22,8 +22,8 @@ from typing import Any
 
 from ray_train import check_resources, connect
 
-from megaframe.dashboard.sweep import Sweep, TrialRun, summarize
-from megaframe.dashboard.trials import Range
+from megaframe.dashboard.sweep import Sweep, TrialRun, format_value, summarize
+from megaframe.dashboard.trials import Range, Trial
 from megaframe.errors import report_errors
 
 _PAUSE = 0.5
@@ -141,7 +141,9 @@ def run_trial(
     """
     from ray import tune
 
-    trial_folder = Path(folder) / f"trial-{tune.get_context().get_trial_id()}"
+    named = Trial({key: format_value(value) for key, value in keys.items()}).name
+    # Ray may try the same values twice, and tells such trials apart by their numbers.
+    trial_folder = Path(folder) / f"{named}-{tune.get_context().get_trial_id()}"
     run = TrialRun(trial_folder, words, keys, ranks)
     process, ended = run.start(cwd=working_folder), False
     while not ended:

@@ -11,8 +11,10 @@ import pytest
 from run_folders import make_lines, write
 
 from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
-from megaframe.dashboard.panels import PANELS, POINTS, build_page_data
+from megaframe.dashboard.page_data import POINTS, build_page_data
+from megaframe.dashboard.panels import PANELS
 from megaframe.dashboard.run_folder import RunFolder
+from megaframe.dashboard.run_set import RunSet
 from megaframe.dashboard.serve import DashboardServer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -111,11 +113,12 @@ def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_pa
     tab = visit(address, viewport={"width": 1400, "height": 900}, color_scheme="light")
     panel_states = read_states(tab)
     assert panel_states.keys() >= {panel.id for panel in PANELS}
+    assert panel_states.pop("outcome") == "empty", "one run differs from none"
     assert set(panel_states.values()) == {"drawn"}
     falls = tab.evaluate("document.querySelector('#waterfall .plot').data.map(t => [t.name, t.x])")
     assert [name for name, _ in falls] == ["run", "predicted for cpu"]
     assert falls[0][1] == falls[1][1], "both fall in one order"
-    assert tab.locator(".plot .main-svg").count() >= len(PANELS)
+    assert tab.locator(".plot .main-svg").count() >= len(PANELS) - 1
     assert "MFU" in tab.locator("#waterfall").inner_text()
     light = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     tab.click("#theme")
@@ -160,8 +163,16 @@ def test_names_and_values_with_html_in_them_stay_text(visit, tmp_path):
     first_run = RunFolder(
         write(tmp_path / name, make_lines(20), {"run": {"note": evil, "<i>key": 1}})
     )
+    (first_run.folder / "run.log").write_text(f"a line\n{evil}\n")
+    sample = {"step": 3, "prompt": name, "text": evil}
+    (first_run.folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     two = RunFolder(write(tmp_path / "plain", make_lines(20)))
     tab = visit(write_page(tmp_path, [first_run, two]))
+    assert evil in tab.locator("#log pre").inner_text()
+    tab.fill("#log input", "SCRIPT")
+    assert tab.locator("#log mark").all_inner_texts() == ["script"] * 3
+    assert evil in tab.locator("#samples td").inner_text()
+    assert name in tab.locator("#samples tbody th").inner_text()
     assert name in tab.locator("h1").inner_text()
     assert tab.locator("img, main b, main i, svg b").count() == 0
     assert name in tab.locator("#loss .legend").text_content()
@@ -184,17 +195,19 @@ def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
     ]
     names = "document.querySelector('#loss .plot').data.map(t => t.name)"
     assert {"one", "two"} <= set(tab.evaluate(names))
+    assert tab.locator("#differences th").all_inner_texts() == ["", "optim.lr", "one", "two"]
     assert tab.locator("#differences td").all_inner_texts() == ["1", "2"]
-    tab.uncheck("#runs label:nth-of-type(1) input")
+    tab.uncheck("#runs .list label:nth-of-type(1) input")
     wait_until(tab, f"!({names}).includes('one')")
     assert "two" in tab.evaluate(names)
+    assert tab.locator("#differences").is_hidden()
 
 
 @pytest.mark.slow
 def test_what_is_written_arrives(visit, tmp_path):
     all_lines = list(make_lines(60))
     run = write(tmp_path / "run", all_lines[:20])
-    server = DashboardServer([RunFolder(run)])
+    server = DashboardServer(RunSet([run]))
     server.start()
     try:
         assert server.address.startswith("http://127.0.0.1:")
@@ -238,3 +251,83 @@ def test_a_hundred_thousand_steps_and_a_thousand_ranks_are_a_page_of_few_numbers
     tab = visit(write_page(tmp_path, [run]))
     assert read_states(tab)["loss"] == read_states(tab)["stragglers"] == "drawn"
     assert tab.evaluate("document.querySelector('#loss .plot').data[0].x.at(-1)") == 100_000
+
+
+def read_traces(tab, panel):
+    """Return the traces of a panel that a reader sees as series, after it has been drawn."""
+    tab.evaluate(f"document.getElementById('{panel}').scrollIntoView()")
+    wait_until(tab, f"document.getElementById('{panel}').dataset.state === 'drawn'")
+    script = "document.querySelector('#%s .plot').data.map(t => [t.name, t.hoverinfo, t.line, t.y])"
+    return [
+        (name, line, values)
+        for name, hover, line, values in tab.evaluate(script % panel)
+        if hover != "skip"
+    ]
+
+
+def test_every_series_of_a_chart_has_its_own_colour_that_stays_with_its_name(visit, tmp_path):
+    axes = ("world", "data", "tensor", "context", "pipeline", "expert", "expert_tensor")
+    all_lines = list(make_lines(30))
+    for line in all_lines:
+        line["time"] |= {f"communication/{axis}": 0.01 for axis in axes}
+        line["bytes"] = {axis: 1 << 20 for axis in axes}
+    many = RunFolder(write(tmp_path / "many", all_lines))
+    colours = {}
+    few = RunFolder(write(tmp_path / "few", make_lines(30)))
+    for name, run in (("many", many), ("few", few)):
+        tab = visit(write_page(tmp_path / name, [run]))
+        for panel in ("time", "bytes"):
+            drawn = {series: line["color"] for series, line, _ in read_traces(tab, panel)}
+            assert len(set(drawn.values())) == len(drawn) >= (2 if name == "few" else 7)
+            colours[name, panel] = drawn
+    assert colours["many", "time"]["compute"] != colours["many", "time"]["communication/world"]
+    for series, colour in colours["few", "time"].items():
+        assert colours["many", "time"][series] == colour
+    for axis in ("data", "tensor", "pipeline", "context", "expert"):
+        assert colours["many", "bytes"][axis] == colours["many", "time"][f"communication/{axis}"]
+
+
+def test_smoothing_is_an_average_without_bias_over_a_faint_curve(visit, tmp_path):
+    run = RunFolder(write(tmp_path / "run", make_lines(40)))
+    tab = visit(write_page(tmp_path, [run]))
+    raw = next(values for _, _, values in read_traces(tab, "loss"))
+    tab.evaluate("document.querySelector('#smoothing').value = 0.9")
+    tab.locator("#smoothing").dispatch_event("input")
+    assert tab.locator("output").inner_text() == "0.90"
+    average = next(values for _, _, values in read_traces(tab, "loss"))
+    for count in (1, 2, 40):
+        weights = [0.9**age for age in range(count)]
+        expected = sum(w * v for w, v in zip(weights, raw[:count][::-1], strict=True)) / sum(
+            weights
+        )
+        assert average[count - 1] == pytest.approx(expected)
+    faint = "document.querySelector('#loss .plot').data.filter(t => t.opacity < 0.5).map(t => t.y)"
+    assert tab.evaluate(faint) == [raw]
+
+
+def test_runs_of_a_sweep_are_compared_by_what_differs(visit, tmp_path):
+    rates = ("1e-3", "3e-3", "1e-2")
+    for number, rate in enumerate(rates):
+        settings = {"optim": {"lr": rate, "name": "adamw"}}
+        folder = write(tmp_path / f"lr={rate}", make_lines(20, seed=number), settings)
+        (folder / "run.log").write_text(f"the log of {number}\n")
+        samples = [{"step": n, "prompt": "It", "text": f"{number} at {n}"} for n in (5, 10)]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    address = write_page(tmp_path, RunSet([tmp_path]).runs)
+    tab = visit(address, viewport={"width": 1400, "height": 900})
+    heads = tab.locator("#differences th").all_inner_texts()
+    assert heads == ["", "optim.lr", *(f"lr={rate}" for rate in rates)]
+    assert tab.locator("#differences td").all_inner_texts() == [*rates]
+    assert tab.locator("#outcome select").is_hidden(), "one key differs"
+    script = "document.querySelector('#outcome .plot').data.map(t => [t.name, t.x[0], t.y[0]])"
+    wait_until(tab, "document.querySelector('#outcome').dataset.state === 'drawn'")
+    assert tab.evaluate(script) == [[f"lr={rate}", float(rate), 3.0] for rate in rates]
+    assert tab.locator("#samples td").all_inner_texts() == ["0 at 10", "1 at 10", "2 at 10"]
+    tab.select_option("#samples select", "5")
+    assert tab.locator("#samples td").all_inner_texts() == ["0 at 5", "1 at 5", "2 at 5"]
+    tab.select_option("#log select", "lr=1e-2")
+    assert tab.locator("#log pre").inner_text().strip() == "the log of 2"
+    tab.uncheck("#runs .list label:nth-of-type(2) input")
+    assert tab.locator("#samples td").all_inner_texts() == ["0 at 5", "2 at 5"]
+    tab.select_option("#mfu select", "hfu")
+    assert [name for name, _, _ in read_traces(tab, "mfu")] == ["lr=1e-3", "lr=1e-2"]

@@ -18,17 +18,18 @@ from megaframe.dashboard.downsample import (
     list_bucket_starts,
 )
 from megaframe.dashboard.page import embed_json, write_atomically
-from megaframe.dashboard.panels import (
-    PANELS,
-    build_page_data,
+from megaframe.dashboard.page_data import build_page_data
+from megaframe.dashboard.panels import PANELS
+from megaframe.dashboard.remedies import suggest_remedies
+from megaframe.dashboard.report import render_html, render_report
+from megaframe.dashboard.run_folder import RunFolder
+from megaframe.dashboard.run_set import RunSet
+from megaframe.dashboard.serve import DashboardServer
+from megaframe.dashboard.summary import (
     compute_mean_losses,
     compute_predicted_losses,
     read_prediction,
 )
-from megaframe.dashboard.remedies import suggest_remedies
-from megaframe.dashboard.report import render_html, render_report
-from megaframe.dashboard.run_folder import RunFolder
-from megaframe.dashboard.serve import DashboardServer
 from megaframe.dashboard.wandb_workspace import build_workspace
 from megaframe.errors import UserError
 from megaframe.metrics.sinks import flatten
@@ -49,6 +50,7 @@ def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
         has = {
             "lines": names,
             "waterfall": run_data["waterfall"],
+            "outcome": run_data["outcome"],
             "heat": run_data["heat"].get(panel.id),
             "bars": run_data["bars"].get(panel.id),
         }
@@ -174,7 +176,9 @@ def test_other_layouts_missing_ranks_and_missing_files_are_notes(tmp_path):
     assert "environment.json cannot be read and is ignored" in two.notes
     data = build_page_data([run_folder, two])
     assert [run["heat"]["stragglers"]["rows"] for run in data["runs"]] == [[0, 1, 2, 3], [0, 1]]
-    assert data["differences"] == [["parallel.tensor", "2", "1"]]
+    assert [
+        row for run in data["runs"] for row in run["config"] if row[0].startswith("parallel")
+    ] == [["parallel.tensor", "2"], ["parallel.tensor", "1"]]
     (tmp_path / "two" / "metrics.jsonl").unlink()
     assert "there is no metrics.jsonl" in RunFolder(tmp_path / "two").notes
     assert build_page_data([RunFolder(tmp_path / "two")])["runs"][0]["series"] == {}
@@ -256,7 +260,7 @@ def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
             panel_config
         )
         panels_by_title[panel_config["chartTitle"]] = panel_config
-    without = {"stragglers", "memory_ranks", "experts"}
+    without = {"stragglers", "memory_ranks", "experts", "outcome"}
     assert panels_by_title.keys() == {panel.title for panel in PANELS if panel.id not in without}
     assert (
         panels_by_title["Gradient norm"]["yLogScale"]
@@ -387,4 +391,4 @@ def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("a..b", 0), ("x" * 300, 0)])
 def test_an_address_that_cannot_be_is_refused(tmp_path, host, port):
     with pytest.raises(UserError, match="cannot listen on"):
-        DashboardServer([RunFolder(write(tmp_path / "run", make_lines(3)))], host=host, port=port)
+        DashboardServer(RunSet([write(tmp_path / "run", make_lines(3))]), host=host, port=port)
