@@ -31,6 +31,7 @@ def patch_interpreter() -> None:
     _describe_shapes_once()
     _check_overflow_with_numpy()
     _round_to_nearest()
+    _index_with_arrays()
 
 
 def _replace_language_once_per_launch() -> None:
@@ -122,3 +123,15 @@ def _round_to_nearest() -> None:
         return convert(x, kind, target, mode)
 
     interpreter._convert_float = round_or_convert
+
+
+def _index_with_arrays() -> None:
+    """Triton before 3.7 makes a loop's bound an int as NumPy from 2.5 on refuses to: every value
+    of the interpreter is an array of one dimension, also a scalar."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_index
