@@ -121,7 +121,7 @@ setup(
     distclass=WithKernels,
     install_requires=[
         "torch>=2.9,<2.14",
-        "numpy>=1.26,<2.5",
+        "numpy>=1.26,<2.6",
         "orjson>=3.10,<3.14",
         "pydantic>=2.11,<2.15",
         "PyYAML>=6.0,<6.1",

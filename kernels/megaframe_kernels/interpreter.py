@@ -18,6 +18,7 @@ from typing import Any
 
 import triton.language as tl
 from triton._C.libtriton import ir
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _TO_ZERO = ir.ROUNDING_MODE.RTZ
@@ -91,7 +92,7 @@ def _describe_shapes_once() -> None:
 
 
 def _check_overflow_with_numpy() -> None:
-    def check(left: Any, right: Any, operation: Any) -> None:
+    def check(_: Any, left: Any, right: Any, operation: Any) -> None:
         kind, name = left.type.scalar, operation.__name__
         if kind.int_bitwidth < 64:
             # In int64, where the sum or product of narrower integers cannot overflow unseen.
@@ -102,7 +103,8 @@ def _check_overflow_with_numpy() -> None:
             inside = low <= result.min(initial=high) and result.max(initial=low) <= high
             assert inside, f"int{kind.int_bitwidth} overflow in {name}"
 
-    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
+    # Of the class: Triton before 3.7 makes an object of it for every function that it interprets.
+    TritonSemantic.binary_op_sanitize_overflow_impl = check
 
 
 def _round_to_nearest() -> None:

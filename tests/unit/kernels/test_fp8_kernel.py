@@ -121,7 +121,12 @@ def test_scales_of_a_single_row_are_not_those_of_a_tensor(rows):
     reason = scaled_product.KERNEL.implementations["torch"].refuses(*operands)
     if DEVICE == "cuda" and reason:  # a CPU has the product for tests alone
         pytest.skip(reason)
+    try:
+        product = scaled_product.run_torch(*operands)
+    except RuntimeError as error:
+        if torch.__version__ >= torch.torch_version.TorchVersion("2.12"):
+            raise
+        assert "only supports per-tensor scaling for CPU" in str(error)
+        pytest.skip("before torch 2.12 a CPU has no product with a scale per row")
     expected = scaled_product.run_reference(*operands, torch.float64)
-    assert_close(
-        scaled_product.KERNEL, scaled_product.run_torch(*operands), expected, 32, "product"
-    )
+    assert_close(scaled_product.KERNEL, product, expected, 32, "product")
