@@ -83,12 +83,13 @@ def _on_texts(
             data=config.data,
             token_bytes=None if tokenizer is None else tokenizer.count_token_bytes(),
         )
-        if not text_score.tokens:
-            raise UserError(f"{name}: data.mask_eod of the run leaves no token that counts")
         total += text_score
         shown[name] = _to_json(text_score)
         if not arguments.json:
             print(_format_line(name, text_score))
+    if shown and not total.tokens:
+        names = ", ".join(shown)
+        raise UserError(f"{names}: data.mask_eod of the run leaves no token that counts")
     if len(shown) > 1:
         shown["all"] = _to_json(total)
         if not arguments.json:
@@ -121,13 +122,15 @@ def _on_tasks(
 def _to_json(score: Score) -> dict[str, Any]:
     return {
         "tokens": score.tokens,
-        "loss": score.loss,
-        "perplexity": score.perplexity,
+        "loss": score.loss if score.tokens else None,
+        "perplexity": score.perplexity if score.tokens else None,
         "bits_per_byte": score.bits_per_byte,
     }
 
 
 def _format_line(name: str, score: Score) -> str:
+    if not score.tokens:
+        return f"{name}  tokens 0  loss n/a  (data.mask_eod of the run masks all)"
     line = f"{name}  tokens {score.tokens:,}  loss {score.loss:.4f}"
     line += f"  perplexity {score.perplexity:.4g}"
     bits = score.bits_per_byte

@@ -41,7 +41,8 @@ class RunTotals:
         self._parts.update(line["time"])
         self._bytes_sent.update(line["bytes"])
         self._memory = max(self._memory, line["memory_bytes"])
-        self._loss = line["loss"]
+        if line["loss"] is not None:  # a step without labels has none
+            self._loss = line["loss"]
         validation = line.get("eval_loss")
         if validation is not None and validation < self._best:
             self._best = validation

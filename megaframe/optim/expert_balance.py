@@ -41,5 +41,7 @@ class ExpertBalance(UpdateRule):
                 new_E = balance_E + self._moe.balance_rate * missing_E
             else:
                 new_E = relative_E
-            # A skipped step must leave the parameter alone, whatever the load was.
-            balance_E.copy_(torch.where(step.skip.bool(), balance_E, new_E))
+            # A skipped step must leave the parameter alone, whatever the load was; so must a step
+            # without any load, whose tokens have no labels.
+            unknown = step.skip.bool() | (load_E.sum() == 0)
+            balance_E.copy_(torch.where(unknown, balance_E, new_E))

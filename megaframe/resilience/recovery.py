@@ -241,7 +241,7 @@ class FaultHandler:
         if not finite:
             reason = self._describe_nonfinite(step.update, step.maxima, step.samples)
             text += f": {reason}; update skipped"
-        judgement = self.history.judge(step.first, metrics["loss"], finite)
+        judgement = self.history.judge(step.first, metrics.get("loss"), finite)
         if judgement.choice == "stop":
             self._metrics.note(text)
             self._metrics.close([("cut short", f"after step {step.step}: {judgement.why}")])

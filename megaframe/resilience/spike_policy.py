@@ -54,12 +54,12 @@ class SpikePolicy:
         """Return whether the step that begins with sample number `first` is to be skipped."""
         return first in self._skipped_data
 
-    def judge(self, first: int, loss: float, finite: bool) -> StepDecision:
+    def judge(self, first: int, loss: float | None, finite: bool) -> StepDecision:
         """Decide what to do after a step.
 
         Args:
             first: Number of the step's first sample.
-            loss: Its loss.
+            loss: Its loss; None if none of its tokens has a label.
             finite: Whether its update was finite and therefore made.
         """
         return self._judge_loss(first, loss) if finite else self._judge_not_finite(first)
@@ -78,8 +78,10 @@ class SpikePolicy:
         self._failed_data.add(first)
         return StepDecision("go_back", "its data is tried once more")
 
-    def _judge_loss(self, first: int, loss: float) -> StepDecision:
+    def _judge_loss(self, first: int, loss: float | None) -> StepDecision:
         self._steps_skipped = 0
+        if loss is None:
+            return StepDecision()
         factor, losses = self._faults.spike_factor, self._losses
         if factor is not None and len(losses) >= _FEWEST_LOSSES:
             median = statistics.median(losses)

@@ -31,9 +31,9 @@ class Batches:
         """The step that was looked at, and the sum of its valid tokens."""
 
     def take_next(self, is_left_out: Callable[[StepBatch], bool]) -> tuple[StepBatch, int]:
-        """Return the next step that is not left out, and its valid tokens over all ranks, at least
-        1. Waits for other ranks only if it was not looked at before: at the start, after a way
-        back, and after data that is left out."""
+        """Return the next step that is not left out, and its valid tokens over all ranks. Waits for
+        other ranks only if it was not looked at before: at the start, after a way back, and after
+        data that is left out."""
         progress = self._data.progress
         progress.begin_part("data", None, "data")
         batch = self._loader.next()
@@ -47,7 +47,7 @@ class Batches:
         valid = ahead[1].wait()
         if ahead[0] is not batch:
             valid = self._sum(batch).wait()
-        return batch, max(1, int(valid))
+        return batch, int(valid)
 
     def look_ahead(self) -> None:
         """Read the step that `take_next` will look at first, and start to sum its valid tokens. All

@@ -60,7 +60,9 @@ class StepMetrics:
         self._sharded_parameters = train_step.sharded_parameters
         self._optimizer, self._loader = train_step.optimizer, loader
         self.previous_loss = previous_loss
-        self._loss = torch.zeros((), dtype=torch.float64)
+        # Of the last step that had one.
+        self._loss = torch.full((), math.nan, dtype=torch.float64, device=mesh.device)
+        self._is_loss_missing = False
         self._grad_norm: Tensor | None = None
         specs = list_model_specs(config)
         self._experts: ExpertLoadMetrics | None = None
@@ -90,7 +92,26 @@ class StepMetrics:
             valid: Tokens of the global batch with a label, the normaliser of all losses.
         """
         record, update = self.logger.record, result.update
-        self._loss, self._grad_norm = result.loss / valid, update.grad_norm
+        self._grad_norm = update.grad_norm
+        if valid:
+            self._record_means(step, result, valid)
+        elif not self._is_loss_missing:
+            self._is_loss_missing = True
+            self.logger.note(
+                f"step {step}: no token of the batch has a label (data.mask_eod or data.transforms "
+                "masks them), so its loss is n/a, as that of any later step without one"
+            )
+        record("grad_norm", update.grad_norm, "last")
+        record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
+        record("lr", update.lr, "last")
+        record("tokens", samples * self._config.train.seq, "last")
+        record("sources", torch.tensor(self._loader.consumed), "last")
+        if self._config.train.precision == "fp16":
+            record("loss_scale", self._optimizer.loss_scale, "last")
+
+    def _record_means(self, step: int, result: StepResult, valid: int) -> None:
+        """Record what is a mean over the tokens with a label; see `record`."""
+        record, self._loss = self.logger.record, result.loss / valid
         record("loss", self._loss, "sum")
         if self._config.model.mtp_depth:
             record("mtp_loss", result.mtp_loss / valid, "sum")
@@ -100,17 +121,11 @@ class StepMetrics:
                 loads, result.statistics, valid, step
             ):
                 record(name, row, reduction)
-        record("grad_norm", update.grad_norm, "last")
-        record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
-        record("lr", update.lr, "last")
-        record("tokens", samples * self._config.train.seq, "last")
-        record("sources", torch.tensor(self._loader.consumed), "last")
-        if self._config.train.precision == "fp16":
-            record("loss_scale", self._optimizer.loss_scale, "last")
         self._compare_with_previous_loss()
 
     def reduce_loss(self) -> float:
-        """Return the loss of the last step, summed over all ranks. Collective."""
+        """Return the loss of the last step with labels, summed over all ranks; NaN before the first
+        one. Collective."""
         loss = float(all_reduce(self._loss.clone(), self._mesh.world).wait())
         # On a GPU, what is computed from an ended transfer is complete too.
         self._mesh.progress.check_not_ended()

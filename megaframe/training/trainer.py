@@ -251,7 +251,8 @@ class Trainer:
             if self.step + 1 < self.config.train.steps:
                 self.batches.look_ahead()
         with metrics.time("compute"):
-            scale = self.optimizer.loss_scale / valid
+            # Without any valid token all gradients are zero, whatever divides them.
+            scale = self.optimizer.loss_scale / max(1, valid)
             result = self.train_step.train(microbatches, self.step, scale)
             if self.fault_handler.needs_replay(result.update):
                 result = self._replay_step(microbatches, scale, result)

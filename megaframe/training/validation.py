@@ -41,6 +41,7 @@ class Validator:
         self._samples, self._mesh, self._loader = config.train.eval_samples, mesh, loader
         self._compute_nats = compute_nats
         self._token_bytes = _count_token_bytes(config, mesh.device)
+        self._is_loss_missing = False
 
     def evaluate(self, logger: MetricsLogger, step: int) -> dict[str, float]:
         """Record loss, perplexity and bits per byte on the validation split, and the loss of each
@@ -49,10 +50,12 @@ class Validator:
         totals_M3 = self._sum_totals([batch for _, batch in batches])
         nats, tokens, size = totals_M3.sum(0).tolist()
         if not tokens:
-            logger.note(
-                f"step {step}: no evaluation token has a label (data.mask_eod masks those at "
-                "which a document begins); nothing is recorded"
-            )
+            if not self._is_loss_missing:
+                self._is_loss_missing = True
+                logger.note(
+                    f"step {step}: no evaluation token has a label (data.mask_eod masks those at "
+                    "which a document begins), so the validation loss is n/a; nothing is recorded"
+                )
             return {}
         # exp(700) is close to the largest number of fp64.
         perplexity = math.exp(min(nats / tokens, 700.0))

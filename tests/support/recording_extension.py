@@ -83,9 +83,17 @@ class Recording(Callback):
 
 class MaskingConfig(DataTransformPart):
     kind: Literal["masking"] = "masking"
+    samples: tuple[int, ...] = ()
+    """Samples from each of these numbers to the next one have no label at all; without any, each
+    sample lacks some."""
 
     def transform(self, sample, random):
-        """Mask a share of the labels that differs from sample to sample."""
+        """Mask all labels of some samples, or a share that differs from sample to sample."""
+        if self.samples:
+            ends = zip(self.samples[::2], self.samples[1::2], strict=True)
+            if not any(first <= sample.number < last for first, last in ends):
+                return sample
+            return replace(sample, labels=np.full_like(sample.labels, -1))
         masked = random.random(len(sample.labels)) < random.random()
         return replace(sample, labels=np.where(masked, -1, sample.labels))
 
