@@ -21,6 +21,7 @@ from math import isqrt
 from pathlib import Path
 from typing import NoReturn
 
+from megaframe.io.regular_file import write_file
 from megaframe.io.untrusted import sanitize_text
 
 
@@ -180,13 +181,29 @@ def _find_error_file_of_first() -> Path | None:
     return Path(file).parent.parent / "0" / Path(file).name
 
 
+@contextmanager
+def explain_failed_write(path: object) -> Iterator[None]:
+    """Return a context in which a file is written, whose errors say only that and why not.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UserError: In place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
 def _report_to_launcher(text: str) -> None:
     """Put a text into torchrun's failure summary, as torch's `record` does for exceptions."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+        with suppress(OSError):
+            write_file(path, json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def list_divisors(number: int) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def main() -> None:
             print(f"added the page to the Weights & Biases run of {runs[0].name}")
             return
         path = arguments.output or arguments.runs[0] / PAGE_FILE
-        write_atomically(path, html)
+        write_atomically(path, html, inside=None if arguments.output else arguments.runs[0])
         for note in run_set.list_notes():
             print(note)
         print(f"wrote {path}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaframe.errors import UserError, report_errors
+from megaframe.errors import UserError, explain_failed_write, report_errors
+from megaframe.io.regular_file import replace_file
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -42,24 +42,18 @@ def write(library: Path, output: Path, limit: int) -> tuple[int, int]:
         UserError: If no source is below the limit, or the file cannot be written.
     """
     documents = size = 0
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.unfinished")
-    try:
+    with explain_failed_write(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with replace_file(output) as file:
             for name, text in _read_sources(library):
                 size += len(text.encode())
                 if size > limit:
                     size -= len(text.encode())
                     break
-                file.write(f"{json.dumps({'path': name, 'text': text})}\n")
+                file.write(f"{json.dumps({'path': name, 'text': text})}\n".encode())
                 documents += 1
-        if not documents:
-            raise UserError(f"no Python source under {limit} bytes in {library}")
-        temporary.replace(output)
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+            if not documents:
+                raise UserError(f"no Python source under {limit} bytes in {library}")
     return documents, size
 
 

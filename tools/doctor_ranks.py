@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaframe.errors import explain_failed_write
 from megaframe.io.local_rendezvous import find_free_port, make_rank_environment
+from megaframe.io.regular_file import open_fresh, write_file
 from megaframe.io.untrusted import sanitize_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,7 +164,7 @@ class RankProcesses:
             paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
             environment = {**os.environ, **of_rank(rank), "PYTHONPATH": os.pathsep.join(paths)}
             environment.pop("TORCHELASTIC_ERROR_FILE", None)
-            with open(folder / f"rank-{rank}.err", "wb") as errors:
+            with open_fresh(folder / f"rank-{rank}.err", inside=folder) as errors:
                 started[rank] = subprocess.Popen(
                     command, env=environment, stdout=subprocess.DEVNULL, stderr=errors
                 )
@@ -303,11 +305,7 @@ def write_report(
         ranks: Number of ranks.
         names: The parts that were done.
     """
-    report.parent.mkdir(parents=True, exist_ok=True)
     texts, table = report.with_suffix(".txt"), report.with_suffix(".json")
-    texts.write_text(
-        "\n".join([*map(str, findings), describe_verdict(findings)]) + "\n", encoding="utf-8"
-    )
     report_fields = {
         "at": time.strftime("%Y-%m-%d"),
         "ranks": ranks,
@@ -315,7 +313,11 @@ def write_report(
         "passed": all(finding.passed is not False for finding in findings),
         "findings": [asdict(finding) for finding in findings],
     }
-    table.write_text(json.dumps(report_fields, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join([*map(str, findings), describe_verdict(findings)])
+    with explain_failed_write(report):
+        report.parent.mkdir(parents=True, exist_ok=True)
+        write_file(texts, text + "\n", inside=report.parent)
+        write_file(table, json.dumps(report_fields, indent=1) + "\n", inside=report.parent)
     return [texts, table]
 
 

@@ -34,6 +34,7 @@ from megaframe.distributed.collectives import (
 from megaframe.distributed.fault_records import write_flight_record
 from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
 from megaframe.distributed.nccl_settings import NcclSettings
+from megaframe.io.regular_file import open_append
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import compute_bus_bandwidth
 
@@ -69,8 +70,8 @@ class Doctor:
 
     def write_line(self, **fields: object) -> None:
         """Write a line to this rank's file."""
-        with open(self.folder / f"rank-{self.rank}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(fields) + "\n")
+        with open_append(self.folder / f"rank-{self.rank}.jsonl", inside=self.folder) as file:
+            file.write((json.dumps(fields) + "\n").encode())
 
     def report(self, check: str, passed: bool | None, text: str, **numbers: object) -> None:
         """Write a finding.

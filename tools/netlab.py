@@ -29,6 +29,7 @@ from network_lab.hosts import check_links, check_rate
 from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import load_with_extensions
+from megaframe.io.regular_file import write_file
 from megaframe.io.run_files import METRICS_FILE
 
 ENTRY = "pretrain_gpt.py"
@@ -58,7 +59,8 @@ def main() -> None:
             )
         steps = summarize_steps(run, began) if run is not None else {}
         summary = {"links": [asdict(link) for link in links], **asdict(result), **steps}
-        (arguments.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+        path, text = arguments.folder / SUMMARY, json.dumps(summary, indent=2) + "\n"
+        write_file(path, text, inside=arguments.folder)
         print(format_report(links, result, steps))
         print(f"output of every host and {SUMMARY}: {arguments.folder}")
     # A negative status is a signal, which a shell reports as 128 plus its number.

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig, dump
-from megaframe.errors import UserError, report_errors
+from megaframe.errors import UserError, explain_failed_write, report_errors
 from megaframe.extensions import load_with_extensions
 from megaframe.hardware.cluster import DEFAULT, Cluster, list_cluster_names, load_cluster
+from megaframe.io.regular_file import write_file
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
 from megaframe.planner.candidates import SEARCHED_KEYS, FixedKeys
@@ -242,7 +243,8 @@ def select_layout_keys(choice: LayoutChoice) -> dict[str, object]:
 def write_config(path: Path, choice: LayoutChoice) -> None:
     """Write the config with the layout, ready for pretrain_gpt.py."""
     head = f"# {choice.layout}: {choice.prediction.step_seconds:.3g} s a step by the plan.\n"
-    path.write_text(head + dump(choice.config), encoding="utf-8")
+    with explain_failed_write(path):
+        write_file(path, head + dump(choice.config))
 
 
 def run_dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:

@@ -38,7 +38,7 @@ def main() -> None:
         text = render_report(run, prediction, [*planned.suggest_layouts()] if planned else [why])
         folder = arguments.output or arguments.run
         for name, content in zip(REPORT_FILES, (text, render_html(text)), strict=True):
-            write_atomically(folder / name, content)
+            write_atomically(folder / name, content, inside=folder)
     print(text)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.errors import UserError, report_errors
+from megaframe.errors import UserError, explain_failed_write, report_errors
+from megaframe.io.regular_file import write_file
 from megaframe.schedule import SCHEDULE_NAMES, Schedule, find_schedule_mistakes, generate, lower
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import ActionCosts, Seconds, parse_costs
@@ -189,13 +188,8 @@ def _check_size(request: ScheduleRequest) -> None:
 
 def _write(path: str, text: str) -> None:
     """Write a file, completely or not at all."""
-    partial = Path(f"{path}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    with explain_failed_write(path):
+        write_file(path, text)
 
 
 def _to_json_number(value: Seconds) -> int | float:

@@ -74,7 +74,7 @@ def write_page(path: Path, results: Sequence[Result], metric: str) -> None:
     """
     runs = RunSet([Path(result["folder"]) for result in rank_results(results, metric)])
     data = build_page_data(runs.runs, metric=metric, notes=runs.notes)
-    write_atomically(path, render_page(data))
+    write_atomically(path, render_page(data), inside=path.parent)
 
 
 class LocalSweep:

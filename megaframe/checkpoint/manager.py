@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -35,11 +36,14 @@ from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
+from megaframe.io.regular_file import write_file
+from megaframe.io.untrusted import read_file
 
 _LONG_WAIT = 1.0
 """Seconds that a step may wait for the previous save before a line reports it."""
 _GRACE_SECONDS = 10.0
 """Seconds that a save in progress may still take at an in-process restart."""
+_RUN_ID_BYTES = 64
 _RUN_ID_FILE = "run-id"
 """File in the run folder with the id that marks the run's copies in memory."""
 
@@ -269,12 +273,12 @@ class CheckpointManager:
         None if there is none. With `create`, that rank writes a new id if there is no valid one."""
         path, run_id = self._run_folder / _RUN_ID_FILE, None
         if group.index == 0:
-            if path.is_file():
-                run_id = path.read_bytes()[:64].decode(errors="replace").strip()
+            with suppress(OSError):
+                content = read_file(path, _RUN_ID_BYTES, inside=self._run_folder)
+                run_id = content.decode(errors="replace").strip()
             if create and not re.fullmatch("[0-9a-f]{16}", run_id or ""):
                 run_id = secrets.token_hex(8)
-                self._run_folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(run_id + "\n", encoding="ascii")
+                write_file(path, run_id + "\n", inside=self._run_folder)
         shared_id: str | None = gather_json(group, run_id)[0]
         return shared_id
 

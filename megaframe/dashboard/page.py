@@ -7,16 +7,15 @@ element that contains it. The script inserts data into the document as text only
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from megaframe.errors import UserError
+from megaframe.errors import UserError, explain_failed_write
 from megaframe.io.http import CONTENT_SECURITY_POLICY
+from megaframe.io.regular_file import write_file
 
 PAGE_FILE = "dashboard.html"
 _SCRIPTS = "page_charts.js", "page_texts.js", "page.js"
@@ -88,20 +87,19 @@ def embed_json(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, inside: Path | None = None) -> None:
     """Write a file so that nobody sees a part of it.
+
+    Args:
+        path: The file.
+        text: Its content.
+        inside: The run folder, if the file is in one: no link in it is followed.
 
     Raises:
         UserError: The file cannot be written.
     """
-    partial = path.parent / f"{path.name}.partial"
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    with explain_failed_write(path):
+        write_file(path, text, inside=inside)
 
 
 def _read_asset(name: str) -> str:

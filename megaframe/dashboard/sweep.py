@@ -19,8 +19,9 @@ from megaframe.config import RunConfig
 from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.dashboard.summary import SMOOTHED
 from megaframe.dashboard.trials import Space, parse_space
-from megaframe.errors import UserError
+from megaframe.errors import UserError, explain_failed_write
 from megaframe.extensions import load_with_extensions
+from megaframe.io.regular_file import make_folder, open_fresh, write_file
 from megaframe.io.run_files import METRICS_FILE
 
 ENTRY = str(Path(__file__).resolve().parents[2] / "pretrain_gpt.py")
@@ -79,9 +80,8 @@ class Sweep:
     def write_results(self, results: Sequence[Result]) -> Path:
         """Write the results into the sweep's folder, and return the file."""
         path = self.folder / SUMMARY
-        unfinished = path.with_name(f"{SUMMARY}.unfinished")
-        unfinished.write_text(json.dumps(results, indent=2) + "\n")
-        unfinished.replace(path)
+        with explain_failed_write(path):
+            write_file(path, json.dumps(results, indent=2) + "\n", inside=self.folder)
         return path
 
 
@@ -98,7 +98,9 @@ class TrialRun:
     def __init__(
         self, folder: Path, words: Sequence[str], keys: Mapping[str, Any], ranks: int
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with explain_failed_write(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         self.folder = folder
         self._command = build_trial_command(words, keys, folder, ranks)
         self._metrics, self._last_step = MetricsFile(folder / METRICS_FILE), 0
@@ -109,7 +111,10 @@ class TrialRun:
         Args:
             options: Of `subprocess.Popen`.
         """
-        with open(self.folder / CONSOLE, "wb") as console:
+        path = self.folder / CONSOLE
+        with explain_failed_write(path):
+            console = open_fresh(path, inside=self.folder.parent)
+        with console:
             return subprocess.Popen(self._command, stdout=console, stderr=console, **options)
 
     def read_metric(self, metric: str) -> list[tuple[int, float]]:

@@ -23,6 +23,7 @@ from megaframe.data.indexed_dataset import (
     get_dtype_code,
 )
 from megaframe.errors import UserError
+from megaframe.io.regular_file import delete_file, open_update
 
 _WRITTEN_AT_ONCE = 1 << 20
 _LONGEST_DOCUMENT = 2**31 - 1
@@ -156,9 +157,9 @@ class _UnfinishedFiles:
 
     Args:
         prefix: Path of the files without suffix.
-        resume_prefix: Prefix of the temporary names. Existing files are then opened as they are,
-            and `discard` does not remove them. If it is empty, the names contain the process id
-            and the files are new.
+        resume_prefix: Prefix of the temporary names, in the folder of `prefix` or below it. Files
+            that exist are then opened as they are, and `discard` does not remove them. If it is
+            empty, the names contain the process id and the files are new.
     """
 
     def __init__(self, prefix: str, resume_prefix: str) -> None:
@@ -171,8 +172,12 @@ class _UnfinishedFiles:
         self._open: list[BinaryIO] = []
         with self.discard_on_failure():
             for name in self._names:
-                exists = resume_prefix and os.path.exists(name)
-                self._open.append(open(name, "r+b") if exists else open(name, "w+b"))  # noqa: SIM115
+                if resume_prefix:
+                    home = os.path.dirname(prefix) or "."
+                    self._open.append(open_update(name, inside=home))
+                else:
+                    delete_file(name)  # of an earlier process with this id
+                    self._open.append(open(name, "x+b"))  # noqa: SIM115 (closed by discard)
         self.tokens, self.index = self._open
 
     @contextmanager

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from torch._C import _distributed_c10d
 
+from megaframe.io.regular_file import open_append, open_fresh, write_file
+
 ENDED_FILE = "ended.jsonl"
 """File that says when a run was ended, and why."""
 RECORD_PREFIX = "nccl-rank-"
@@ -30,10 +32,8 @@ with Python's lock held, so no thread of Python could end it."""
 
 def record_end(folder: Path, text: str) -> None:
     """Append when and why the run was ended to `ENDED_FILE`, if the folder can be written."""
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / ENDED_FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"at": time.time(), "text": text}) + "\n")
+    with suppress(OSError), open_append(folder / ENDED_FILE, inside=folder.parent) as file:
+        file.write((json.dumps({"at": time.time(), "text": text}) + "\n").encode())
 
 
 def dump_stacks(folder: Path | None, rank: int, describe: Callable[[], str]) -> None:
@@ -47,9 +47,10 @@ def dump_stacks(folder: Path | None, rank: int, describe: Callable[[], str]) -> 
     faulthandler.dump_traceback()
     if folder is not None:
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / f"rank-{rank:05d}.txt", "w") as file:
-                print(describe(), file=file, flush=True)
+            path = folder / f"rank-{rank:05d}.txt"
+            with open_fresh(path, inside=folder.parent) as file:
+                file.write(f"{describe()}\n".encode(errors="backslashreplace"))
+                file.flush()
                 faulthandler.dump_traceback(file)
 
 
@@ -66,8 +67,7 @@ def write_flight_record(folder: Path, rank: int) -> str:
     faulthandler.dump_traceback_later(_SECONDS, exit=True)
     try:
         record = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(record)
+        write_file(path, record, inside=folder.parent)
     except (OSError, RuntimeError) as error:
         return f"no flight record: {(str(error).splitlines() or [''])[0]}"
     finally:

@@ -21,8 +21,9 @@ from pydantic import Field, ValidationError
 
 from megaframe.config.load import CONFIGS
 from megaframe.config.section import Positive, Section
-from megaframe.errors import UserError, join_or
+from megaframe.errors import UserError, explain_failed_write, join_or
 from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, find_chip, identify_chip, suggest_chips
+from megaframe.io.regular_file import write_file
 from megaframe.io.untrusted import mask_secrets, parse_yaml, read_file
 
 DEFAULT = "h100-ib"
@@ -324,7 +325,8 @@ def write_cluster(path: Path, cluster: Cluster, changes: Mapping[str, Any], comm
             "price": cluster.price,
         }
     text = f"# {comment}\n" + yaml.safe_dump({**content, **changes}, sort_keys=False)
-    path.write_text(text, encoding="utf-8")
+    with explain_failed_write(path):
+        write_file(path, text)
     load_cluster(str(path if "/" in str(path) else Path(".") / path.name))
 
 

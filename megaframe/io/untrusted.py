@@ -13,13 +13,12 @@ import errno
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import yaml
 
-Name: TypeAlias = "str | os.PathLike[str]"
+from megaframe.io.regular_file import Name, open_regular
 
 MAX_DEPTH = 32
 """Deepest nesting of YAML and JSON that is read."""
@@ -40,38 +39,28 @@ _SECRETS = (
 """Matches secrets by their form: in a URL, or as services make them."""
 
 
-def open_file(path: Name, buffering: int = -1) -> BinaryIO:
+def open_file(path: Name, buffering: int = -1, *, inside: Name | None = None) -> BinaryIO:
     """Open a regular file for reading, without waiting for anything.
+
+    Args:
+        path: The file.
+        buffering: As of `open`.
+        inside: A folder above it, of somebody else, below which no link is followed.
 
     Raises:
         OSError: With a `strerror` for users, for all else: pipes, devices, folders, and names that
             no file can have.
     """
-    try:
-        # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except ValueError:
-        reason = "No file can have this name"
-        raise OSError(errno.EINVAL, reason, escape_unprintable(os.fspath(path))) from None
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
-        return open(descriptor, "rb", buffering)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    return open(open_regular(path, inside), "rb", buffering)
 
 
-def read_file(path: Name, limit: int) -> bytes:
+def read_file(path: Name, limit: int, *, inside: Name | None = None) -> bytes:
     """Read a whole regular file.
 
     Raises:
         OSError: As `open_file` does, and for a file of more than `limit` bytes.
     """
-    with open_file(path) as file:
+    with open_file(path, inside=inside) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", os.fspath(path))
         return file.read()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megaframe.io.regular_file import make_folder, write_file
 from megaframe.io.run_files import WANDB_ID_FILE
 from megaframe.io.untrusted import read_file
 
@@ -38,9 +39,11 @@ def start_wandb_run(
     Raises:
         ImportError: If the package is missing.
         InvalidWandbId: If the folder's id is not valid.
+        OSError: If the folder cannot be written.
     """
     import wandb
 
+    make_folder(folder / "wandb", inside=folder)  # wandb would follow a link
     offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
     return wandb.init(
         project=project,
@@ -71,14 +74,16 @@ def read_or_make_id(path: Path, *, fresh: bool) -> str:
     Raises:
         InvalidWandbId: If the file has no valid id.
     """
-    if not fresh and path.exists():
+    if not fresh and os.path.lexists(path):
         try:
-            run_id = read_file(path, _LONGEST_ID).decode(errors="replace").strip()
+            run_id = (
+                read_file(path, _LONGEST_ID, inside=path.parent).decode(errors="replace").strip()
+            )
         except OSError:
             run_id = ""
         if not re.fullmatch(r"[A-Za-z0-9_-]+", run_id):
             raise InvalidWandbId(f"{path} holds no id of a Weights & Biases run; delete it")
         return run_id
     run_id = uuid.uuid4().hex[:8]
-    path.write_text(run_id + "\n", encoding="utf-8")
+    write_file(path, run_id + "\n", inside=path.parent)
     return run_id

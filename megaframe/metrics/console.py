@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig
+from megaframe.io.regular_file import open_append
 from megaframe.io.run_files import LOG_FILE, METRICS_FILE
 from megaframe.io.untrusted import escape_unprintable
 from megaframe.metrics.sinks import Line, make_write_error, replace_nonfinite
@@ -44,7 +45,8 @@ class ConsoleSink:
         self._run, self._since = RunTotals(), RunTotals()
         self.ending: Sequence[tuple[str, str]] = ()
         try:
-            self._log = open(self._folder / LOG_FILE, "a", encoding="utf-8")  # noqa: SIM115
+            log = open_append(self._folder / LOG_FILE, inside=self._folder)
+            self._log = io.TextIOWrapper(log, encoding="utf-8")
         except OSError as error:
             raise make_write_error(self._folder / LOG_FILE, error) from None
 
@@ -131,10 +133,11 @@ def print_note(config: RunConfig, text: str) -> None:
     text = escape_unprintable(text)
     output = json.dumps({"note": text}) if config.meter.console == "json" else text
     print(output, flush=True)
-    path = Path(config.run.dir) / LOG_FILE
+    folder = Path(config.run.dir)
+    path = folder / LOG_FILE
     try:
-        with open(path, "a", encoding="utf-8") as log:
-            print(text, file=log, flush=True)
+        with open_append(path, inside=folder) as log:
+            log.write(f"{text}\n".encode())
     except OSError as error:
         raise make_write_error(path, error) from None
 

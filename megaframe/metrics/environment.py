@@ -17,7 +17,7 @@ from megaframe import __version__
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.io.run_files import ENVIRONMENT_FILE
-from megaframe.metrics.sinks import make_write_error
+from megaframe.metrics.sinks import write_run_file
 from megaframe.ops import cpu_attention, matmul
 from megaframe.parameters.parameter import PRECISIONS
 
@@ -30,12 +30,9 @@ def write_environment(config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any])
         mesh: The mesh of its ranks.
         kernels: Which are used, and why not faster ones.
     """
-    path = Path(config.run.dir) / ENVIRONMENT_FILE
-    try:
-        environment = {**describe_environment(config, mesh), "kernels": kernels}
-        path.write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise make_write_error(path, error) from None
+    environment = {**describe_environment(config, mesh), "kernels": kernels}
+    text = json.dumps(environment, indent=1) + "\n"
+    write_run_file(Path(config.run.dir), ENVIRONMENT_FILE, text)
 
 
 def describe_environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import resource
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megaframe.errors import UserError
+from megaframe.io.regular_file import write_file
 
 _ADVICE = {
     "weights": "parallel.zero=3 or more parallel.tensor or parallel.pipeline ranks divide weights, "
@@ -71,7 +73,8 @@ def explain_out_of_memory(
     if device.type == "cuda":
         path = folder / f"memory-rank-{rank}.txt"
         with suppress(OSError):  # a full disk must not hide this message
-            path.write_text(torch.cuda.memory_summary(device), encoding="utf-8")
-            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+            write_file(path, torch.cuda.memory_summary(device), inside=folder)
+            blocks = pickle.dumps(torch.cuda.memory._snapshot())
+            write_file(path.with_suffix(".pickle"), blocks, inside=folder)
             text += f"; details in {path}; all blocks for pytorch.org/memory_viz are next to it"
     return UserError(text)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
+from megaframe.io.regular_file import make_folder
 from megaframe.metrics.sinks import make_write_error
 
 
@@ -36,8 +39,12 @@ class Profiler:
             running.stop()
             path = self._folder / f"step-{step:08d}-rank-{self._rank:05d}.json"
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                running.export_chrome_trace(str(path))
+                make_folder(self._folder, inside=self._folder.parent)
+                # torch would follow a link at `path`; nobody else writes into the new folder.
+                with tempfile.TemporaryDirectory(dir=self._folder) as private:
+                    written = Path(private) / path.name
+                    running.export_chrome_trace(str(written))
+                    os.replace(written, path)
             except OSError as error:
                 raise make_write_error(path, error) from None
         self._begin(step + 1)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.io.regular_file import make_folder, open_append, replace_file, write_file
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
 from megaframe.io.wandb_run import InvalidWandbId, start_wandb_run
@@ -96,6 +97,18 @@ def make_write_error(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot write {path}: {error.strerror}; {advice}")
 
 
+def write_run_file(folder: Path, name: str, text: str) -> None:
+    """Write a file of a run folder anew, in place of what has this name.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        write_file(folder / name, text, inside=folder)
+    except OSError as error:
+        raise make_write_error(folder / name, error) from None
+
+
 class JsonlSink:
     """Appends one JSON object per step, and hands each line to the operating system at once.
 
@@ -109,7 +122,7 @@ class JsonlSink:
     def _open(self, start_step: int) -> None:
         try:
             truncate_metrics(self._path, start_step)
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._file = open_append(self._path, 0, inside=self._path.parent)
         except OSError as error:
             raise make_write_error(self._path, error) from None
 
@@ -139,24 +152,20 @@ def truncate_metrics(path: Path, step: int) -> None:
     Raises:
         UserError: If any other line is not one of a metrics file; the file is then unchanged.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    partial_path = path.with_name(path.name + ".partial")
-    size = path.stat().st_size
-    with open_file(path) as old, open(partial_path, "wb") as new:
+    folder = path.parent
+    with open_file(path, inside=folder) as old, replace_file(path, inside=folder, sync=True) as new:
+        size = os.fstat(old.fileno()).st_size
         for number, line in enumerate(iter(lambda: old.readline(_LONGEST_LINE), b""), 1):
             line_step = _read_step(line)
             if line_step is not None and line_step <= step:
                 new.write(line.rstrip(b"\n") + b"\n")
             elif line_step is None and old.tell() < size:
-                partial_path.unlink()
                 raise UserError(
                     f"{path}, line {number}, is not a JSON object with an integer `step`: this is "
                     "no metrics file of a run; move it away or set run.dir to another folder"
                 )
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(partial_path, path)
 
 
 def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
@@ -171,11 +180,11 @@ def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
     """
     try:
         truncate_metrics(path, sys.maxsize)
-        lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        lines = path.read_bytes().count(b"\n") if os.path.lexists(path) else 0
         if not lines:
             return None
         names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
-        new_path = next(name for name in names if not name.exists())
+        new_path = next(name for name in names if not os.path.lexists(name))
         path.rename(new_path)
     except OSError as error:
         raise make_write_error(path, error) from None
@@ -190,6 +199,10 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _make_missing_extra_error("meter.tensorboard=true", "tensorboard") from None
+        try:
+            make_folder(folder)
+        except OSError as error:
+            raise make_write_error(folder, error) from None
         self._open = partial(SummaryWriter, str(folder))
         self._writer = self._open(purge_step=start_step + 1)
 
@@ -232,6 +245,8 @@ class WandbSink:
             raise _make_missing_extra_error(f"meter.wandb={project}", "wandb") from None
         except InvalidWandbId as error:
             raise UserError(str(error)) from None
+        except OSError as error:
+            raise make_write_error(folder / "wandb", error) from None
         self._run.define_metric("step", hidden=True)
         for name, summary in (("loss", "last"), ("eval_loss", "min"), ("mfu", "mean")):
             self._run.define_metric(name, step_metric="step", summary=summary)

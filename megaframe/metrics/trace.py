@@ -15,7 +15,7 @@ from typing import Any
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
-from megaframe.metrics.sinks import make_write_error
+from megaframe.metrics.sinks import write_run_file
 from megaframe.metrics.timers import StepTimeline, StepTimer
 from megaframe.schedule import ActionKind
 from megaframe.schedule.draw_trace import make_metadata_event, make_slice_event
@@ -39,7 +39,7 @@ class Tracer:
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, timer: StepTimer, start_step: int) -> None:
-        self._path = Path(config.run.dir) / TRACE_FILE
+        self._run = Path(config.run.dir)
         self._steps = {step for step in config.meter.trace if step > start_step}
         self._mesh, self._timer = mesh, timer
         self._splits: list[tuple[int, StepTimeline]] = []
@@ -83,10 +83,7 @@ class Tracer:
             if "ts" in event:
                 event["ts"] -= start * 1e6
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-        try:
-            self._path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise make_write_error(self._path, error) from None
+        write_run_file(self._run, TRACE_FILE, text)
 
 
 def _trace_slices(split: StepTimeline, step: int, base: Any, host: int) -> Iterator[Slice]:

@@ -19,8 +19,9 @@ from megaframe.architecture.block import describe_block
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.stages import compute_block_work
 from megaframe.config.schema import RunConfig
-from megaframe.errors import UserError
+from megaframe.errors import UserError, explain_failed_write
 from megaframe.hardware.cluster import Cluster
+from megaframe.io.regular_file import write_file
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
 from megaframe.planner.constants import Constants
@@ -109,7 +110,8 @@ def write_page(
         else "",
         "</body></html>\n",
     ]
-    path.write_text("\n".join(parts), encoding="utf-8")
+    with explain_failed_write(path):
+        write_file(path, "\n".join(parts))
 
 
 def _format_list(title: str, lines: Sequence[str]) -> str:

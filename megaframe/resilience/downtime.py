@@ -8,6 +8,7 @@ the lines of steps that are run again.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from typing import Any
 
 from megaframe.distributed.fault_records import ENDED_FILE
 from megaframe.errors import UserError
+from megaframe.io.regular_file import delete_file, open_append
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
 from megaframe.metrics.sinks import make_write_error
@@ -54,7 +56,8 @@ class DowntimeLedger:
             self._count_time_before_start()
         elif keep:
             with suppress(OSError):  # a folder that is not writable is reported on the first write
-                (self._folder / LEDGER_FILE).unlink()  # of a run that has been removed
+                # of a run that has been removed
+                delete_file(self._folder / LEDGER_FILE, inside=run)
 
     def record_start(self, step: int) -> None:
         """Record that the run continues after `step`. The time until now was spent on loading."""
@@ -113,20 +116,20 @@ class DowntimeLedger:
 
     def _read(self) -> None:
         """Read how much time earlier starts have lost and which step they reached."""
-        for entry in _read_entries(self._folder / LEDGER_FILE):
+        for entry in _read_entries(self._run, f"{FAULTS}/{LEDGER_FILE}"):
             if isinstance(entry.get("seconds"), float):
                 self._totals[str(entry.get("cause"))] += entry["seconds"]
             if isinstance(entry.get("reached"), int):
                 self._reached = max(self._reached, entry["reached"])
             if isinstance(entry.get("since"), float):
                 self._first = min(self._first, entry["since"])
-        lines = _list_step_numbers(_read_entries(self._run / METRICS_FILE, last=True))
+        lines = _list_step_numbers(_read_entries(self._run, METRICS_FILE, last=True))
         self._reached = max((self._reached, *lines))
 
     def _count_time_before_start(self) -> None:
         """Count the time since the last line of the previous process as lost."""
         last_line = (self._run / METRICS_FILE).stat().st_mtime
-        ends = [entry.get("at") for entry in _read_entries(self._folder / ENDED_FILE)]
+        ends = [entry.get("at") for entry in _read_entries(self._run, f"{FAULTS}/{ENDED_FILE}")]
         ended = [at for at in ends if isinstance(at, float) and last_line < at < self._started]
         self.add_lost_time("detection", (min(ended) - last_line) if ended else 0.0)
         self.add_lost_time("restart", self._started - (min(ended) if ended else last_line))
@@ -136,9 +139,8 @@ class DowntimeLedger:
             return
         path = self._folder / LEDGER_FILE
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"at": self._clock(), **entry}) + "\n")
+            with open_append(path, inside=self._run) as file:
+                file.write((json.dumps({"at": self._clock(), **entry}) + "\n").encode())
         except OSError as error:
             raise make_write_error(path, error) from None
 
@@ -146,8 +148,8 @@ class DowntimeLedger:
 def find_last_saved(run: Path) -> tuple[int, int] | None:
     """Return the last step in the metrics of the run in a folder, and the last step of which it has
     saved a checkpoint. None if it has saved none, or its metrics are gone."""
-    lines = _list_step_numbers(_read_entries(run / METRICS_FILE, last=True))
-    entries = _read_entries(run / FAULTS / LEDGER_FILE)
+    lines = _list_step_numbers(_read_entries(run, METRICS_FILE, last=True))
+    entries = _read_entries(run, f"{FAULTS}/{LEDGER_FILE}")
     saved = _list_step_numbers(entry for entry in entries if entry.get("event") == "saved")
     return (max(lines), saved[-1]) if lines and saved else None
 
@@ -156,16 +158,17 @@ def _list_step_numbers(entries: Iterable[dict[str, Any]]) -> list[int]:
     return [entry["step"] for entry in entries if isinstance(entry.get("step"), int)]
 
 
-def _read_entries(path: Path, *, last: bool = False) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file of lines, skipping invalid lines. last: only those in the
-    last `_TAIL_BYTES` bytes."""
-    if not path.exists():
-        return []
+def _read_entries(run: Path, name: str, *, last: bool = False) -> list[dict[str, Any]]:
+    """Read the JSON objects of a file of lines in a run folder, skipping invalid lines. last: only
+    those in the last `_TAIL_BYTES` bytes."""
+    path = run / name
     try:
-        with open_file(path) as file:
+        with open_file(path, inside=run) as file:
             if last:
-                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     entries = []

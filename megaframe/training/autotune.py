@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
+from megaframe.io.regular_file import write_file
 from megaframe.io.untrusted import open_file
 from megaframe.ops import attention_tiles, cpu_attention, matmul
 from megaframe.ops.cpu_attention import AttentionMethod, AttentionSize
@@ -212,9 +213,8 @@ def _write_cache(path: Path, machine: dict[str, str | int], measured: CPURoutine
     written = path.with_suffix(f".{secrets.token_hex(4)}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(
-            _CacheEntry(machine=machine, routines=measured).model_dump_json(indent=1)
-        )
+        entry = _CacheEntry(machine=machine, routines=measured)
+        write_file(written, entry.model_dump_json(indent=1))
         try:
             os.link(written, path)  # fails if the file exists, as a rename would not
         except FileExistsError:

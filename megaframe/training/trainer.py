@@ -23,7 +23,7 @@ from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
 from megaframe.metrics import StepTimer
 from megaframe.metrics.memory import explain_out_of_memory
 from megaframe.metrics.metrics_logger import StepValues
-from megaframe.metrics.sinks import set_metrics_aside
+from megaframe.metrics.sinks import set_metrics_aside, write_run_file
 from megaframe.resilience.downtime import DowntimeLedger
 from megaframe.resilience.recovery import FaultHandler
 from megaframe.resilience.signals import (
@@ -126,7 +126,7 @@ class Trainer:
         )
         self.fault_handler.start_after(self.step, state)
         if mesh.rank == 0:
-            (self.folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+            write_run_file(self.folder, CONFIG_FILE, dump(config))
 
     def _build_step(self, timer: StepTimer) -> None:
         """Build what computes a step and what feeds it. timer: of the steps."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.io.local_rendezvous import find_free_port
+from megaframe.io.regular_file import open_append
 from megaframe.io.run_files import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +100,7 @@ class ChaosRun:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
         environment |= {name: str(value) for name, value in variables.items()}
-        with open(self.run / "console.txt", "ab") as console:
+        with open_append(self.run / "console.txt", inside=self.run) as console:
             return subprocess.Popen(command, stdout=console, stderr=console, env=environment)
 
     def wait_for_step(self, step: int, process: Process) -> int:

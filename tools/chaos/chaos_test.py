@@ -42,6 +42,7 @@ from chaos_run import (
     write_corpus,
 )
 
+from megaframe.io.regular_file import write_file
 from megaframe.io.untrusted import make_integer_parser
 
 LATEST = STEPS - 20
@@ -326,7 +327,7 @@ def main() -> None:
     costs["whole"] = {"stall": round(undisturbed.mean_stall, 4)}
     print(json.dumps(costs))
     if arguments.write is not None:
-        arguments.write.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
+        write_file(arguments.write, json.dumps(costs, indent=1) + "\n")
     sys.exit(bool(failures))
 
 

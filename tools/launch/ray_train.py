@@ -24,6 +24,7 @@ from typing import Any
 from megaframe.config import RunConfig
 from megaframe.dashboard.sweep import ENTRY, parse_run
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
+from megaframe.io.regular_file import write_file
 
 ENDED = "ray-status"
 """File in the run folder in which the first rank's worker leaves the status for this program."""
@@ -173,7 +174,7 @@ def train_rank(settings: dict[str, Any]) -> None:
     if status not in (0, EXIT_USER_ERROR, *ASKED_TO_LEAVE):
         raise RuntimeError(f"rank {rank} ended with status {status}")
     if rank == 0:
-        Path(settings["ended"]).write_text(str(status))
+        write_file(settings["ended"], str(status))
 
 
 def make_kill_prefix() -> list[str]:

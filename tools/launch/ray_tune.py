@@ -25,6 +25,7 @@ from ray_train import check_resources, connect
 from megaframe.dashboard.sweep import Sweep, TrialRun, format_value, summarize
 from megaframe.dashboard.trials import Range, Trial
 from megaframe.errors import report_errors
+from megaframe.io.regular_file import make_folder
 
 _PAUSE = 0.5
 
@@ -61,7 +62,7 @@ def run_trials(sweep: Sweep, arguments: argparse.Namespace) -> list[dict[str, An
     from ray.tune.schedulers import ASHAScheduler
 
     folder, metric = sweep.folder, sweep.metric
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, inside=folder.parent)
     steps = sweep.config.train.steps
     halving = ASHAScheduler(
         time_attr="step",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megaframe.errors import UserError
+from megaframe.io.regular_file import open_fresh
 from network_lab.hosts import Host
 
 PORT = 29400
@@ -86,7 +87,7 @@ def run_on_hosts(
     processes = []
     for number, host in enumerate(hosts):
         environment = {**os.environ, **make_launcher_variables(number, hosts, ranks)}
-        with open(folder / f"host-{number}.txt", "wb") as file:
+        with open_fresh(folder / f"host-{number}.txt", inside=folder) as file:
             line = (*host.command, *command)
             # In a session of its own, so that ctrl-C only reaches this process, which kills it.
             processes.append(

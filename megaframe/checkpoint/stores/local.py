@@ -6,11 +6,9 @@ deleted. So whenever a process is killed, a folder with a final name is a comple
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Collection, Iterator
@@ -30,6 +28,8 @@ from megaframe.checkpoint.stores.store import (
     format_checkpoint_name,
     is_temporary,
 )
+from megaframe.io.regular_file import write_file
+from megaframe.io.untrusted import open_file
 
 
 class LocalStore(Store[Path]):
@@ -70,9 +70,7 @@ class LocalStore(Store[Path]):
         bypass_cache: bool = False,
         sole_reader: bool = False,
     ) -> ReadHandle:
-        if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe might block forever
-            raise OSError(errno.EINVAL, "Not a regular file", str(file))
-        opened = open(file, "rb", buffering=0)  # noqa: SIM115 (closed by the source)
+        opened = open_file(file, 0)
         if lock:
             # Without a lock the file can still be read. If a checkpoint is deleted meanwhile, the
             # reader's error names the missing file.
@@ -122,12 +120,7 @@ class LocalStore(Store[Path]):
         return final
 
     def replace_file(self, file: Path, content: bytes, attempt: str) -> None:
-        temporary = file.with_name(f"{file.name}.{attempt}.tmp")
-        with open(temporary, "wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(temporary, file)
+        write_file(file, content, inside=file.parent, sync=True)
         sync_folder(file.parent)
 
     def compare_and_swap(self, file: Path, old: bytes | None, new: bytes | None) -> bool:
@@ -142,13 +135,7 @@ class LocalStore(Store[Path]):
             if new is None:
                 file.unlink(missing_ok=True)
                 return True
-            temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
-            try:
-                temporary.write_bytes(new)
-                os.replace(temporary, file)
-            except OSError:
-                self.delete_file(temporary)
-                raise
+            write_file(file, new, inside=file.parent)
             return True
         finally:
             os.close(folder)
@@ -173,7 +160,7 @@ class LocalStore(Store[Path]):
 
     def is_in_use(self, checkpoint: Path) -> bool:
         try:
-            with open(checkpoint / MANIFEST, "rb") as file:
+            with open_file(checkpoint / MANIFEST) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

@@ -22,6 +22,7 @@ from pydantic import Field, JsonValue, ValidationError
 from megaframe.checkpoint.manifest import JsonRecord, Offset, SavedFile, seal, unseal
 from megaframe.checkpoint.stores.store import format_checkpoint_name
 from megaframe.errors import UserError
+from megaframe.io.regular_file import write_file
 
 MAX_RECORD_BYTES = 16 << 20
 """Largest record that is written or read. It contains the config of a run and a few counters."""
@@ -101,8 +102,8 @@ class MemoryFolder:
         """Make a file by which ranks that share this folder recognise each other. Returns its name,
         also if it cannot be made."""
         name = f"{_MARK}{secrets.token_hex(8)}"
-        with suppress(OSError):
-            (self.folder / name).touch(mode=0o600)
+        with suppress(OSError), open(self.folder / name, "xb"):
+            pass
         return name
 
     def list_marks(self) -> list[str]:
@@ -140,9 +141,7 @@ class MemoryFolder:
             record: The record, encoded.
         """
         final = self.get_path(step, rank).with_suffix(".json")
-        temporary = final.with_suffix(".tmp")
-        temporary.write_bytes(record)
-        os.replace(temporary, final)
+        write_file(final, record)
 
     def read_records(self, run: str) -> Iterator[CopyRecord]:
         """Yield the valid records of a run in this folder. The files are not checked here."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -25,10 +25,24 @@ from numpy.typing import NDArray
 from megaframe.data.indexed_dataset import HEADER
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, write_failure
 from megaframe.errors import UserError
+from megaframe.io.regular_file import (
+    delete_file,
+    list_folder,
+    make_folder,
+    open_append,
+    open_update,
+)
+from megaframe.io.untrusted import open_file, parse_json, read_file
 
 JournalEntry = dict[str, Any]
 _FINISHING: JournalEntry = {"finishing": True}
 """The last line of the journal. Once it is written, files with the final names are of this run."""
+_LOCK = "lock"
+_OWN_NAMES = re.compile(
+    r"lock|journal\.jsonl|tokens\.(bin|idx)|[0-9]{8,}\.(bin|idx)(\.[0-9]+\.unfinished)?"
+)
+_LARGEST_JOURNAL = 1 << 30
+"""Bytes; a line has about 200 and a part up to 16 MB, so this is enough for 80 TB."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +85,22 @@ class EncodedDocuments:
 class PreprocessJournal:
     """The folder `OUTPUT.parts`, locked by one run at a time.
 
-    parts: number of finished parts. total: their counts.
+    parts: number of finished parts. total: their counts. home: the folder that it is in, below
+    which no link is followed.
     """
 
     def __init__(self, output: str, dtype: np.dtype) -> None:
-        self.path = f"{output}.parts"
+        self.path, self.home = f"{output}.parts", os.path.dirname(output) or "."
         self.parts, self.total = 0, CorpusCounts()
         self._output, self._dtype = output, dtype
         self._journal = os.path.join(self.path, "journal.jsonl")
         self._prefix = os.path.join(self.path, "tokens")
+
+    def make(self) -> None:
+        """Make the folder if it is missing, and see that it is none of somebody else."""
+        os.makedirs(self.home, exist_ok=True)
+        make_folder(self.path, inside=self.home)
+        self._list_own_names()
 
     def start(self, manifest: JournalEntry, overwrite: bool) -> None:
         """Continue the interrupted run with this manifest, or begin a new one.
@@ -92,7 +113,7 @@ class PreprocessJournal:
             UserError: If the folder contains an unfinished run with another manifest, or the output
                 exists, unless `overwrite` is given.
         """
-        journal = self._read()
+        journal = self._read(overwrite)
         previous = journal[0][0] if journal else None
         if previous == manifest:
             self._continue(journal)
@@ -104,10 +125,10 @@ class PreprocessJournal:
             )
         else:
             final = [f"{self._output}{suffix}" for suffix in (".idx", ".bin")]
-            existing = [path for path in final if os.path.exists(path)]
+            existing = [path for path in final if os.path.lexists(path)]
             if existing and not overwrite:
                 raise UserError(f"{existing[0]} already exists; replace it with --overwrite")
-            self._clear("lock")
+            self._clear(_LOCK)
             self._record(manifest)
         self._writer = IndexedDatasetWriter(
             self._output,
@@ -147,31 +168,38 @@ class PreprocessJournal:
 
     def remove(self) -> None:
         """Delete the folder."""
-        shutil.rmtree(self.path)
+        self._clear()
+        os.rmdir(self.path)
 
     def remove_if_new(self) -> None:
         """Remove the folder if no run has begun in it."""
-        if not os.path.exists(self._journal):
+        if set(self._list_own_names()) <= {_LOCK}:
             self.remove()
 
     def _record(self, entry: JournalEntry) -> None:
-        with open(self._journal, "a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(entry)}\n")
+        with open_append(self._journal, inside=self.home) as file:
+            file.write(f"{json.dumps(entry)}\n".encode())
 
-    def _read(self) -> list[tuple[JournalEntry, int]]:
-        """Return the valid lines at the start of the journal, and the byte where each ends."""
+    def _read(self, overwrite: bool) -> list[tuple[JournalEntry, int]]:
+        """Return the valid lines at the start of the journal, and the byte where each ends.
+
+        Raises:
+            UserError: If not even the first line is valid, unless `overwrite` is given.
+        """
         try:
-            with open(self._journal, "rb") as file:
-                lines = file.read().split(b"\n")[:-1]
+            content = read_file(self._journal, _LARGEST_JOURNAL, inside=self.home)
         except FileNotFoundError:
             return []
-        journal, end = [], 0
-        for line in lines:
+        journal: list[tuple[JournalEntry, int]] = []
+        end = 0
+        for line in content.split(b"\n")[:-1]:
             end += len(line) + 1
-            try:
-                journal.append((json.loads(line), end))
-            except ValueError:
+            entry = _parse_entry(line, first=not journal)
+            if entry is None:
                 break
+            journal.append((entry, end))
+        if content and not journal and not overwrite:
+            raise UserError(f"{self._journal} is damaged; begin again with --overwrite")
         return journal
 
     def _continue(self, journal: list[tuple[JournalEntry, int]]) -> None:
@@ -181,9 +209,9 @@ class PreprocessJournal:
             journal.pop()
         parts = [entry for entry, _ in journal[1:]]
         sizes = [entry["tokens"] * self._dtype.itemsize for entry in parts]
-        tokens = _list_checksum_ranges(f"{self._prefix}.bin", 0, sizes)
-        lengths = _list_checksum_ranges(
-            f"{self._prefix}.idx", HEADER.size, [4 * entry["documents"] for entry in parts]
+        tokens = self._list_checksums(".bin", 0, sizes)
+        lengths = self._list_checksums(
+            ".idx", HEADER.size, [4 * entry["documents"] for entry in parts]
         )
         for entry, *checksums in zip(parts, tokens, lengths, strict=False):
             if entry["checksums"] != checksums:
@@ -192,8 +220,26 @@ class PreprocessJournal:
             self.total += CorpusCounts(
                 **{field.name: entry[field.name] for field in fields(CorpusCounts)}
             )
-        os.truncate(self._journal, journal[self.parts][1])
-        self._clear("lock", *map(os.path.basename, (self._journal, *self._list_files())))
+        with open_update(self._journal, inside=self.home) as file:
+            file.truncate(journal[self.parts][1])
+        self._clear(_LOCK, *map(os.path.basename, (self._journal, *self._list_files())))
+
+    def _list_checksums(self, suffix: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
+        """Yield the checksums of consecutive ranges of an unfinished file, as far as it has them.
+
+        offset: start of the first range. sizes: bytes of each range.
+        """
+        path = f"{self._prefix}{suffix}"
+        with suppress(FileNotFoundError), open_file(path, inside=self.home) as file:
+            file.seek(offset)
+            for size in sizes:
+                digest = xxhash.xxh3_128()
+                while size and (chunk := file.read(min(size, 1 << 20))):
+                    digest.update(chunk)
+                    size -= len(chunk)
+                if size:
+                    return
+                yield digest.hexdigest()
 
     def _list_files(self) -> tuple[str, str]:
         return f"{self._prefix}.bin", f"{self._prefix}.idx"
@@ -201,28 +247,46 @@ class PreprocessJournal:
     def _undo_renames(self) -> None:
         """Undo the renames of a run that was killed after the first of them, before it ended."""
         for path in self._list_files():
-            if not os.path.exists(path):
+            if not os.path.lexists(path):
                 with suppress(FileNotFoundError):
                     os.replace(f"{self._output}{path.removeprefix(self._prefix)}", path)
 
     def _clear(self, *keep: str) -> None:
-        for name in set(os.listdir(self.path)) - set(keep):
-            os.unlink(os.path.join(self.path, name))
+        journal = os.path.basename(self._journal)
+        names = set(self._list_own_names()) - set(keep)
+        for name in sorted(names, key=journal.__eq__):  # the journal last, for one who is killed
+            delete_file(os.path.join(self.path, name), inside=self.home)
+
+    def _list_own_names(self) -> list[str]:
+        """Return the names in the folder.
+
+        Raises:
+            UserError: If one of them is not of a run, because all of them will be deleted.
+        """
+        names = list_folder(self.path, inside=self.home)
+        foreign = sorted(name for name in names if not _OWN_NAMES.fullmatch(name))
+        if foreign:
+            raise UserError(
+                f"{self.path} holds {foreign[0]!r}, which is not of an unfinished run; move it "
+                "away, or give another --output"
+            )
+        return names
 
 
-def _list_checksum_ranges(path: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
-    """Yield the checksums of consecutive ranges of a file; none if the file is missing.
-
-    offset: start of the first range. sizes: bytes of each range.
-    """
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        file.seek(offset)
-        for size in sizes:
-            digest = xxhash.xxh3_128()
-            while size and (chunk := file.read(min(size, 1 << 20))):
-                digest.update(chunk)
-                size -= len(chunk)
-            yield digest.hexdigest()
+def _parse_entry(line: bytes, *, first: bool) -> JournalEntry | None:
+    """Return a line of the journal, or None if it is damaged. first: whether it describes the run,
+    and not a part."""
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict):
+        return None
+    counts = [entry.get(field.name) for field in fields(CorpusCounts)]
+    is_part = isinstance(entry.get("checksums"), list) and all(
+        type(count) is int and count >= 0 for count in counts
+    )
+    return entry if first or is_part or entry == _FINISHING else None
 
 
 @contextmanager
@@ -243,8 +307,8 @@ def open_journal(
     """
     folder = PreprocessJournal(output, dtype)
     try:
-        os.makedirs(folder.path, exist_ok=True)
-        with open(os.path.join(folder.path, "lock"), "w") as lock:
+        folder.make()
+        with open_update(os.path.join(folder.path, _LOCK), inside=folder.home) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -259,4 +323,4 @@ def open_journal(
             finally:
                 folder.close()
     except OSError as error:
-        raise UserError(write_failure(output, error)) from None
+        raise UserError(write_failure(error.filename or output, error)) from None

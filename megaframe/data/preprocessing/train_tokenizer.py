@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
-from megaframe.data.indexed_dataset_writer import name_unfinished, write_failure
+from megaframe.data.indexed_dataset_writer import write_failure
 from megaframe.data.preprocessing.documents import read_documents
 from megaframe.data.preprocessing.input_shards import (
     CorpusFormat,
@@ -22,6 +22,7 @@ from megaframe.data.preprocessing.input_shards import (
 )
 from megaframe.data.tokenizer import import_library
 from megaframe.errors import UserError
+from megaframe.io.regular_file import write_file
 
 Kind = Literal["bpe", "unigram"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -135,15 +136,8 @@ def interleave(sources: Iterable[Iterator[str]]) -> Iterator[str]:
 
 
 def _write(path: str, content: bytes) -> None:
-    temporary = name_unfinished(path)
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_file(path, content, sync=True)
     except OSError as error:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
         raise UserError(write_failure(path, error)) from None

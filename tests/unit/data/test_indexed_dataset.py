@@ -5,6 +5,7 @@ import resource
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -217,11 +218,36 @@ def test_an_interrupted_writer_leaves_the_old_file(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
-    # /dev/full refuses every write, like a full disk.
-    os.symlink("/dev/full", name_unfinished(str(tmp_path / f"w{suffix}")))
-    with pytest.raises(UserError, match="the disk is full"):
-        write(tmp_path / "w", [np.zeros(100_000, np.uint16)] * 3)
+    prefix = str(tmp_path / "w")
+    with (
+        pytest.raises(UserError, match="the disk is full"),
+        IndexedDatasetWriter(prefix, np.dtype("u2")) as writer,
+    ):
+        name = name_unfinished(f"{prefix}{suffix}")
+        (descriptor,) = (
+            path.name for path in Path("/proc/self/fd").iterdir() if leads_to(path, name)
+        )
+        with open("/dev/full", "wb") as full:  # refuses every write, like a full disk
+            os.dup2(full.fileno(), int(descriptor))
+        for _ in range(3):
+            writer.append(np.zeros(100_000, np.uint16))
     assert os.listdir(tmp_path) == []
+
+
+def leads_to(link, name):
+    with suppress(OSError):
+        return os.readlink(link) == name
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_planted_link_is_not_written_through(tmp_path, suffix):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    os.symlink("victim", name_unfinished(str(tmp_path / f"w{suffix}")))
+    os.symlink("victim", tmp_path / f"w{suffix}")
+    prefix = write(tmp_path / "w", [[1, 2]])
+    assert IndexedDataset(prefix).get_sequence(0).tolist() == [1, 2]
+    assert victim.read_text() == "precious"
 
 
 def test_a_file_that_outgrows_its_limit_leaves_nothing(tmp_path):

@@ -223,7 +223,8 @@ def test_a_kill_between_the_last_renames_loses_nothing(tmp_path, small_parts, mo
     monkeypatch.setattr(os, "replace", killed)
     if len(renamed) == 2:
         monkeypatch.setattr(
-            "megaframe.data.preprocessing.journal.shutil.rmtree", lambda path: killed(path, path)
+            "megaframe.data.preprocessing.journal.delete_file",
+            lambda path, inside: killed(path, path),
         )
     with pytest.raises(KeyboardInterrupt):
         run([path], tmp_path / "out", overwrite=True)

@@ -47,6 +47,7 @@ from megaframe.checkpoint.slices import Shape, split_into_runs
 from megaframe.checkpoint.train_state import make_initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.io.regular_file import open_append
 from megaframe.io.untrusted import parse_json
 from megaframe.model.model_chunk import list_model_specs
 
@@ -72,9 +73,9 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
         temporary.mkdir(parents=True)
         storage_infos = _write_files(checkpoint, temporary)
         state = json.dumps({"step": checkpoint.step, "state": dict(checkpoint.state)})
-        with open(temporary / "__0_0.distcp", "ab") as file:
-            storage_infos[MetadataIndex(RUN_STATE_NAME)] = _append_value(file, file.name, state)
-        with open(temporary / METADATA, "wb") as file:
+        with open_append(last := temporary / "__0_0.distcp") as file:
+            storage_infos[MetadataIndex(RUN_STATE_NAME)] = _append_value(file, last, state)
+        with open(temporary / METADATA, "xb") as file:
             pickle.dump(_build_metadata(checkpoint.tensors, storage_infos), file)
             file.flush()
             os.fsync(file.fileno())
@@ -102,23 +103,24 @@ def _write_files(checkpoint: Checkpoint, folder: Path) -> _StorageInfos:
         requested: dict[str, list[SavedSlice]] = {}
         for name, _, saved_slice in group:
             requested.setdefault(name, []).append(saved_slice)
-        with open(folder / f"__{number}_0.distcp", "wb") as file:
+        path = folder / f"__{number}_0.distcp"
+        with open(path, "xb") as file:
             for name, saved_slice, contents in checkpoint.read(requested):
                 # Cloned, because torch.save writes the whole storage that a tensor is a view of.
                 storage_infos[MetadataIndex(name, saved_slice.offset)] = _append_value(
-                    file, file.name, contents.clone()
+                    file, path, contents.clone()
                 )
             file.flush()
             os.fsync(file.fileno())
     return storage_infos
 
 
-def _append_value(file: Any, path: str, value: Any) -> _StorageInfo:
+def _append_value(file: Any, path: Path, value: Any) -> _StorageInfo:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     start = file.tell()
     file.write(buffer.getbuffer())
-    return _StorageInfo(Path(path).name, start, file.tell() - start)
+    return _StorageInfo(path.name, start, file.tell() - start)
 
 
 def _build_metadata(tensors: Mapping[str, SavedTensor], storage_infos: _StorageInfos) -> Metadata:

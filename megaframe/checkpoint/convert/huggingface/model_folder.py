@@ -45,6 +45,7 @@ from megaframe.checkpoint.slices import Box, index_within, split_into_runs
 from megaframe.checkpoint.train_state import make_initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
+from megaframe.io.regular_file import write_file
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.validate.run import find_mistakes
 
@@ -106,7 +107,7 @@ def export_model(
         _write_json(temporary / _CONFIG, config)
         _write_json(temporary / "generation_config.json", token_ids)
         for file, content in exported_tokenizer.files.items():
-            (temporary / file).write_bytes(content)
+            write_file(temporary / file, content)
         os.rename(temporary, folder)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
@@ -152,7 +153,7 @@ def _write_files(
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(content, indent=2) + "\n")
 
 
 def import_model(folder: Path, target: StorePath) -> StorePath:
