@@ -17,6 +17,8 @@ less (benchmarks/cpu/cache_constants.py)."""
 MAX_GPU_LOGITS = 1 << 28
 """Logits of a chunk on a GPU, whose products need many rows even where a rank's part of the
 vocabulary is small."""
+_GPU_ROWS = 128
+"""Rows of a tile of a GPU's matrix products: a part of one would cost as much as a whole."""
 FP32_PARTS = 32
 """The largest chunk is processed in this many parts, of which one at a time is in fp32."""
 _SOFTCAP_TENSORS = 2
@@ -31,6 +33,17 @@ def get_max_logits_per_chunk(*, host: bool) -> int:
             products (docs/log.md).
     """
     return MAX_HOST_LOGITS if host else MAX_GPU_LOGITS
+
+
+def count_rows_per_chunk(vocab: int, *, host: bool) -> int:
+    """Return how many rows of logits are computed at once, if there are so many.
+
+    Args:
+        vocab: Words of the largest part of the vocabulary that a rank has.
+        host: As of `get_max_logits_per_chunk`.
+    """
+    rows = max(1, get_max_logits_per_chunk(host=host) // max(1, vocab))
+    return rows if host or rows < _GPU_ROWS else rows - rows % _GPU_ROWS
 
 
 def compute_loss_bytes_per_logit(config: RunConfig, width: int) -> int:

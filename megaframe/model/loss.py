@@ -19,7 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.architecture.output_head import FP32_PARTS, get_max_logits_per_chunk
+from megaframe.architecture.output_head import (
+    FP32_PARTS,
+    count_rows_per_chunk,
+    get_max_logits_per_chunk,
+)
 from megaframe.config.parts import LossPart
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import Group, all_gather, all_reduce, reduce_scatter
@@ -91,10 +95,10 @@ def compute_head_loss(
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
     part = Vocabulary(weight.box.offset[0], vocab, weight.spec.shape[0], tensor)
-    most = get_max_logits_per_chunk(host=hidden_TH.device.type == "cpu")
     # Not by this rank's own part, which may be a word smaller than another's: all ranks must have
     # equally many chunks, because each chunk communicates.
-    rows = min(tokens, max(1, most // part.most_words))
+    most_rows = count_rows_per_chunk(part.most_words, host=hidden_TH.device.type == "cpu")
+    rows = min(tokens, most_rows)
     # Memory for the logits of one chunk; every chunk overwrites those of the chunk before.
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)

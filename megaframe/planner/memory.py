@@ -22,6 +22,7 @@ from megaframe.architecture.optimizer_state import (
 from megaframe.architecture.output_head import (
     FP32_PARTS,
     compute_loss_bytes_per_logit,
+    count_rows_per_chunk,
     get_max_logits_per_chunk,
 )
 from megaframe.architecture.stages import StagePlan
@@ -194,7 +195,7 @@ def _compute_logit_bytes(config: RunConfig, *, host: bool) -> tuple[int, int]:
     width, tokens = DTYPE_BYTES[config.train.precision], config.train.microbatch * config.train.seq
     vocab = -(-(config.model.vocab or 0) // config.parallel.tensor)
     most_logits = get_max_logits_per_chunk(host=host)
-    rows = min(tokens, max(1, most_logits // max(1, vocab)))
+    rows = min(tokens, count_rows_per_chunk(vocab, host=host))
     fp32_rows = min(rows, max(1, most_logits // FP32_PARTS // max(1, vocab)))
     loss_tensors = fp32_rows * vocab * compute_loss_bytes_per_logit(config, width)
     return rows * vocab * width, loss_tensors

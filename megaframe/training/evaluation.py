@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaframe.architecture.output_head import get_max_logits_per_chunk
+from megaframe.architecture.output_head import count_rows_per_chunk
 from megaframe.config.schema import DataConfig, RunConfig
 from megaframe.data.blended_dataset import BlendedDataset
 from megaframe.data.gpt_dataset import Split, locate_documents, number_documents
@@ -130,9 +130,7 @@ def compute_log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Ten
     x = stage.compute_hidden(microbatch)
     labels = microbatch.labels_BS.flatten()
     places = (labels != IGNORE).nonzero().flatten()
-    rows = max(
-        1, get_max_logits_per_chunk(host=x.device.type == "cpu") // head.weight.value.shape[0]
-    )
+    rows = count_rows_per_chunk(head.weight.value.shape[0], host=x.device.type == "cpu")
     likelihoods, greedy = [], []
     for piece in places.split(rows):
         logits_TV, piece_labels = head.compute_logits(x[piece]), labels[piece]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from tolerances import assert_near, assert_within, compute_roundoff, estimate_growth
 
+from megaframe.architecture import output_head
 from megaframe.architecture.spec import Box, Constant, ParamSpec, locate_shard
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import ALONE
@@ -49,7 +50,8 @@ def compute_expected(hidden, labels, weight):
 
 @pytest.mark.parametrize("rows", [1, 7, 29, 1000])
 def test_chunks_change_nothing(rows, monkeypatch):
-    monkeypatch.setattr(loss_module, "get_max_logits_per_chunk", lambda host: rows * VOCAB)
+    for module in (loss_module, output_head):
+        monkeypatch.setattr(module, "get_max_logits_per_chunk", lambda host: rows * VOCAB)
     hidden, labels, weight = make_head(torch.float64, torch.float64)
     result = compute_loss(hidden, labels, weight)
     loss, d_hidden, d_weight = compute_expected(hidden, labels, weight)
@@ -151,3 +153,18 @@ def test_nothing_valid_is_no_loss():
     result = compute_loss(hidden, torch.full_like(labels, IGNORE), weight)
     assert result.loss == 0
     assert not result.d_hidden.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("vocab", "host", "rows"),
+    [
+        (128_256, False, 2048),  # 2,093 would fit, and cost as much as 2,176
+        (50_304, False, 5248),
+        (4_000_000, False, 67),  # fewer than a tile
+        (2**30, False, 1),
+        (50_304, True, 512),
+        (128_256, True, 201),
+    ],
+)
+def test_rows_of_a_chunk_fill_the_tiles_of_a_gpu(vocab, host, rows):
+    assert output_head.count_rows_per_chunk(vocab, host=host) == rows

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tolerances import assert_near, promised
 
+from megaframe.architecture import output_head
 from megaframe.architecture.output_head import compute_loss_bytes_per_logit
 from megaframe.architecture.spec import Box, Constant, ParamSpec, locate_shard
 from megaframe.config import RunConfig
@@ -105,7 +106,7 @@ def compute_on_rank(part, softcap, most):
     """Return this rank's loss, its rows of the gradient of the hidden states, and its rows of that
     of the weight. most: logits of a chunk."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (loss_module, vocabulary_module):
+        for module in (loss_module, vocabulary_module, output_head):
             patch.setattr(module, "get_max_logits_per_chunk", lambda host: most)
         return _compute_on_rank(part, softcap)
 
