@@ -169,7 +169,7 @@ class ModelConfig(Section):
     """RMS-normalise queries and keys before rotation: each `head` (or true), with one learned gain
     per element of a head (Qwen3), or the `whole` of a token's queries and that of its keys, with
     one per element (OLMo 2)."""
-    mtp_depth: NonNegative = 0
+    mtp_depth: Annotated[int, Field(ge=0, le=2_000)] = 0
     """Multi-token prediction (DeepSeek-V3): number of tokens beyond the next one to predict in
     training, each with one extra block after the last layer. Not used in evaluation."""
     window: Positive | tuple[Positive | None, ...] | None = None

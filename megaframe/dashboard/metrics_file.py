@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -250,12 +251,19 @@ class MetricsFile:
         self.rows = {name: history for name, history in self.rows.items() if history.steps}
 
 
+@lru_cache(maxsize=8192)
+def _show_name(name: str) -> str:
+    """Return a name as it can be shown. Every line has the same ones, and to look for secrets in
+    them took most of the time of reading a file."""
+    return sanitize_text(name)
+
+
 def _flatten_numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[Any]:
     """Yield names and numbers of a line except `ranks`; nested names are joined by slashes."""
     for name, value in line.items():
         if isinstance(value, bool) or value is None:
             continue
-        name = sanitize_text(name[:_LONGEST_NAME])
+        name = _show_name(name[:_LONGEST_NAME])
         if isinstance(value, (int, float)):
             if prefix + name != "step":
                 yield prefix + name, float(value)
@@ -269,4 +277,4 @@ def _find_rows(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, lis
             yield name, value
     elif isinstance(value, dict) and depth < 4:
         for key, inner in value.items():
-            yield from _find_rows(inner, f"{name}/{sanitize_text(key[:_LONGEST_NAME])}", depth + 1)
+            yield from _find_rows(inner, f"{name}/{_show_name(key[:_LONGEST_NAME])}", depth + 1)

@@ -10,13 +10,14 @@ const dashOf = (number) => DASHES[Math.floor(number / SIZE) % DASHES.length];
 const scaled = (values, scale) => scale === 1 ? values : values.map((v) => v === null ? null : v * scale);
 const fade = (colour, alpha) => `rgba(${[1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)).join(",")},${alpha})`;
 
-// An exponential moving average without bias at its start, as TensorBoard computes it.
+// An exponential moving average without bias at its start, as TensorBoard computes it. It is rounded,
+// because the rounding errors of a constant would fill its chart.
 function smooth(values, weight) {
   let sum = 0, count = 0;
   return values.map((v) => {
     if (v === null) return null;
     sum = weight * sum + (1 - weight) * v;
-    return sum / (1 - weight ** ++count);
+    return Number((sum / (1 - weight ** ++count)).toPrecision(6));
   });
 }
 
@@ -60,16 +61,17 @@ function lines(panel) {
     }
     events.push(...run.events);
   }
-  const positive = traces.some(({ y }) => y.some((v) => v > 0));
-  return [[...traces, ...marks(events)], layout(panel, {
-    xaxis: along(), yaxis: { type: panel.log && positive ? "log" : "linear", dtick: panel.log && positive ? spread(traces) : null }, yaxis2: MARKED,
-  })];
+  return [[...traces, ...marks(events)], layout(panel, { xaxis: along(), yaxis: upward(panel, traces), yaxis2: MARKED })];
 }
 
-// Ticks of a logarithmic axis: only powers of ten where it has many of them.
-function spread(traces) {
-  const values = traces.flatMap(({ y }) => y).filter((v) => v > 0);
-  return Math.max(...values) / Math.min(...values) > 30 ? 1 : "D2";
+// The y axis of lines: logarithmic if the panel asks for it and has positive values, with ticks at
+// powers of ten only where it has many of them. Around a constant it is as wide as that is large.
+function upward(panel, traces) {
+  let low = Infinity, high = -Infinity;
+  for (const { y } of traces) for (const v of y) if (v !== null && (!panel.log || v > 0)) [low, high] = [Math.min(low, v), Math.max(high, v)];
+  if (low > high) return {};
+  if (panel.log) return { type: "log", dtick: high > 30 * low ? 1 : "D2" };
+  return low === high && low ? { range: [low - Math.abs(low) / 2, low + Math.abs(low) / 2] } : {};
 }
 
 // The y axis of marks: from the bottom of a panel to its top, whatever else it shows.

@@ -15,8 +15,7 @@ function cell(tag, text, attributes = {}) {
 
 function grid(heads, rows) {
   const body = make("tbody"), node = make("table");
-  const first = node.appendChild(make("thead")).appendChild(make("tr"));
-  heads.forEach((text) => first.appendChild(cell("th", text, { scope: "col" })));
+  if (heads.length) node.appendChild(make("thead")).appendChild(make("tr")).append(...heads.map((text) => cell("th", text, { scope: "col" })));
   rows.forEach((row) => {
     const line = body.appendChild(make("tr"));
     row.forEach((text, place) => line.appendChild(cell(place ? "td" : "th", text, place ? {} : { scope: "row" })));

@@ -29,6 +29,7 @@ _CONFIG = (
     "optim.name", "optim.lr", "parallel.tensor", "parallel.context", "parallel.pipeline",
     "parallel.expert", "parallel.zero", "parallel.schedule",
 )  # fmt: skip
+_MOST_EVENTS = 100
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem }
@@ -85,7 +86,10 @@ def _render_lines(
     counts = {kind: sum(e.kind == kind for e in events) for kind in ("restart", "skip")}
     if any(counts.values()):
         yield from ("", "## What happened", "")
-        yield from (f"- {e.text}" for e in events if e.kind != "checkpoint")
+        happened = [f"- {event.text}" for event in events if event.kind != "checkpoint"]
+        yield from happened[:_MOST_EVENTS]
+        if len(happened) > _MOST_EVENTS:
+            yield f"- and {len(happened) - _MOST_EVENTS:,} more"
     yield from ("", "## What to try next", "")
     sentences = [f"- **{label_cause(cause)}**: {text}." for cause, text in suggest_remedies(lost)]
     yield from sentences or ["- Nothing costs more than 2% of the peak."]

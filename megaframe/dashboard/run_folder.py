@@ -20,6 +20,7 @@ from megaframe.io.untrusted import parse_json, parse_yaml, read_file, sanitize_t
 
 _LARGEST = 1 << 20
 _LONGEST_VALUE = 500
+_MOST_EVENTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,16 @@ class RunFolder:
         return ranks if isinstance(ranks, int) and 0 < ranks < 1 << 24 else None
 
     def list_events(self) -> Iterator[RunEvent]:
-        """Yield events in the order of their steps."""
+        """Yield events in the order of their steps; of each kind the first `_MOST_EVENTS`."""
         metrics, events = self.metrics, []
-        steps = metrics.get_column("step")
-        for step, after in zip(steps, metrics.get_column("resumed_after"), strict=True):
-            if np.isfinite(after):
-                events.append(RunEvent(int(step), "restart", f"resumed after step {after:.0f}"))
-        for step in steps[metrics.get_column("skipped") > 0]:
+        steps, after = metrics.get_column("step"), metrics.get_column("resumed_after")
+        for place in np.flatnonzero(np.isfinite(after))[:_MOST_EVENTS]:
+            text = f"resumed after step {after[place]:.0f}"
+            events.append(RunEvent(int(steps[place]), "restart", text))
+        for step in steps[metrics.get_column("skipped") > 0][:_MOST_EVENTS]:
             events.append(RunEvent(int(step), "skip", f"step {step:.0f}: update skipped"))
         # A checkpoint is saved after its step has ended, so its time is in the next step's line.
-        for step in steps[metrics.get_column("time/checkpoint") > 0]:
+        for step in steps[metrics.get_column("time/checkpoint") > 0][:_MOST_EVENTS]:
             events.append(
                 RunEvent(int(step) - 1, "checkpoint", f"checkpoint of step {step - 1:.0f}")
             )

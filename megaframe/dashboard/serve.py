@@ -11,7 +11,6 @@ import json
 import secrets
 import threading
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -19,7 +18,7 @@ from megaframe.dashboard.page import render_page
 from megaframe.dashboard.page_data import build_page_data
 from megaframe.dashboard.run_set import RunSet
 from megaframe.errors import UserError
-from megaframe.io.http import LOOPBACK, make_handler
+from megaframe.io.http import LOOPBACK, PageServer
 
 
 class DashboardServer:
@@ -48,13 +47,12 @@ class DashboardServer:
         self._lock = threading.Lock()
         self._cached: tuple[str, dict[str, Any]] | None = None
         try:
-            self._server = ThreadingHTTPServer((host, port), make_handler(self._answer))
+            self._server = PageServer(host, port, self._answer)
         except (OSError, OverflowError, UnicodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "no such address"
             raise UserError(
                 f"cannot listen on {host}:{port}: {why}; choose another --port or --host"
             ) from None
-        self._server.daemon_threads = True
 
     @property
     def address(self) -> str:

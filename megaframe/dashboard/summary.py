@@ -63,7 +63,7 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
 
     best = metrics.get_column("eval_loss")
     bits = metrics.get_column("eval_bits_per_byte")
-    memory = np.nan_to_num(metrics.get_column("memory_bytes")).max() / 2**30
+    memory = metrics.get_column("memory_bytes") / 2**30
     rows = [
         ("steps", f"{metrics.get_column('step')[0]:,.0f} to {metrics.get_column('step')[-1]:,.0f}"),
         ("tokens", f"{tokens:,.0f}"),
@@ -78,7 +78,10 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
         ("TFLOP/s per device", _format_value(compute_rate("tflops_per_second"), ".4g")),
         ("MFU", _format_value(compute_rate("mfu"), ".1%")),
         ("HFU", _format_value(compute_rate("hfu"), ".1%")),
-        ("peak memory of a rank", f"{memory:.3g} GiB"),
+        (
+            "peak memory of a rank",
+            f"{np.nanmax(memory):.3g} GiB" if _has_values(memory) else "n/a",
+        ),
     ]
     return [list(row) for row in rows]
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 import threading
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 
 from megaframe.errors import UserError
-from megaframe.io.http import LOOPBACK, make_handler
+from megaframe.io.http import LOOPBACK, PageServer
 from megaframe.metrics.sinks import Line, flatten
 
 
@@ -30,13 +29,12 @@ class PrometheusSink:
     def __init__(self, port: int, run: str) -> None:
         self._text, self._run = b"", run
         try:
-            self._server = ThreadingHTTPServer((LOOPBACK, port), make_handler(self._answer))
+            self._server = PageServer(LOOPBACK, port, self._answer)
         except OSError as error:
             raise UserError(
                 f"cannot listen on meter.port={port}: {error.strerror}; choose another, or 0 "
                 "for a free one"
             ) from None
-        self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self.address = f"http://{LOOPBACK}:{self.port}/metrics"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

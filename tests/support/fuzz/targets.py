@@ -159,6 +159,9 @@ def run_folder():
     write(Path("run"), make_lines(60), {"meter": {"wandb": "x"}})
     prediction = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
     Path("prediction.json").write_text(json.dumps(prediction))
+    Path("run/run.log").write_text("a line\n" * 50)
+    samples = [{"step": step, "prompt": "It", "text": "is"} for step in range(10, 60, 10)]
+    Path("run/samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
 
 
 def continue_metrics():
@@ -299,8 +302,10 @@ def list_targets():
     words = ("import-hf", "exported", "--to", "new")
     yield Target("import-hf", make_export("hf"), TOOL, words, ("exported/*",), fixed=4)
     runs = ("run/metrics.jsonl", "run/config.yaml", "run/environment.json", "prediction.json")
+    texts = ("run/run.log", "run/samples.jsonl")
     words = ("run", "--prediction", "prediction.json")
-    yield Target("dashboard", run_folder, load_main("tools/dashboard.py"), words, runs)
+    dashboard = load_main("tools/dashboard.py")
+    yield Target("dashboard", run_folder, dashboard, words, (*runs, *texts))
     yield Target("report", run_folder, load_main("tools/report.py"), words, runs)
     yield Target("metrics", run_folder, continue_metrics, files=runs[:1], passes=True)
     words = ("one.json", "two.json.gz", "--gaps", "2")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megaframe.dashboard.downsample import (
     find_bucket_extremes,
     list_bucket_starts,
 )
+from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.dashboard.page import embed_json, write_atomically
 from megaframe.dashboard.page_data import build_page_data
 from megaframe.dashboard.panels import PANELS
@@ -392,3 +394,56 @@ def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path):
 def test_an_address_that_cannot_be_is_refused(tmp_path, host, port):
     with pytest.raises(UserError, match="cannot listen on"):
         DashboardServer(RunSet([write(tmp_path / "run", make_lines(3))]), host=host, port=port)
+
+
+def write_late_columns(path, steps, late):
+    """Write metrics in which each of the last `late` steps has names of its own."""
+    with open(path, "w") as file:
+        for step in range(1, steps + 1):
+            line = {"step": step, "loss": 1.0, "seconds": 0.1}
+            if step > steps - late:
+                line |= {f"time/{step}": 1.0, f"lost/{step}": 0.1, "ranks": {str(step): [1.0]}}
+            file.write(json.dumps(line) + "\n")
+
+
+def test_columns_that_appear_late_take_the_memory_of_what_they_hold(tmp_path):
+    folder = write(tmp_path / "run", [])
+    path = folder / "metrics.jsonl"
+    write_late_columns(path, steps=20_000, late=3_000)
+    tracemalloc.start()
+    try:
+        metrics = MetricsFile(path)
+        metrics.read()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Full columns would take 20,000 numbers for each of 5,000 names: 800 MB.
+    assert peak < 64 * path.stat().st_size
+    assert len(metrics.list_names()) == 1 + 5_000 and len(metrics.rows) == 3_000
+    assert "only the first 5,000 names of metrics are read" in list(metrics.list_notes())
+    column = metrics.get_column("time/17002")
+    assert column[17_001] == 1.0 and np.isnan(column).sum() == 20_000 - 1
+
+
+def test_a_page_shows_the_first_metrics_of_a_group_and_says_so(tmp_path):
+    folder = write(tmp_path / "run", [])
+    write_late_columns(folder / "metrics.jsonl", steps=100, late=50)
+    run, data, _ = show_run(folder)
+    assert len([name for name in data["series"] if name.startswith("time/")]) == 32
+    assert "only the first 32 of 50 metrics time/ are shown" in data["notes"]
+    assert len(data["waterfall"]) == 32 and run.notes
+
+
+def test_steps_that_go_back_again_and_again_are_no_metrics(tmp_path):
+    folder = write(tmp_path / "run", [])
+    (folder / "metrics.jsonl").write_text('{"step": 2}\n{"step": 1}\n' * 3000)
+    run, _, _ = show_run(folder)
+    assert "nothing after line 2000 is read: this is no file of metrics" in run.notes
+    assert len([note for note in run.notes if "comes step" in note]) == 3
+
+
+def test_a_report_lists_some_of_very_many_events(tmp_path):
+    line = {"seconds": 1.0, "skipped": 1, "lost": {"data": 0.1}}
+    lines = ({"step": step, **line} for step in range(1, 301))
+    _, _, text = show_run(write(tmp_path / "run", lines))
+    assert text.count("update skipped") == 100 and "- and 200 more" in text

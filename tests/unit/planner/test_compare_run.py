@@ -73,3 +73,12 @@ def test_the_cluster_is_that_of_the_device_with_its_memory(tmp_path):
     environment["device"] = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     with pytest.raises(UserError, match=r"unknown chip .*1g\.5gb with 39\.4 GiB"):
         compare_run(path, environment)
+
+
+def test_a_depth_of_prediction_that_nobody_could_walk_through_has_a_reason(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "model: {layers: 4, hidden: 256, heads: 4, vocab: 512, mtp_depth: 1000000000}\n"
+        "train: {seq: 4000000000}\n"
+    )
+    comparison, reason = compare_run_or_reason(tmp_path, {"ranks": 1, "device": "CPU"})
+    assert comparison is None and "takes a whole number from 0 to 2000" in reason
