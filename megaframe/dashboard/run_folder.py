@@ -117,7 +117,9 @@ class RunFolder:
         missing or cannot be read. Values of YAML are text."""
         parsed = parse_json if name.endswith(".json") else parse_yaml
         try:
-            description = make_showable(parsed(read_file(self.folder / name, _LARGEST)))
+            description = make_showable(
+                parsed(read_file(self.folder / name, _LARGEST, inside=self.folder))
+            )
         except FileNotFoundError:
             self._notes.append(f"there is no {name}")
             return {}

@@ -80,9 +80,7 @@ def _read_end(path: Path, limit: int) -> tuple[str, int]:
     """Return the whole lines within the last `limit` bytes of a file, and how many bytes come
     before them; nothing of a file that is missing, a link, or not a regular file."""
     try:
-        if os.path.islink(path):
-            return "", 0
-        with open_file(path) as file:
+        with open_file(path, inside=path.parent) as file:
             size = file.seek(0, os.SEEK_END)
             start = file.seek(max(0, size - limit))
             data = file.read(limit)

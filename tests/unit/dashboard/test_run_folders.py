@@ -447,3 +447,15 @@ def test_a_report_lists_some_of_very_many_events(tmp_path):
     lines = ({"step": step, **line} for step in range(1, 301))
     _, _, text = show_run(write(tmp_path / "run", lines))
     assert text.count("update skipped") == 100 and "- and 200 more" in text
+
+
+def test_links_in_a_run_folder_show_no_file_of_the_reader(tmp_path):
+    folder = write(tmp_path / "run", make_lines(3))
+    (tmp_path / "private").write_text('{"auths": {"registry": "Zq8"}}')
+    for name in ("config.yaml", "environment.json", "run.log", "samples.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / "private")
+    run, data, text = show_run(folder)
+    assert "Zq8" not in json.dumps(data) + text
+    for name in ("config.yaml", "environment.json"):
+        assert f"{name} cannot be read and is ignored" in run.notes
