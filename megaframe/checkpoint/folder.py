@@ -20,14 +20,15 @@ from megaframe.checkpoint.stores.store import (
     store_of,
 )
 from megaframe.config import RunConfig
-from megaframe.config.load import load_keys
+from megaframe.config.load import load_from_run
 from megaframe.errors import UserError
+from megaframe.io.run_files import CONFIG_FILE
 
 ACCEPTED_PATHS = (
     "a checkpoint, or a folder of checkpoints or a run folder, whose latest is used; path or URL"
 )
 """What `locate_checkpoint` takes, in words for help and messages."""
-_RUN_SUBFOLDER = "checkpoints"
+RUN_SUBFOLDER = "checkpoints"
 """Folder of checkpoints in a run folder."""
 _POINTER_BYTES = 64
 _LOCATION_KEYS = ("run.dir", "checkpoint.folder")
@@ -155,7 +156,7 @@ def _print_warning(text: str) -> None:
 def resolve_checkpoint_folder(config: RunConfig) -> StorePath:
     """Return the folder in which a run saves its checkpoints."""
     folder = config.checkpoint.folder
-    return Path(config.run.dir) / _RUN_SUBFOLDER if folder is None else parse_path(folder)
+    return Path(config.run.dir) / RUN_SUBFOLDER if folder is None else parse_path(folder)
 
 
 def find_checkpoint(
@@ -234,12 +235,11 @@ def _list_candidate_folders(path: StorePath) -> Iterator[StorePath]:
     """Yield the folders in which checkpoints may be if `path` is no checkpoint: itself, and if it
     is a run folder, where the run saves."""
     yield path
-    config_file = path / "config.yaml"
-    if isinstance(config_file, Path) and config_file.is_file():
-        run = load_keys(str(config_file), _LOCATION_KEYS)
+    if isinstance(path, Path) and (path / CONFIG_FILE).is_file():
+        run = load_from_run(path, _LOCATION_KEYS)
         if run.checkpoint.folder is not None:
             yield resolve_checkpoint_folder(run)
-    yield path / _RUN_SUBFOLDER  # also of a run folder that was moved
+    yield path / RUN_SUBFOLDER  # also of a run folder that was moved
 
 
 def _make_unreachable_error(path: StorePath, error: OSError) -> UserError:

@@ -27,7 +27,7 @@ from megaframe.checkpoint import (
     parse_path,
     resolve_checkpoint_folder,
 )
-from megaframe.checkpoint.folder import list_checkpoints, step_of
+from megaframe.checkpoint.folder import RUN_SUBFOLDER, list_checkpoints, step_of
 from megaframe.checkpoint.stores.memory_folder import MemoryFolder
 from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_nodes
 from megaframe.checkpoint.stores.peer_memory_load import PeerMemoryCheckpoint, open_peer_memory
@@ -284,7 +284,18 @@ class CheckpointManager:
 
 
 def list_written_folders(config: RunConfig) -> dict[str, StorePath]:
-    """Return the folders that a run writes and no other run may, by config key."""
+    """Return the folders that a run writes and no other run may, by config key.
+
+    Raises:
+        UserError: If the folder of checkpoints in the run folder is a link, by which a run folder
+            of somebody else would delete another run's checkpoints.
+    """
+    own = Path(config.run.dir) / RUN_SUBFOLDER
+    if config.checkpoint.folder is None and own.is_symlink():
+        raise UserError(
+            f"{own} is a link, and links in a run folder are not followed; set "
+            f"checkpoint.folder={own.resolve()} if checkpoints belong there"
+        )
     folders: dict[str, StorePath] = {"run.dir": Path(config.run.dir)}
     if config.checkpoint.every:
         folders["checkpoint.folder"] = resolve_checkpoint_folder(config)

@@ -31,6 +31,7 @@ from megaframe.config.read import (
 from megaframe.config.schema import RunConfig
 from megaframe.config.section import MOST
 from megaframe.errors import UserError
+from megaframe.io.run_files import CONFIG_FILE
 
 # In a wheel the folder `configs` is named `megaframe_configs` and lies next to the package, because
 # other packages could install a folder named `configs` too.
@@ -57,20 +58,21 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     return _validate_or_raise(table, reader.mistakes)
 
 
-def load_keys(path: str, names: Collection[str]) -> RunConfig:
-    """Return the config in a YAML file of which only some keys are used; the others, which may be
-    of parts that are not loaded, are at their defaults.
+def load_from_run(folder: Path, names: Collection[str] | None = None) -> RunConfig:
+    """Return the config in the folder of a run, which may be somebody else's: it is read as it is,
+    without `extends` and without following a link.
 
     Args:
-        path: The file.
-        names: The keys, such as `run.dir`.
+        folder: The folder.
+        names: The keys that are used, such as `run.dir`; the others, which may be of parts that
+            are not loaded, are at their defaults. None uses all.
 
     Raises:
         UserError: With all mistakes in these keys, and all of YAML.
     """
-    reader = ConfigReader()
-    table = reader.read_file(path)
-    used = {name: value for name, value in table.items() if name in names}
+    reader = ConfigReader(folder)
+    table = reader.read_file(str(folder / CONFIG_FILE))
+    used = {key: value for key, value in table.items() if names is None or key in names}
     return _validate_or_raise(used, reader.mistakes)
 
 
@@ -91,7 +93,18 @@ def read_extension_names(
     Other mistakes are left to `load`."""
     reader = ConfigReader()
     table = reader.read_file(resolve_config_path(path)) if path is not None else {}
-    value = merge_tables(table, reader.read_overrides(overrides)).get("run.extensions")
+    return _list_extension_names(merge_tables(table, reader.read_overrides(overrides)))
+
+
+def read_extension_names_from_run(folder: Path) -> list[str]:
+    """Return the items of `run.extensions` in the config of a run's folder, as `load_from_run`
+    reads it."""
+    table = ConfigReader(folder).read_file(str(folder / CONFIG_FILE))
+    return [name for name, _, _ in _list_extension_names(table)]
+
+
+def _list_extension_names(table: ConfigTable) -> list[tuple[str, str, int]]:
+    value = table.get("run.extensions")
     names = None if value is None else value.to_plain()
     if value is None or not isinstance(names, list):
         return []

@@ -87,8 +87,14 @@ ConfigTable = dict[str, ConfigValue]
 
 @dataclass
 class ConfigReader:
-    """Reads the parts of one config, and collects their mistakes in `mistakes`."""
+    """Reads the parts of one config, and collects their mistakes in `mistakes`.
 
+    Attributes:
+        run: The folder of a run, if its config is read. That may be somebody else's, so it is read
+            as it is: no link in the folder is followed, and the config extends nothing.
+    """
+
+    run: Path | None = None
     mistakes: list[ConfigMistake] = field(default_factory=list)
     files: int = 0
 
@@ -102,7 +108,7 @@ class ConfigReader:
         """
         self.files += 1
         try:
-            with open_file(path) as stream:
+            with open_file(path, inside=self.run) as stream:
                 raw = stream.read(MAX_BYTES + 1)
         except OSError as error:
             self._add_mistake(path, None, f"cannot be read: {error.strerror}")
@@ -178,6 +184,9 @@ class ConfigReader:
         return None
 
     def _read_bases(self, node: yaml.Node, origin: str) -> list[tuple[str, yaml.Node]]:
+        if self.run is not None:
+            self._add_mistake(origin, node, "extends: refused in a run folder")
+            return []
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         names = [item for item in items if isinstance(item, yaml.ScalarNode) and item.value]
         if len(names) < len(items):

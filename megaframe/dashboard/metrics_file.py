@@ -8,6 +8,7 @@ the file has of it and no others, so that memory follows the file, whatever is i
 
 from __future__ import annotations
 
+import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -123,12 +124,12 @@ class MetricsFile:
         """Read the complete lines added since the last call; return whether there were any. A file
         that was replaced, for example by a resumed run, is read from its start."""
         try:
-            status = self.path.stat()
-            identity = status.st_dev, status.st_ino
-            if identity != self._identity or status.st_size < self._offset:
-                self._forget()
-                self._identity, self.version = identity, self.version + 1
-            with open_file(self.path) as file:
+            with open_file(self.path, inside=self.path.parent) as file:
+                status = os.fstat(file.fileno())
+                identity = status.st_dev, status.st_ino
+                if identity != self._identity or status.st_size < self._offset:
+                    self._forget()
+                    self._identity, self.version = identity, self.version + 1
                 file.seek(self._offset)
                 return self._take(file)
         except OSError:

@@ -24,11 +24,17 @@ from pathlib import Path
 from types import ModuleType
 
 from megaframe.config.keys import format_value
-from megaframe.config.load import load, read_extension_names
+from megaframe.config.load import (
+    load,
+    load_from_run,
+    read_extension_names,
+    read_extension_names_from_run,
+)
 from megaframe.config.read import ConfigMistake
 from megaframe.config.registry import Extension, Registry, activate, get_registry
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
+from megaframe.io.run_files import CONFIG_FILE
 
 _LINES = 4
 """Lines of a traceback that a message repeats."""
@@ -87,20 +93,20 @@ def add_extension_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_config_of_run(path: Path) -> RunConfig:
+def load_config_of_run(folder: Path) -> RunConfig:
     """Return the config in the folder of a run. The extensions that it names are not loaded.
 
     Args:
-        path: The file.
+        folder: The folder.
 
     Raises:
         UserError: With all mistakes, or with the extensions that are not loaded, if there would be
             mistakes without them.
     """
     try:
-        return load(str(path))
+        return load_from_run(folder)
     except UserError:
-        refuse_missing_extensions([name for name, _, _ in read_extension_names(str(path))], path)
+        refuse_missing_extensions(read_extension_names_from_run(folder), folder / CONFIG_FILE)
         raise
 
 

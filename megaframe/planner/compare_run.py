@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.extensions import load_config_of_run
 from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster
@@ -80,18 +81,18 @@ def compare_run_or_reason(
         cluster: Name or path of a cluster; by default that of the config or device.
     """
     try:
-        return compare_run(folder / "config.yaml", environment, cluster), ""
+        return compare_run(folder, environment, cluster), ""
     except UserError as error:
         return None, f"no prediction: {error}"
 
 
 def compare_run(
-    config: Path, environment: Mapping[str, Any], cluster: str | None = None
+    folder: Path, environment: Mapping[str, Any], cluster: str | None = None
 ) -> RunComparison:
-    """Return the prediction for a run with this config file and environment.
+    """Return the prediction for a run with this folder and environment.
 
     Args:
-        config: Path of the run's config file.
+        folder: The run folder.
         environment: Content of the run's environment.json.
         cluster: Name of the cluster to assume, if given.
 
@@ -99,17 +100,33 @@ def compare_run(
         UserError: There can be no prediction: the number of ranks, the cluster or `model.vocab` is
             unknown, or the config is not valid.
     """
-    run_config, ranks = load_config_of_run(config), environment.get("ranks")
+    run_config, ranks = load_config_of_run(folder), environment.get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
         raise UserError("the run's environment.json does not say how many ranks it had")
     if run_config.model.vocab is None:
         raise UserError("model.vocab is not set in the run's config")
-    name = cluster or run_config.parallel.cluster
-    run_cluster = load_cluster(name) if name else _find_cluster_of_device(environment)
+    if cluster:
+        run_cluster = load_cluster(cluster)
+    else:
+        run_cluster = _find_cluster_of_run(run_config, environment)
     validate_config(run_config, ranks, data=False)
     layout = Layout.from_parallel(run_config.parallel, ranks)
     prediction = predict(run_config, layout, run_cluster, get_cluster_constants(run_cluster))
     return RunComparison(LayoutChoice(run_config, layout, prediction), run_cluster)
+
+
+def _find_cluster_of_run(config: RunConfig, environment: Mapping[str, Any]) -> Cluster:
+    """Return the cluster that a run's config names, or the likely one for its device."""
+    name = config.parallel.cluster
+    if not name:
+        return _find_cluster_of_device(environment)
+    try:
+        return load_cluster(name)
+    except UserError:
+        # Not repeated: the run may be somebody else's, and the file any file of this machine.
+        raise UserError(
+            f"parallel.cluster={name} of the run is no cluster here; name one with --cluster"
+        ) from None
 
 
 def _find_cluster_of_device(environment: Mapping[str, Any]) -> Cluster:

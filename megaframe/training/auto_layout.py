@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from megaframe.architecture.stages import plan_stages
-from megaframe.config import RunConfig, load
+from megaframe.config import RunConfig
+from megaframe.config.load import load_from_run
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
 from megaframe.distributed.mesh import read_local_world_size
@@ -215,11 +216,11 @@ def _copy_layout(config: RunConfig, source: RunConfig) -> RunConfig:
 
 def _load_saved_config(config: RunConfig) -> RunConfig | None:
     """Return the config of the run to be resumed, or None if there is none that can be read."""
-    path = Path(config.run.dir) / CONFIG_FILE
-    if config.checkpoint.resume is None or not path.exists():
+    folder = Path(config.run.dir)
+    if config.checkpoint.resume is None or not (folder / CONFIG_FILE).exists():
         return None
     try:
-        return load(str(path))
+        return load_from_run(folder)
     except UserError:
         return None  # written by another version; its checkpoints can be loaded at any layout
 

@@ -23,7 +23,7 @@ def write_folder(tmp_path, *overrides):
 def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     keys = ("train.global_batch=16", "train.microbatch=4", "parallel.tensor=2")
     path = write_folder(tmp_path, *keys) / "config.yaml"
-    comparison = compare_run(path, {"ranks": 4, "device": "CPU"})
+    comparison = compare_run(path.parent, {"ranks": 4, "device": "CPU"})
     record = comparison.record()
     assert record["cluster"] == "cpu" and comparison.choice.layout.tensor == 2
     assert record["step_seconds"] == pytest.approx(sum(record["breakdown"].values()), rel=1e-6)
@@ -34,7 +34,9 @@ def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
         comparison.choice.config, 4, cluster, get_family_constants(cluster.chip.family)
     ).best
     path.write_text(dump(better.config))
-    assert "none of " in next(compare_run(path, {"ranks": 4, "device": "CPU"}).suggest_layouts())
+    assert "none of " in next(
+        compare_run(path.parent, {"ranks": 4, "device": "CPU"}).suggest_layouts()
+    )
 
 
 def test_a_run_that_the_planner_finds_too_large_has_a_report(tmp_path):
@@ -52,11 +54,11 @@ def test_a_run_that_the_planner_finds_too_large_has_a_report(tmp_path):
 def test_what_is_not_known_has_no_prediction(tmp_path):
     path = write_folder(tmp_path) / "config.yaml"
     with pytest.raises(UserError, match="no cluster of Abacus is known; name one with --cluster"):
-        compare_run(path, {"ranks": 1, "device": "Abacus"})
-    assert compare_run(path, {"ranks": 1, "device": "Abacus"}, "cpu").cluster.name == "cpu"
+        compare_run(path.parent, {"ranks": 1, "device": "Abacus"})
+    assert compare_run(path.parent, {"ranks": 1, "device": "Abacus"}, "cpu").cluster.name == "cpu"
     for environment in ({}, {"ranks": "many"}, {"ranks": 0}):
         with pytest.raises(UserError, match=r"environment\.json does not say how many ranks"):
-            compare_run(path, environment)
+            compare_run(path.parent, environment)
     path.write_text("model: [")
     assert compare_run_or_reason(tmp_path, {"ranks": 1}, None)[1].startswith("no prediction: ")
 
@@ -68,11 +70,11 @@ def test_the_cluster_is_that_of_the_device_with_its_memory(tmp_path):
         "device": "NVIDIA A100-SXM4-40GB",
         "memory of the device": 42_285_268_992,
     }
-    cluster = compare_run(path, environment).cluster
+    cluster = compare_run(path.parent, environment).cluster
     assert (cluster.name, cluster.chip.memory) == ("a100-40gb-roce", 42_285_268_992)
     environment["device"] = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     with pytest.raises(UserError, match=r"unknown chip .*1g\.5gb with 39\.4 GiB"):
-        compare_run(path, environment)
+        compare_run(path.parent, environment)
 
 
 def test_a_depth_of_prediction_that_nobody_could_walk_through_has_a_reason(tmp_path):
