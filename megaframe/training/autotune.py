@@ -5,7 +5,9 @@ The measurement takes at most `BUDGET` seconds and is made by the first rank for
 a cache of the user by processor, torch version, threads and type, and in the checkpoints of the
 run, so that a resumed run computes bitwise what the uninterrupted one would. Calls during which a
 thread had to wait for a processor do not count; on a machine so busy that no others are left, the
-routines of torch are taken, and nothing is kept. On a GPU, and in fp64, there is nothing to choose.
+routines of torch are taken, and nothing is kept. The log of a run says what it uses and why, and
+its first lines say if another run of the same config may choose otherwise. On a GPU, and in fp64,
+there is nothing to choose.
 
 A file of the cache belongs to one machine, and the first process that writes it wins: runs that
 start at the same time then compute alike. A file that is damaged, of another machine or of another
@@ -24,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -76,6 +78,20 @@ class MachineBusyError(Exception):
     """Every call of a candidate was disturbed by other work on this machine."""
 
 
+class RoutineChoice(NamedTuple):
+    """The routines of a run.
+
+    Attributes:
+        routines: The routines.
+        why: Where they come from.
+        is_kept: Whether other runs on this machine will use them too.
+    """
+
+    routines: CPURoutines
+    why: str
+    is_kept: bool = True
+
+
 class _CacheEntry(BaseModel):
     """A file of the cache."""
 
@@ -87,34 +103,46 @@ class _CacheEntry(BaseModel):
 
 def tune(
     config: RunConfig, recorded: CPURoutines | None, mesh: Mesh | None = None
-) -> tuple[CPURoutines, list[str]]:
-    """Choose the routines of a run, take them into use in this process, and return them with lines
-    for the log, none where there is nothing to choose.
+) -> tuple[CPURoutines, list[str], list[str]]:
+    """Choose the routines of a run, and take them into use in this process.
 
     Args:
         config: The run.
         recorded: What the run has used so far, from its checkpoint.
         mesh: The ranks of the run, which must all call this; None for a program of one process on
             the CPU, such as generation.
+
+    Returns:
+        The routines; lines for the run's log, none where there is nothing to choose; and lines for
+        the start of the run, none unless another run of this config may choose otherwise.
     """
     dtype = PRECISIONS[config.train.precision].compute
     on_cpu = mesh is None or mesh.device.type == "cpu"
     if not on_cpu or len(matmul.list_libraries(dtype)) == 1:
-        return CPURoutines(), []
+        return CPURoutines(), [], []
     library = config.kernels.matmul
     if library != "auto":
-        routines, why = make_named_routines(dtype, library), f"kernels.matmul={library}"
+        choice = RoutineChoice(make_named_routines(dtype, library), f"kernels.matmul={library}")
     elif recorded is not None and recorded.is_available(dtype):
-        routines, why = recorded, "as the checkpoint records"
+        choice = RoutineChoice(recorded, "as the checkpoint records")
     elif config.run.deterministic:
-        routines, why = make_named_routines(dtype, "torch"), "run.deterministic"
+        choice = RoutineChoice(make_named_routines(dtype, "torch"), "run.deterministic")
     elif mesh is None:
-        routines, why = load_or_measure(dtype)
+        choice = load_or_measure(dtype)
     else:
-        routines, why = _share_first_ranks_routines(dtype, mesh)
+        choice = _share_first_ranks_choice(dtype, mesh)
+    routines, why, is_kept = choice
     matmul.use_libraries(dtype, routines.products)
     cpu_attention.use_methods(dtype, routines.attention)
-    return routines, [f"matrix products and attention on this CPU ({why}): {routines.describe()}"]
+    details = [f"matrix products and attention on this CPU ({why}): {routines.describe()}"]
+    if is_kept:
+        return routines, details, []
+    note = (
+        "the routines of matrix products and attention are those of this run and its resumes alone "
+        f"({why}): another run of this config may choose others, and differ from it in the last "
+        "bits; kernels.matmul=torch gives all runs the same"
+    )
+    return routines, details, [note]
 
 
 def make_named_routines(dtype: torch.dtype, library: str) -> CPURoutines:
@@ -137,35 +165,39 @@ def make_named_routines(dtype: torch.dtype, library: str) -> CPURoutines:
     )
 
 
-def _share_first_ranks_routines(dtype: torch.dtype, mesh: Mesh) -> tuple[CPURoutines, str]:
+def _share_first_ranks_choice(dtype: torch.dtype, mesh: Mesh) -> RoutineChoice:
     """Return the routines that the first rank has in its cache or measures."""
     key = f"autotune/{dtype}"
     if mesh.rank == 0:
-        routines, why = load_or_measure(dtype)
-        mesh.store.set(key, json.dumps([routines.model_dump(), why]))
-        return routines, why
-    routines, why = json.loads(mesh.store.get(key))
-    return CPURoutines.model_validate(routines), why
+        choice = load_or_measure(dtype)
+        mesh.store.set(key, json.dumps([choice.routines.model_dump(), *choice[1:]]))
+        return choice
+    routines, *rest = json.loads(mesh.store.get(key))
+    return RoutineChoice(CPURoutines.model_validate(routines), *rest)
 
 
-def load_or_measure(dtype: torch.dtype) -> tuple[CPURoutines, str]:
-    """Return the routines for a type on this machine, and where they come from."""
+def load_or_measure(dtype: torch.dtype) -> RoutineChoice:
+    """Return the routines for a type on this machine."""
     machine = describe_machine(dtype)
     path = find_cache_file(machine)
     cached = read_cache(path, machine) if path else None
     if cached is not None and cached.is_available(dtype):
-        return cached, "measured before"
+        return RoutineChoice(cached, f"measured before, kept in {path}")
     start = time.perf_counter()
     try:
         measured = measure(dtype)
     except MachineBusyError:
-        return make_named_routines(
-            dtype, "torch"
-        ), "not measured: other work keeps this machine busy"
-    seconds = time.perf_counter() - start
-    if path is not None:
-        measured = _write_cache(path, machine, measured)
-    return measured, f"measured in {seconds:.2f} s"
+        why = "torch's own, because other work keeps this machine too busy to measure any"
+        return RoutineChoice(make_named_routines(dtype, "torch"), why, is_kept=False)
+    why = f"measured in {time.perf_counter() - start:.2f} s"
+    kept = None if path is None else _write_cache(path, machine, measured)
+    if kept is None:
+        why += f", not kept: {'there is no home folder' if path is None else f'no file {path}'}"
+        return RoutineChoice(measured, why, is_kept=False)
+    if kept != measured:
+        why = f"kept in {path} by a run that measured at the same time"
+        return RoutineChoice(kept, why)
+    return RoutineChoice(measured, f"{why}, kept in {path}")
 
 
 def describe_machine(dtype: torch.dtype) -> dict[str, str | int]:
@@ -207,9 +239,11 @@ def read_cache(path: Path, machine: Mapping[str, str | int]) -> CPURoutines | No
     return entry.routines if complete and entry.machine == dict(machine) else None
 
 
-def _write_cache(path: Path, machine: dict[str, str | int], measured: CPURoutines) -> CPURoutines:
+def _write_cache(
+    path: Path, machine: dict[str, str | int], measured: CPURoutines
+) -> CPURoutines | None:
     """Write a file of the cache and return what it holds afterwards: that of another process if it
-    was faster. A cache that cannot be written only costs a measurement at the next start."""
+    was faster. None if it cannot be written, so that the next run measures again."""
     written = path.with_suffix(f".{secrets.token_hex(4)}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,7 +258,8 @@ def _write_cache(path: Path, machine: dict[str, str | int], measured: CPURoutine
             os.replace(written, path)
         finally:
             written.unlink(missing_ok=True)
-    return measured
+        return measured
+    return None
 
 
 def measure(dtype: torch.dtype) -> CPURoutines:

@@ -84,7 +84,9 @@ class Trainer:
         old_metrics = None
         if restored is None and mesh.rank == 0:
             old_metrics = set_metrics_aside(self.folder / METRICS_FILE)
-        self._routines, routine_lines = tune(config, state.routines if state else None, mesh)
+        self._routines, routine_details, routine_notes = tune(
+            config, state.routines if state else None, mesh
+        )
         self._step_metrics = StepMetrics(
             config,
             mesh,
@@ -101,8 +103,8 @@ class Trainer:
             mesh,
             self.train_step.schedule,
             step=self.step,
-            notes=notes,
-            details=routine_lines,
+            notes=[*notes, *routine_notes],
+            details=routine_details,
             old_metrics=old_metrics,
             restored_notes=[
                 *(restored.notes if restored else ()),

@@ -19,6 +19,7 @@ from megaframe.ops import cpu_attention, matmul
 from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.training import autotune
 from megaframe.training.autotune import (
+    RoutineChoice,
     describe_machine,
     find_fastest,
     load_or_measure,
@@ -154,7 +155,7 @@ def test_a_damaged_cache_is_made_anew(content, clock, monkeypatch):
     find_cache().parent.mkdir(parents=True)
     find_cache().write_bytes(content)
     monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
-    routines, why = load_or_measure(FP32)
+    routines, why, _ = load_or_measure(FP32)
     assert routines == OTHER and why.startswith("measured in")
     assert autotune.read_cache(find_cache(), describe_machine(FP32)) == OTHER
     assert [path.name for path in find_cache().parent.iterdir()] == [find_cache().name]
@@ -181,16 +182,20 @@ def test_the_first_process_that_writes_the_cache_decides_for_all(clock, monkeypa
         return OTHER
 
     monkeypatch.setattr(autotune, "measure", measure)
-    assert load_or_measure(FP32)[0] == TORCH
+    routines, why, is_kept = load_or_measure(FP32)
+    assert routines == TORCH and is_kept
+    assert why == f"kept in {find_cache()} by a run that measured at the same time"
 
 
 def test_without_a_cache_runs_work(clock, monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file where a folder should be")
     monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
-    assert load_or_measure(FP32)[0] == OTHER
+    routines, why, is_kept = load_or_measure(FP32)
+    assert routines == OTHER and not is_kept and why.endswith(f"not kept: no file {find_cache()}")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(autotune.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError()))
-    assert load_or_measure(FP32)[0] == OTHER
+    routines, why, is_kept = load_or_measure(FP32)
+    assert routines == OTHER and not is_kept and "no home folder" in why
 
 
 def test_disturbed_calls_do_not_count(clock, monkeypatch):
@@ -220,8 +225,21 @@ def test_a_busy_machine_is_not_measured(clock, monkeypatch):
         "measure",
         lambda dtype: find_fastest(("a", "b"), clock.work(seconds, []), 1.0, "a"),
     )
-    routines, why = load_or_measure(FP32)
-    assert routines == TORCH and "busy" in why and not find_cache().exists()
+    routines, (detail,), (note,) = tune(make_config(), None)
+    assert routines == TORCH and not find_cache().exists()
+    why = "(torch's own, because other work keeps this machine too busy to measure any)"
+    assert f"{why}: {TORCH.describe()}" in detail
+    assert f"{why}: another run of this config may choose others" in note
+    assert "kernels.matmul=torch gives all runs the same" in note
+
+
+def test_a_run_says_what_it_uses_and_where_that_is_kept(clock, monkeypatch):
+    """Two fresh runs on one machine use the same routines, unless the first says otherwise."""
+    monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
+    (first, notes), (second, more) = (tune(make_config(), None)[1:] for _ in range(2))
+    assert f"s, kept in {find_cache()}): {OTHER.describe()}" in first[0]
+    assert f"(measured before, kept in {find_cache()}): {OTHER.describe()}" in second[0]
+    assert notes == more == []
 
 
 def measure_waiting():
@@ -261,11 +279,11 @@ def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
     mesh = Mesh(Layout(), device="cpu")
     assert tune(make_config(library="torch"), None, mesh)[0] == TORCH
     assert tune(make_config(deterministic=True), None, mesh)[0] == TORCH
-    named, lines = tune(make_config(library="onednn"), OTHER, mesh)
+    named, lines, _ = tune(make_config(library="onednn"), OTHER, mesh)
     assert set(named.products.values()) == {matmul.list_libraries(FP32)[-1]}
     assert "kernels.matmul=onednn" in lines[0] and "dense onednn" in lines[0]
     assert matmul.get_libraries_in_use(FP32) == named.products
-    assert tune(make_config("fp64"), None, mesh) == (CPURoutines(), [])
+    assert tune(make_config("fp64"), None, mesh) == (CPURoutines(), [], [])
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -288,7 +306,10 @@ def choose_on_a_rank(folder):
     os.environ["XDG_CACHE_HOME"] = str(folder)
     mesh = Mesh(Layout(data=2), device="cpu")
     own_routines = OTHER if mesh.rank == 0 else TORCH
-    autotune.load_or_measure, original = lambda dtype: (own_routines, ""), autotune.load_or_measure
+    autotune.load_or_measure, original = (
+        lambda dtype: RoutineChoice(own_routines, ""),
+        autotune.load_or_measure,
+    )
     try:
         return tune(make_config(), None, mesh)[0], matmul.get_libraries_in_use(FP32)
     finally:
@@ -318,7 +339,7 @@ def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
     keys = {"kernels__matmul": "auto", "train__precision": "fp32", "checkpoint__every": 4}
     shape = {"model__hidden": 64, "optim__schedule": "constant"}
     log, uninterrupted = train(overrides(run__dir=tmp_path / "whole", **keys, **shape))
-    assert f"(measured before): {OTHER.describe()}" in log
+    assert f"(measured before, kept in {find_cache()}): {OTHER.describe()}" in log
     train(overrides(train__steps=4, **keys, **shape))
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["matrix products"] == OTHER.products
@@ -332,9 +353,10 @@ def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
 
 
 def test_a_run_that_resumes_in_another_precision_chooses_anew(monkeypatch):
-    monkeypatch.setattr(
-        autotune, "load_or_measure", lambda dtype: (make_named_routines(dtype, "torch"), "")
-    )
+    def choose(dtype):
+        return RoutineChoice(make_named_routines(dtype, "torch"), "")
+
+    monkeypatch.setattr(autotune, "load_or_measure", choose)
     mesh = Mesh(Layout(), device="cpu")
     assert tune(make_config("bf16"), OTHER, mesh)[0] == make_named_routines(torch.bfloat16, "torch")
     assert (
