@@ -183,7 +183,10 @@ def import_hf(arguments: argparse.Namespace) -> int:
     """Write a model in the folder format of Hugging Face as a checkpoint of step 0."""
     from megaframe.checkpoint.convert.huggingface.model_folder import import_model
 
-    print(f"wrote {import_model(Path(arguments.path), parse_path(arguments.to))}")
+    imported = import_model(Path(arguments.path), parse_path(arguments.to))
+    print(f"wrote {imported.checkpoint}")
+    for note in imported.notes:
+        print(f"note: {note}")
     return 0
 
 

@@ -316,7 +316,7 @@ def _describe_mixer(
             heads=model.heads,
             window=config.window,
             bias=model.bias,
-            norm_eps=model.norm_eps,
+            norm_eps=latent.norm_eps or model.norm_eps,
             score_scale=compute_scores_factor(model) / math.sqrt(width),
             rotary=describe_rotary(model, latent.rotary_dim),
             init_std=model.init_std,

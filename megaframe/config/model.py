@@ -48,6 +48,8 @@ class LatentAttentionConfig(Section):
     """Width of the rotated part; all heads share its key."""
     value_dim: Positive
     """Width of a value head."""
+    norm_eps: Annotated[float, Field(gt=0)] | None = None
+    """Epsilon of the norms of the latents. Default: `model.norm_eps`."""
 
 
 class EmulationConfig(Section):

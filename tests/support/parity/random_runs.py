@@ -241,6 +241,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "LatentAttentionConfig.head_dim": st.integers(2, 6),
         "LatentAttentionConfig.rotary_dim": even,
         "LatentAttentionConfig.value_dim": st.integers(2, 6),
+        "LatentAttentionConfig.norm_eps": st.sampled_from((1e-5, 1e-3)),
         "MoEConfig.experts": st.sampled_from((4, 8, 6, 5, 2)),
         "MoEConfig.ffn": widths,
         "MoEConfig.balance_rate": st.just(0.05),

@@ -1,8 +1,7 @@
 """Types and ranges of the keys in a foreign `config.json`, checked before anything else reads it.
 
-A foreign config can hold anything under a key. After `check_keys` every key that a
-family reads has the type and the range that it relies on, and those without a safe default are
-present.
+A foreign config can hold anything under a key. After `check_keys` every key that a family reads has
+the type and the range that it relies on. `family_keys.py` says which keys those are.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ _NonNegative = Annotated[float, Field(ge=0)] | None
 
 class _RopeKeys(BaseModel):
     """`rope_parameters`, or `rope_scaling` with the base outside. Other keys change the rotation in
-    ways that are not supported, so they are refused."""
+    ways that are not supported, so they are refused, and `truncate` may not even be null, which
+    transformers takes for false."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -44,8 +44,8 @@ class _RopeKeys(BaseModel):
     mscale: _NonNegative = None
     mscale_all_dim: _NonNegative = None
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
-    attention_factor: None = None
-    truncate: Literal[True] | None = None
+    attention_factor: _Positive = None
+    truncate: Literal[True] = True
 
 
 class _SizeKeys(BaseModel):
@@ -80,6 +80,8 @@ class _SizeKeys(BaseModel):
     first_k_dense_replace: _Count = None
     n_group: _Size = None
     topk_group: _Size = None
+    qk_head_dim: _Size = None
+    num_nextn_predict_layers: _Count = None
 
 
 class _ConfigKeys(_SizeKeys):
@@ -93,7 +95,6 @@ class _ConfigKeys(_SizeKeys):
     layer_norm_epsilon: _Positive = None
     initializer_range: _Positive = None
     tie_word_embeddings: bool = False
-    attention_bias: bool | None = None
     rope_theta: _Positive = None
     rope_parameters: _RopeKeys | None = None
     rope_scaling: _RopeKeys | None = None
@@ -106,44 +107,8 @@ class _ConfigKeys(_SizeKeys):
     topk_method: str | None = None
 
 
-_COMMON = (
-    "vocab_size",
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "rms_norm_eps",
-)
-_ROUTED = ("num_experts_per_tok", "moe_intermediate_size")
-_DEEPSEEK = (
-    *_COMMON,
-    *_ROUTED,
-    "n_routed_experts",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
-_REQUIRED: dict[str, tuple[str, ...]] = {
-    "gpt2": ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"),
-    "mixtral": (*_COMMON, "num_local_experts", "num_experts_per_tok"),
-    "qwen3_moe": (*_COMMON, *_ROUTED),
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-}
-_PRESENT = {
-    "mistral": ("sliding_window",),
-    "ministral": ("sliding_window",),
-    "deepseek_v3": (
-        *("n_group", "topk_group", "n_shared_experts"),
-        *("first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor"),
-    ),
-}
-"""Keys that may be null but must be there, because the family's own default is another."""
-
-
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise `UserError` for the first key whose type or range is wrong, or that is missing."""
+    """Raise `UserError` for the first key whose type or range is wrong."""
     try:
         _ConfigKeys.model_validate_json(json.dumps(config))
     except ValidationError as errors:
@@ -152,11 +117,6 @@ def check_keys(config: Mapping[str, Any]) -> None:
         value = "" if error["type"] == "missing" else f"={reprlib.repr(error['input'])}"
         problem = error["msg"][0].lower() + error["msg"][1:]
         raise UserError(f"{key}{value}: {problem}") from None
-    family = config["model_type"]
-    missing_values = [key for key in _REQUIRED.get(family, _COMMON) if config.get(key) is None]
-    absent = [key for key in _PRESENT.get(family, ()) if key not in config]
-    if missing_values or absent:
-        raise UserError(f"{family}: {(missing_values + absent)[0]} is missing")
 
 
 def check_sizes(config: Mapping[str, Any], shapes: Collection[Shape]) -> None:

@@ -1,5 +1,5 @@
 """Keys of Hugging Face configs of dense families, and the parts of them that families with experts
-share: sizes, rotary bases and their scaling, and windows of attention by layer.
+share: sizes, and windows of attention by layer.
 
 Each `read` function turns a config into keys of `model`, each `write` function does the opposite.
 What is particular to one family is in its own function; `families.py` has the table.
@@ -8,14 +8,14 @@ What is particular to one family is in its own function; `families.py` has the t
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megaframe.architecture.window import get_window
-from megaframe.config import ModelConfig, RotaryScalingConfig
+from megaframe.checkpoint.convert.huggingface.rotary_keys import Keys, read_rotary, write_rotary
+from megaframe.checkpoint.convert.huggingface.same_model import find_shortest_pattern
+from megaframe.config import ModelConfig
 from megaframe.errors import UserError
-
-Keys = dict[str, Any]
 
 _COMMON = {
     "layers": "num_hidden_layers",
@@ -37,8 +37,6 @@ _GPT2 = {
     "init_std": "initializer_range",
 }
 _LIKE_LLAMA = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu"}
-_DEFAULT_ROTARY_BASES = {"mixtral": 1e6}
-"""Rotary bases of families for which it is not 10000 unless the config gives another."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`."""
 
@@ -61,27 +59,15 @@ def write_gpt2(model: ModelConfig) -> Keys:
 def read_common(config: Mapping[str, Any]) -> Keys:
     """Return the keys of `model` that all families like Llama share."""
     keys: Keys = {key: config.get(foreign_key) for key, foreign_key in _COMMON.items()}
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = rope.get("rope_theta") or config.get("rope_theta")
-    keys["rotary_base"] = base or _DEFAULT_ROTARY_BASES.get(config["model_type"], 10000.0)
-    keys["rotary_scaling"] = _read_rope_scaling({k: v for k, v in rope.items() if v is not None})
     keys["tie_embeddings"] = config.get("tie_word_embeddings", False)
-    return {**keys, **_LIKE_LLAMA}
+    return {**keys, **read_rotary(config, latent="kv_lora_rank" in config), **_LIKE_LLAMA}
 
 
 def read_attention(config: Mapping[str, Any]) -> Keys:
-    """Return these and the keys of grouped-query attention.
-
-    Raises:
-        UserError: If the output projection has a bias.
-    """
+    """Return these and the keys of grouped-query attention."""
     keys = read_common(config)
     keys["kv_heads"] = config.get("num_key_value_heads")
     keys["head_dim"] = config.get("head_dim")
-    if config.get("attention_bias"):
-        raise UserError(
-            "attention_bias=true has a bias of the output projection, which is not supported"
-        )
     return keys
 
 
@@ -152,11 +138,7 @@ def read_qwen_window(config: Mapping[str, Any]) -> int | None:
 def write_common(model: ModelConfig) -> Keys:
     """Return the keys of a config that all families like Llama share."""
     keys: Keys = {foreign_key: getattr(model, key) for key, foreign_key in _COMMON.items()}
-    keys["rope_parameters"] = {
-        "rope_theta": model.rotary_base,
-        **_write_rope_scaling(model.rotary_scaling),
-    }
-    return keys
+    return {**keys, "rope_parameters": write_rotary(model)}
 
 
 def write_attention(model: ModelConfig) -> Keys:
@@ -192,55 +174,7 @@ def list_layer_windows(model: ModelConfig) -> list[int | None]:
     return [get_window(model, layer) for layer in range(model.layers)]
 
 
-def find_shortest_pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
-    """Return the shortest `model.window` that gives the layers these windows."""
-    size = next(
-        size
-        for size in range(1, len(windows) + 1)
-        if all(windows[layer] == windows[layer % size] for layer in range(len(windows)))
-    )
-    return windows[0] if size == 1 else tuple(windows[:size])
-
-
 def find_first_window(model: ModelConfig) -> int | None:
     """Return the window of the first layer that has one. `write_model_config` refuses models whose
     layers have several different windows."""
     return next((window for window in list_layer_windows(model) if window is not None), None)
-
-
-def _read_rope_scaling(rope: Mapping[str, Any]) -> Keys:
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
-        return {}
-    if rope_type not in ("llama3", "yarn"):
-        raise UserError(f"rope_type {reprlib.repr(rope_type)} is not one of default, llama3, yarn")
-    required = ["factor", "original_max_position_embeddings"]
-    required += ["low_freq_factor", "high_freq_factor"] if rope_type == "llama3" else []
-    if missing := [key for key in required if key not in rope]:
-        raise UserError(f"rope_type {rope_type!r} needs {', '.join(missing)}")
-    shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
-    if rope_type == "llama3":
-        frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}
-        renamed = {f"{name}_frequency": value for name, value in frequencies.items()}
-        return {"kind": "llama3", **shared, **renamed}
-    return {
-        **{"kind": "yarn", **shared, "mscale": rope.get("mscale", 1.0)},
-        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
-        "low_frequency": rope.get("beta_slow", 1),
-        "high_frequency": rope.get("beta_fast", 32),
-    }
-
-
-def _write_rope_scaling(scaling: RotaryScalingConfig) -> Keys:
-    if scaling.kind == "none":
-        return {"rope_type": "default"}
-    shared = {
-        "rope_type": scaling.kind,
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
-    low, high = scaling.low_frequency, scaling.high_frequency
-    if scaling.kind == "llama3":
-        return {**shared, "low_freq_factor": low, "high_freq_factor": high}
-    strengths = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    return {**shared, **strengths, "beta_slow": low, "beta_fast": high}

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from megaframe.checkpoint.convert.huggingface.config_keys import Shape, check_keys, check_sizes
 from megaframe.checkpoint.convert.huggingface.dense_families import (
     Keys,
-    find_shortest_pattern,
     list_layer_windows,
     read_attention,
     read_gpt2,
@@ -29,6 +28,10 @@ from megaframe.checkpoint.convert.huggingface.dense_families import (
     write_qwen,
     write_sliding,
 )
+from megaframe.checkpoint.convert.huggingface.family_keys import (
+    FAMILY_KEYS,
+    check_family_keys,
+)
 from megaframe.checkpoint.convert.huggingface.moe_families import (
     read_deepseek,
     read_mixtral,
@@ -37,29 +40,14 @@ from megaframe.checkpoint.convert.huggingface.moe_families import (
     write_mixtral,
     write_qwen3_moe,
 )
+from megaframe.checkpoint.convert.huggingface.same_model import (
+    find_model_differences,
+    simplify_model,
+)
 from megaframe.config import ModelConfig
 from megaframe.config.registry import list_parts
 from megaframe.errors import UserError, join_or
 
-_FIXED: dict[str, Keys] = {
-    "gpt2": {
-        "activation_function": "gelu_new",
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-    },
-    "llama": {"hidden_act": "silu", "mlp_bias": False},
-    "mistral": {"hidden_act": "silu"},
-    "ministral": {"hidden_act": "silu"},
-    "qwen2": {"hidden_act": "silu"},
-    "qwen3": {"hidden_act": "silu"},
-    "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
-    "mixtral": {"hidden_act": "silu"},
-    "deepseek_v3": {"hidden_act": "silu", "rope_interleave": True, "scoring_func": "sigmoid"},
-    "deepseek_v2": {"hidden_act": "silu", "scoring_func": "softmax"},
-}
-"""Keys of each family that must have this value if they are present."""
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -91,14 +79,10 @@ def read_model_config(
         raise UserError(
             f"model_type {reprlib.repr(family)} is not one of {', '.join(ARCHITECTURES)}"
         )
+    config = check_family_keys(family, config)
     check_keys(config)
     if shapes is not None:
         check_sizes(config, shapes)
-    for key, required in _FIXED[family].items():
-        value = config.get(key, required)
-        if value != required:
-            text = reprlib.repr(value)
-            raise UserError(f"{family}: {key}={text} is not supported, only {required!r}")
     keys = _FAMILIES[family].read(config)
     keys = {key: value for key, value in keys.items() if value is not None}
     try:
@@ -124,30 +108,17 @@ def write_model_config(model: ModelConfig, positions: int) -> Keys:
         raise UserError(
             f"no Hugging Face model has {join_or(dict.fromkeys(parts))}, which come from extensions"
         )
-    family = find_family(model)
+    simple = simplify_model(model)
+    family = find_family(simple)
     config: Keys = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
-        "tie_word_embeddings": model.tie_embeddings,
+        "tie_word_embeddings": simple.tie_embeddings,
         "n_positions" if family == "gpt2" else "max_position_embeddings": positions,
-        **_FIXED[family],
-        **_FAMILIES[family].write(model),
+        **FAMILY_KEYS[family].fixed,
+        **_FAMILIES[family].write(simple),
     }
-    reimported = read_model_config(config)
-    ignored = {"dropout", "init_std", "mtp_depth", "positions"}
-    model_keys, reimported_keys = model.model_dump(), reimported.model_dump()
-    model_keys["window"], reimported_keys["window"] = (
-        find_shortest_pattern(list_layer_windows(model)),
-        reimported.window,
-    )
-    if model_keys.get("moe") and reimported_keys.get("moe"):
-        for key in ("balance", "balance_rate", "balance_loss", "z_loss", "jitter"):
-            model_keys["moe"][key] = reimported_keys["moe"][key] = None  # concern training only
-    differing = [
-        f"model.{key}={model_keys[key]!r} would become {reimported_keys[key]!r}"
-        for key in model_keys
-        if key not in ignored and model_keys[key] != reimported_keys[key]
-    ]
+    differing = find_model_differences(model, read_model_config(config))
     if differing:
         raise UserError(
             f"no Hugging Face model matches this config; as {family}:\n  " + "\n  ".join(differing)
@@ -156,7 +127,7 @@ def write_model_config(model: ModelConfig, positions: int) -> Keys:
 
 
 def find_family(model: ModelConfig) -> str:
-    """Return the family that comes closest to a model."""
+    """Return the family that comes closest to a simplified model."""
     if model.norm == "layernorm":
         return "gpt2"
     moe = model.moe

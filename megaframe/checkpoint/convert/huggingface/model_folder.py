@@ -10,7 +10,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,24 @@ from torch import Tensor
 
 from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
-from megaframe.checkpoint.convert.huggingface.families import read_model_config, write_model_config
+from megaframe.checkpoint.convert.huggingface.families import (
+    read_model_config,
+    write_model_config,
+)
+from megaframe.checkpoint.convert.huggingface.family_keys import list_training_keys
+from megaframe.checkpoint.convert.huggingface.match_tensors import (
+    SkippedTensors,
+    add_missing_prefix,
+    has_other_head,
+    match_tensors,
+    refuse_left_out,
+)
 from megaframe.checkpoint.convert.huggingface.read_files import (
     INDEX,
     SINGLE,
     TensorHeader,
     check_finite,
     check_regular_file,
-    check_type,
-    make_printable,
     read_headers,
     read_json,
     read_tensor,
@@ -63,8 +73,6 @@ _TYPES = {
     "fp16": torch.float16,
 }
 _CONFIG = "config.json"
-_MAX_NAMED_TENSORS = 5
-"""Number of tensors that an error names."""
 
 
 def export_model(
@@ -99,7 +107,9 @@ def export_model(
         **token_ids,
         "dtype": _get_dtype_name(torch_dtype),
     }
-    tensors = list(map_tensors(run.model, list_model_specs(run)))
+    specs = list_model_specs(run)
+    tensors = list(map_tensors(run.model, specs))
+    refuse_left_out(run.model, specs, tensors)
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -113,7 +123,13 @@ def export_model(
         raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return exported_tokenizer.notes
+    return [*exported_tokenizer.notes, *_describe_predictors(run.model)]
+
+
+def _describe_predictors(model: ModelConfig) -> list[str]:
+    if not model.mtp_depth:
+        return []
+    return [f"model.mtp_depth={model.mtp_depth}: predictors of further tokens are left out"]
 
 
 def _write_files(
@@ -156,7 +172,20 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_file(path, json.dumps(content, indent=2) + "\n")
 
 
-def import_model(folder: Path, target: StorePath) -> StorePath:
+@dataclass(frozen=True)
+class ImportedModel:
+    """What an import has written.
+
+    Attributes:
+        checkpoint: Path of the checkpoint.
+        notes: A line for each thing that is not imported as it is.
+    """
+
+    checkpoint: StorePath
+    notes: tuple[str, ...]
+
+
+def import_model(folder: Path, target: StorePath) -> ImportedModel:
     """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `target`,
     in fp32.
 
@@ -167,8 +196,15 @@ def import_model(folder: Path, target: StorePath) -> StorePath:
             another shape, of integers or not finite, and for damaged files.
     """
     config = read_json(folder / _CONFIG)
-    headers = read_headers(folder)
+    headers = add_missing_prefix(read_headers(folder))
     model = read_model_config(config, [header.shape for header in headers.values()])
+    notes = [*list_training_keys(config)]
+    if model.tie_embeddings and has_other_head(headers):
+        model = model.model_copy(update={"tie_embeddings": False})
+        notes.append(
+            "lm_head.weight differs from the embeddings that tie_word_embeddings=true ties it to, "
+            "so it is read as a head of its own, as transformers does"
+        )
     run = RunConfig(
         model=model,
         data=DataConfig(tokenizer=_find_tokenizer(folder)),
@@ -177,16 +213,19 @@ def import_model(folder: Path, target: StorePath) -> StorePath:
     if mistakes_found := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {mistakes_found[0]}")
     specs = list_model_specs(run)
-    tensors = _match_tensors(folder, map_tensors(model, specs), headers, model.tie_embeddings)
+    predictors = config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0
+    skipped = SkippedTensors(model.tie_embeddings, range(model.layers, model.layers + predictors))
+    tensors = match_tensors(folder, map_tensors(model, specs), headers, skipped)
     boxes, source = _plan_boxes(specs, tensors)
     box_reader = _BoxReader(headers, source)
-    return assemble_checkpoint(
+    checkpoint = assemble_checkpoint(
         target,
         0,
         make_initial_train_state(run).model_dump(mode="json"),
         group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES),
         box_reader.read_bytes,
     )
+    return ImportedModel(checkpoint, (*notes, *skipped.describe(headers)))
 
 
 def _find_tokenizer(folder: Path) -> str | None:
@@ -260,52 +299,8 @@ class _BoxReader:
             return as_bytes(torch.full(entry.shape, origin.init.value))
         if origin is not self._last_tensor:
             self._last_tensor, self._parts = origin, []
-            tensor = read_tensor(origin.name, self._headers[origin.name])
+            tensor = read_tensor(self._headers[origin.name])
             self._parts = [box for _, box in origin.split(tensor)]
         box = origin.parts[part_index].box
         index = index_within((box.offset, box.shape), (entry.offset, entry.shape))
         return as_bytes(self._parts[part_index][index])
-
-
-def _match_tensors(
-    folder: Path,
-    tensors: Iterable[HuggingFaceTensor],
-    headers: Mapping[str, TensorHeader],
-    tied: bool,
-) -> list[HuggingFaceTensor]:
-    """Return the tensors of the config, all of which the folder has. Raises `UserError` with a few
-    of those that are missing, unknown, or of another shape or type."""
-    expected_tensors: dict[str, HuggingFaceTensor] = {}
-    problems: list[str] = []
-    for tensor in tensors:
-        header = headers.get(tensor.name)
-        if header is None:
-            problems.append(f"{tensor.name} is missing")
-        elif header.shape != tensor.shape:
-            problems.append(f"{tensor.name} is {list(header.shape)}, not {list(tensor.shape)}")
-        else:
-            check_type(tensor.name, header)
-        expected_tensors[tensor.name] = tensor
-        if len(problems) > _MAX_NAMED_TENSORS:  # before a wrong config becomes a long list
-            break
-    else:
-        problems += [
-            f"{make_printable(name)} has no counterpart"
-            for name in headers
-            if name not in expected_tensors and not _is_ignorable(name, tied)
-        ]
-    if problems:
-        omitted = "\n  and more" if len(problems) > _MAX_NAMED_TENSORS else ""
-        raise UserError(
-            f"{folder} does not fit its config:\n  "
-            + "\n  ".join(problems[:_MAX_NAMED_TENSORS])
-            + omitted
-        )
-    return list(expected_tensors.values())
-
-
-def _is_ignorable(name: str, tied: bool) -> bool:
-    """Return whether a tensor can be ignored: a buffer that some folders contain, or the output
-    weights that equal tied embeddings."""
-    buffers = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-    return name.endswith(buffers) or (tied and name == "lm_head.weight")

@@ -38,6 +38,8 @@ _DEEPSEEK_MOE = {
     "scale": "routed_scaling_factor",
     "normalise": "norm_topk_prob",
 }
+_LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` is."""
 _METHODS = ("greedy", "group_limited_greedy")
 """DeepSeek-V2's ways to choose experts, without and with groups."""
 
@@ -66,21 +68,15 @@ def write_mixtral(model: ModelConfig) -> Keys:
 
 
 def read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of Qwen3 with experts.
-
-    Raises:
-        UserError: If the number of experts is missing.
-    """
+    """Return the keys of `model` for a config of Qwen3 with experts."""
     moe = {
-        "experts": config.get("num_experts") or config.get("num_local_experts"),
+        "experts": config["num_experts"],
         "top_k": config["num_experts_per_tok"],
         "ffn": config["moe_intermediate_size"],
         "normalise": config.get("norm_topk_prob", False),
         "score": "softmax",
         "balance": "global",
     }
-    if moe["experts"] is None:
-        raise UserError("qwen3_moe: num_experts is missing")
     keys = read_sliding({**config, "sliding_window": read_qwen_window(config)})
     return {**keys, "qk_norm": True, "moe": moe}
 
@@ -112,7 +108,15 @@ def read_deepseek(config: Mapping[str, Any]) -> Keys:
             f"num_key_value_heads={kv_heads} is not num_attention_heads={heads}, and latent "
             f"attention has keys and values for every head"
         )
+    widths = [config["qk_rope_head_dim"], config["qk_nope_head_dim"]]
+    for key, width in (("head_dim", widths[0]), ("qk_head_dim", sum(widths))):
+        if config.get(key, width) != width:
+            raise UserError(
+                f"{key}={config[key]} is not the {width} that follows from qk_rope_head_dim="
+                f"{widths[0]} and qk_nope_head_dim={widths[1]}; remove it from config.json"
+            )
     keys["latent"] = {key: config.get(foreign_key) for key, foreign_key in _LATENT.items()}
+    keys["latent"]["norm_eps"] = _LATENT_NORM_EPS
     moe: Keys = {key: config.get(foreign_key) for key, foreign_key in _DEEPSEEK_MOE.items()}
     if config["model_type"] == "deepseek_v3":
         moe |= {"score": "sigmoid", "group_best": 2, "balance": "bias"}

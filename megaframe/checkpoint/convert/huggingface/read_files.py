@@ -28,9 +28,11 @@ class TensorHeader:
     """What a folder says about a tensor, without its elements.
 
     Attributes:
+        name: Its name in the file.
         dtype: A name such as `BF16`.
     """
 
+    name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
@@ -99,7 +101,7 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
             for name in file.keys():  # noqa: SIM118
                 tensor_slice = file.get_slice(name)
                 headers[name] = TensorHeader(
-                    path, tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
+                    name, path, tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
                 )
             return headers
     except (OSError, MemoryError, SafetensorError) as error:  # it maps the whole file
@@ -115,7 +117,7 @@ def check_type(name: str, header: TensorHeader) -> None:
         )
 
 
-def read_tensor(name: str, header: TensorHeader) -> Tensor:
+def read_tensor(header: TensorHeader) -> Tensor:
     """Return a tensor of a folder in fp32.
 
     Raises:
@@ -123,10 +125,10 @@ def read_tensor(name: str, header: TensorHeader) -> Tensor:
     """
     try:
         with safe_open(header.file, framework="pt") as file:
-            tensor = file.get_tensor(name).float()
+            tensor = file.get_tensor(header.name).float()
     except (OSError, MemoryError, SafetensorError) as error:  # it maps the whole file
-        raise UserError(f"cannot read {name} from {header.file}: {error}") from None
-    check_finite(name, tensor, "fp32")
+        raise UserError(f"cannot read {header.name} from {header.file}: {error}") from None
+    check_finite(header.name, tensor, "fp32")
     return tensor
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from megaframe.architecture.moe import has_experts
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint.convert.huggingface.families import find_family
+from megaframe.checkpoint.convert.huggingface.same_model import simplify_model
 from megaframe.config import ModelConfig
 
 
@@ -65,15 +66,23 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class HuggingFaceTensor:
-    """A tensor of a Hugging Face model: the parts that are stacked in it."""
+    """A tensor of a Hugging Face model: the parts that are stacked in it.
+
+    Attributes:
+        zeros: Shape of a tensor of zeros, which has no parts: it is written, and what a folder has
+            under this name is not read.
+    """
 
     name: str
     parts: tuple[TensorPart, ...]
     transposed: bool = False
+    zeros: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of their tensor."""
+        if self.zeros is not None:
+            return self.zeros
         rows = sum(part.rows for part in self.parts)
         if self.parts[0].is_vector:
             return (rows,)
@@ -82,6 +91,8 @@ class HuggingFaceTensor:
 
     def join(self, boxes: Sequence[Tensor]) -> Tensor:
         """Build their tensor from the contents of our boxes, in the order of the parts."""
+        if self.zeros is not None:
+            return torch.zeros(self.zeros)
         rows = [part.to_hugging_face(box) for part, box in zip(self.parts, boxes, strict=True)]
         tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
         return (tensor.t() if self.transposed else tensor).contiguous()
@@ -105,6 +116,7 @@ def map_tensors(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[Hugg
         specs: Specs of our parameters.
     """
     names = _PartBuilder({spec.name: spec for spec in specs})
+    model = simplify_model(model)
     gpt2 = find_family(model) == "gpt2"
     yield from _map_gpt2_ends(names) if gpt2 else _map_ends(names)
     for layer in range(model.layers):
@@ -153,6 +165,8 @@ def _map_gpt2_ends(names: _PartBuilder) -> Iterator[HuggingFaceTensor]:
     yield names.map_one("transformer.wpe.weight", "embedding.positions.weight")
     for name, foreign_name in (("gain", "weight"), ("bias", "bias")):
         yield names.map_one(f"transformer.ln_f.{foreign_name}", f"head.norm.{name}")
+    if "head.weight" in names:
+        yield names.map_one("lm_head.weight", "head.weight")
 
 
 def _map_gpt2_block(names: _PartBuilder, layer: int) -> Iterator[HuggingFaceTensor]:
@@ -260,10 +274,12 @@ def _map_experts(
     mixtral = find_family(model) == "mixtral"
     foreign_prefix += ".block_sparse_moe" if mixtral else ".mlp"
     yield names.map_one(f"{foreign_prefix}.gate.weight", f"{prefix}.router.weight")
-    if model.moe.balance == "bias":
-        yield names.map_one(
-            f"{foreign_prefix}.gate.e_score_correction_bias", f"{prefix}.router.balance"
-        )
+    if find_family(model) == "deepseek_v3":
+        name = f"{foreign_prefix}.gate.e_score_correction_bias"
+        if model.moe.balance == "bias":
+            yield names.map_one(name, f"{prefix}.router.balance")
+        else:
+            yield HuggingFaceTensor(name, (), zeros=(model.moe.experts,))
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for expert in range(model.moe.experts):
         name = f"{foreign_prefix}.experts.{expert}"
@@ -275,3 +291,8 @@ def _map_experts(
         )
     if model.moe.shared:
         yield from _map_mlp(names, f"{prefix}.shared", f"{foreign_prefix}.shared_experts")
+    elif model.latent is not None:  # DeepSeek's code then has shared experts without width
+        names_and_shapes = {"gate": (0, model.hidden), "up": (0, model.hidden)}
+        for name, shape in {**names_and_shapes, "down": (model.hidden, 0)}.items():
+            foreign_name = f"{foreign_prefix}.shared_experts.{name}_proj.weight"
+            yield HuggingFaceTensor(foreign_name, (), zeros=shape)

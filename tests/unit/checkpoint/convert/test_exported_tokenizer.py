@@ -246,7 +246,7 @@ def imported(tmp_path):
 
     def make(tokenizer, **keys):
         folder = write_small_folder(tmp_path / "run/theirs", **keys)
-        checkpoint = folders.import_model(folder, tmp_path / "run/checkpoints")
+        checkpoint = folders.import_model(folder, tmp_path / "run/checkpoints").checkpoint
         manifest = checkpoint / "manifest.json"
         return record(manifest, tokenizer)
 

@@ -192,7 +192,7 @@ def test_other_floating_point_types_are_read(dtype, tmp_path):
     tensors = make_weights(CONFIGS["llama"], dtype)
     named = str(dtype).removeprefix("torch.")
     folder = write_folder(tmp_path / "theirs", {**CONFIGS["llama"], "dtype": named}, tensors)
-    checkpoint = folders.import_model(folder, tmp_path / "to")
+    checkpoint = folders.import_model(folder, tmp_path / "to").checkpoint
     with open_checkpoint(checkpoint) as opened:
         folders.export_model(opened, tmp_path / "again")
     exported_again = load_file(tmp_path / "again/model.safetensors")
@@ -207,7 +207,7 @@ def test_numbers_too_large_for_a_type_are_not_exported(tmp_path):
     tensors["model.norm.weight"][2] = 1e6
     folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
     message = r"norm\.weight: 1 of 16 .* infinite in float16"
-    checkpoint = folders.import_model(folder, tmp_path / "to")
+    checkpoint = folders.import_model(folder, tmp_path / "to").checkpoint
     with open_checkpoint(checkpoint) as opened, pytest.raises(UserError, match=message):
         folders.export_model(opened, tmp_path / "again", "fp16")
     assert sorted(os.listdir(tmp_path)) == ["theirs", "to"]
@@ -235,7 +235,7 @@ def test_links_to_files_are_followed_as_the_hubs_cache_has_them(tmp_path):
     (tmp_path / "snapshot").mkdir()
     for path in folder.iterdir():
         (tmp_path / "snapshot" / path.name).symlink_to(path)
-    assert folders.import_model(tmp_path / "snapshot", tmp_path / "to").exists()
+    assert folders.import_model(tmp_path / "snapshot", tmp_path / "to").checkpoint.exists()
 
 
 @pytest.mark.parametrize(
@@ -265,3 +265,48 @@ def test_a_tensor_is_in_one_file(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     message = read_refusal(folder, tmp_path / "to")
     assert "model.norm.weight is in two files, b.safetensors and model.safetensors" in message
+
+
+def test_names_without_the_prefix_of_a_head_are_those_of_the_model(tmp_path):
+    """GPT-2's own folder was saved so, with the masks of its attention as buffers."""
+    tensors = make_weights(CONFIGS["gpt2"])
+    buffers = {f"h.{layer}.attn.bias": torch.ones(1, 1, 20, 20) for layer in range(2)}
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    folder = write_folder(tmp_path / "bare", CONFIGS["gpt2"], {**bare, **buffers})
+    folders.import_model(folder, tmp_path / "to")
+    whole = write_folder(tmp_path / "whole", CONFIGS["gpt2"], tensors)
+    assert_right(whole, tmp_path / "to", tmp_path / "again")
+
+
+def test_predictors_are_left_out_and_named(tmp_path):
+    config = {**CONFIGS["deepseek_v3"], "num_nextn_predict_layers": 1}
+    extra = {f"model.layers.2.{name}.weight": torch.ones(16) for name in ("enorm", "hnorm")}
+    folder = write_folder(tmp_path / "theirs", config, {**make_weights(config), **extra})
+    (note,) = folders.import_model(folder, tmp_path / "to").notes
+    assert note.startswith("2 tensors of layer 2 are left out: they predict further tokens")
+    (folder / "config.json").write_text(json.dumps(CONFIGS["deepseek_v3"]))
+    message = read_refusal(folder, tmp_path / "again")
+    assert "model.layers.2.enorm.weight [16] has no counterpart" in message
+    assert "mend config.json if it is of another model" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "embedding"),
+    [("llama", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")],
+)
+def test_output_weights_beside_tied_embeddings_are_used_if_they_differ(family, embedding, tmp_path):
+    config = {**CONFIGS[family], "tie_word_embeddings": True}
+    tensors = make_weights(config)
+    equal = {**tensors, "lm_head.weight": tensors[embedding].clone()}
+    folder = write_folder(tmp_path / "equal", config, equal)
+    imported = folders.import_model(folder, tmp_path / "to-equal")
+    assert imported.notes == ("lm_head.weight is left out: it equals the tied embeddings",)
+    other = {**tensors, "lm_head.weight": 2 * tensors[embedding]}
+    folder = write_folder(tmp_path / "other", config, other)
+    imported = folders.import_model(folder, tmp_path / "to-other")
+    assert imported.notes[0].startswith("lm_head.weight differs from the embeddings")
+    with open_checkpoint(imported.checkpoint) as opened:
+        folders.export_model(opened, tmp_path / "again", "fp32", "none")
+    exported = load_file(tmp_path / "again/model.safetensors")
+    assert torch.equal(exported["lm_head.weight"], other["lm_head.weight"])
+    assert json.loads((tmp_path / "again/config.json").read_text())["tie_word_embeddings"] is False

@@ -8,7 +8,13 @@ from entry_runs import train
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tolerances import assert_near
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers_models import (
+    assert_same_logits,
+    compute_exact_logits,
+    compute_logits,
+    make_random_checkpoint,
+    save_random_model,
+)
 
 from megaframe.architecture.window import list_windows
 from megaframe.checkpoint import open_checkpoint
@@ -20,7 +26,6 @@ from megaframe.checkpoint.convert.huggingface.families import (
 )
 from megaframe.checkpoint.inspect import find_damage
 from megaframe.config import ModelConfig
-from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
 from megaframe.training.generation import load_model
 
@@ -52,6 +57,7 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
     **{"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+GROUPS = {**DEEPSEEK, "q_lora_rank": 12, "n_group": 4, "topk_group": 2}
 
 
 def make_config(kind, **keys):
@@ -94,76 +100,30 @@ MODELS = {
         **{**GROUPED, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 12},
         **{"sliding_window": 3, "use_sliding_window": True},
     ),
+    "gpt2_untied": make_config(
+        "GPT2",
+        **{"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61},
+        **{"initializer_range": 0.3, "tie_word_embeddings": False},
+    ),
     "mixtral": make_config("Mixtral", **GROUPED, **EXPERTS, num_local_experts=4),
     "deepseek_v2": make_config(
         "DeepseekV2", **DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy"
     ),
-    "deepseek_v3": make_config(
-        "DeepseekV3", **DEEPSEEK, q_lora_rank=12, n_group=4, topk_group=2, rope_parameters=YARN
-    ),
+    "deepseek_v3": make_config("DeepseekV3", **GROUPS, rope_parameters=YARN),
+    "deepseek_v3_eps": make_config("DeepseekV3", **GROUPS, rms_norm_eps=0.3),
+    "deepseek_v3_shared": make_config("DeepseekV3", **{**GROUPS, "n_shared_experts": 0}),
 }
-SUMS = 4 * (6 * 32 + 18) + 32
-"""Lengths of the sums from a token to a logit: in four layers, six products with sums over 32
-channels, and 18 tokens; and the head."""
-TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0))
 
 
 def save_model(name, path):
     """Save a random model of this kind to `path`, and return its logits."""
-    torch.manual_seed(1)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(MODELS[name]()).eval()
-    with torch.no_grad():
-        for key, value in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in key or "ln_" in key or key.endswith("bias"):
-                value.add_(0.2 * torch.randn(value.shape))
-    model.save_pretrained(path)
-    return compute_logits(model)
-
-
-@torch.no_grad()
-def compute_logits(model):
-    return model(TOKENS).logits
-
-
-class InFp64(TorchDispatchMode):
-    """Makes fp64 of what code asks for in fp32: transformers' norms, routers and rotary angles."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return function(*args, **kwargs)
-
-
-def compute_exact_logits(folder):
-    """Return the logits of a folder of transformers, computed in fp64."""
-    from transformers import AutoModelForCausalLM
-
-    with InFp64():
-        options = {"dtype": torch.float64, "experts_implementation": "eager"}
-        return compute_logits(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
-
-
-@torch.no_grad()
-def compute_own_logits(path):
-    """Return our logits, computed in fp64 and rounded to fp32 at the end."""
-    _, stage = load_model(path, precision="fp64")
-    x = stage.compute_hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
-    return stage.head.compute_logits(x).view(2, 18, -1)
-
-
-def assert_same_logits(checkpoint, folder):
-    expected_logits = compute_exact_logits(folder)
-    assert expected_logits.dtype is torch.float64
-    assert_near(compute_own_logits(checkpoint), expected_logits, SUMS, sums=torch.float64)
+    return save_random_model(MODELS[name](), path)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_both_ways(name, tmp_path):
     expected_logits = save_model(name, tmp_path / "theirs")
-    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
     assert list(find_damage(checkpoint)) == []
     assert_same_logits(checkpoint, tmp_path / "theirs")
     with open_checkpoint(checkpoint) as opened:
@@ -173,6 +133,149 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(reloaded).__name__ in ARCHITECTURES.values()
     assert torch.equal(compute_logits(reloaded.eval()), expected_logits)
+
+
+SCALED = {**YARN, "mscale": None, "mscale_all_dim": None}
+STRENGTHS = {
+    "none": {},
+    "mscale": {"mscale": 0.5},
+    "all": {"mscale_all_dim": 0.7},
+    "zero": {"mscale": 0.0, "mscale_all_dim": 0.7},
+    "all_zero": {"mscale": 0.7, "mscale_all_dim": 0.0},
+    "both": {"mscale": 2.0, "mscale_all_dim": 0.7},
+    "factor": {"attention_factor": 1.3},
+    "factor_first": {"attention_factor": 1.3, "mscale": 0.4, "mscale_all_dim": 0.7},
+}
+"""Keys on which YaRN's factors depend in transformers."""
+
+
+@pytest.mark.parametrize("strengths", STRENGTHS)
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("Llama", GROUPED),
+        ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None}),
+        ("DeepseekV3", GROUPS),
+    ],
+)
+@pytest.mark.quick(when=lambda kind, strengths: kind == "DeepseekV3" or strengths == "mscale")
+def test_yarn_has_the_same_factors_both_ways(kind, keys, strengths, tmp_path):
+    rope = {key: value for key, value in SCALED.items() if value is not None}
+    config = make_config(kind, **keys, rope_parameters={**rope, **STRENGTHS[strengths]})()
+    save_random_model(config, tmp_path / "theirs")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
+    assert_same_logits(checkpoint, tmp_path / "theirs")
+    with open_checkpoint(checkpoint) as opened:
+        folders.export_model(opened, tmp_path / "again", "fp32")
+    assert_same_logits(checkpoint, tmp_path / "again")
+
+
+def test_of_two_rotary_sections_the_one_that_transformers_takes_is_read(tmp_path):
+    save_model("llama3", tmp_path / "theirs")
+    scaling = {**LLAMA3, "factor": 2.0}
+    del scaling["rope_theta"]
+    change_config(tmp_path / "theirs", rope_scaling=scaling)
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
+    assert_same_logits(checkpoint, tmp_path / "theirs")
+
+
+OWN = {
+    **{"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "ffn": 24},
+    **{"norm": "rmsnorm", "activation": "swiglu", "norm_eps": 1e-6},
+}
+OWN_EXPERTS = {**OWN, "moe": {"experts": 4, "score": "softmax", "balance": "sequence"}}
+LATENT = {"kv_rank": 10, "query_rank": 12, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
+OWN_LATENT = {**OWN, "latent": LATENT, "moe": {"experts": 8, "first": 1, "shared": 1, "ffn": 8}}
+OWN_MODELS = {
+    "gpt2_untied": {
+        **{**OWN, "norm": "layernorm", "activation": "gelu_tanh", "bias": True},
+        **{"position": "learned", "positions": 64, "tie_embeddings": False},
+    },
+    "yarn_mscale": {
+        **OWN,
+        "rotary_scaling": {
+            **{"kind": "yarn", "factor": 8, "original_length": 16, "high_frequency": 32},
+            "mscale": 0.5,
+        },
+    },
+    "mixtral_ffn": {**OWN, "moe": {**OWN_EXPERTS["moe"], "ffn": 16, "capacity": 0.5}},
+    "qwen3_moe_ffn": {**OWN, "qk_norm": True, "moe": {**OWN_EXPERTS["moe"], "ffn": 16}},
+    "deepseek_v2_ffn": {
+        **OWN_LATENT,
+        "moe": {**OWN_LATENT["moe"], "score": "softmax", "normalise": False, "balance": "none"},
+    },
+    "deepseek_v3": {**OWN_LATENT, "moe": {**OWN_LATENT["moe"], "balance": "bias"}},
+    "deepseek_v3_sequence": {**OWN_LATENT, "moe": {**OWN_LATENT["moe"], "balance": "sequence"}},
+    "deepseek_v3_eps": {**OWN_LATENT, "norm_eps": 0.1, "latent": {**LATENT, "norm_eps": 1e-6}},
+    "deepseek_v3_alone": {**OWN_LATENT, "moe": {**OWN_LATENT["moe"], "shared": 0}},
+    "deepseek_v3_groups": {
+        **OWN_LATENT,
+        "moe": {**OWN_LATENT["moe"], "groups": 4, "top_groups": 2, "group_best": 2},
+    },
+    "predictors": {**OWN, "mtp_depth": 1},
+    "blocks": {
+        **{**OWN, "layers": 4, "window": None},
+        "blocks": [
+            {"repeat": 2, "mixer": {"kind": "attention", "window": 3, "kv_heads": 2}},
+            {"mixer": {"kind": "attention", "kv_heads": 2, "qk_norm": False}},
+        ],
+    },
+    "expert_blocks": {
+        **{**OWN_EXPERTS, "layers": 3, "heads": 2},
+        "blocks": [
+            {"mixer": {"heads": 4, "kv_heads": 2, "head_dim": 8}, "feed_forward": {"kind": "moe"}}
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_an_export_computes_the_same(name, tmp_path):
+    checkpoint = make_random_checkpoint(tmp_path / "checkpoints", **OWN_MODELS[name])
+    with open_checkpoint(checkpoint) as opened:
+        folders.export_model(opened, tmp_path / "theirs", tokenizer="none")
+    assert_same_logits(checkpoint, tmp_path / "theirs")
+    again = folders.import_model(tmp_path / "theirs", tmp_path / "again").checkpoint
+    assert_same_logits(again, tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {**OWN, "moe": {"experts": 4, "score": "softmax", "balance": "bias"}},
+            "as mixtral:\n  model.moe.balance='bias' would become 'none', and the bias takes part",
+        ),
+        (
+            {**OWN, "qk_norm": True, "moe": {**OWN_EXPERTS["moe"], "balance": "bias"}},
+            "as qwen3_moe:\n  model.moe.balance='bias' would become 'none'",
+        ),
+        (
+            {
+                **OWN_LATENT,
+                "moe": {**OWN_LATENT["moe"], "score": "softmax", "normalise": False},
+            },
+            "as deepseek_v2:\n  model.moe.balance='bias' would become 'none'",
+        ),
+        (
+            {**OWN_LATENT, "norm_eps": 1e-5},
+            "model.latent.norm_eps=1e-05 would become 1e-06; train with model.latent.norm_eps=1e-6",
+        ),
+        (
+            {**OWN, "blocks": [{"mixer": {"softcap": 30.0}}, {}]},
+            "no Hugging Face model matches model.blocks: layer 0 has mixer.softcap=30.0",
+        ),
+        (
+            {**OWN_EXPERTS, "blocks": [{"feed_forward": {"kind": "moe"}}, {}]},
+            "model.blocks: layer 1 has feed_forward",
+        ),
+        ({**OWN_EXPERTS, "moe": {**OWN_EXPERTS["moe"], "scale": 1.5}}, "moe.scale=1.5 would"),
+    ],
+)
+def test_models_that_no_family_computes_are_refused(keys, message):
+    with pytest.raises(UserError) as error:
+        write_model_config(ModelConfig(**keys), 64)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +338,7 @@ def test_large_models_are_several_files(tmp_path, monkeypatch):
     expected_logits = save_model("qwen3_moe", tmp_path / "theirs")
     monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
     monkeypatch.setattr(folders, "MAX_ENTRY_BYTES", 600)
-    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
     assert len(list(checkpoint.glob("*.safetensors"))) > 3
     with open_checkpoint(checkpoint) as opened:
         folders.export_model(opened, tmp_path / "again", "fp32")
@@ -244,7 +347,7 @@ def test_large_models_are_several_files(tmp_path, monkeypatch):
 
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(compute_logits(reloaded.eval()), expected_logits)
-    once_more = folders.import_model(tmp_path / "again", tmp_path / "twice")
+    once_more = folders.import_model(tmp_path / "again", tmp_path / "twice").checkpoint
     assert_same_logits(once_more, tmp_path / "again")
 
 
@@ -258,9 +361,9 @@ def change_config(folder, **keys):
     [
         ({"model_type": "opt"}, "model_type 'opt' is not one of gpt2, llama"),
         ({"hidden_act": "gelu"}, "llama: hidden_act='gelu' is not supported, only 'silu'"),
-        ({"attention_bias": True}, "attention_bias=true has a bias"),
+        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
-        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no counterpart"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight [32] has no counterpart"),
         ({"vocab_size": 60}, "model.embed_tokens.weight is [61, 32], not [60, 32]"),
         (
             {"rope_parameters": {"rope_type": "dynamic"}},
@@ -297,7 +400,7 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
 ):
     """Also checks the names on the tool's command line."""
     save_model("qwen3", tmp_path / "theirs")
-    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
     model, _ = load_model(checkpoint)
     keys = {
         f"model__{key}": value
@@ -308,6 +411,7 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     folder.mkdir()
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(60)} | {"</s>": 60}, unk_token="w0"))
     words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     run = overrides(
         **keys,
         checkpoint__weights=checkpoint,

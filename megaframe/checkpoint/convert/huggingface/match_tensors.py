@@ -1,0 +1,150 @@
+"""Which tensors of a foreign folder are which of the model's: every one of the folder is used, or
+known to be without use, and every one of the model is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megaframe.architecture.spec import ParamSpec
+from megaframe.checkpoint.convert.huggingface.read_files import (
+    TensorHeader,
+    check_type,
+    make_printable,
+    read_tensor,
+)
+from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor
+from megaframe.config import ModelConfig
+from megaframe.errors import UserError
+
+_MAX_NAMED_TENSORS = 5
+"""Number of tensors that an error names."""
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of the names of buffers that follow from the config, and which some folders contain."""
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+_PREFIXES = {"wte.weight": "transformer.", "embed_tokens.weight": "model."}
+"""What the names of all tensors lack in folders of models that were saved without a head, as
+GPT-2's own was, by a name that shows it."""
+
+
+@dataclass(frozen=True)
+class SkippedTensors:
+    """Tensors that a folder may have and the model does not need.
+
+    Attributes:
+        head: Whether the output weights equal the tied embeddings.
+        layers: Layers after the last one, which are predictors of further tokens.
+    """
+
+    head: bool
+    layers: range
+
+    def covers(self, name: str) -> bool:
+        """Return whether a tensor is one of them, or a buffer that follows from the config."""
+        is_predictor = any(name.startswith(f"model.layers.{layer}.") for layer in self.layers)
+        return name.endswith(_BUFFERS) or (self.head and name == _HEAD) or is_predictor
+
+    def describe(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield a line for each kind of tensors in a folder that is left out, except buffers."""
+        names = [name for name in names if self.covers(name) and not name.endswith(_BUFFERS)]
+        if _HEAD in names:
+            names.remove(_HEAD)
+            yield f"{_HEAD} is left out: it equals the tied embeddings"
+        if names:
+            yield (
+                f"{len(names)} tensors of layer {', '.join(map(str, self.layers))} are left out: "
+                "they predict further tokens, and are no part of the model's logits"
+            )
+
+
+def add_missing_prefix(headers: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
+    """Return the tensors of a folder under the names that they have in a model with a head."""
+    prefix = next((prefix for name, prefix in _PREFIXES.items() if name in headers), "")
+    return {
+        name if name == _HEAD or name.startswith(prefix) else f"{prefix}{name}": header
+        for name, header in headers.items()
+    }
+
+
+def has_other_head(headers: Mapping[str, TensorHeader]) -> bool:
+    """Return whether the output weights of a folder differ from its embeddings. Transformers does
+    not tie such weights, whatever the config says."""
+    head = headers.get(_HEAD)
+    embeddings = [headers[name] for name in _EMBEDDINGS if name in headers]
+    if head is None or not embeddings or head.shape != embeddings[0].shape:
+        return False
+    return not torch.equal(read_tensor(head), read_tensor(embeddings[0]))
+
+
+def match_tensors(
+    folder: Path,
+    tensors: Iterable[HuggingFaceTensor],
+    headers: Mapping[str, TensorHeader],
+    skipped: SkippedTensors,
+) -> list[HuggingFaceTensor]:
+    """Return the tensors of the config, all of which the folder has.
+
+    Raises:
+        UserError: With a few of those that are missing, unknown, or of another shape or type.
+    """
+    expected_tensors: dict[str, HuggingFaceTensor] = {}
+    problems: list[str] = []
+    for tensor in tensors:
+        header = headers.get(tensor.name)
+        if header is None:
+            problems.append(f"{tensor.name} is missing")
+        elif header.shape != tensor.shape:
+            problems.append(f"{tensor.name} is {list(header.shape)}, not {list(tensor.shape)}")
+        else:
+            check_type(tensor.name, header)
+        expected_tensors[tensor.name] = tensor
+        if len(problems) > _MAX_NAMED_TENSORS:  # before a wrong config becomes a long list
+            break
+    else:
+        problems += [
+            f"{make_printable(name)} {list(header.shape)} has no counterpart"
+            for name, header in headers.items()
+            if name not in expected_tensors and not skipped.covers(name)
+        ]
+    if problems:
+        omitted = "\n  and more" if len(problems) > _MAX_NAMED_TENSORS else ""
+        raise UserError(
+            f"{folder} does not fit its config:\n  "
+            + "\n  ".join(problems[:_MAX_NAMED_TENSORS])
+            + omitted
+            + "\nmend config.json if it is of another model, or take a whole copy of the folder"
+        )
+    return list(expected_tensors.values())
+
+
+def refuse_left_out(
+    model: ModelConfig, specs: Iterable[ParamSpec], tensors: Iterable[HuggingFaceTensor]
+) -> None:
+    """Raise `UserError` unless all weights of the model are parts of the tensors.
+
+    Args:
+        model: The model. Its predictors, and a load that balances experts, change no logit.
+        specs: Of all parameters.
+        tensors: What is written.
+    """
+    taken: Counter[str] = Counter()
+    for tensor in tensors:
+        for part in tensor.parts:
+            taken[part.spec.name] += part.box.size
+    blocks = range(model.layers, model.layers + model.mtp_depth)
+    predictors = ("predictors.", *(f"blocks.{layer}." for layer in blocks))
+    biased = model.moe is not None and model.moe.balance == "bias"
+    for spec in specs:
+        if spec.name.startswith(predictors) or (spec.role == "balance" and not biased):
+            continue
+        if taken[spec.name] != spec.size:
+            raise UserError(
+                f"{spec.name} has {spec.size} elements, of which {taken[spec.name]} have a place "
+                "in a Hugging Face model of its family"
+            )

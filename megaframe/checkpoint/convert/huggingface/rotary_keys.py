@@ -1,0 +1,141 @@
+"""Rotary positions in Hugging Face configs: their base, and how they are scaled to longer contexts.
+
+What transformers computes is decided by `RotaryEmbeddingConfigMixin` and
+`_compute_yarn_parameters` (`modeling_rope_utils.py`): which of two sections it takes, and which
+keys YaRN's factor depends on. Keys that it would not read with a kind of scaling are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from megaframe.architecture.rotary import compute_yarn_mscale
+from megaframe.config import ModelConfig, RotaryScalingConfig
+from megaframe.errors import UserError
+
+Keys = dict[str, Any]
+
+_DEFAULT_BASES = {"mixtral": 1e6}
+"""Rotary bases of families for which it is not 10000 unless the config gives another."""
+_NEEDED = {
+    "default": (),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""The kinds of scaling, and the keys without which each is refused."""
+_OPTIONAL = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+_ALWAYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+
+def read_rotary(config: Mapping[str, Any], *, latent: bool) -> Keys:
+    """Return the keys of `model` about rotary positions.
+
+    Args:
+        config: The config. Of two sections transformers takes `rope_scaling`, and nothing of the
+            other one.
+        latent: Whether attention is latent, where `mscale_all_dim` also scales the scores.
+
+    Raises:
+        UserError: For a scaling that is not supported, or keys that do not belong to it.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
+    base = rope.get("rope_theta") or config.get("rope_theta")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _NEEDED:
+        raise UserError(f"rope_type {reprlib.repr(kind)} is not one of {', '.join(_NEEDED)}")
+    if missing := [key for key in _NEEDED[kind] if key not in rope]:
+        raise UserError(f"rope_type {kind!r} needs {', '.join(missing)}")
+    for key in rope:
+        if key not in (*_ALWAYS, *_NEEDED[kind], *_OPTIONAL.get(kind, ())):
+            raise UserError(
+                f"{name}.{key}={reprlib.repr(rope[key])} does not belong to rope_type={kind!r}; "
+                "remove it from config.json, or give the rope_type that reads it"
+            )
+    return {
+        "rotary_base": base or _DEFAULT_BASES.get(config["model_type"], 10000.0),
+        "rotary_scaling": _read_scaling(kind, rope, latent),
+    }
+
+
+def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
+    if kind == "default":
+        return {}
+    shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
+    if kind == "llama3":
+        frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}
+        renamed = {f"{name}_frequency": value for name, value in frequencies.items()}
+        return {"kind": "llama3", **shared, **renamed}
+    return {
+        **{"kind": "yarn", **shared, **_read_strengths(rope, latent)},
+        "low_frequency": rope.get("beta_slow", 1),
+        "high_frequency": rope.get("beta_fast", 32),
+    }
+
+
+def _read_strengths(rope: Mapping[str, Any], latent: bool) -> Keys:
+    """Return YaRN's m of rotated dims and of all dims.
+
+    With y(m) = 0.1 m ln(factor) + 1, transformers multiplies rotated queries and keys by
+    `attention_factor`, else by y(mscale) / y(mscale_all_dim) if both are given and not 0, else by
+    y(1). Here it is y(mscale) / y(mscale_all_dim) always.
+    """
+    mscale, over_all = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
+    own_over_all = over_all if latent else 0.0
+    scaling = RotaryScalingConfig(factor=rope["factor"])
+    if "attention_factor" in rope:
+        wanted = rope["attention_factor"]
+    elif mscale and over_all:
+        if latent:
+            return {"mscale": mscale, "mscale_all_dim": over_all}
+        wanted = compute_yarn_mscale(scaling, mscale) / compute_yarn_mscale(scaling, over_all)
+    elif not own_over_all:
+        return {"mscale": 1.0}
+    else:
+        wanted = compute_yarn_mscale(scaling, 1.0)
+    wanted *= compute_yarn_mscale(scaling, own_over_all)
+    logarithm = math.log(rope["factor"])
+    if wanted < 1 or (not logarithm and wanted != 1):
+        raise UserError(
+            f"yarn multiplies rotated queries and keys by {wanted:g} with factor={rope['factor']:g}"
+            f", attention_factor={rope.get('attention_factor')}, mscale={mscale:g} and "
+            f"mscale_all_dim={over_all:g}; no model.rotary_scaling.mscale of 0 or more does"
+        )
+    own_mscale = (wanted - 1) / (0.1 * logarithm) if logarithm else 1.0
+    return {"mscale": own_mscale, "mscale_all_dim": own_over_all}
+
+
+def write_rotary(model: ModelConfig) -> Keys:
+    """Return the section `rope_parameters` of a config."""
+    return {"rope_theta": model.rotary_base, **_write_scaling(model.rotary_scaling)}
+
+
+def _write_scaling(scaling: RotaryScalingConfig) -> Keys:
+    if scaling.kind == "none":
+        return {"rope_type": "default"}
+    shared = {
+        "rope_type": scaling.kind,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+    low, high = scaling.low_frequency, scaling.high_frequency
+    if scaling.kind == "llama3":
+        return {**shared, "low_freq_factor": low, "high_freq_factor": high}
+    return {**shared, **_write_strengths(scaling), "beta_slow": low, "beta_fast": high}
+
+
+def _write_strengths(scaling: RotaryScalingConfig) -> Keys:
+    """Return the keys with which transformers computes the same as `_read_strengths`."""
+    mscale, over_all = scaling.mscale, scaling.mscale_all_dim
+    if mscale and over_all:
+        return {"mscale": mscale, "mscale_all_dim": over_all}
+    if mscale == 1 and not over_all:
+        return {}
+    factor = compute_yarn_mscale(scaling, mscale) / compute_yarn_mscale(scaling, over_all)
+    # It reads mscale_all_dim for the scores of latent attention even if it is alone.
+    return {"attention_factor": factor, **({"mscale_all_dim": over_all} if over_all else {})}

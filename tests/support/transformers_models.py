@@ -1,0 +1,103 @@
+"""Random models of transformers and of ours, and the logits that each side computes for them."""
+
+import zlib
+
+import torch
+from tolerances import assert_near
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaframe.checkpoint.reshard import assemble_checkpoint
+from megaframe.checkpoint.shard_file import TensorBox
+from megaframe.checkpoint.train_state import make_initial_train_state
+from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
+from megaframe.model.model_chunk import list_model_specs
+from megaframe.training.generation import load_model
+
+SUMS = 4 * (6 * 32 + 18) + 32
+"""Lengths of the sums from a token to a logit: in four layers, six products with sums over 32
+channels, and 18 tokens; and the head."""
+TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0))
+
+
+def save_random_model(config, path):
+    """Save a random model with a config of transformers, and return its logits."""
+    torch.manual_seed(1)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for key, value in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in key or "ln_" in key or key.endswith("bias"):
+                value.add_(0.2 * torch.randn(value.shape))
+    model.save_pretrained(path)
+    return compute_logits(model)
+
+
+@torch.no_grad()
+def compute_logits(model):
+    """Return the logits of a model of transformers."""
+    return model(TOKENS).logits
+
+
+class InFp64(TorchDispatchMode):
+    """Makes fp64 of what code asks for in fp32: transformers' norms, routers and rotary angles."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def load_whole(folder, **options):
+    """Return the model of transformers in a folder, all of whose tensors it needs and finds."""
+    from transformers import AutoModelForCausalLM
+
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **options
+    )
+    assert not any(loaded.values()), loaded
+    return model.eval()
+
+
+def compute_exact_logits(folder):
+    """Return the logits of a folder of transformers, computed in fp64."""
+    with InFp64():
+        options = {"dtype": torch.float64, "experts_implementation": "eager"}
+        return compute_logits(load_whole(folder, **options))
+
+
+@torch.no_grad()
+def compute_own_logits(path):
+    """Return our logits, computed in fp64 and rounded to fp32 at the end."""
+    _, stage = load_model(path, precision="fp64")
+    x = stage.compute_hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
+    return stage.head.compute_logits(x).view(2, 18, -1)
+
+
+def assert_same_logits(checkpoint, folder):
+    """Assert that both compute the same from fp32 weights."""
+    expected_logits = compute_exact_logits(folder)
+    assert expected_logits.dtype is torch.float64
+    assert_near(compute_own_logits(checkpoint), expected_logits, SUMS, sums=torch.float64)
+
+
+def make_random_checkpoint(folder, **model):
+    """Write a checkpoint of step 0 with random weights of a model, without a run."""
+    run = RunConfig(model=model, train={"seq": 64, "precision": "fp32"})
+    weights = {}
+    for spec in list_model_specs(run):
+        draw = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+        scale = 0.2 if len(spec.shape) > 1 or spec.name.endswith("balance") else 1.0
+        weights[spec.name] = scale * torch.randn(spec.shape, generator=draw)
+    boxes = [
+        TensorBox(name, tuple(value.shape), (0,) * value.dim(), tuple(value.shape), "F32")
+        for name, value in weights.items()
+    ]
+
+    def read_bytes(entry):
+        return memoryview(weights[entry.name].numpy().tobytes())
+
+    state = make_initial_train_state(run).model_dump(mode="json")
+    return assemble_checkpoint(folder, 0, state, [boxes], read_bytes)

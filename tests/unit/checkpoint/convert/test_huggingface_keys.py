@@ -1,0 +1,342 @@
+"""Keys of a foreign config: each is read, changes nothing in transformers either, or is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from small_model_folders import CONFIGS, write_small_folder
+from transformers_models import assert_same_logits, compute_logits, load_whole, save_random_model
+
+from megaframe.checkpoint.convert.huggingface import model_folder as folders
+from megaframe.checkpoint.convert.huggingface.families import ARCHITECTURES, read_model_config
+from megaframe.checkpoint.convert.huggingface.family_keys import FAMILY_KEYS, check_family_keys
+from megaframe.checkpoint.convert.huggingface.same_model import find_model_differences
+from megaframe.errors import UserError
+
+pytestmark = pytest.mark.numeric
+
+SHAPE = {
+    **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61},
+    **{"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24},
+    **{"max_position_embeddings": 64, "initializer_range": 0.3},
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_experts": 4}
+DEEPSEEK = {
+    **{key: value for key, value in SHAPE.items() if key != "head_dim"},
+    **{"num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    **{"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    **{"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5},
+    **{"q_lora_rank": 12, "n_group": 4, "topk_group": 2},
+}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
+    **{"original_max_position_embeddings": 16, "mscale": 0.9, "mscale_all_dim": 0.7},
+}
+SLIDING = {"sliding_window": 5, "num_hidden_layers": 2}
+SMALL = {
+    "gpt2": (
+        "GPT2",
+        {
+            **{"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61},
+            "initializer_range": 0.3,
+        },
+    ),
+    "llama": ("Llama", {**SHAPE, "rope_parameters": YARN}),
+    "mistral": ("Mistral", {**SHAPE, "sliding_window": 5}),
+    "ministral": (
+        "Ministral",
+        {**SHAPE, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "qwen2": ("Qwen2", {**SHAPE, "sliding_window": 5, "use_sliding_window": True}),
+    "qwen3": ("Qwen3", {**SHAPE, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3_moe": ("Qwen3Moe", {**SHAPE, **EXPERTS}),
+    "mixtral": ("Mixtral", {**SHAPE, "num_experts_per_tok": 2, "num_local_experts": 4}),
+    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN}),
+}
+ROUNDING_ONLY = {"dtype", "torch_dtype"}
+"""Keys that choose the type of the numbers, not what is computed."""
+MORE = {
+    **{"is_causal": False, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 8},
+    **{"rope_theta": 100.0, "sliding_window": 3, "layer_types": ["full_attention"] * 2},
+    **{"head_dim": 16, "qk_head_dim": 12, "logit_scale": 2.0, "num_experts": 2, "hidden_size": 64},
+    **{"num_local_experts": 2, "attention_bias": True, "mlp_bias": True},
+    "rope_scaling": {**YARN, "factor": 16.0},
+}
+"""Keys that a config may have beside those of its class."""
+
+
+def list_values(value):
+    """Return other values for a key."""
+    if isinstance(value, bool):
+        return [not value, None]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, None]
+    if isinstance(value, float):
+        return [2 * value + 0.1, value / 2, None]
+    if isinstance(value, str):
+        return ["x", None]
+    if isinstance(value, list):
+        return [None, [], value[::-1]]
+    if isinstance(value, dict):
+        changed = [{**value, key: v} for key in value for v in list_values(value[key])]
+        return [None, *changed, *({k: v for k, v in value.items() if k != key} for key in value)]
+    return [1, True, "x"]
+
+
+def list_changed_configs(config, defaults):
+    """Yield (key, config) for each key that is changed, added or left out.
+
+    Args:
+        config: The config.
+        defaults: Values of keys that it may have.
+    """
+    values = {key: list_values(value) for key, value in {**defaults, **config}.items()}
+    for key, value in MORE.items():
+        values[key] = [*values.get(key, []), value]
+    for key in sorted(values.keys() - {"model_type", *ROUNDING_ONLY}):
+        for value in values[key]:
+            if value != config.get(key):
+                yield f"{key}={value}", {**config, key: value}
+        yield f"without {key}", {k: v for k, v in config.items() if k != key}
+
+
+@torch.no_grad()
+def compute_their_logits(config, weights):
+    """Return the logits that transformers computes; None if it cannot run such a model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        theirs = AutoConfig.for_model(**config)
+        model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
+    except Exception:
+        return None
+    model.load_state_dict(weights)
+    try:
+        return compute_logits(model)
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.quick(when=lambda family: family in ("gpt2", "qwen3", "deepseek_v3"))
+def test_every_key_is_read_or_changes_nothing_or_is_refused(family, tmp_path):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    kind, keys = SMALL[family]
+    config_class = getattr(transformers, f"{kind}Config")
+    folder = tmp_path / "theirs"
+    save_random_model(config_class(**keys), folder)
+    config = json.loads((folder / "config.json").read_text())
+    model, weights = read_model_config(config), load_whole(folder).state_dict()
+    expected_logits = compute_their_logits(config, weights)
+    defaults = dict.fromkeys((*config_class.attribute_map, *FAMILY_KEYS[family].read))
+    for field in dataclasses.fields(config_class):
+        defaults[field.name] = None if field.default is dataclasses.MISSING else field.default
+    outcomes = {"refused": 0, "without effect": 0, "read": 0}
+    for number, (change, changed) in enumerate(list_changed_configs(config, defaults)):
+        try:
+            changed_model = read_model_config(changed)
+            same_rows = model.positions == changed_model.positions
+            if same_rows and not find_model_differences(model, changed_model):
+                logits = compute_their_logits(changed, weights)
+                assert logits is None or torch.equal(logits, expected_logits), change
+                outcomes["without effect"] += 1
+                continue
+            (folder / "config.json").write_text(json.dumps(changed))
+            imported = folders.import_model(folder, tmp_path / f"own-{number}")
+        except UserError:
+            outcomes["refused"] += 1
+            continue
+        if compute_their_logits(changed, weights) is not None:
+            assert_same_logits(imported.checkpoint, folder)
+            outcomes["read"] += 1
+    assert min(outcomes.values()) > 1, outcomes
+
+
+BFLOAT16 = {"torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True}
+LIKE_LLAMA = {
+    **{**BFLOAT16, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02},
+    **{"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "rope_theta": 1e6},
+}
+QWEN = {**LIKE_LLAMA, "rms_norm_eps": 1e-6, "use_sliding_window": False, "vocab_size": 151936}
+PUBLISHED_DEEPSEEK = {
+    **{**LIKE_LLAMA, "attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10000},
+    **{"aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "seq_aux": True},
+    **{"pretraining_tp": 1, "max_position_embeddings": 163840, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536},
+    **{"num_attention_heads": 128, "num_key_value_heads": 128, "n_group": 8},
+}
+PUBLISHED_YARN = {
+    **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+    **{"original_max_position_embeddings": 4096, "type": "yarn"},
+}
+PUBLISHED = {
+    "gpt2": {
+        **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"]},
+        **{"attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256},
+        **{"initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2"},
+        **{"n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
+        **{"resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1},
+        **{"summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True},
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    },
+    "Llama 3.1": {
+        **{**LIKE_LLAMA, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        **{"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "hidden_size": 4096},
+        **{"intermediate_size": 14336, "max_position_embeddings": 131072, "rope_theta": 5e5},
+        **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8},
+        **{"rms_norm_eps": 1e-05, "vocab_size": 128256},
+        "rope_scaling": {
+            **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            **{"original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        },
+    },
+    "Mistral": {
+        **{**LIKE_LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+        **{"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768},
+        **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8},
+        **{"rms_norm_eps": 1e-05, "sliding_window": 4096, "vocab_size": 32000},
+    },
+    "Ministral": {
+        **{**LIKE_LLAMA, "architectures": ["MinistralForCausalLM"], "model_type": "ministral"},
+        **{"hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 32768},
+        **{"num_attention_heads": 32, "num_hidden_layers": 4, "num_key_value_heads": 8},
+        **{"rms_norm_eps": 1e-05, "sliding_window": 32768, "vocab_size": 131072, "head_dim": 128},
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+    "Mixtral": {
+        **{**LIKE_LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        **{"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768},
+        **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8},
+        **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
+        **{"rms_norm_eps": 1e-05, "router_aux_loss_coef": 0.02, "sliding_window": None},
+        "vocab_size": 32000,
+    },
+    "Qwen2.5": {
+        **{**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+        **{"hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072},
+        **{"max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28},
+        **{"num_key_value_heads": 4, "sliding_window": 131072, "use_mrope": False},
+    },
+    "Qwen3": {
+        **{**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+        **{"attention_bias": False, "head_dim": 128, "hidden_size": 4096, "rope_scaling": None},
+        **{"intermediate_size": 12288, "max_position_embeddings": 40960, "sliding_window": None},
+        **{"max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36},
+        "num_key_value_heads": 8,
+    },
+    "Qwen3 MoE": {
+        **{**QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+        **{"attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048},
+        **{"intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48},
+        **{"mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True},
+        **{"num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8},
+        **{"num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False},
+        **{"rope_scaling": None, "router_aux_loss_coef": 0.001, "sliding_window": None},
+    },
+    "DeepSeek V2": {
+        **{**PUBLISHED_DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"]},
+        **{"model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 5120},
+        **{"intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160},
+        **{"n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6},
+        **{"num_hidden_layers": 60, "routed_scaling_factor": 16.0, "scoring_func": "softmax"},
+        **{"topk_group": 3, "topk_method": "group_limited_greedy", "vocab_size": 102400},
+        "rope_scaling": {**PUBLISHED_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV2Config",
+            "AutoModel": "modeling_deepseek.DeepseekV2Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM",
+        },
+    },
+    "DeepSeek V3": {
+        **{**PUBLISHED_DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"]},
+        **{"model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_size": 7168},
+        **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256},
+        **{"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8},
+        **{"num_hidden_layers": 61, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
+        **{"topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280},
+        **{"rope_scaling": PUBLISHED_YARN, "num_nextn_predict_layers": 1},
+    },
+}
+"""Keys and values of `config.json` as their publishers wrote them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name):
+    model = read_model_config(PUBLISHED[name])
+    assert model.layers == PUBLISHED[name].get("num_hidden_layers", 12)
+
+
+def test_every_family_has_a_published_config():
+    assert {config["model_type"] for config in PUBLISHED.values()} == {*ARCHITECTURES}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"resid_scale": 2}, "llama: resid_scale=2: not known here, so the model may compute"),
+        ({"a": [1], "b\x1b": None}, r"llama: a=[1], 'b\x1b'=None: not known here"),
+        ({"is_causal": False}, "llama: is_causal=False is not supported, only True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1.0"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config={'quant_method': 'fp8'}: the weights are quantised, and only",
+        ),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "auto_map={'AutoModelForCausalLM': 'modeling_own.Own'} asks for code of the folder",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "mscale": 2.0}},
+            "rope_scaling.mscale=2.0 does not belong to rope_type='default'",
+        ),
+    ],
+)
+def test_nothing_in_a_config_is_ignored(keys, message):
+    with pytest.raises(UserError) as error:
+        read_model_config({**CONFIGS["llama"], **keys})
+    assert message in str(error.value)
+
+
+def test_two_names_of_one_key_agree():
+    config = {**CONFIGS["mixtral"], "num_experts": CONFIGS["mixtral"]["num_local_experts"]}
+    assert read_model_config(config).moe.experts == 4
+    with pytest.raises(UserError, match="num_experts=3 and num_local_experts=4 name the same"):
+        read_model_config({**config, "num_experts": 3})
+
+
+class Recorded(dict):
+    """Records which keys are read."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.keys_read = set()
+
+    def get(self, key, default=None):
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_read_is_in_the_list_of_keys(name):
+    from megaframe.checkpoint.convert.huggingface.families import _FAMILIES
+
+    family = PUBLISHED[name]["model_type"]
+    config = Recorded(check_family_keys(family, PUBLISHED[name]))
+    _FAMILIES[family].read(config)
+    assert config.keys_read <= FAMILY_KEYS[family].read
+
+
+def test_what_acts_in_training_alone_is_noted(tmp_path):
+    folder = write_small_folder(tmp_path / "theirs", "llama", attention_dropout=0.1)
+    imported = folders.import_model(folder, tmp_path / "own")
+    (note,) = imported.notes
+    assert note == "attention_dropout=0.1 acts in training alone, and is not taken over"
