@@ -21,12 +21,13 @@ class RunView:
 
     Attributes:
         config: The whole config.
-        step: The last step that is done; before a step, the step that begins.
-        metrics: The newest metrics that all ranks have summed up, by name: `loss`, `grad_norm`,
-            `lr`, `eval_loss` and whatever else was recorded; `a/b` is key b of the object a of
-            `metrics.jsonl`.
-        metrics_step: The step of these metrics: two before `step`, or three on a GPU, because
-            nothing waits for them; 0 while there are none.
+        step: The step that a call is about: the one that begins, or whose numbers or evaluation
+            are known; in `after_save` the last one that is done.
+        metrics: The newest metrics that all ranks have summed up, by name: `loss` (NaN if no token
+            of the step has a label), `grad_norm`, `lr`, `eval_loss` and whatever else was recorded;
+            `a/b` is key b of the object a of `metrics.jsonl`.
+        metrics_step: The step of these metrics. In `after_step` it is `step`; at other times an
+            earlier one, because nothing waits for them. 0 while there are none.
     """
 
     config: RunConfig
@@ -34,15 +35,15 @@ class RunView:
     note: Callable[[str], None]
     """Print a line, and put it into the run log."""
     stop: Callable[[str], None]
-    """Ask the run to stop, for the given reason. All ranks stop after the same step, one or two
-    steps later, with a checkpoint and exit status 0."""
+    """Ask the run to stop, for the given reason. All ranks stop after the same step, a few steps
+    later, with a checkpoint and exit status 0."""
     step: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_step: int = 0
 
     def record(self, name: str, value: float) -> None:
-        """Put a number into the line of the step in `metrics.jsonl`, as `callbacks.CALLBACK.NAME`.
-        Of several in one step the last one stays.
+        """Put a number into the line of `step` in `metrics.jsonl`, as `callbacks.CALLBACK.NAME`; in
+        `after_save`, into that of the next step. Of several in one step the last one stays.
 
         Args:
             name: Without a slash.
@@ -58,8 +59,10 @@ class Callback:
         """Called before step `run.step`."""
 
     def after_step(self, run: RunView) -> None:
-        """Called after step `run.step`, whose own numbers are not known yet, and after its
-        evaluation."""
+        """Called once for each step, in order, when all ranks know its numbers: `run.metrics` are
+        those of step `run.step`, its evaluation included. No step waits for them, so it is called
+        when the next step is done (on a GPU the one after that), for the last steps before a
+        checkpoint or the end of the run also earlier."""
 
     def after_evaluation(self, run: RunView, values: Mapping[str, float]) -> None:
         """Called after the evaluation that follows step `run.step`, unless no token of it has a

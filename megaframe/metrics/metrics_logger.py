@@ -40,6 +40,8 @@ CountBytes = Callable[[], Mapping[str, int]]
 StepValues = Mapping[str, Any]
 """The values of a step, the same on all ranks except for those recorded as `last`, and its number
 as `step`."""
+ObserveStep = Callable[[StepValues], Mapping[str, float]]
+"""Takes the values of a step, and returns what else its line is to have, by name."""
 
 
 class MetricsLogger:
@@ -90,6 +92,7 @@ class MetricsLogger:
             lambda ends: self._timer.time_messages(ends, free.get(ends, 0.0)),
         )
         self._records = StepRecords()
+        self._observe: ObserveStep = lambda values: {}
         self._unreduced: deque[tuple[int, StepRecords, StepTimeline]] = deque()
         self._in_flight: tuple[int, PendingReduction] | None = None
         self._sinks: list[Sink] = []
@@ -108,6 +111,11 @@ class MetricsLogger:
         for sink in self._sinks:
             if isinstance(sink, PrometheusSink):
                 self.note(f"the latest line is at {sink.address}")
+
+    def observe_steps(self, observe: ObserveStep) -> None:
+        """Call a function for each step, once and in order, when its values are known and before
+        its line is written."""
+        self._observe = observe
 
     def start_step(self) -> None:
         """Start the clock of the first step. Every later step starts where the one before it ended,
@@ -235,12 +243,14 @@ class MetricsLogger:
             return []
         step, reduction = flight
         values = reduction.wait()
+        step_values = {**values, "step": step}
+        added = self._observe(step_values)
         if self._sinks:
             written = {name: values[name] for name in values if not name.startswith(_AGREED)}
-            line = self._make_line(step, written)
+            line = self._make_line(step, {**written, **added})
             for sink in self._sinks:
                 sink.write(line)
-        return [{**values, "step": step}]
+        return [step_values]
 
     def _make_line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Return the line of a step. What else was recorded follows the named keys. Raises

@@ -1,4 +1,5 @@
-"""Calls the callbacks of a run (`run.callbacks`) at the points of a step where the trainer says so.
+"""Calls the callbacks of a run (`run.callbacks`) at the points of a step where the trainer says so,
+and for each step whose metrics have become known.
 
 Only the first rank has callbacks. What they can do to the run, ending it, is a number among the
 step's metrics, which all ranks read when these have been reduced: so they stop after the same step,
@@ -8,8 +9,9 @@ and nothing waits for a callback's decision.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -53,7 +55,10 @@ class CallbackRunner:
         self._is_first = mesh.rank == 0
         self.stopping = False
         self._saved: deque[int] = deque()  # filled by the thread that saves
+        self._added: dict[str, float] | None = None
+        """What callbacks record of a step whose metrics they are given; None at other times."""
         self.load_state(states)
+        metrics.observe_steps(self._take_metrics)
 
     def load_state(self, states: CallbackStates) -> None:
         """Make the callbacks anew, at a start and when the run goes back to a checkpoint.
@@ -121,10 +126,9 @@ class CallbackRunner:
                 lambda callback, run: callback.after_evaluation(run, values),
             )
 
-    def after_step(self) -> None:
+    def end_step(self) -> None:
         """Call at the end of a step, before its metrics are reduced."""
         self._tell_of_saves()
-        self._call(f"after step {self._step}", lambda callback, run: callback.after_step(run))
         if self._config.run.callbacks:
             self._metrics.record(_STOP, float(self._request is not None), "max")
 
@@ -142,18 +146,19 @@ class CallbackRunner:
 
         return add_save
 
-    def take_metrics(self, step_values: Sequence[StepValues]) -> Sequence[StepValues]:
-        """Take metrics that all ranks have reduced, and return them.
-
-        Args:
-            step_values: Of one step each, oldest first.
-        """
-        for values in step_values:
-            self.stopping |= bool(values.get(_STOP))
-            shown = {name: values[name] for name in values if not name.startswith("agreed/")}
-            for _, run in self._callbacks.values():
-                run.metrics, run.metrics_step = shown, int(values["step"])
-        return step_values
+    def _take_metrics(self, values: StepValues) -> dict[str, float]:
+        """Give callbacks the metrics of a step, which all ranks have reduced. Returns what they
+        record of it."""
+        self.stopping |= bool(values.get(_STOP))
+        step, self._added = int(values["step"]), {}
+        # A step without labels has no loss; a callback that reads it need not know.
+        shown = {"loss": math.nan}
+        shown |= {name: values[name] for name in values if not name.startswith("agreed/")}
+        for _, run in self._callbacks.values():
+            run.metrics, run.metrics_step = shown, step
+        self._call(f"after step {step}", lambda callback, run: callback.after_step(run), step)
+        added, self._added = self._added, None
+        return added
 
     def finish(self) -> None:
         """Call when the last save is complete, at the end of the run."""
@@ -176,9 +181,12 @@ class CallbackRunner:
             lambda callback, run: callback.after_save(run, saved),
         )
 
-    def _call(self, when: str, call: Callable[[Callback, RunView], None]) -> None:
+    def _call(
+        self, when: str, call: Callable[[Callback, RunView], None], step: int | None = None
+    ) -> None:
+        """Call each callback. step: the one that it is about; None for the last one."""
         for name, (callback, run) in self._callbacks.items():
-            run.step = self._step
+            run.step = self._step if step is None else step
             # The watchdog names it if it takes longer than `faults.step_timeout`.
             self._progress.begin_activity(f"callback {name} {when}")
             with _name_errors(name, callback, when):
@@ -187,12 +195,17 @@ class CallbackRunner:
     def _record(self, name: str, key: str, value: float) -> None:
         if not key or "/" in key:
             raise ValueError(f"{key!r} cannot be recorded: a name has no slash")
-        self._metrics.record(f"callbacks/{name}/{key}", float(value), "last")
+        name, value = f"callbacks/{name}/{key}", float(value)
+        if self._added is None:
+            self._metrics.record(name, value, "last")
+        else:
+            self._added[name] = value
 
     def _ask_to_stop(self, name: str, reason: str) -> None:
         if self._request is None:
-            self._request = name, reason, self._step
-            self._metrics.note(f"step {self._step}: callback {name} asks the run to stop: {reason}")
+            step = self._callbacks[name][1].step
+            self._request = name, reason, step
+            self._metrics.note(f"step {step}: callback {name} asks the run to stop: {reason}")
 
 
 @contextmanager

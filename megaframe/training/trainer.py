@@ -22,7 +22,6 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
 from megaframe.metrics import StepTimer
 from megaframe.metrics.memory import explain_out_of_memory
-from megaframe.metrics.metrics_logger import StepValues
 from megaframe.metrics.sinks import set_metrics_aside, write_run_file
 from megaframe.resilience.downtime import DowntimeLedger
 from megaframe.resilience.recovery import FaultHandler
@@ -190,15 +189,11 @@ class Trainer:
         """Return whether the run is over: no steps are left, or it must leave, and the fault
         handler asks for no step to be run again."""
         over = self._is_leaving() or self._is_at_end()
-        return over and not self._judge(self.metrics.write_pending_steps())
+        return over and not self.fault_handler.judge_steps(self.metrics.write_pending_steps())
 
     def _is_leaving(self) -> bool:
         """Return whether a signal or a callback ends the run before its last step."""
         return bool(self.fault_handler.exit_signal) or self.callbacks.stopping
-
-    def _judge(self, step_values: Sequence[StepValues]) -> bool:
-        """Judge finished steps. Returns whether the run has gone back to a checkpoint."""
-        return self.fault_handler.judge_steps(self.callbacks.take_metrics(step_values))
 
     def _is_at_end(self) -> bool:
         return self.step >= self.config.train.steps
@@ -216,10 +211,10 @@ class Trainer:
             with self.metrics.time("evaluation"):
                 values = self._validator.evaluate(self.metrics, self.step)
             self.callbacks.after_evaluation(values)
-        self.callbacks.after_step()
+        self.callbacks.end_step()
         faults.begin(f"the end of step {self.step}")
         faults.record_step(self.step)
-        if self._judge(self.metrics.flush(self.step)):
+        if faults.judge_steps(self.metrics.flush(self.step)):
             return
         if self._lock is not None:
             self._lock.check()
@@ -230,7 +225,7 @@ class Trainer:
         if writer is not None:
             # The line of a step is written before its checkpoint is saved. Otherwise a run resumed
             # from the checkpoint could miss the line.
-            if self._judge(self.metrics.write_pending_steps()):
+            if faults.judge_steps(self.metrics.write_pending_steps()):
                 return
             faults.begin(f"the save after step {self.step}")
             with faults.time_save():

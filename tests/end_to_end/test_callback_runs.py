@@ -5,10 +5,13 @@ import io
 import json
 import math
 import re
+import signal
 
 import pytest
 from entry_runs import read_lines, read_losses, train
-from fault_runs import log, main, put_nan_in_weights
+from fault_runs import log, main, put_nan_in_weights, put_nan_once, send_signal
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from repo_copy import ROOT
 from tolerances import promised
 
@@ -31,17 +34,23 @@ def test_callbacks_are_called_in_order_with_metrics_of_a_known_step(pool, overri
     assert pool.run(2, main, overrides(**keys)) == [0, 0]
     calls, losses = read_calls(tmp_path / "run"), read_losses(tmp_path / "run")
     others = [call for call in calls if call[0] != "after_save"]
-    expected = []
-    for step in range(1, 7):
-        known = max(0, step - 2)
-        expected.append(["before_step", step, known])
-        if step % 3 == 0:
-            expected.append(["after_evaluation", step, known])
-        expected.append(["after_step", step, known])
-    # A save writes the lines of all steps before it, so more is known after it.
-    saved = {3: 2, 5: 4}
-    expected = [[m, s, saved.get(s, k)] for m, s, k in expected]
-    assert [call[:3] for call in others] == expected
+    # Metrics of a step are known when the next one is done, or before a save.
+    assert [call[:3] for call in others] == [
+        ["before_step", 1, 0],
+        ["before_step", 2, 0],
+        ["after_step", 1, 1],
+        ["after_step", 2, 2],
+        ["before_step", 3, 2],
+        ["after_evaluation", 3, 2],
+        ["before_step", 4, 2],
+        ["after_step", 3, 3],
+        ["after_step", 4, 4],
+        ["before_step", 5, 4],
+        ["before_step", 6, 4],
+        ["after_evaluation", 6, 4],
+        ["after_step", 5, 5],
+        ["after_step", 6, 6],
+    ]
     for _, _, known, loss, _ in calls:
         assert loss == (losses[known - 1] if known else None)
     lines = read_lines(tmp_path / "run")
@@ -54,17 +63,56 @@ def test_callbacks_are_called_in_order_with_metrics_of_a_known_step(pool, overri
     assert "told of the save of step 6" in log(tmp_path / "run")
 
 
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4, deadline=None
+)
+@given(
+    steps=st.integers(1, 9),
+    every=st.integers(0, 5),
+    eval_every=st.integers(0, 4),
+    cut=st.sampled_from(["", "stop", "signal", "nan"]),
+    at=st.integers(1, 9),
+)
+def test_metrics_of_each_step_come_once_and_in_order(
+    steps, every, eval_every, cut, at, pool, overrides, tmp_path_factory
+):
+    """However often a run saves and evaluates, and whether it is cut short and resumed, or goes
+    back to a checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    keys = {"run__dir": folder, "train__steps": steps, "train__eval_every": eval_every}
+    keys |= {"checkpoint__every": every, "checkpoint__resume": "latest"}
+    keys |= {"faults__non_finite": "roll_back" if every else "skip"}
+    keys |= name_callback(stop_at=at if cut == "stop" else 0)
+    faults = {"signal": (send_signal, 0, at, signal.SIGTERM), "nan": (put_nan_once, 0, at)}
+    pool.run(1, main, overrides(**keys), *faults.get(cut, ()))
+    if every:
+        pool.run(1, main, overrides(**keys))
+    lines, calls = read_lines(folder), read_calls(folder)
+    done = [line["step"] for line in lines]
+    assert done == [*range(1, len(done) + 1)] and (len(done) == steps or not every)
+    assert [line["callbacks"]["recording"]["steps"] for line in lines] == done
+    told = {}
+    for _, step, known, loss, _ in (call for call in calls if call[0] == "after_step"):
+        # Only a way back to a checkpoint repeats steps; they are then those of the lines.
+        assert known == step and (step == len(told) + 1 or cut == "nan")
+        told = {earlier: told[earlier] for earlier in told if earlier < step} | {step: loss}
+    assert [*told] == done
+    shown = [*told.values()]
+    assert [math.isnan(loss) for loss in shown] == [loss is None for loss in read_losses(folder)]
+    assert all(loss in (None, told[n]) for n, loss in enumerate(read_losses(folder), 1))
+
+
 def test_all_ranks_stop_after_the_same_step_with_a_checkpoint(pool, overrides, tmp_path):
     pool.run(1, train, overrides(run__dir=tmp_path / "whole"))
     keys = {"checkpoint__every": 100, **name_callback(stop_at=4)}
     assert pool.run(2, main, overrides(parallel__tensor=2, **keys)) == [0, 0]
     losses = read_losses(tmp_path / "run")
-    assert len(losses) == 5
+    assert len(losses) == 7
     text = log(tmp_path / "run")
     assert "step 4: callback recording asks the run to stop: enough is enough" in text
-    assert "after step 5 of 12 by callback recording in step 4: enough is enough" in text
+    assert "after step 7 of 12 by callback recording in step 4: enough is enough" in text
     assert "not this" not in text and "checkpoint.resume=latest" in text
-    # The callback remembers that it has asked; so the run goes on to its end, from step 5.
+    # The callback remembers that it has asked; so the run goes on to its end, from step 7.
     keys["checkpoint__resume"] = "latest"
     assert pool.run(2, main, overrides(parallel__pipeline=2, **keys)) == [0, 0]
     assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
@@ -75,7 +123,7 @@ def test_all_ranks_stop_after_the_same_step_with_a_checkpoint(pool, overrides, t
 @pytest.mark.slow
 def test_a_stop_without_checkpoints_saves_nothing(pool, overrides, tmp_path):
     assert pool.run(1, main, overrides(**name_callback(stop_at=2))) == [0]
-    assert len(read_losses(tmp_path / "run")) == 3
+    assert len(read_losses(tmp_path / "run")) == 5
     assert "nothing: checkpoint.every=0 saves no step" in log(tmp_path / "run")
 
 
@@ -85,8 +133,8 @@ def test_callbacks_go_back_with_the_run(pool, overrides, tmp_path):
     assert pool.run(2, main, overrides(**keys), put_nan_in_weights, 1, 6) == [0, 0]
     text, lines = log(tmp_path / "run"), read_lines(tmp_path / "run")
     assert "continuing from the checkpoint of step 4" in text
-    assert [line["callbacks"]["recording"]["steps"] for line in lines] == [*range(1, 8)]
-    # Step 6 was undone with what was asked in it, and asked again.
+    assert [line["callbacks"]["recording"]["steps"] for line in lines] == [*range(1, 9)]
+    # What was asked after step 6 was undone with it, and asked again.
     assert text.count("asks the run to stop") == 2
 
 
