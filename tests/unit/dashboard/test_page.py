@@ -207,7 +207,7 @@ def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
 def test_what_is_written_arrives(visit, tmp_path):
     all_lines = list(make_lines(60))
     run = write(tmp_path / "run", all_lines[:20])
-    server = DashboardServer(RunSet([run]))
+    server = DashboardServer(RunSet([tmp_path]))
     server.start()
     try:
         assert server.address.startswith("http://127.0.0.1:")
@@ -219,6 +219,11 @@ def test_what_is_written_arrives(visit, tmp_path):
         wait_until(tab, "document.querySelector('#loss .plot').data[0].x.length === 60")
         tab.locator("#events summary").click()
         wait_until(tab, "document.querySelector('#events').innerText.includes('step 50')")
+        (run / "run.log").write_text("a late line\n")
+        wait_until(tab, "document.querySelector('#log').innerText.includes('a late line')")
+        write(tmp_path / "trial", all_lines[:5])
+        wait_until(tab, "document.querySelector('h1').innerText === 'run, trial'")
+        wait_until(tab, "document.querySelectorAll('#runs .list label').length === 2")
         base = server.address.split("?")[0]
         for wrong, status in (("", 403), ("?token=no", 403), ("data", 403)):
             with pytest.raises(urllib.error.HTTPError) as refused:

@@ -42,6 +42,20 @@ def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, mon
     assert "predicted for cpu" in page
 
 
+def test_a_folder_of_runs_is_a_page_of_all_of_them_and_no_run(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("plotly")
+    for rate in ("1e-3", "3e-3"):
+        write(tmp_path / "sweep" / f"lr={rate}", make_lines(5), {"optim": {"lr": rate}})
+    run_tool(monkeypatch, tmp_path / "sweep")
+    page = (tmp_path / "sweep/dashboard.html").read_text()
+    assert f"wrote {tmp_path / 'sweep/dashboard.html'}" in capsys.readouterr().out
+    assert all(f'"name":"lr={rate}"' in page for rate in ("1e-3", "3e-3"))
+    with pytest.raises(SystemExit) as ended:
+        run_tool(monkeypatch, tmp_path)
+    assert ended.value.code == 2
+    assert "it is not a run folder" in capsys.readouterr().err
+
+
 def test_a_run_in_no_project_has_nowhere_to_send_its_page(tmp_path, monkeypatch, capsys):
     folder = write(tmp_path / "run", make_lines(3))
     with pytest.raises(SystemExit) as ended:
