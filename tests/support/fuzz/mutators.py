@@ -194,6 +194,11 @@ def change_file(draw, path):
                 if lines[at][:1] == "{"
                 else ""
             )
+        if draw.random() < 0.1:  # every line has a name of its own
+            late = (
+                '{"step": %d, "time": {"%d": 1}, "ranks": {"%d": [1]}, "prompt": "%d", "text": ""}'
+            )
+            lines += [late.replace("%d", str(step)) for step in range(100, 10_000)]
         path.write_text("\n".join(lines) + "\n")
     elif kind == ".safetensors":
         size = struct.unpack("<Q", data[:8])[0]
