@@ -24,12 +24,9 @@ PALETTES = {
 _ORDER = (
     "compute", "optimizer", "communication/data", "bubble", "communication/tensor", "other",
     "communication/pipeline", "evaluation", "checkpoint", "data", "communication/expert",
-    "communication/context",
+    "communication/world",
 )  # fmt: skip
-_SAME = {
-    "kernels": "compute", "work": "compute", "samples": "compute",
-    "stragglers": "communication/context",
-}  # fmt: skip
+_SAME = {"kernels": "compute", "work": "compute", "samples": "compute"}
 """Names that take the colour of another one, which no chart has as well."""
 _SIZE = 12
 
@@ -50,7 +47,7 @@ def assign_colours(names: Iterable[str], order: Sequence[str] = ()) -> dict[str,
     }
     wanted = {name: _strip_prefix(name) for name in names}
     for name in sorted(wanted, key=lambda name: (wanted[name] not in fixed, name)):
-        first = fixed.get(wanted[name], crc32(name.encode()) % _SIZE)
+        first = fixed.get(wanted[name], crc32(wanted[name].encode()) % _SIZE)
         taken = set(colours.values())
         choices = [(first + place) % _SIZE for place in range(_SIZE)]
         while not (free := [choice for choice in choices if choice not in taken]):

@@ -13,7 +13,11 @@ from megaframe.dashboard.run_folder import RunFolder, get_config_value
 
 _PEAK = "ranks/memory_bytes"
 RANKS = 160
-"""Maximum number of ranks of a run that a page shows; more are thinned out."""
+"""Maximum number of ranks of a run that a page shows, and of its sources; more ranks are thinned
+out."""
+_MOST_KINDS = 32
+_MOST_LAYERS, _MOST_EXPERTS = 2_000, 1 << 12
+"""Rows that are set beside each other, and their longest; a hostile file has one of millions."""
 
 
 def build_bars(run: RunFolder) -> dict[str, Any]:
@@ -27,28 +31,32 @@ def build_bars(run: RunFolder) -> dict[str, Any]:
         }
     )
     if stages:
-        places = range(len(next(iter(stages.values()))))
-        bars["stages"] = _group([f"rank {i}" for i in places], stages)
+        bars["stages"] = _group_ranks(stages)
+    held = [name for name in rows if name.startswith("ranks/held/")][:_MOST_KINDS]
     kinds = _select_longest(
         {
-            name.removeprefix("ranks/held/"): history.last / 2**30
-            for name, history in rows.items()
-            if name.startswith("ranks/held/") or name == _PEAK
+            name.removeprefix("ranks/held/"): rows[name].last / 2**30
+            for name in (*held, *([_PEAK] if _PEAK in rows else []))
         }
     )
     peak = kinds.pop(_PEAK, None)
     if kinds:
         if peak is not None:
             kinds["the rest at its peak"] = np.maximum(0.0, peak - sum(kinds.values()))
-        starts = list_bucket_starts(len(next(iter(kinds.values()))), RANKS)
-        thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
-        bars["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
+        bars["memory_ranks"] = _group_ranks(kinds)
     if "sources" in rows:
         counts, names = rows["sources"].last, _list_source_names(run)
         if len(names) != len(counts):
-            names = [f"source {i}" for i in range(len(counts))]
-        bars["sources"] = _group(names, {"samples": counts})
+            names = [f"source {i}" for i in range(min(len(counts), RANKS))]
+        bars["sources"] = _group(names[:RANKS], {"samples": counts[:RANKS]})
     return bars
+
+
+def _group_ranks(kinds: Mapping[str, Floats]) -> dict[str, Any]:
+    """Return a bar for each rank, or for the fullest of its neighbours if there are too many."""
+    starts = list_bucket_starts(len(next(iter(kinds.values()))), RANKS)
+    thinned = {kind: np.maximum.reduceat(row, starts) for kind, row in kinds.items()}
+    return _group([f"rank {i}" for i in starts], thinned)
 
 
 def _select_longest(rows: Mapping[str, Floats]) -> dict[str, Floats]:
@@ -106,7 +114,7 @@ def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> d
     layers = sorted((n for n in rows if n.startswith("experts/tokens/")), key=_read_last_number)
     if layers:
         step = rows[layers[0]].steps[-1]
-        tokens = [rows[name].last for name in layers]
+        tokens = [rows[name].last[:_MOST_EXPERTS] for name in layers[:_MOST_LAYERS]]
         width = max(map(len, tokens))
         tokens = [np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in tokens]
         table = np.stack([row / (np.nanmean(row) or 1.0) for row in tokens])

@@ -289,7 +289,7 @@ def test_every_series_of_a_chart_has_its_own_colour_that_stays_with_its_name(vis
     assert colours["many", "time"]["compute"] != colours["many", "time"]["communication/world"]
     for series, colour in colours["few", "time"].items():
         assert colours["many", "time"][series] == colour
-    for axis in ("data", "tensor", "pipeline", "context", "expert"):
+    for axis in ("data", "tensor", "pipeline", "expert", "world"):
         assert colours["many", "bytes"][axis] == colours["many", "time"][f"communication/{axis}"]
 
 

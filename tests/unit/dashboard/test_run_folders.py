@@ -459,3 +459,16 @@ def test_links_in_a_run_folder_show_no_file_of_the_reader(tmp_path):
     assert "Zq8" not in json.dumps(data) + text
     for name in ("config.yaml", "environment.json"):
         assert f"{name} cannot be read and is ignored" in run.notes
+
+
+def test_rows_of_any_length_and_number_are_a_page_of_bounded_size(tmp_path):
+    long = [1.0] * 50_000
+    line = next(make_lines(1))
+    line |= {"stages": {"work": long, "bubble": long}, "sources": long}
+    line["experts"] = {"tokens": {"0": long} | {str(n): [1.0] for n in range(1, 2000)}}
+    line["ranks"] = {"held": {str(n): [1.0] * 4 for n in range(1500)}, "memory_bytes": [9.0] * 4}
+    _, data, _ = show_run(write(tmp_path / "run", [line]))
+    assert len(json.dumps(data)) < 2_000_000
+    assert len(data["bars"]["stages"]["places"]) == len(data["bars"]["sources"]["places"]) == 160
+    assert len(data["heat"]["experts"]["z"]) == 160 and len(data["heat"]["experts"]["z"][0]) == 512
+    assert len(data["bars"]["memory_ranks"]["kinds"]) == 33
