@@ -37,6 +37,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 from megaframe.io.regular_file import write_file
+from megaframe.io.run_files import RUN_ID_FILE
 from megaframe.io.untrusted import read_file
 
 _LONG_WAIT = 1.0
@@ -44,8 +45,6 @@ _LONG_WAIT = 1.0
 _GRACE_SECONDS = 10.0
 """Seconds that a save in progress may still take at an in-process restart."""
 _RUN_ID_BYTES = 64
-_RUN_ID_FILE = "run-id"
-"""File in the run folder with the id that marks the run's copies in memory."""
 
 
 class CheckpointManager:
@@ -60,6 +59,7 @@ class CheckpointManager:
         self._writer: CheckpointWriter | None = None
         self._memory_writer: PeerMemoryWriter | None = None
         self._notes: list[str] = []
+        self._last_saved: int | None = None
         self._agreements = 0
         if config.checkpoint.memory_every:
             self._memory_group = mesh.make_control_group()
@@ -224,6 +224,8 @@ class CheckpointManager:
                 f"{getattr(self._config.checkpoint, key)} saves more often than saves finish"
             )
         writer.save(step, slices, state)
+        if writer is self._writer:
+            self._last_saved = step
 
     def report_failures(self, note: Callable[[str], None]) -> None:
         """Report the saves that have failed since the last call."""
@@ -254,6 +256,19 @@ class CheckpointManager:
             if self._writer is not None or not leaving:
                 self._memory_writer.close()
 
+    def list_missing(self) -> list[str]:
+        """Return what is missing after `finish`, as part of a sentence, on the first rank: whether
+        somebody has deleted the checkpoint that was just saved."""
+        if self._writer is None or self._mesh.rank or self._last_saved is None:
+            return []
+        try:
+            steps = {step_of(path) for path in list_checkpoints(self.root)}
+        except OSError:  # a store that does not answer now has said before that it has it
+            return []
+        if self._last_saved in steps:
+            return []
+        return [f"the checkpoint of step {self._last_saved} is gone from {self.root}"]
+
     def wait_briefly(self) -> None:
         """Before an in-process restart, wait until the save in progress on this rank is complete or
         has failed, at most `_GRACE_SECONDS` seconds: it may be waiting for a rank that has not
@@ -271,7 +286,7 @@ class CheckpointManager:
     def _run_id(self, group: Group, *, create: bool = False) -> str | None:
         """Return, on all ranks, the run id that the group's first rank reads from the run folder,
         None if there is none. With `create`, that rank writes a new id if there is no valid one."""
-        path, run_id = self._run_folder / _RUN_ID_FILE, None
+        path, run_id = self._run_folder / RUN_ID_FILE, None
         if group.index == 0:
             with suppress(OSError):
                 content = read_file(path, _RUN_ID_BYTES, inside=self._run_folder)

@@ -11,6 +11,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig
+from megaframe.io.output_files import OutputFiles
 from megaframe.io.regular_file import open_append
 from megaframe.io.run_files import LOG_FILE, METRICS_FILE
 from megaframe.io.untrusted import escape_unprintable
-from megaframe.metrics.sinks import Line, make_write_error, replace_nonfinite
+from megaframe.metrics.sinks import Line, open_growing, replace_nonfinite
 from megaframe.metrics.totals import RunTotals
 
 _RECENT_STEPS = 50
@@ -35,7 +37,7 @@ class ConsoleSink:
     ending: may be set to names and texts that the summary shows last.
     """
 
-    def __init__(self, config: RunConfig, start_step: int) -> None:
+    def __init__(self, config: RunConfig, start_step: int, files: OutputFiles) -> None:
         self._config = config
         self._folder = Path(config.run.dir)
         self._start_step = start_step
@@ -44,11 +46,8 @@ class ConsoleSink:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._run, self._since = RunTotals(), RunTotals()
         self.ending: Sequence[tuple[str, str]] = ()
-        try:
-            log = open_append(self._folder / LOG_FILE, inside=self._folder)
-            self._log = io.TextIOWrapper(log, encoding="utf-8")
-        except OSError as error:
-            raise make_write_error(self._folder / LOG_FILE, error) from None
+        self._log = open_growing(files, LOG_FILE)
+        self._can_print = True
 
     def note(self, text: str) -> None:
         """Print a text that is not the line of a step."""
@@ -56,15 +55,12 @@ class ConsoleSink:
 
     def log_detail(self, text: str) -> None:
         """Put a text that few users need into the run log only."""
-        try:
-            print(text, file=self._log, flush=True)
-        except OSError as error:
-            raise make_write_error(self._folder / LOG_FILE, error) from None
+        self._log.append(f"{text}\n".encode(errors="backslashreplace"))
 
     def write(self, line: Line) -> None:
         step, last = line["step"], self._config.train.steps
         if self._config.meter.console == "json":
-            print(json.dumps(replace_nonfinite(line), allow_nan=False), flush=True)
+            self._show(json.dumps(replace_nonfinite(line), allow_nan=False))
         self._run.add(line)
         self._since.add(line)
         self._recent.append(line["seconds"])
@@ -95,7 +91,6 @@ class ConsoleSink:
             places = f"{self._folder}: {', '.join(files)}"
             rows = [*self._run.summarize(self._start_step), ("files", places), *self.ending]
             self._print(format_table("Summary", rows), {"summary": dict(rows)})
-        self._log.close()
 
     def _format_cells(self, line: Line) -> list[str]:
         # The oldest is left out, because the first step of a run includes warm-up.
@@ -122,24 +117,34 @@ class ConsoleSink:
         """
         text, how = escape_unprintable(text), self._config.meter.console
         if how == "lines" or (how == "quiet" and json_form is not None):
-            print(text, flush=True)
+            self._show(text)
         elif how == "json" and json_form is not None:
-            print(json.dumps(json_form), flush=True)
+            self._show(json.dumps(json_form))
         self.log_detail(text)
+
+    def _show(self, text: str) -> None:
+        """Print a text. A full disk under the output, or a closed pipe, does not end the run."""
+        try:
+            print(text, flush=True)
+            self._can_print = True
+        except OSError as error:
+            if self._can_print:
+                self.log_detail(f"warning: standard output takes no more lines: {error.strerror}")
+            self._can_print = False
 
 
 def print_note(config: RunConfig, text: str) -> None:
-    """Print a note of a rank that has no sink, and append it to the run log."""
+    """Print a note of a rank that has no sink, and append it to the run log, if that is there."""
     text = escape_unprintable(text)
     output = json.dumps({"note": text}) if config.meter.console == "json" else text
-    print(output, flush=True)
     folder = Path(config.run.dir)
-    path = folder / LOG_FILE
-    try:
-        with open_append(path, inside=folder) as log:
-            log.write(f"{text}\n".encode())
-    except OSError as error:
-        raise make_write_error(path, error) from None
+    with suppress(OSError):
+        print(output, flush=True)
+    with suppress(OSError):
+        # The first rank makes the log, also again if it was deleted.
+        if (folder / LOG_FILE).exists():
+            with open_append(folder / LOG_FILE, inside=folder) as log:
+                log.write(f"{text}\n".encode())
 
 
 def choose_column_widths(steps: int) -> dict[str, int]:

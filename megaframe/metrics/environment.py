@@ -16,23 +16,25 @@ import torch
 from megaframe import __version__
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, read_local_world_size
+from megaframe.io.output_files import OutputFiles
 from megaframe.io.run_files import ENVIRONMENT_FILE
-from megaframe.metrics.sinks import write_run_file
 from megaframe.ops import cpu_attention, matmul
 from megaframe.parameters.parameter import PRECISIONS
 
 
-def write_environment(config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any]) -> None:
+def write_environment(
+    files: OutputFiles, config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any]
+) -> None:
     """Write the environment into the run folder, over that of an earlier process.
 
     Args:
+        files: Those of the run.
         config: The config of the run.
         mesh: The mesh of its ranks.
         kernels: Which are used, and why not faster ones.
     """
     environment = {**describe_environment(config, mesh), "kernels": kernels}
-    text = json.dumps(environment, indent=1) + "\n"
-    write_run_file(Path(config.run.dir), ENVIRONMENT_FILE, text)
+    files.write(ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
 
 
 def describe_environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:

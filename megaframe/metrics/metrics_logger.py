@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
+from megaframe.io.output_files import OutputFiles
 from megaframe.metrics.console import ConsoleSink, print_note
 from megaframe.metrics.environment import write_environment
 from megaframe.metrics.flops import count_flops
@@ -59,6 +61,7 @@ class MetricsLogger:
         count_bytes: CountBytes = dict,
         kernels: Mapping[str, Any] | None = None,
         opening: Sequence[str] = (),
+        files: OutputFiles | None = None,
     ) -> None:
         """Open the sinks on the first rank, and print the first lines.
 
@@ -72,6 +75,7 @@ class MetricsLogger:
             count_bytes: Returns the bytes on this rank by kind.
             kernels: Which are used, for the environment.
             opening: Lines to print first.
+            files: Those of the run, for the first rank; None to make them.
 
         Raises:
             UserError: A sink cannot be opened.
@@ -83,8 +87,11 @@ class MetricsLogger:
         self._breakdown = StepBreakdown(
             config, mesh, lambda: read_memory_metrics(count_bytes(), mesh.device)
         )
-        self._trace = Tracer(config, mesh, self._timer, start_step)
-        self._profiler = Profiler(config, mesh, start_step)
+        self._files: OutputFiles | None = None
+        if mesh.rank == 0:
+            self._files = files or OutputFiles(Path(config.run.dir))
+        self._trace = Tracer(config, mesh, self._timer, start_step, self._files)
+        self._profiler = Profiler(config, mesh, start_step, self._report_missing)
         self._start = start_step
         free = measure_idle_links(config, mesh)
         mesh.charge_waits(
@@ -97,10 +104,10 @@ class MetricsLogger:
         self._in_flight: tuple[int, PendingReduction] | None = None
         self._sinks: list[Sink] = []
         self._console: ConsoleSink | None = None
-        if mesh.rank == 0:
-            self._sinks = open_sinks(config, start_step)
-            write_environment(config, mesh, kernels or {})
-            self._console = ConsoleSink(config, start_step)
+        if self._files is not None:
+            self._sinks = open_sinks(config, start_step, self._files)
+            write_environment(self._files, config, mesh, kernels or {})
+            self._console = ConsoleSink(config, start_step, self._files)
             self._sinks.append(self._console)
         peak = find_device_peak(config, mesh)
         self._peak = peak
@@ -183,6 +190,9 @@ class MetricsLogger:
         written += self._write(previous)
         for sink in self._sinks:
             sink.flush()
+        if self._files is not None:
+            self._files.retry()
+            self._tell_of_files(self._files)
         return written
 
     def rewind(self, step: int) -> None:
@@ -215,28 +225,56 @@ class MetricsLogger:
         elif not any(coordinate[axis] for axis in ("tensor", "context", "data")):
             print_note(self._config, f"rank {self._mesh.rank}: {text}")
 
-    def close(self, ending: Sequence[tuple[str, str]] = ()) -> None:
+    def close(self, ending: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Write the last line and the summary, at the end of a run.
 
         A run that fails does not need this: what it has written is already on its way to the disk.
 
         Args:
             ending: Names and texts to add to the summary.
+
+        Returns:
+            What of the run's files is missing, a part of a sentence each; nothing on other ranks.
         """
         self._profiler.close()
         self._trace.close()
         self.write_pending_steps()
-        if self._console is not None:
-            self._console.ending = ending
-        for sink in self._sinks:
-            sink.close()
+        self._close_sinks()
+        if self._console is None or self._files is None:
+            return []
+        self._tell_of_files(self._files)
+        missing = self._files.list_missing()
+        self._console.ending = [*ending, *(("missing", text) for text in missing)]
+        self._console.close()
+        self._files.close()
+        return self._files.list_missing()
 
     def release(self) -> None:
         """Close what is open here, without the other ranks; another logger continues the run."""
         self._profiler.close()
+        self._close_sinks()
+        if self._files is not None:
+            self._files.close()
+
+    def _close_sinks(self) -> None:
+        """Close all sinks but the console, which prints the summary."""
         for sink in self._sinks:
-            if sink is not self._console:  # closing the console would print the summary
+            if sink is not self._console:
                 sink.close()
+
+    def _report_missing(self, text: str) -> None:
+        """Say that a file of this rank is missing for good, which the run survives."""
+        if self._files is not None:
+            self._files.report_missing(text)
+        else:
+            print_note(self._config, f"rank {self._mesh.rank}: warning: {text}; the run goes on")
+
+    def _tell_of_files(self, files: OutputFiles) -> None:
+        """Log what has happened to the run's files. If something has, look after all of them."""
+        if messages := files.take_messages():
+            files.retry()
+            for line in [*messages, *files.take_messages()]:
+                self.note(line)
 
     def _write(self, flight: tuple[int, PendingReduction] | None) -> list[StepValues]:
         if flight is None:
@@ -250,6 +288,8 @@ class MetricsLogger:
             line = self._make_line(step, {**written, **added})
             for sink in self._sinks:
                 sink.write(line)
+        if self._files is not None:
+            self._tell_of_files(self._files)
         return [step_values]
 
     def _make_line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:

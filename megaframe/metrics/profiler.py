@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
@@ -11,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.io.regular_file import make_folder
-from megaframe.metrics.sinks import make_write_error
 
 
 class Profiler:
@@ -21,9 +21,13 @@ class Profiler:
         config: The run.
         mesh: The mesh of its ranks.
         start_step: The step from which this process continues.
+        report: Called with what is missing if a profile cannot be written.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, start_step: int) -> None:
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, start_step: int, report: Callable[[str], None]
+    ) -> None:
+        self._report = report
         self._folder, self._rank = Path(config.run.dir) / "profile", mesh.rank
         self._steps = frozenset(config.meter.profile)
         self._activities = [ProfilerActivity.CPU]
@@ -46,7 +50,7 @@ class Profiler:
                     running.export_chrome_trace(str(written))
                     os.replace(written, path)
             except OSError as error:
-                raise make_write_error(path, error) from None
+                self._report(f"cannot write {path}: {error.strerror}")
         self._begin(step + 1)
 
     def close(self) -> None:

@@ -9,19 +9,22 @@ or hidden.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
+import socket
 import sys
-from collections.abc import Iterator, Mapping
-from functools import partial
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.io.regular_file import make_folder, open_append, replace_file, write_file
+from megaframe.io.output_files import GrowingFile, OutputFiles
+from megaframe.io.regular_file import replace_file
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
 from megaframe.io.wandb_run import InvalidWandbId, start_wandb_run
@@ -50,26 +53,26 @@ class Sink(Protocol):
         """Finish; nothing is written afterwards."""
 
 
-def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
+def open_sinks(config: RunConfig, start_step: int, files: OutputFiles) -> list[Sink]:
     """Return the sinks that the config asks for, set to continue after `start_step`.
+
+    Args:
+        config: The run.
+        start_step: The step from which this process continues.
+        files: Those of the run.
 
     Raises:
         UserError: If an extra is missing or the run folder cannot be used.
     """
-    folder = Path(config.run.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise make_write_error(folder, error) from None
-    sinks: list[Sink] = [JsonlSink(folder / METRICS_FILE, start_step)]
+    sinks: list[Sink] = [JsonlSink(files, start_step)]
     if config.meter.tensorboard:
-        sinks.append(TensorBoardSink(folder / "tensorboard", start_step))
+        sinks.append(TensorBoardSink(files, start_step))
     if config.meter.wandb is not None:
-        sinks.append(WandbSink(folder, config.meter.wandb, config, start_step))
+        sinks.append(WandbSink(files, config.meter.wandb, config, start_step))
     if config.meter.port is not None:
         from megaframe.metrics.prometheus import PrometheusSink
 
-        sinks.append(PrometheusSink(config.meter.port, folder.name))
+        sinks.append(PrometheusSink(config.meter.port, files.folder.name))
     return sinks
 
 
@@ -97,53 +100,48 @@ def make_write_error(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot write {path}: {error.strerror}; {advice}")
 
 
-def write_run_file(folder: Path, name: str, text: str) -> None:
-    """Write a file of a run folder anew, in place of what has this name.
-
-    Raises:
-        UserError: It cannot be written.
-    """
+def open_growing(files: OutputFiles, name: str) -> GrowingFile:
+    """Open a file of a run at its start. Raises `UserError` if it cannot be written then."""
     try:
-        write_file(folder / name, text, inside=folder)
+        return files.open_growing(name)
     except OSError as error:
-        raise make_write_error(folder / name, error) from None
+        raise make_write_error(files.folder / name, error) from None
 
 
 class JsonlSink:
     """Appends one JSON object per step, and hands each line to the operating system at once.
 
     JSON has no NaN and no infinity: these are written as null, like unknown values.
+
+    Args:
+        files: Those of the run.
+        start_step: The step from which this process continues.
+        name: Of the file in the run folder.
     """
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        self._path = path
-        self._open(start_step)
-
-    def _open(self, start_step: int) -> None:
+    def __init__(self, files: OutputFiles, start_step: int, name: str = METRICS_FILE) -> None:
+        self._files, self._path = files, files.folder / name
         try:
             truncate_metrics(self._path, start_step)
-            self._file = open_append(self._path, 0, inside=self._path.parent)
         except OSError as error:
             raise make_write_error(self._path, error) from None
+        self._file = open_growing(files, name)
 
     def write(self, line: Line) -> None:
-        text = (json.dumps(replace_nonfinite(line), allow_nan=False) + "\n").encode()
-        try:
-            # Unbuffered, so a line is one system call; a short write means that the disk is full.
-            if self._file.write(text) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise make_write_error(self._path, error) from None
+        text = json.dumps(replace_nonfinite(line), allow_nan=False) + "\n"
+        self._file.append(text.encode())
 
     def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
+        """Do nothing: nothing is buffered that could be written."""
 
     def rewind(self, step: int) -> None:
-        self._file.close()
-        self._open(step)
+        try:
+            self._file.change(lambda: truncate_metrics(self._path, step))
+        except (OSError, UserError) as error:  # the lines of steps that are undone stay
+            self._files.report_missing(f"{self._path} does not go back to step {step}: {error}")
 
     def close(self) -> None:
-        self._file.close()
+        """Do nothing: the files of a run are closed together."""
 
 
 def truncate_metrics(path: Path, step: int) -> None:
@@ -192,34 +190,59 @@ def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
 
 
 class TensorBoardSink:
-    """Event files in a folder of the run; a viewer hides a killed run's superfluous steps."""
+    """An event file in a folder of the run; a viewer hides a killed run's superfluous steps.
 
-    def __init__(self, folder: Path, start_step: int) -> None:
+    Events are written as records of TensorBoard into a file of the run, not by its writer, whose
+    thread ends at the first error.
+
+    Args:
+        files: Those of the run.
+        start_step: The step from which this process continues.
+    """
+
+    def __init__(self, files: OutputFiles, start_step: int) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            from torch.utils.tensorboard import summary
         except ImportError:
             raise _make_missing_extra_error("meter.tensorboard=true", "tensorboard") from None
-        try:
-            make_folder(folder)
-        except OSError as error:
-            raise make_write_error(folder, error) from None
-        self._open = partial(SummaryWriter, str(folder))
-        self._writer = self._open(purge_step=start_step + 1)
+        self._event, self._session, self._summary = Event, SessionLog, summary
+        now = time.time()
+        name = f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}"
+        names = (f"tensorboard/{name}.{number}" for number in count())
+        free = next(name for name in names if not os.path.lexists(files.folder / name))
+        self._make_writer = RecordWriter
+        self._file = open_growing(files, free)
+        self._add([Event(wall_time=now, file_version="brain.Event:2")])
+        self.rewind(start_step)
 
     def write(self, line: Line) -> None:
-        for name, value in flatten(line):
-            if name != "step":
-                self._writer.add_scalar(name, value, line["step"])
+        now, step = time.time(), line["step"]
+        self._add(
+            self._event(wall_time=now, step=step, summary=self._summary.scalar(name, value))
+            for name, value in flatten(line)
+            if name != "step"
+        )
 
     def flush(self) -> None:
-        self._writer.flush()
+        """Do nothing: nothing is buffered that could be written."""
 
     def rewind(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open(purge_step=step + 1)
+        """Have viewers hide what the folder has of later steps."""
+        start = self._session(status=self._session.START)
+        self._add([self._event(wall_time=time.time(), step=step + 1, session_log=start)])
 
     def close(self) -> None:
-        self._writer.close()
+        """Do nothing: the files of a run are closed together."""
+
+    def _add(self, events: Iterable[Any]) -> None:
+        """Append events at once, so that none of them can be torn."""
+        records = io.BytesIO()
+        writer = self._make_writer(records)
+        for event in events:
+            writer.write(event.SerializeToString())
+        self._file.append(records.getvalue())
 
 
 class WandbSink:
@@ -230,13 +253,16 @@ class WandbSink:
     workspace. `tools/dashboard.py RUN --upload` adds the whole page to the run.
 
     Args:
-        folder: The run folder.
+        files: Those of the run.
         project: Name of the project.
         config: The run, as the service shows it.
         start_step: The step from which this process continues.
     """
 
-    def __init__(self, folder: Path, project: str, config: RunConfig, start_step: int) -> None:
+    def __init__(
+        self, files: OutputFiles, project: str, config: RunConfig, start_step: int
+    ) -> None:
+        folder, self._files, self._has_failed = files.folder, files, False
         try:
             self._run = start_wandb_run(
                 folder, project, fresh=start_step == 0, config=config.model_dump(mode="json")
@@ -253,7 +279,12 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, line: Line) -> None:
-        self._run.log(dict(flatten(line)), step=line["step"])
+        try:
+            self._run.log(dict(flatten(line)), step=line["step"])
+        except Exception as error:  # whatever its client or its service raises
+            if not self._has_failed:
+                self._has_failed = True
+                self._report("takes no more lines", error)
 
     def flush(self) -> None:
         """Do nothing: wandb's own process writes what it was given, and outlives this one."""
@@ -262,7 +293,14 @@ class WandbSink:
         """Do nothing: the service keeps what it has of later steps."""
 
     def close(self) -> None:
-        self._run.finish()
+        try:
+            self._run.finish()
+        except Exception as error:
+            self._report("does not finish the run", error)
+
+    def _report(self, what: str, error: Exception) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self._files.report_missing(f"Weights & Biases {what}: {reason}")
 
 
 def _make_missing_extra_error(key: str, extra: str) -> UserError:

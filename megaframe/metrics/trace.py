@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
-from megaframe.metrics.sinks import write_run_file
+from megaframe.io.output_files import OutputFiles
 from megaframe.metrics.timers import StepTimeline, StepTimer
 from megaframe.schedule import ActionKind
 from megaframe.schedule.draw_trace import make_metadata_event, make_slice_event
@@ -36,10 +35,18 @@ class Tracer:
         mesh: The mesh of its ranks.
         timer: The timer of the steps.
         start_step: The step from which this process continues.
+        files: Those of the run, on the first rank.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, timer: StepTimer, start_step: int) -> None:
-        self._run = Path(config.run.dir)
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        timer: StepTimer,
+        start_step: int,
+        files: OutputFiles | None,
+    ) -> None:
+        self._files = files
         self._steps = {step for step in config.meter.trace if step > start_step}
         self._mesh, self._timer = mesh, timer
         self._splits: list[tuple[int, StepTimeline]] = []
@@ -83,7 +90,8 @@ class Tracer:
             if "ts" in event:
                 event["ts"] -= start * 1e6
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-        write_run_file(self._run, TRACE_FILE, text)
+        assert self._files is not None, "the first rank gathers"
+        self._files.write(TRACE_FILE, text)
 
 
 def _trace_slices(split: StepTimeline, step: int, base: Any, host: int) -> Iterator[Slice]:

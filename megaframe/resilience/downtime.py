@@ -18,10 +18,11 @@ from typing import Any
 
 from megaframe.distributed.fault_records import ENDED_FILE
 from megaframe.errors import UserError
-from megaframe.io.regular_file import delete_file, open_append
+from megaframe.io.output_files import GrowingFile, OutputFiles
+from megaframe.io.regular_file import delete_file
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
-from megaframe.metrics.sinks import make_write_error
+from megaframe.metrics.sinks import open_growing
 
 FAULTS = "faults"
 """Subfolder of the run folder for the ledger, stacks and other records of faults."""
@@ -39,13 +40,17 @@ class DowntimeLedger:
 
     Args:
         run: The folder of the run.
-        keep: True on the first rank only; on others the ledger counts and writes nothing.
+        files: Those of the run, on the first rank; on others the ledger counts and writes nothing.
         clock: Returns seconds since the epoch.
     """
 
-    def __init__(self, run: Path, *, keep: bool, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, run: Path, files: OutputFiles | None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._run, self._folder, self._clock = run, run / FAULTS, clock
-        self._keep = keep
+        self._files = files
+        self._file: GrowingFile | None = None
+        keep = files is not None
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._unwritten: defaultdict[str, float] = defaultdict(float)
         self._reached = 0
@@ -68,7 +73,7 @@ class DowntimeLedger:
 
     def add_lost_time(self, cause: str, seconds: float) -> None:
         """Add lost time to a cause (one of `CAUSES`)."""
-        if self._keep and seconds > 0:
+        if self._files is not None and seconds > 0:
             self._totals[cause] += seconds
             self._unwritten[cause] += seconds
             self._write({"event": "lost", "cause": cause, "seconds": seconds})
@@ -135,14 +140,11 @@ class DowntimeLedger:
         self.add_lost_time("restart", self._started - (min(ended) if ended else last_line))
 
     def _write(self, entry: dict[str, Any]) -> None:
-        if not self._keep:
+        if self._files is None:
             return
-        path = self._folder / LEDGER_FILE
-        try:
-            with open_append(path, inside=self._run) as file:
-                file.write((json.dumps({"at": self._clock(), **entry}) + "\n").encode())
-        except OSError as error:
-            raise make_write_error(path, error) from None
+        if self._file is None:
+            self._file = open_growing(self._files, f"{FAULTS}/{LEDGER_FILE}")
+        self._file.append((json.dumps({"at": self._clock(), **entry}) + "\n").encode())
 
 
 def find_last_saved(run: Path) -> tuple[int, int] | None:

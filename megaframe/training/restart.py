@@ -47,7 +47,7 @@ def train(
         nccl: What is set for groups over NCCL.
 
     Raises:
-        UserError: If another run has one of the folders.
+        UserError: If another run has one of the folders, or files are not complete at the end.
         Exception: What `Mesh` and `Trainer` raise.
     """
     if config.run.deterministic:
@@ -58,9 +58,11 @@ def train(
         allow_abort()  # torch's NCCL groups read it when they are made
     launcher, lock = LauncherProcess(), RunLock(list_written_folders(config))
     try:
-        _train(config, layout, notes, nccl, launcher, lock)
+        missing = _train(config, layout, notes, nccl, launcher, lock)
     finally:
         lock.release()
+    if missing:
+        raise UserError(f"training is done, but its files are not complete: {missing}")
 
 
 def _train(
@@ -70,7 +72,8 @@ def _train(
     nccl: NcclSettings | None,
     launcher: LauncherProcess,
     lock: RunLock,
-) -> None:
+) -> str:
+    """Run all attempts. Returns what is missing in the files of the run; empty for nothing."""
     restarts, last_step = 0, -1
     while True:
         mesh = Mesh(
@@ -93,8 +96,7 @@ def _train(
             trainer = Trainer(config, mesh, notes, launcher, lock)
             if _can_restart(config) and restarts < config.faults.restarts:
                 mesh.allow_restart(partial(_has_made_progress, mesh.progress, last_step))
-            trainer.run()
-            return
+            return trainer.run()
         except (Exception, KeyboardInterrupt) as error:
             # Over NCCL, what was received when a transfer was ended may cause any error.
             ended = mesh.progress.transfers_ended and isinstance(error, Exception)

@@ -15,6 +15,7 @@ from megaframe.config import RunConfig
 from megaframe.data.loader import Loader
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
+from megaframe.io.output_files import OutputFiles
 from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.metrics.expert_load import ExpertLoadMetrics
 from megaframe.metrics.run_summary import make_opening_lines
@@ -44,6 +45,7 @@ class StepMetrics:
         *,
         start_step: int = 0,
         previous_loss: float | None = None,
+        files: OutputFiles | None = None,
     ) -> None:
         """Open the sinks of metrics, and print the first lines of the run.
 
@@ -55,6 +57,7 @@ class StepMetrics:
             timer: Of the steps.
             start_step: Number of steps that the run has already done.
             previous_loss: The loss of the last of these steps, if it is known.
+            files: Those of the run, for the first rank; None to make them.
         """
         self._config, self._mesh = config, mesh
         self._sharded_parameters = train_step.sharded_parameters
@@ -80,6 +83,7 @@ class StepMetrics:
                 *make_opening_lines(config, mesh, specs, loader.sizes),
                 *train_step.describe_kernels(),
             ],
+            files=files,
         )
 
     def record(self, step: int, result: StepResult, samples: int, valid: int) -> None:

@@ -19,10 +19,11 @@ from megaframe.data.loader import Loader
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh
-from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
+from megaframe.io.output_files import OutputFiles
+from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE, RUN_ID_FILE, WANDB_ID_FILE
 from megaframe.metrics import StepTimer
 from megaframe.metrics.memory import explain_out_of_memory
-from megaframe.metrics.sinks import set_metrics_aside, write_run_file
+from megaframe.metrics.sinks import set_metrics_aside
 from megaframe.resilience.downtime import DowntimeLedger
 from megaframe.resilience.recovery import FaultHandler
 from megaframe.resilience.signals import (
@@ -70,7 +71,8 @@ class Trainer:
         self.config, self.mesh, self._lock = config, mesh, lock
         self.folder = Path(config.run.dir)
         check_same_extensions(config, mesh)
-        ledger = DowntimeLedger(self.folder, keep=mesh.rank == 0)
+        files = OutputFiles(self.folder) if mesh.rank == 0 else None
+        ledger = DowntimeLedger(self.folder, files)
         timer = StepTimer.make_for_device(mesh.device)
         self._build_step(timer)
         self.checkpointer = CheckpointManager(config, mesh)
@@ -94,6 +96,7 @@ class Trainer:
             timer,
             start_step=self.step,
             previous_loss=state.loss if state else None,
+            files=files,
         )
         self.metrics = self._step_metrics.logger
         log_start(
@@ -126,8 +129,10 @@ class Trainer:
             launcher or LauncherProcess(),
         )
         self.fault_handler.start_after(self.step, state)
-        if mesh.rank == 0:
-            write_run_file(self.folder, CONFIG_FILE, dump(config))
+        if files is not None:
+            files.write(CONFIG_FILE, dump(config))
+            for name in (RUN_ID_FILE, WANDB_ID_FILE):
+                files.keep(name)
 
     def _build_step(self, timer: StepTimer) -> None:
         """Build what computes a step and what feeds it. timer: of the steps."""
@@ -147,9 +152,13 @@ class Trainer:
         self.batches = Batches(self.loader, mesh.data_control_group, masked=masked)
         self._validator = Validator(config, mesh, self.loader, self.train_step.evaluate)
 
-    def run(self) -> None:
+    def run(self) -> str:
         """Train until `train.steps`, with evaluations and saves in between. If a callback asks the
-        run to stop earlier, saves a checkpoint; if a signal does, also raises `SystemExit`."""
+        run to stop earlier, saves a checkpoint; if a signal does, also raises `SystemExit`.
+
+        Returns:
+            What is missing in the files of the run, on the first rank; empty for nothing.
+        """
         with handle_signals(self.mesh.progress), self.fault_handler:
             try:
                 while not self._is_finished():
@@ -162,9 +171,10 @@ class Trainer:
                 raise explain_out_of_memory(self.mesh.rank, memory, device, self.folder) from error
             finally:
                 self.loader.close()
-        self.metrics.close([] if self._is_at_end() else self._describe_early_end())
+        missing = self.metrics.close([] if self._is_at_end() else self._describe_early_end())
         if self.fault_handler.exit_signal and not self._is_at_end():
             raise SystemExit(exit_status(self.fault_handler.exit_signal))
+        return "; ".join([*missing, *self.checkpointer.list_missing()])
 
     def _describe_early_end(self) -> list[tuple[str, str]]:
         """Return what the summary says about a run that a signal or a callback has ended."""

@@ -191,11 +191,11 @@ class PeerMemoryWriter(BackgroundCopier):
         sizes = all_gather(sizes, self._group).wait()
         with ExitStack() as stack:
             own_handle = None
-            try:
-                if own_file.path is not None:
+            if own_file.path is not None:
+                try:
                     own_handle = stack.enter_context(open(own_file.path, "rb"))
-            except OSError as error:  # somebody has deleted it; the peer still expects its bytes
-                failures.append(_describe_error(error, own_file.path, own_file.size))
+                except OSError as error:  # it was deleted; the peer still expects its bytes
+                    failures.append(_describe_error(error, own_file.path, own_file.size))
             incoming_files = {
                 rank: _IncomingFile(self._folder, step, rank, *sizes[rank].tolist())
                 for rank in self._peers.sources

@@ -166,12 +166,13 @@ def run_folder():
 
 def continue_metrics():
     """Begin a run again in a folder that has metrics."""
+    from megaframe.io.output_files import OutputFiles
     from megaframe.metrics.sinks import open_sinks, set_metrics_aside
     from megaframe.resilience.downtime import find_last_saved
 
     find_last_saved(Path("run"))
     config = RunConfig.model_validate({"run": {"dir": "run"}})
-    for sink in open_sinks(config, 30):
+    for sink in open_sinks(config, 30, OutputFiles(Path("run"))):
         sink.close()
     set_metrics_aside(Path("run/metrics.jsonl"))
 

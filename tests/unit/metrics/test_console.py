@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
+from megaframe.io.output_files import OutputFiles
 from megaframe.metrics.console import ConsoleSink, align, choose_column_widths, format_duration
 
 
@@ -40,7 +41,8 @@ def print_lines(tmp_path, capsys, monkeypatch):
     def show(lines, start=0, **keys):
         folder = tmp_path / "run [a]"
         folder.mkdir()
-        sink = ConsoleSink(RunConfig.model_validate({"run": {"dir": str(folder)}, **keys}), start)
+        config = RunConfig.model_validate({"run": {"dir": str(folder)}, **keys})
+        sink = ConsoleSink(config, start, OutputFiles(folder))
         sink.note("a [note]")
         for record in lines:
             sink.write(record)

@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from wandb_files import read_wandb_rows, without_wandb_key
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.io.output_files import OutputFiles
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.metrics.sinks import (
     JsonlSink,
@@ -43,7 +45,7 @@ def test_flat_names():
 
 def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
     path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path, 0)
+    sink = JsonlSink(OutputFiles(tmp_path), 0)
     sink.write(make_line(1, grad_norm=math.inf, more={"x": math.nan, "y": 2}))
     parsed = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert parsed == {**make_line(1), "grad_norm": None, "more": {"x": None, "y": 2}}
@@ -56,7 +58,7 @@ def test_a_resumed_run_continues_on_one_curve(tmp_path, written, start, torn):
     path.write_text("".join(json.dumps(make_line(step)) + "\n" for step in range(1, written + 1)))
     content = path.read_bytes()
     path.write_bytes(content + json.dumps(make_line(written + 1)).encode()[:torn])
-    sink = JsonlSink(path, start)
+    sink = JsonlSink(OutputFiles(tmp_path), start)
     for step in (start + 1, start + 2):
         sink.write(make_line(step))
     sink.close()
@@ -77,32 +79,36 @@ def test_a_file_that_is_no_metrics_file_is_refused_and_kept(tmp_path, foreign):
     content = b'{"step": 1}\n' + foreign + b'{"step": 2}\n'
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2, is not a JSON object"):
-        JsonlSink(path, 5)
+        JsonlSink(OutputFiles(tmp_path), 5)
     assert path.read_bytes() == content
     assert [item.name for item in tmp_path.iterdir()] == [METRICS_FILE]
 
 
-def test_a_full_disk_is_one_clear_message_and_mends_on_resume(tmp_path):
-    path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path, 0)
+def test_a_full_disk_loses_no_line_and_ends_nothing(tmp_path):
+    path, files = tmp_path / METRICS_FILE, OutputFiles(tmp_path)
+    sink = JsonlSink(files, 0)
     sink.write(make_line(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
     try:
-        with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: .*run\.dir"):
-            sink.write(make_line(2))
+        for step in (2, 3, 4):
+            sink.write(make_line(step))
+        (message,) = files.take_messages()
+        assert f"cannot write {path}: File too large; the run goes on" in message
+        assert "bytes could not be written (File too large)" in files.list_missing()[0]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    sink = JsonlSink(path, 2)
-    sink.write(make_line(2))
-    assert list_steps(path) == [1, 2]
+    sink.rewind(3)
+    sink.write(make_line(4, loss=0.0))
+    assert list_steps(path) == [1, 2, 3, 4] and not files.list_missing()
+    assert files.take_messages() == [f"{path} is written again"]
 
 
 def test_a_run_folder_that_cannot_be_one(tmp_path):
     (tmp_path / "file").write_text("")
     config = RunConfig.model_validate({"run": {"dir": str(tmp_path / "file" / "run")}})
     with pytest.raises(UserError, match="cannot write"):
-        open_sinks(config, 0)
+        open_sinks(config, 0, OutputFiles(Path(config.run.dir)))
 
 
 @pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
@@ -112,21 +118,21 @@ def test_a_missing_extra_is_named(tmp_path, extra, monkeypatch):
     module = "torch.utils.tensorboard" if extra == "tensorboard" else "wandb"
     monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(UserError, match=rf"meter\.{extra}=.* pip install 'megaframe\[{extra}\]'"):
-        open_sinks(config, 0)
+        open_sinks(config, 0, OutputFiles(Path(config.run.dir)))
 
 
 def test_tensorboard_shows_one_curve_after_a_resume(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for start, end, shift in ((0, 4, 100.0), (2, 5, 0.0)):  # the first was killed after step 4
-        sink = TensorBoardSink(tmp_path, start)
+        sink = TensorBoardSink(OutputFiles(tmp_path), start)
         for step in range(start + 1, end + 1):
             sink.write(make_line(step, shifted=step + shift))
         sink.close()
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert sorted(events.Tags()["scalars"]) == ["loss", "shifted", "time/data"]
     curve = {event.step: event.value for event in events.Scalars("shifted")}
     assert curve == {1: 101.0, 2: 102.0, 3: 3.0, 4: 4.0, 5: 5.0}
-    TensorBoardSink(tmp_path, 3).close()  # killed again before it wrote a step
+    TensorBoardSink(OutputFiles(tmp_path), 3).close()  # killed again before it wrote a step
     events.Reload()
     assert [event.step for event in events.Scalars("shifted")] == [1, 2, 3]
 
@@ -136,7 +142,7 @@ def test_a_damaged_wandb_id_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "wandb.id").write_text("../../x\n")
     with pytest.raises(UserError, match="holds no id"):
-        WandbSink(tmp_path, "project", RunConfig(), 1)
+        WandbSink(OutputFiles(tmp_path), "project", RunConfig(), 1)
 
 
 def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch):
@@ -145,7 +151,7 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
     rows = []
     for start in (0, 2):
         time.sleep(1.0 if start else 0.0)  # wandb's folder names have whole seconds
-        sink = WandbSink(tmp_path, "project", RunConfig(), start)
+        sink = WandbSink(OutputFiles(tmp_path), "project", RunConfig(), start)
         for step in (start + 1, start + 2):
             sink.write(make_line(step, loss_scale=65536.0))
         sink.close()

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from megaframe.io.output_files import OutputFiles
 from megaframe.resilience.downtime import CAUSES, LEDGER_FILE, DowntimeLedger
 from megaframe.resilience.stragglers import KINDS, SlowRank, find_slow_ranks
 
@@ -18,7 +19,7 @@ class SettableClock:
 
 def test_each_second_has_a_cause(tmp_path):
     clock = SettableClock()
-    ledger = DowntimeLedger(tmp_path, keep=True, clock=clock)
+    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock)
     clock.now += 2
     ledger.record_start(0)
     metrics = tmp_path / "metrics.jsonl"
@@ -33,7 +34,7 @@ def test_each_second_has_a_cause(tmp_path):
     with (tmp_path / "faults/ended.jsonl").open("w") as file:
         file.write(json.dumps({"at": clock.now, "text": "stuck"}) + "\n")
     clock.now += 15
-    resumed = DowntimeLedger(tmp_path, keep=True, clock=clock)
+    resumed = DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock)
     clock.now += 3
     resumed.record_start(5)
     clock.now += 1
@@ -53,16 +54,16 @@ def test_each_second_has_a_cause(tmp_path):
 
 def test_a_new_run_forgets_and_torn_lines_do_no_harm(tmp_path):
     clock = SettableClock()
-    DowntimeLedger(tmp_path, keep=True, clock=clock).record_start(0)
+    DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock).record_start(0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"st')
     with (tmp_path / "faults" / LEDGER_FILE).open("a") as file:
         file.write('{"seconds": ')
-    ledger = DowntimeLedger(tmp_path, keep=True, clock=clock)
+    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock)
     ledger.record_start(0)
     clock.now += 1
     assert ledger.record_step(3, 0.0)["repeat"] == 1
     (tmp_path / "metrics.jsonl").unlink()
-    ledger = DowntimeLedger(tmp_path, keep=True, clock=clock)
+    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock)
     ledger.record_start(0)
     assert ledger.record_step(1, 0.0) == dict.fromkeys(CAUSES, 0)
 

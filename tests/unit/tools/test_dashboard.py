@@ -12,6 +12,7 @@ from run_folders import make_lines, write
 from wandb_files import read_wandb_rows, without_wandb_key
 
 from megaframe.config import RunConfig, dump, load
+from megaframe.io.output_files import OutputFiles
 from megaframe.metrics.sinks import WandbSink
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +30,7 @@ def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, mon
     without_wandb_key(monkeypatch, tmp_path)
     folder = write(tmp_path / "run", make_lines(30), environment={"ranks": 1, "device": "CPU"})
     (folder / "config.yaml").write_text(dump(load(None, [*SMALL, "meter.wandb=project"])))
-    WandbSink(folder, "project", RunConfig(), 0).close()
+    WandbSink(OutputFiles(folder), "project", RunConfig(), 0).close()
     time.sleep(1.0)  # wandb's folder names have whole seconds
     run_tool(monkeypatch, folder, "--upload")
     assert "added the page" in capsys.readouterr().out
