@@ -109,6 +109,17 @@ class TrainConfig(Section):
     """Steps between evaluations on the validation split; 0 disables evaluation."""
     eval_samples: Positive = 64
     """Validation samples per evaluation, the same ones each time."""
+    sample_every: NonNegative = 0
+    """Steps between samples of text, which the model makes of `sample_prompts`; also at the end. 0:
+    none. They are in the run log, in samples.jsonl in the run folder, and where `meter` sends
+    metrics. Needs `data.tokenizer`."""
+    sample_prompts: tuple[str, ...] = ("",)
+    """sample_every: texts to continue; an empty one begins a new document."""
+    sample_tokens: Positive = 64
+    """sample_every: most tokens of a sample. Each is a forward pass over the whole text."""
+    sample_temperature: Annotated[float, Field(ge=0)] = 0.8
+    """sample_every: divides the scores that a token is drawn by; 0 takes the likeliest token. What
+    is drawn depends on `run.seed` and the step."""
 
 
 class KernelsConfig(Section):

@@ -22,6 +22,7 @@ _ADVICE = {
     "data": "steps wait for the loader: a larger data.prefetch, or token files on a local disk",
     "checkpoint": "saving delays steps: a larger checkpoint.every",
     "evaluation": "a larger train.eval_every or smaller train.eval_samples",
+    "sampling": "a larger train.sample_every, or fewer train.sample_tokens or prompts",
     "other": "time that no part claims: the host may be slower than the device; "
     "meter.trace=[STEP] shows where",
     "communication/tensor": "waits for tensor ranks: keep parallel.tensor within a node, make "

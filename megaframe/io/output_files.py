@@ -47,6 +47,7 @@ class GrowingFile:
 
     def __init__(self, path: Path, inside: Path, room: int = ROOM) -> None:
         self.path, self._inside, self._room = path, inside, room
+        os.makedirs(inside, exist_ok=True)
         self._file: BinaryIO = open_append(path, 0, inside=inside)
         self._waiting = bytearray()
         self._lost = 0
@@ -99,7 +100,7 @@ class GrowingFile:
             if self._waiting:
                 parts.append(f"{len(self._waiting):,} bytes could not be written ({self._fault})")
             if self._lost:
-                parts.append(f"{self._lost:,} records after them did not fit into memory")
+                parts.append(f"{self._lost:,} records did not fit into memory")
         return f"{self.path}: {', and '.join(parts)}" if parts else ""
 
     def close(self) -> None:
@@ -141,6 +142,7 @@ class GrowingFile:
     def _make_again(self) -> None:
         """Make the file again with what it had, which exists as long as it is open."""
         result = "has been made again, with all that it had"
+        os.makedirs(self._inside, exist_ok=True)
         try:
             with replace_file(self.path, inside=self._inside) as new:
                 for chunk in self._read_open_file():
@@ -236,6 +238,7 @@ class OutputFiles:
     def _write_whole(self, name: str) -> None:
         path = self.folder / name
         try:
+            os.makedirs(self.folder, exist_ok=True)
             write_file(path, self._kept[name], inside=self.folder)
         except OSError as error:
             if name not in self._unwritten:

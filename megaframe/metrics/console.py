@@ -21,9 +21,9 @@ from rich.table import Table
 from megaframe.config import RunConfig
 from megaframe.io.output_files import OutputFiles
 from megaframe.io.regular_file import open_append
-from megaframe.io.run_files import LOG_FILE, METRICS_FILE
+from megaframe.io.run_files import LOG_FILE, METRICS_FILE, SAMPLES_FILE
 from megaframe.io.untrusted import escape_unprintable
-from megaframe.metrics.sinks import Line, open_growing, replace_nonfinite
+from megaframe.metrics.sinks import Line, TextSample, open_growing, replace_nonfinite
 from megaframe.metrics.totals import RunTotals
 
 _RECENT_STEPS = 50
@@ -74,6 +74,12 @@ class ConsoleSink:
         if line.get("eval_loss") is not None:
             self._print(format_evaluation(line), None)
 
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Print samples, a line each."""
+        for sample in samples:
+            text = f"step {step}: {sample.prompt!r} goes on {sample.text!r}"
+            self._print(text, {"sample": {"step": step, **vars(sample)}})
+
     def flush(self) -> None:
         """Do nothing: every line is flushed when it is printed."""
 
@@ -86,6 +92,7 @@ class ConsoleSink:
         """Print the summary."""
         if self._run.steps:
             files = [METRICS_FILE, LOG_FILE]
+            files += [SAMPLES_FILE] * bool(self._config.train.sample_every)
             files += ["tensorboard"] * self._config.meter.tensorboard
             files += ["wandb"] * (self._config.meter.wandb is not None)
             places = f"{self._folder}: {', '.join(files)}"

@@ -29,7 +29,7 @@ from megaframe.metrics.peak_flops import find_device_peak
 from megaframe.metrics.profiler import Profiler
 from megaframe.metrics.prometheus import PrometheusSink
 from megaframe.metrics.records import MetricValue, PendingReduction, ReduceType, StepRecords
-from megaframe.metrics.sinks import Sink, open_sinks
+from megaframe.metrics.sinks import Sink, TextSample, open_sinks
 from megaframe.metrics.step_breakdown import StepBreakdown
 from megaframe.metrics.timers import Part, PartTimer, StepTimeline, StepTimer
 from megaframe.metrics.trace import Tracer
@@ -103,6 +103,7 @@ class MetricsLogger:
         self._unreduced: deque[tuple[int, StepRecords, StepTimeline]] = deque()
         self._in_flight: tuple[int, PendingReduction] | None = None
         self._sinks: list[Sink] = []
+        self._samples: dict[int, Sequence[TextSample]] = {}
         self._console: ConsoleSink | None = None
         if self._files is not None:
             self._sinks = open_sinks(config, start_step, self._files)
@@ -143,6 +144,10 @@ class MetricsLogger:
             how: How values of one step and of several ranks become one.
         """
         self._records.add(name, value, how)
+
+    def add_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Add samples of text of a step, which are written with its line."""
+        self._samples[step] = samples
 
     def flush(self, step: int) -> list[StepValues]:
         """End step `step`: start reducing its values, and write the line of the step before.
@@ -199,6 +204,7 @@ class MetricsLogger:
         """Forget everything about steps after `step`, from which the run continues."""
         self._start = step
         self._unreduced.clear()
+        self._samples.clear()
         self._in_flight = None
         self._records = StepRecords()
         self._timer.take()
@@ -283,11 +289,14 @@ class MetricsLogger:
         values = reduction.wait()
         step_values = {**values, "step": step}
         added = self._observe(step_values)
+        samples = self._samples.pop(step, ())
         if self._sinks:
             written = {name: values[name] for name in values if not name.startswith(_AGREED)}
             line = self._make_line(step, {**written, **added})
             for sink in self._sinks:
                 sink.write(line)
+                if samples:
+                    sink.write_samples(step, samples)
         if self._files is not None:
             self._tell_of_files(self._files)
         return [step_values]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
 from http import HTTPStatus
 
 from megaframe.errors import UserError
 from megaframe.io.http import LOOPBACK, PageServer
-from megaframe.metrics.sinks import Line, flatten
+from megaframe.metrics.sinks import Line, TextSample, flatten
 
 
 class PrometheusSink:
@@ -47,6 +48,9 @@ class PrometheusSink:
     def write(self, line: Line) -> None:
         """Serve this line from now on."""
         self._text = to_exposition_format(line, self._run).encode()
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Do nothing: Prometheus takes numbers only."""
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""

@@ -16,7 +16,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,12 +26,26 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.output_files import GrowingFile, OutputFiles
 from megaframe.io.regular_file import replace_file
-from megaframe.io.run_files import METRICS_FILE
+from megaframe.io.run_files import METRICS_FILE, SAMPLES_FILE
 from megaframe.io.untrusted import open_file
 from megaframe.io.wandb_run import InvalidWandbId, start_wandb_run
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """A text that the model has made during training.
+
+    Attributes:
+        prompt: What it was to continue; empty for a new document.
+        text: What follows the prompt.
+    """
+
+    prompt: str
+    text: str
+
 
 _ROWS = ("ranks", "experts/tokens")
 _LONGEST_LINE = 1 << 24
@@ -42,6 +57,9 @@ class Sink(Protocol):
 
     def write(self, line: Line) -> None:
         """Take one step's line."""
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Take the samples of text of a step, after its line."""
 
     def flush(self) -> None:
         """Return when everything that was written would survive the end of this process."""
@@ -65,6 +83,8 @@ def open_sinks(config: RunConfig, start_step: int, files: OutputFiles) -> list[S
         UserError: If an extra is missing or the run folder cannot be used.
     """
     sinks: list[Sink] = [JsonlSink(files, start_step)]
+    if config.train.sample_every:
+        sinks.append(SampleSink(files, start_step, SAMPLES_FILE))
     if config.meter.tensorboard:
         sinks.append(TensorBoardSink(files, start_step))
     if config.meter.wandb is not None:
@@ -131,6 +151,9 @@ class JsonlSink:
         text = json.dumps(replace_nonfinite(line), allow_nan=False) + "\n"
         self._file.append(text.encode())
 
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Do nothing: samples have a file of their own."""
+
     def flush(self) -> None:
         """Do nothing: nothing is buffered that could be written."""
 
@@ -142,6 +165,17 @@ class JsonlSink:
 
     def close(self) -> None:
         """Do nothing: the files of a run are closed together."""
+
+
+class SampleSink(JsonlSink):
+    """Appends one JSON object per sample of text."""
+
+    def write(self, line: Line) -> None:
+        """Do nothing: lines have a file of their own."""
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        for sample in samples:
+            super().write({"step": step, "prompt": sample.prompt, "text": sample.text})
 
 
 def truncate_metrics(path: Path, step: int) -> None:
@@ -225,6 +259,16 @@ class TensorBoardSink:
             if name != "step"
         )
 
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        self._add(
+            self._event(
+                wall_time=time.time(),
+                step=step,
+                summary=self._summary.text(f"samples/{number}", _format_markdown(sample)),
+            )
+            for number, sample in enumerate(samples)
+        )
+
     def flush(self) -> None:
         """Do nothing: nothing is buffered that could be written."""
 
@@ -279,8 +323,20 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, line: Line) -> None:
+        self._log(line["step"], lambda: dict(flatten(line)))
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        def make_table() -> Mapping[str, Any]:
+            import wandb
+
+            rows = [[step, sample.prompt, sample.text] for sample in samples]
+            return {"samples": wandb.Table(columns=["step", "prompt", "text"], data=rows)}
+
+        self._log(step, make_table)
+
+    def _log(self, step: int, make_values: Callable[[], Mapping[str, Any]]) -> None:
         try:
-            self._run.log(dict(flatten(line)), step=line["step"])
+            self._run.log(make_values(), step=step)
         except Exception as error:  # whatever its client or its service raises
             if not self._has_failed:
                 self._has_failed = True
@@ -301,6 +357,14 @@ class WandbSink:
     def _report(self, what: str, error: Exception) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__
         self._files.report_missing(f"Weights & Biases {what}: {reason}")
+
+
+def _format_markdown(sample: TextSample) -> str:
+    """Return a sample as Markdown that shows it as it is: the prompt, and the whole as a block."""
+    lines = f"{sample.prompt}{sample.text}".splitlines()
+    return "\n".join(
+        [f"prompt of {len(sample.prompt)} characters", "", *(f"    {x}" for x in lines)]
+    )
 
 
 def _make_missing_extra_error(key: str, extra: str) -> UserError:

@@ -16,13 +16,15 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Part = Literal["compute", "bubble", "optimizer", "data", "checkpoint", "evaluation", "other"]
+Part = Literal[
+    "compute", "bubble", "optimizer", "data", "checkpoint", "evaluation", "sampling", "other"
+]
 PARTS: tuple[Part, ...] = get_args(Part)
 """`bubble` is the time that a stage waits for the work of its neighbours; `other` is time that no
 timer claims. In addition there is `communication/AXES` for every set of axes: the waits for
 transfers over them."""
 COMMUNICATION = "communication/"
-_UNDIVIDED = ("checkpoint", "evaluation")
+_UNDIVIDED = ("checkpoint", "evaluation", "sampling")
 """Parts that are also charged with the waits within them."""
 _PIPELINE = f"{COMMUNICATION}pipeline"
 

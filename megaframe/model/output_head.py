@@ -95,8 +95,10 @@ class OutputHead(Module):
         )
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return fp32 logits of hidden states [..., hidden], for use without training."""
-        logits = (self.norm(x) @ self.weight.value.t()).float()
+        """Return logits, in at least fp32, of hidden states [..., hidden], for use without
+        training."""
+        logits = self.norm(x) @ self.weight.value.t()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.evaluation_options.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

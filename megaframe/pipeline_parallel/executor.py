@@ -124,15 +124,31 @@ class PipelineExecutor:
         """Run the forward passes without gradients. Returns the loss sum over this rank's valid
         tokens for each microbatch, fp64 [M]; zero on a rank without the head."""
         run = _ScheduleRun(self, schedule, microbatches)
+        self._run_forwards(schedule, run, run.evaluate)
+        return run.losses
+
+    def compute_hidden(
+        self, schedule: Schedule, microbatches: Sequence[Microbatch]
+    ) -> Mapping[int, Tensor]:
+        """Run the forward passes without gradients and without the head. Returns the stream after
+        the last block by microbatch, this rank's rows [rows, hidden]; empty on a rank without the
+        head."""
+        run = _ScheduleRun(self, schedule, microbatches)
+        self._run_forwards(schedule, run, run.compute_hidden)
+        return run.hidden
+
+    def _run_forwards(
+        self, schedule: Schedule, run: _ScheduleRun, forward: Callable[[Action], None]
+    ) -> None:
+        """Run a schedule of forward passes. forward: runs one of them."""
         for action in schedule.ranks[self.rank]:
             if action.kind is ActionKind.F:
-                run.evaluate(action)
+                forward(action)
             elif action.kind is ActionKind.SEND_F:
                 run.send(action)
             elif action.kind is ActionKind.RECV_F:
                 run.receive(action)
         self.wait_for_sends()
-        return run.losses
 
     def send(self, x: Tensor, rank: int) -> None:
         """Start sending a tensor to another rank of the pipeline, and keep it until it is sent."""
@@ -170,6 +186,7 @@ class _ScheduleRun:
     Attributes:
         losses: The loss sum of each microbatch, fp64 [M].
         mtp_loss: The loss sum of the tokens beyond the next one, fp64 scalar.
+        hidden: The stream after the last block by microbatch, if that is all that is computed.
         maxima: The largest magnitudes of the results of all passes.
     """
 
@@ -200,6 +217,7 @@ class _ScheduleRun:
         """Stages whose gradients are complete after their next backward pass."""
         self._num_forwards: Counter[int] = Counter()
         self.maxima: list[PassMaximum] = []
+        self.hidden: dict[int, Tensor] = {}
         zeros = partial(torch.zeros, dtype=torch.float64, device=executor.mesh.device)
         self.losses, self.mtp_loss = zeros(len(microbatches)), zeros(())
 
@@ -244,6 +262,17 @@ class _ScheduleRun:
         x = None if stage.plan.first else self._take(ActionKind.F, number, microbatch)
         y = stage.evaluate(self._microbatches[microbatch], x)
         self._finish_forward(stage, number, microbatch, y)
+
+    def compute_hidden(self, action: Action) -> None:
+        """Run a forward pass without gradients and without the head."""
+        number, microbatch = _unpack(action)
+        stage = self._executor.stages[number]
+        x = None if stage.plan.first else self._take(ActionKind.F, number, microbatch)
+        y = stage.compute_hidden(self._microbatches[microbatch], x)
+        if stage.plan.last:
+            self.hidden[microbatch] = y
+        else:
+            self._pass_on(ActionKind.F, number, microbatch, y, number + 1)
 
     def backward(
         self, action: Action, next_unit: Module | None, hand_over: HandOver | None = None

@@ -330,6 +330,15 @@ class Stage:
                 x = block(x, context, state)
         return x
 
+    @torch.no_grad()
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return the logits, in at least fp32, of hidden states [..., hidden] after the last block,
+        for this rank's part of the vocabulary. Only the last stage can."""
+        head = self.head
+        assert head is not None, "the last stage has the head"
+        with self._make_value_contexts([head])(head):
+            return head.compute_logits(x)
+
     def _offload_on(self, device: torch.device) -> ActivationOffload:
         """Return what offloads the inputs of recomputed blocks."""
         if self._offload is None:

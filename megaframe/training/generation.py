@@ -197,13 +197,16 @@ def sample(
             return
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | None, context: int) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | None, context: int, name: str = "--prompt"
+) -> list[int]:
     """Return the ids that a sample begins with.
 
     Args:
         tokenizer: Of the run.
         prompt: Text to continue; None begins a new document.
         context: Number of ids that the model sees.
+        name: The option or the config key that gives the prompt.
 
     Raises:
         UserError: The prompt has no token, or more tokens than the model sees.
@@ -214,17 +217,17 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, context: int) -> lis
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"--prompt is not valid text at character {error.start} ({error.reason}); give UTF-8"
+            f"{name} is not valid text at character {error.start} ({error.reason}); give UTF-8"
         ) from None
     ids = tokenizer.encode(prompt)
     if not ids:
         raise UserError(
-            f"--prompt {prompt!r} has no token; give some text, or leave --prompt out to begin a "
-            "new document"
+            f"{name} {prompt!r} has no token; give some text, or leave it out to begin a new "
+            "document"
         )
     if len(ids) > context:
         raise UserError(
-            f"--prompt has {len(ids)} tokens, and the model sees {context} (train.seq); leave out "
+            f"{name} has {len(ids)} tokens, and the model sees {context} (train.seq); leave out "
             f"{len(ids) - context} or more"
         )
     return ids

@@ -23,8 +23,9 @@ from megaframe.architecture.pipeline import build_forward_schedule, build_step_s
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
+from megaframe.data.microbatch import IGNORE, Microbatch, look_ahead, select_context_part
 from megaframe.data_parallel.sharded_parameters import ShardedParameters, TiedEmbedding
+from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
@@ -43,6 +44,7 @@ from megaframe.pipeline_parallel.nonfinite import PassMaximum
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.schedule import Action, Schedule, lower
 from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
+from megaframe.tensor_parallel.context import RowPartition
 from megaframe.training.cuda_graph import StepGraph, check_cuda_graph
 
 Timer = Callable[[Part], AbstractContextManager[object]]
@@ -236,6 +238,42 @@ class TrainStep:
         fp64 [M]; zero on a rank without the head."""
         schedule, _ = self._lower_schedule(len(microbatches), False)
         return self._executor.evaluate(schedule, self._select_context_parts(microbatches))
+
+    def predict(self, microbatches: Sequence[Microbatch], rows: int) -> Tensor | None:
+        """Predict the next token at some positions, without gradients. All ranks must call this,
+        and each with the same microbatches.
+
+        Args:
+            microbatches: Whole samples. The label of a position is the row of the result that is
+                its prediction, and `IGNORE` where none is asked for.
+            rows: Number of these positions in all microbatches.
+
+        Returns:
+            The logits, in at least fp32, [rows, vocabulary]; None on ranks without the head. They
+            are right on the first data rank; the others need not have any.
+        """
+        schedule, _ = self._lower_schedule(len(microbatches), False)
+        parts = self._select_context_parts(microbatches)
+        hidden_by_microbatch = self._executor.compute_hidden(schedule, parts)
+        if not hidden_by_microbatch:
+            return None
+        mesh, stage = self._mesh, self.stages[len(self.rank_of) - 1]
+        tensor, compute = mesh.group("tensor"), stage.precision.compute
+        wide = torch.promote_types(compute, torch.float32)
+        x = torch.zeros(rows, stage.config.model.hidden, dtype=wide, device=mesh.device)
+        for number, hidden in hidden_by_microbatch.items() if not mesh.coordinate["data"] else ():
+            labels = parts[number].labels_BS.flatten()
+            own = RowPartition(len(labels), tensor.size, tensor.index).select(labels, IGNORE)
+            asked = (own != IGNORE).nonzero().flatten()
+            x[own[asked]] = hidden[asked].to(wide)
+        # Each row comes from one rank, so sums with the zeros of all others are exact.
+        x = all_reduce(x, mesh.group("data_shard", "context", "tensor")).wait().to(compute)
+        own_logits = stage.compute_logits(x)
+        assert stage.head is not None
+        weight = stage.head.weight
+        logits = own_logits.new_zeros(rows, weight.spec.shape[0])
+        logits[:, weight.box.offset[0] :][:, : own_logits.shape[1]] = own_logits
+        return all_reduce(logits, tensor).wait()
 
     def _select_context_parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return this context rank's part of each microbatch."""

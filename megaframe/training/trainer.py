@@ -20,7 +20,13 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh
 from megaframe.io.output_files import OutputFiles
-from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE, RUN_ID_FILE, WANDB_ID_FILE
+from megaframe.io.run_files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    RUN_ID_FILE,
+    SAMPLES_FILE,
+    WANDB_ID_FILE,
+)
 from megaframe.metrics import StepTimer
 from megaframe.metrics.memory import explain_out_of_memory
 from megaframe.metrics.sinks import set_metrics_aside
@@ -40,6 +46,7 @@ from megaframe.training.extension_check import check_same_extensions
 from megaframe.training.run_checkpoint import RunCheckpoint
 from megaframe.training.start_notes import log_start
 from megaframe.training.step_metrics import StepMetrics
+from megaframe.training.text_samples import TextSampler
 from megaframe.training.train_step import StepResult, TrainStep
 from megaframe.training.validation import Validator, move_to_device
 
@@ -85,6 +92,7 @@ class Trainer:
         old_metrics = None
         if restored is None and mesh.rank == 0:
             old_metrics = set_metrics_aside(self.folder / METRICS_FILE)
+            set_metrics_aside(self.folder / SAMPLES_FILE)
         self._routines, routine_details, routine_notes = tune(
             config, state.routines if state else None, mesh
         )
@@ -151,6 +159,9 @@ class Trainer:
         masked = config.data.mask_eod or bool(config.data.transforms)
         self.batches = Batches(self.loader, mesh.data_control_group, masked=masked)
         self._validator = Validator(config, mesh, self.loader, self.train_step.evaluate)
+        self._text_sampler: TextSampler | None = None
+        if config.train.sample_every:
+            self._text_sampler = TextSampler(config, mesh, self.train_step)
 
     def run(self) -> str:
         """Train until `train.steps`, with evaluations and saves in between. If a callback asks the
@@ -221,6 +232,11 @@ class Trainer:
             with self.metrics.time("evaluation"):
                 values = self._validator.evaluate(self.metrics, self.step)
             self.callbacks.after_evaluation(values)
+        if self._text_sampler is not None and self._is_due(config.train.sample_every):
+            faults.begin(f"the samples after step {self.step}")
+            with self.metrics.time("sampling"):
+                samples = self._text_sampler.sample(self.step)
+            self.metrics.add_samples(self.step, samples)
         self.callbacks.end_step()
         faults.begin(f"the end of step {self.step}")
         faults.record_step(self.step)

@@ -39,6 +39,7 @@ from megaframe.validate.train import (
     find_compression_mistakes,
     find_loss_mistakes,
     find_precision_mistakes,
+    find_sample_mistakes,
 )
 
 
@@ -84,6 +85,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *find_compression_mistakes(config),
         *find_precision_mistakes(config.train),
         *find_loss_mistakes(config),
+        *find_sample_mistakes(config),
         *(find_graph_mistakes(config, sizes) if not axis_mistakes else ()),
         *find_learning_rate_mistakes(config.optim, config.train.steps),
         *find_optimizer_mistakes(config.optim),

@@ -57,6 +57,22 @@ def find_loss_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def find_sample_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield what samples of text lack."""
+    train = config.train
+    name = f"train.sample_every={train.sample_every}"
+    if train.sample_every and config.data.tokenizer is None:
+        yield (
+            f"{name} makes text, and data.tokenizer is not set; name the tokenizer of the token "
+            "files (KIND:PATH, or bytes), or use train.sample_every=0"
+        )
+    if train.sample_every and not train.sample_prompts:
+        yield (
+            f"{name} has nothing to continue: train.sample_prompts=[] is empty; use "
+            "train.sample_prompts=[''] to begin new documents, or train.sample_every=0"
+        )
+
+
 def _find_ramp_mistakes(
     ramp: BatchRampConfig, top: int, batch_unit: int, on_ranks: str
 ) -> Iterator[str]:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_runs import main, read_losses
+from entry_runs import read_losses
+from fault_runs import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

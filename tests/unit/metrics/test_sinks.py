@@ -18,10 +18,11 @@ from wandb_files import read_wandb_rows, without_wandb_key
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.output_files import OutputFiles
-from megaframe.io.run_files import METRICS_FILE
+from megaframe.io.run_files import METRICS_FILE, SAMPLES_FILE
 from megaframe.metrics.sinks import (
     JsonlSink,
     TensorBoardSink,
+    TextSample,
     WandbSink,
     flatten,
     open_sinks,
@@ -121,6 +122,33 @@ def test_a_missing_extra_is_named(tmp_path, extra, monkeypatch):
         open_sinks(config, 0, OutputFiles(Path(config.run.dir)))
 
 
+SAMPLES = [TextSample("", "a\nb é"), TextSample("four", "teen")]
+
+
+def test_samples_of_text_are_in_their_file_and_on_one_curve(tmp_path):
+    config = RunConfig.model_validate({"train": {"sample_every": 2}})
+    for start in (0, 2):  # killed after step 4, and continued after step 2
+        files = OutputFiles(tmp_path)
+        for sink in open_sinks(config, start, files):
+            for step in (start + 2, start + 4):
+                sink.write(make_line(step))
+                sink.write_samples(step, SAMPLES)
+        files.close()
+    lines = [json.loads(text) for text in (tmp_path / SAMPLES_FILE).read_text().splitlines()]
+    assert lines == [{"step": step, **vars(sample)} for step in (2, 4, 6) for sample in SAMPLES]
+    assert list_steps(tmp_path / METRICS_FILE) == [2, 4, 6]
+
+
+def test_tensorboard_shows_samples_of_text(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoardSink(OutputFiles(tmp_path), 0)
+    sink.write_samples(2, SAMPLES)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert sorted(events.Tags()["tensors"]) == [f"samples/{n}/text_summary" for n in (0, 1)]
+    (event,) = events.Tensors("samples/1/text_summary")
+    assert event.step == 2 and event.tensor_proto.string_val[0].decode().endswith("    fourteen")
+
+
 def test_tensorboard_shows_one_curve_after_a_resume(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for start, end, shift in ((0, 4, 100.0), (2, 5, 0.0)):  # the first was killed after step 4
@@ -154,6 +182,7 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
         sink = WandbSink(OutputFiles(tmp_path), "project", RunConfig(), start)
         for step in (start + 1, start + 2):
             sink.write(make_line(step, loss_scale=65536.0))
+            sink.write_samples(step, SAMPLES)
         sink.close()
     run_id = (tmp_path / "wandb.id").read_text().strip()
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
@@ -164,3 +193,4 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
     assert [row["_step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3]["loss"] == 2.5 and rows[3]["time/data"] == 0.5
     assert rows[0]["loss_scale"] == 65536.0 and "mfu" not in rows[0]
+    assert rows[3]["samples/nrows"] == len(SAMPLES)
