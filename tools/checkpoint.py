@@ -31,7 +31,7 @@ from megaframe.checkpoint import (
     open_checkpoint,
     parse_path,
 )
-from megaframe.checkpoint.inspect import compare_checkpoints, find_damage
+from megaframe.checkpoint.inspect import compare_checkpoints, describe_folder, find_damage
 from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.config import RunConfig
 from megaframe.config import load as load_config
@@ -62,6 +62,8 @@ def inspect(arguments: argparse.Namespace) -> int:
         tensors = checkpoint.tensors.values()
         files = {piece.file for tensor in tensors for piece in tensor.slices}
         print(f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files")
+        for line in describe_folder(checkpoint.path.parent):
+            print(line)
         _print(_make_summary_table(checkpoint))
         if arguments.tensors:
             _print(_make_tensor_table(checkpoint))

@@ -4,13 +4,14 @@ ones."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaframe.checkpoint.load import open_checkpoint
 from megaframe.checkpoint.manifest import MANIFEST
 from megaframe.checkpoint.stores.store import (
+    BEST,
     CHECKPOINT_NAME,
     POINTER,
     StorePath,
@@ -80,21 +81,23 @@ def list_checkpoints(root: StorePath) -> list[StorePath]:
     return [root / name for _, _, name in sorted(matches, reverse=True)]
 
 
-def read_pointer(root: StorePath) -> str | None:
-    """Return the unchecked contents of the file `latest`, or None if there is no such file."""
-    content = store_of(root).read_small_file(root / POINTER, _POINTER_BYTES)
+def read_pointer(root: StorePath, pointer: str = POINTER) -> str | None:
+    """Return the unchecked contents of the file `latest`, or of `best`, or None if there is no such
+    file."""
+    content = store_of(root).read_small_file(root / pointer, _POINTER_BYTES)
     return None if content is None else content.decode(errors="replace").strip()
 
 
-def move_pointer(root: StorePath, name: str, attempt: str) -> None:
+def move_pointer(root: StorePath, name: str, attempt: str, pointer: str = POINTER) -> None:
     """Let the file `latest` name a checkpoint.
 
     Args:
         root: The folder of checkpoints.
         name: Name of the checkpoint.
         attempt: Id of the save.
+        pointer: The file, if it is not `latest`.
     """
-    store_of(root).replace_file(root / POINTER, f"{name}\n".encode("ascii"), attempt)
+    store_of(root).replace_file(root / pointer, f"{name}\n".encode("ascii"), attempt)
 
 
 def retract_checkpoint(root: StorePath, bad: StorePath, before: str | None, attempt: str) -> None:
@@ -121,7 +124,12 @@ def retract_checkpoint(root: StorePath, bad: StorePath, before: str | None, atte
 
 
 def prune_checkpoints(
-    root: StorePath, written: StorePath, keep: int, every: int, attempt: str
+    root: StorePath,
+    written: StorePath,
+    keep: int,
+    every: int,
+    attempt: str,
+    best: Collection[str] = (),
 ) -> None:
     """Delete old checkpoints that are not in use.
 
@@ -131,6 +139,7 @@ def prune_checkpoints(
         keep: Number of checkpoints to keep: that one and the `keep - 1` newest others.
         every: Checkpoints whose steps are multiples of this are kept, too; 0: none.
         attempt: Id of the save.
+        best: Names of checkpoints that are kept, too.
     """
     store = store_of(root)
     checkpoints = list_checkpoints(root)
@@ -143,7 +152,7 @@ def prune_checkpoints(
         is_replaced = stem != path.name and stem in successors
         if not is_replaced and num_kept < keep:
             num_kept += 1
-        elif not is_replaced and every and step_of(path) % every == 0:
+        elif path.name in best or (not is_replaced and every and step_of(path) % every == 0):
             continue
         elif not store.is_in_use(path):
             store.remove_checkpoint(path, attempt)
@@ -166,15 +175,17 @@ def find_checkpoint(
 
     Args:
         root: The folder of the run's checkpoints.
-        resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
-            pointer in `root` names. If that is not intact, the newest intact one is returned; if
-            there is none yet, None is returned.
+        resume: `latest`, `best`, or what `locate_checkpoint` takes. `latest` means the checkpoint
+            that the pointer in `root` names. If that is not intact, the newest intact one is
+            returned; if there is none yet, None is returned.
         note: Called with the reason if the checkpoint asked for is not intact and another one is
             returned.
 
     Raises:
         UserError: As `locate_checkpoint`.
     """
+    if resume == BEST:
+        return locate_checkpoint(root / BEST, "checkpoint.resume", note)
     if resume != "latest":
         return locate_checkpoint(resume, "checkpoint.resume", note)
     try:
@@ -217,6 +228,8 @@ def list_latest_checkpoints(location: str | StorePath, key: str) -> LatestCheckp
     path = parse_path(location) if isinstance(location, str) else location
     store = store_of(path)
     try:
+        if path.name in (POINTER, BEST) and not store.is_folder(path):
+            return _follow_pointer(path, key)
         if not store.is_folder(path):
             raise UserError(f"{key}={path}: there is no such folder; it takes {ACCEPTED_PATHS}")
         if is_temporary(path.name):
@@ -229,6 +242,18 @@ def list_latest_checkpoints(location: str | StorePath, key: str) -> LatestCheckp
     except OSError as error:
         raise _make_unreachable_error(path, error) from None
     raise UserError(f"{key}={path}: there is no checkpoint in it; it takes {ACCEPTED_PATHS}")
+
+
+def _follow_pointer(path: StorePath, key: str) -> LatestCheckpoints:
+    """Return the checkpoint that FOLDER/best or FOLDER/latest stands for. Raises `UserError` if
+    there is none."""
+    for root in _list_candidate_folders(path.parent):
+        name = read_pointer(root, path.name)
+        for checkpoint in list_checkpoints(root) if name is not None else ():
+            if checkpoint.name == name:
+                return LatestCheckpoints((checkpoint,))
+    why = "; checkpoint.keep_best keeps one" if path.name == BEST else ""
+    raise UserError(f"{key}={path}: no checkpoint there is the {path.name} one{why}")
 
 
 def _list_candidate_folders(path: StorePath) -> Iterator[StorePath]:

@@ -13,17 +13,38 @@ from dataclasses import dataclass
 
 import torch
 
-from megaframe.checkpoint.load import Checkpoint, read_manifest
+from megaframe.checkpoint.best import read_evaluation_loss
+from megaframe.checkpoint.folder import list_checkpoints, read_pointer
+from megaframe.checkpoint.load import Checkpoint, open_checkpoint, read_manifest
 from megaframe.checkpoint.manifest import Manifest, SavedSlice
 from megaframe.checkpoint.shard_reader import ShardReader, SliceRequest, allocate_buffers
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import StorePath
+from megaframe.checkpoint.stores.store import BEST, POINTER, StorePath
 from megaframe.errors import UserError
 
 _THREADS = min(8, os.cpu_count() or 1)
 """Files verified at the same time. Reads and checksums release the GIL."""
 _MAX_NAMED_TENSORS = 3
 """Number of tensors named for a file that cannot be read at all."""
+
+
+def describe_folder(root: StorePath) -> Iterator[str]:
+    """Yield a line for each checkpoint in a folder whose step was evaluated: its loss, and what
+    points to it."""
+    try:
+        paths = list_checkpoints(root)
+        names = {pointer: read_pointer(root, pointer) for pointer in (POINTER, BEST)}
+    except OSError:  # a checkpoint that lies alone where nothing can be listed
+        return
+    for path in paths:
+        try:
+            with open_checkpoint(path) as checkpoint:
+                loss = read_evaluation_loss(checkpoint.state)
+        except UserError:
+            continue
+        marks = ", ".join(pointer for pointer, name in names.items() if name == path.name)
+        if loss is not None:
+            yield f"  {path.name}: evaluation loss {loss:.4f}{f' ({marks})' if marks else ''}"
 
 
 def find_damage(path: StorePath) -> Iterator[str]:

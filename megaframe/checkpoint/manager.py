@@ -164,6 +164,7 @@ class CheckpointManager:
                 store=mesh.store,
                 keep=config.checkpoint.keep,
                 keep_every=config.checkpoint.keep_every,
+                keep_best=config.checkpoint.keep_best,
                 read_back=config.checkpoint.read_back,
                 timeout=config.parallel.timeout,
                 saved=saved,

@@ -21,6 +21,7 @@ from pydantic import JsonValue
 from torch.distributed import Store
 
 from megaframe.checkpoint.background import BackgroundCopier, HostCopy
+from megaframe.checkpoint.best import BestCheckpoints
 from megaframe.checkpoint.coordinator import NEED, READ_BACK, WRITE, Message, SaveCoordinator
 from megaframe.checkpoint.folder import (
     move_pointer,
@@ -42,7 +43,7 @@ from megaframe.checkpoint.shard_file import (
 )
 from megaframe.checkpoint.shard_reader import ShardReader, verify_shard_file
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import StorePath, format_checkpoint_name, store_of
+from megaframe.checkpoint.stores.store import BEST, StorePath, format_checkpoint_name, store_of
 from megaframe.errors import UserError
 
 
@@ -76,6 +77,8 @@ class CheckpointWriter(BackgroundCopier):
         store: Of all ranks, which agree by it.
         keep: Number of newest checkpoints to keep (at least 1).
         keep_every: Checkpoints of steps that are multiples of it are kept for good; 0: none.
+        keep_best: Number of checkpoints with the lowest evaluation losses that are kept, too. The
+            best one is named by the file `best`.
         read_back: Read each checkpoint back and check it before older ones are deleted (in a
             store that cannot withdraw a checkpoint: before it is committed).
         timeout: Seconds to wait for another rank before a save is abandoned.
@@ -91,6 +94,7 @@ class CheckpointWriter(BackgroundCopier):
         store: Store,
         keep: int,
         keep_every: int = 0,
+        keep_best: int = 0,
         read_back: bool = True,
         timeout: float = 600.0,
         saved: Callable[[int], None] = lambda step: None,
@@ -111,6 +115,7 @@ class CheckpointWriter(BackgroundCopier):
         if rank == 0:
             with _explain_os_errors(f"cannot use {root} for checkpoints", root):
                 self._backend.prepare(root)
+                self._best = BestCheckpoints(root, keep_best)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
         """Start saving `slices` and `state` in the background.
@@ -167,7 +172,7 @@ class CheckpointWriter(BackgroundCopier):
                 if READ_BACK in self._phases:
                     self._read_back(coordinator, attempt, job, checkpoint, previous_name)
                 self._saved(job.step)
-                prune_checkpoints(self._root, checkpoint, self._keep, self._keep_every, attempt)
+                self._prune(job, checkpoint, attempt)
             failure = ""
         except Exception as error:
             failure = str(error) if isinstance(error, UserError) else repr(error)
@@ -176,6 +181,14 @@ class CheckpointWriter(BackgroundCopier):
             if failure:
                 self._backend.discard_draft(draft, attempt)
             coordinator.end_attempt(attempt, failure)
+
+    def _prune(self, job: _SaveJob, checkpoint: StorePath, attempt: str) -> None:
+        """Delete the checkpoints that are not kept, once the new one is complete."""
+        self._best.add(job.step, job.state)
+        best = self._best.list_names()
+        if best and best[0] != read_pointer(self._root, BEST):
+            move_pointer(self._root, best[0], attempt, BEST)
+        prune_checkpoints(self._root, checkpoint, self._keep, self._keep_every, attempt, best)
 
     def _read_back(
         self,

@@ -50,6 +50,7 @@ class TrainState(BaseModel):
         data: State of the loader.
         optimizer: State of the optimizer besides its tensors.
         loss, grad_norm: Of the last step, for comparison with the first step after a load.
+        eval_loss: Of the evaluation after the last step, if there was one.
         history: The judgement of earlier steps.
         extensions: The extensions that the run had loaded, and the hashes of their sources.
         callbacks: What the callbacks of the run remember, by name.
@@ -64,6 +65,7 @@ class TrainState(BaseModel):
     optimizer: OptimizerState
     loss: float
     grad_norm: float
+    eval_loss: float | None = None
     history: SpikeHistory = SpikeHistory()
     routines: CPURoutines = CPURoutines()
     extensions: dict[str, str] = {}

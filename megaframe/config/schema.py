@@ -213,6 +213,10 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
     keep_every: NonNegative = 0
     """Also keep for good the checkpoints of steps that are multiples of this; 0: none."""
+    keep_best: NonNegative = 0
+    """Also keep this many checkpoints with the lowest evaluation losses; the file `best` names the
+    first of them, and FOLDER/best stands for it. Needs `train.eval_every`, and counts checkpoints
+    of steps that are evaluated. 0: none."""
     read_back: bool = True
     """Read each checkpoint back from disk or store and check it before deleting older ones. Without
     it there is half as much I/O, but a storage fault goes unnoticed until the checkpoint is
@@ -229,8 +233,8 @@ class CheckpointConfig(Section):
     the node's ranks."""
     resume: str | None = None
     """`latest` resumes from the newest checkpoint in `folder`, or starts fresh if there is none
-    yet. Otherwise the path or URL of a checkpoint to resume from, or of a folder of checkpoints or
-    a run folder, whose latest is used."""
+    yet; `best` from the best one of `keep_best`. Otherwise the path or URL of a checkpoint to
+    resume from, or of a folder of checkpoints or a run folder, whose latest is used."""
     weights: str | None = None
     """Path or URL of a checkpoint to start a new run's weights from, or of a folder of checkpoints
     or a run folder, whose latest is used. If the run has experts and the checkpoint has none, each

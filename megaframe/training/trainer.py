@@ -159,6 +159,7 @@ class Trainer:
         masked = config.data.mask_eod or bool(config.data.transforms)
         self.batches = Batches(self.loader, mesh.data_control_group, masked=masked)
         self._validator = Validator(config, mesh, self.loader, self.train_step.evaluate)
+        self._evaluated: tuple[int, float | None] = (-1, None)
         self._text_sampler: TextSampler | None = None
         if config.train.sample_every:
             self._text_sampler = TextSampler(config, mesh, self.train_step)
@@ -231,6 +232,7 @@ class Trainer:
             faults.begin(f"the evaluation after step {self.step}")
             with self.metrics.time("evaluation"):
                 values = self._validator.evaluate(self.metrics, self.step)
+            self._evaluated = self.step, values.get("eval_loss")
             self.callbacks.after_evaluation(values)
         if self._text_sampler is not None and self._is_due(config.train.sample_every):
             faults.begin(f"the samples after step {self.step}")
@@ -298,12 +300,14 @@ class Trainer:
 
     def _save(self, writer: CheckpointWriter | PeerMemoryWriter) -> None:
         """Start a save of the last step."""
+        evaluated_step, eval_loss = self._evaluated
         state = TrainState(
             config=self.config,
             data=self.loader.state,
             optimizer=self.optimizer.read_state(),
             loss=self._step_metrics.reduce_loss(),
             grad_norm=self._step_metrics.read_grad_norm(),
+            eval_loss=eval_loss if evaluated_step == self.step else None,
             history=self.fault_handler.history.save(),
             routines=self._routines,
             extensions=list_loaded_extensions(),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megaframe.config.schema import CheckpointConfig, RunConfig
 from megaframe.config.url import find_url_mistake, is_url
-from megaframe.errors import find_nearest_multiples
+from megaframe.errors import find_nearest_divisors, find_nearest_multiples
 from megaframe.layout import Layout
 
 _API_KEY = re.compile("[0-9a-f]{40}")
@@ -25,6 +25,28 @@ def find_saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
         yield (
             f"checkpoint.keep_every={keep_every} is not a multiple of checkpoint.every={every}; "
             f"use {find_nearest_multiples(every, keep_every)}"
+        )
+
+
+def find_best_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message if `checkpoint.keep_best` has no evaluations of the steps that are saved."""
+    keep, every = config.checkpoint.keep_best, config.checkpoint.every
+    eval_every = config.train.eval_every
+    if keep and not every:
+        yield (
+            f"checkpoint.keep_best={keep} has no effect with checkpoint.every=0, which saves "
+            "nothing; leave it out"
+        )
+    elif keep and not eval_every:
+        yield (
+            f"checkpoint.keep_best={keep} compares evaluations, and train.eval_every=0 has none; "
+            f"use train.eval_every={every}, or checkpoint.keep_best=0"
+        )
+    elif keep and every % eval_every and eval_every % every:
+        yield (
+            f"checkpoint.keep_best={keep} compares steps that are saved and evaluated, and neither "
+            f"of checkpoint.every={every} and train.eval_every={eval_every} is a multiple of the "
+            f"other; use train.eval_every={find_nearest_divisors(every, eval_every)}"
         )
 
 

@@ -10,6 +10,7 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout, resolve_axis_sizes
 from megaframe.validate.blocks import find_block_mistakes
 from megaframe.validate.checkpoint import (
+    find_best_mistakes,
     find_checkpoint_url_mistakes,
     find_fault_mistakes,
     find_path_mistakes,
@@ -90,6 +91,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *find_learning_rate_mistakes(config.optim, config.train.steps),
         *find_optimizer_mistakes(config.optim),
         *find_saving_mistakes(config.checkpoint),
+        *find_best_mistakes(config),
         *(find_source_mistakes(config) if data else ()),
         *find_split_mistakes(config),
         *find_checkpoint_url_mistakes(config.checkpoint),

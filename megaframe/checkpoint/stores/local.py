@@ -18,6 +18,7 @@ from pathlib import Path
 from megaframe.checkpoint.manifest import MANIFEST
 from megaframe.checkpoint.stores.direct_io import DirectReadHandle, DirectWriteHandle
 from megaframe.checkpoint.stores.store import (
+    BEST,
     CHECKPOINT_NAME,
     LOCK_BYTES,
     POINTER,
@@ -83,7 +84,7 @@ class LocalStore(Store[Path]):
         for path in root.iterdir():
             if TEMPORARY_NAME.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-            elif re.fullmatch(rf"{POINTER}\.[0-9a-f]+\.tmp", path.name):
+            elif re.fullmatch(rf"({POINTER}|{BEST})\.[0-9a-f]+\.tmp", path.name):
                 path.unlink(missing_ok=True)
 
     def make_draft_path(self, root: Path, step: int, attempt: str) -> Path:

@@ -21,6 +21,8 @@ from megaframe.config.url import find_url_mistake, is_url
 from megaframe.errors import UserError
 
 POINTER = "latest"
+BEST = "best"
+"""File that names the checkpoint with the lowest evaluation loss, with `checkpoint.keep_best`."""
 LOCK = "lock"
 """The lock of a run on a folder that it writes (see `lock`)."""
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,12})(\.replaced)?")

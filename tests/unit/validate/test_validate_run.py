@@ -71,6 +71,15 @@ def test_a_sound_config_passes(overrides):
             "keep_every=10 is not a multiple of checkpoint.every=6; use 6 or 12",
         ),
         (
+            ["checkpoint.every=6", "checkpoint.keep_best=2"],
+            "keep_best=2 compares evaluations, and train.eval_every=0 has none; use "
+            "train.eval_every=6",
+        ),
+        (
+            ["checkpoint.every=6", "train.eval_every=4", "checkpoint.keep_best=2"],
+            "is a multiple of the other; use train.eval_every=3 or 6",
+        ),
+        (
             ["checkpoint.every=0", "checkpoint.keep_every=10"],
             "keep_every=10 has no effect with checkpoint.every=0",
         ),
