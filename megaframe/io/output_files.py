@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ _PAUSE = 20
 """A write that fails is tried again after this many times the seconds that it took, so that failing
 takes no more than a twentieth of the time of training."""
 _CHUNK = 1 << 20
+_WHOLE = "with all that they had"
 _KEPT_BYTES = 1 << 20
 """Most bytes of a whole file that are kept in memory, to make it again."""
 
@@ -54,6 +56,7 @@ class GrowingFile:
         self._fault = self._gap = ""
         self._next_try = 0.0
         self._messages: list[str] = []
+        self._made_again = ""
         self._lock = Lock()
 
     def append(self, record: bytes) -> None:
@@ -93,6 +96,12 @@ class GrowingFile:
             messages, self._messages = self._messages, []
         return messages
 
+    def take_restoration(self) -> str:
+        """Return how the file was made again since the last call; empty if it was not."""
+        with self._lock:
+            how, self._made_again = self._made_again, ""
+        return how
+
     def describe_missing(self) -> str:
         """Return what the file lacks, as part of a sentence; empty for nothing."""
         with self._lock:
@@ -110,6 +119,8 @@ class GrowingFile:
             self._file.close()
 
     def _write(self) -> None:
+        if self._file.closed:
+            return
         begin = time.monotonic()
         try:
             if not self._is_in_place():
@@ -141,7 +152,7 @@ class GrowingFile:
 
     def _make_again(self) -> None:
         """Make the file again with what it had, which exists as long as it is open."""
-        result = "has been made again, with all that it had"
+        self._made_again = _WHOLE
         os.makedirs(self._inside, exist_ok=True)
         try:
             with replace_file(self.path, inside=self._inside) as new:
@@ -149,11 +160,10 @@ class GrowingFile:
                     new.write(chunk)
         except _Unreadable:
             self._gap = "what it had is lost, since it was deleted or moved"
-            result = "has been made again, without what it had"
+            self._made_again = "without what they had"
         file = open_append(self.path, 0, inside=self._inside)
         self._file.close()
         self._file = file
-        self._messages.append(f"warning: {self.path} was deleted or moved; it {result}")
 
     def _read_open_file(self) -> Iterator[bytes]:
         try:
@@ -179,6 +189,7 @@ class OutputFiles:
         self._unwritten: dict[str, str] = {}
         self._missing: list[str] = []
         self._messages: list[str] = []
+        self._made_again: list[str] = []
 
     def open_growing(self, name: str) -> GrowingFile:
         """Open a file to append to it.
@@ -213,15 +224,39 @@ class OutputFiles:
             if name in self._unwritten:
                 self._write_whole(name)
             elif deleted:
-                self._messages.append(f"warning: {self.folder / name} was deleted; made again")
                 self._write_whole(name)
+                if name not in self._unwritten:
+                    self._made_again.append(name)
 
     def take_messages(self) -> list[str]:
-        """Return what the user should know since the last call."""
-        messages, self._messages = self._messages, []
-        for file in self._growing.values():
-            messages += file.take_messages()
+        """Return what the user should know since the last call. If there is anything, look after
+        all files first."""
+        messages, restored = self._collect()
+        if messages or restored:
+            self.retry()
+            more_messages, more_restored = self._collect()
+            messages += more_messages
+            for how, names in more_restored.items():
+                restored[how] += names
+        for how, names in restored.items():
+            messages.append(
+                f"warning: {', '.join(names)} in {self.folder} were deleted or moved, and have "
+                f"been made again, {how}"
+            )
         return messages
+
+    def _collect(self) -> tuple[list[str], defaultdict[str, list[str]]]:
+        """Return messages, and the names of files that were made again by how they were."""
+        messages, self._messages = self._messages, []
+        restored: defaultdict[str, list[str]] = defaultdict(list)
+        for name, file in self._growing.items():
+            messages += file.take_messages()
+            if how := file.take_restoration():
+                restored[how].append(name)
+        if self._made_again:
+            restored[_WHOLE] += self._made_again
+            self._made_again = []
+        return messages, restored
 
     def list_missing(self) -> list[str]:
         """Return what is missing in the folder now, a part of a sentence each."""

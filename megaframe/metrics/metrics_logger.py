@@ -276,11 +276,9 @@ class MetricsLogger:
             print_note(self._config, f"rank {self._mesh.rank}: warning: {text}; the run goes on")
 
     def _tell_of_files(self, files: OutputFiles) -> None:
-        """Log what has happened to the run's files. If something has, look after all of them."""
-        if messages := files.take_messages():
-            files.retry()
-            for line in [*messages, *files.take_messages()]:
-                self.note(line)
+        """Log what has happened to the run's files."""
+        for line in files.take_messages():
+            self.note(line)
 
     def _write(self, flight: tuple[int, PendingReduction] | None) -> list[StepValues]:
         if flight is None:
