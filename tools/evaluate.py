@@ -19,12 +19,13 @@ from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.config import RunConfig
 from megaframe.data.gpt_dataset import SPLITS
 from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
+from megaframe.data.token_file_record import TokenizerRecord, record_tokenizer
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.evaluation import Score, read_sequence, read_split, score
-from megaframe.training.generation import load_model, load_run_tokenizer
+from megaframe.training.generation import load_model, load_run_tokenizer, read_run_tokenizer
 
 _EPILOG = """\
 A text is jsonl, parquet or plain (also .gz, .zst), or a token file, PREFIX.bin, of which all
@@ -52,27 +53,39 @@ def main() -> None:
             precision=arguments.precision,
             device=arguments.device,
         )
+        record = read_run_tokenizer(arguments.checkpoint)
         context = arguments.context or config.train.seq
         results: dict[str, Any] = {}
         if arguments.text or arguments.split:
-            results["text"] = _on_texts(arguments, config, stage, context)
+            results["text"] = _on_texts(arguments, config, stage, context, record)
         if arguments.tasks:
-            results["tasks"] = _on_tasks(arguments, config, stage, context)
+            results["tasks"] = _on_tasks(arguments, config, stage, context, record)
         if arguments.json:
             print(json.dumps(results, default=str))
 
 
 def _on_texts(
-    arguments: argparse.Namespace, config: RunConfig, stage: Stage, context: int
+    arguments: argparse.Namespace,
+    config: RunConfig,
+    stage: Stage,
+    context: int,
+    record: TokenizerRecord | None,
 ) -> dict[str, Any]:
     """Score each file and each source of the split, and if there are several, all together. Return
     the numbers by name."""
     named = arguments.tokenizer or config.data.tokenizer
-    tokenizer: Tokenizer | None = load_run_tokenizer(config, named) if named else None
+    tokenizer: Tokenizer | None = None
+    if named:
+        tokenizer = load_run_tokenizer(config, named, record)
+        record = record_tokenizer(named, tokenizer)
     reading = CorpusFormat(arguments.key, arguments.format, arguments.split_blank_lines)
     total, shown = Score(), {}
-    files = ((path, read_sequence(path, tokenizer, reading)) for path in arguments.text)
-    sources = read_split(config, arguments.split) if arguments.split else ()
+    files = (
+        (path, read_sequence(path, tokenizer, reading, config.data, record))
+        for path in arguments.text
+    )
+    split = arguments.split
+    sources = read_split(config, split, tokenizer, record) if split else ()
     for name, passage in chain(files, sources):
         (text_score,) = score(
             stage,
@@ -81,7 +94,6 @@ def _on_texts(
             stride=context if arguments.stride is None else arguments.stride,
             batch=arguments.batch,
             data=config.data,
-            token_bytes=None if tokenizer is None else tokenizer.count_token_bytes(),
         )
         total += text_score
         shown[name] = _to_json(text_score)
@@ -98,7 +110,11 @@ def _on_texts(
 
 
 def _on_tasks(
-    arguments: argparse.Namespace, config: RunConfig, stage: Stage, context: int
+    arguments: argparse.Namespace,
+    config: RunConfig,
+    stage: Stage,
+    context: int,
+    record: TokenizerRecord | None,
 ) -> dict[str, Any]:
     # The harness imports a package `evaluate`, which this file must not shadow.
     folder = Path(__file__).resolve().parent
@@ -109,7 +125,7 @@ def _on_tasks(
 
     names = arguments.tasks.split(",")
     tasks = TaskOptions(names, arguments.include, arguments.shots, arguments.limit)
-    tokenizer = load_run_tokenizer(config, arguments.tokenizer)
+    tokenizer = load_run_tokenizer(config, arguments.tokenizer, record)
     results = evaluate_tasks(stage, tokenizer, tasks, context=context, batch=arguments.batch)
     if not arguments.json:
         for task, metrics in results.items():

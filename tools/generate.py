@@ -17,6 +17,7 @@ from megaframe.training.generation import (
     encode_prompt,
     load_model,
     load_run_tokenizer,
+    read_run_tokenizer,
     sample,
     stream_text,
 )
@@ -32,7 +33,8 @@ def main() -> None:
         check(arguments)
         load_named_extensions(arguments.extension)
         config, stage = load_model(arguments.checkpoint, ema=arguments.ema)
-        tokenizer = load_run_tokenizer(config, arguments.tokenizer)
+        recorded = read_run_tokenizer(arguments.checkpoint)
+        tokenizer = load_run_tokenizer(config, arguments.tokenizer, recorded)
         start = encode_prompt(tokenizer, arguments.prompt, config.train.seq)
         for number in range(arguments.samples):
             seed = arguments.seed + number

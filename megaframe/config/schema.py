@@ -190,6 +190,10 @@ class DataConfig(Section):
     """KIND:PATH with KIND sentencepiece, hf or tiktoken, or just `bytes`. The end of a document of
     a tokenizer.json is the `eos_token` of the tokenizer_config.json beside it; hf:PATH?eod=TOKEN
     names another."""
+    document_ends: Literal["index", "tokens"] | NonNegative = "index"
+    """Where documents end for the next three keys: where the index of the token file says, or, as
+    for Megatron's flags, after each token that ends documents: that of `data.tokenizer`
+    (`tokens`), or the one with this id."""
     reset_positions: bool = False
     """Restart positions at 0 at the start of each document in a sample."""
     reset_attention: bool = False

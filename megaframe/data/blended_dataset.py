@@ -29,9 +29,11 @@ from megaframe.data.gpt_dataset import (
 )
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.shuffle import derive_source_key, sample_indices
+from megaframe.data.token_file_record import TokenizerRecord
+from megaframe.data.tokenizer import load_tokenizer
 from megaframe.data.transforms import SampleTransforms
 from megaframe.errors import UserError
-from megaframe.validate.data import NO_SOURCES
+from megaframe.validate.data import NO_END_TOKEN, NO_SOURCES
 
 Numbers = NDArray[np.int64]
 _ANY_TOKEN = 2**63
@@ -42,9 +44,9 @@ class BlendedDataset:
     """The sources of `config.data` that have a share of one split. Samples are those of the files
     after the transforms of the split.
 
-    `sources`, `paths`, `weights`, `sizes` (samples per epoch) and `names` have one entry per
-    source, in the order of the config. A name is the file name, or the path if several sources have
-    that file name.
+    `sources`, `paths`, `weights`, `sizes` (samples per epoch), `records` (what made the file, if
+    that is known) and `names` have one entry per source, in the order of the config. A name is the
+    file name, or the path if several sources have that file name.
 
     Args:
         config: The run.
@@ -70,8 +72,9 @@ class BlendedDataset:
         vocab = config.model.vocab or _ANY_TOKEN
         self._seq = config.train.seq
         self._data = data
+        end = find_document_end(data)
         self.sources = [
-            GPTDataset(s.path, split, weights, self._seq, vocab) for s, weights in used_sources
+            GPTDataset(s.path, split, weights, self._seq, vocab, end) for s, weights in used_sources
         ]
         self.weights = tuple(source.weight for source, _ in used_sources)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
@@ -81,6 +84,7 @@ class BlendedDataset:
             name if count_of_name[name] == 1 else path
             for name, path in zip(files, self.paths, strict=True)
         )
+        self.records = tuple(source.read_record() for source in self.sources)
         self._seed = seed
         self.order_sources({})
         transforms = [
@@ -89,6 +93,48 @@ class BlendedDataset:
             if split == "train" or call_part(part, "includes_validation", bool)
         ]
         self._transforms = SampleTransforms(transforms, seed, vocab)
+
+    def find_text_starts(self, sources_N: Numbers, numbers_N: Numbers) -> NDArray[np.bool_]:
+        """Return where a label of these samples is the first token of a document, bool [N, S]. See
+        `read` for the arguments."""
+        starts_NS = np.empty((sources_N.size, self._seq), np.bool_)
+        windows_N = self._sample_windows(sources_N, numbers_N)
+        for source, rows in self._group_rows_by_source(sources_N):
+            starts_NS[rows] = source.is_document_start(windows_N[rows])[:, 1:]
+        return starts_NS
+
+    def describe_documents(self, eod: int | None) -> Iterator[str]:
+        """Yield a line for each source whose index has a single document, or fewer than there are
+        ends of documents inside them, if keys of the run act on documents.
+
+        Args:
+            eod: The token that ends documents, where the file's record does not say; None if
+                nothing says.
+        """
+        data = self._data
+        keys = [
+            key for key in ("reset_positions", "reset_attention", "mask_eod") if getattr(data, key)
+        ]
+        if not keys or data.document_ends != "index":
+            return
+        for source, record in zip(self.sources, self.records, strict=True):
+            end = record.eod if record else eod
+            documents = source.count_documents()
+            inside = 0 if end is None else source.count_inner_ends(end)
+            if documents == 1 or inside > documents:
+                ends = f", and {inside} ends of documents (token {end}) inside" if inside else ""
+                yield (
+                    f"the index of {source.path} has {documents} "
+                    f"document{'s' * (documents > 1)}{ends}: data.{', data.'.join(keys)} act where "
+                    "the index begins one; data.document_ends=tokens, or the id of the token that "
+                    "ends documents, makes them act on tokens"
+                )
+
+    def list_tokenizers(self) -> Iterator[tuple[str, TokenizerRecord]]:
+        """Yield each source whose tokenizer is known, in words, and its tokenizer."""
+        for path, record in zip(self.paths, self.records, strict=True):
+            if record is not None:
+                yield f"the token file {path}", record.tokenizer
 
     def order_sources(self, numbers: Mapping[str, int]) -> None:
         """Derive the order of each source anew from its file name without the folder, so that files
@@ -194,6 +240,15 @@ def select_sources(data: DataConfig, split: Split) -> list[tuple[DataSourceConfi
     shares = [source.split or data.split for source in data.sources]
     position = SPLITS.index(split)
     return [pair for pair in zip(data.sources, shares, strict=True) if pair[1][position]]
+
+
+def find_document_end(data: DataConfig) -> int | None:
+    """Return the token that ends documents, or None if the index says where they end."""
+    if data.document_ends != "tokens":
+        return None if data.document_ends == "index" else data.document_ends
+    if data.tokenizer is None:
+        raise UserError(NO_END_TOKEN)
+    return load_tokenizer(data.tokenizer).eod
 
 
 def _check_paths(paths: Sequence[str]) -> None:

@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.data.indexed_dataset import IndexedDataset
+from megaframe.data.token_file_record import TokenFileRecord, read_record
 from megaframe.errors import UserError
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 _CHECKED_AT_ONCE = 1 << 20
+_LOOKED_AT = 1 << 20
 
 
 class GPTDataset:
@@ -36,6 +38,7 @@ class GPTDataset:
         split: Which of the three ranges of documents, or of the tokens of a single document.
         shares: Shares of the documents for training, validation and test.
         seq: Inputs per window, S.
+        end: Documents end after each token with this id; None: where the index says.
         vocab: Token ids that are not below this, and negative ones, are refused when they are read.
 
     Raises:
@@ -50,8 +53,9 @@ class GPTDataset:
         shares: tuple[float, float, float],
         seq: int,
         vocab: int,
+        end: int | None = None,
     ) -> None:
-        self.path = path
+        self.path, self._end = path, end
         self._vocab = vocab
         self._file = _open_dataset(path)
         if self._file.dtype.kind not in "iu":
@@ -92,6 +96,12 @@ class GPTDataset:
 
     def is_document_start(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return where in these windows a document begins, bool[W, T]."""
+        if self._end is not None:
+            ends_WS = self._rows_WT[windows_W, :-1] == self._end
+            firsts_W = self._first + windows_W * self._seq
+            before_W = np.asarray(self._file.tokens)[np.maximum(firsts_W - 1, 0)]
+            begins_W = (before_W == self._end) | (firsts_W == 0)
+            return np.concatenate((begins_W[:, None], ends_WS), 1)
         starts = self._find_starts_in_file()
         firsts_W = self._first + windows_W * self._seq
         low_W = np.searchsorted(starts, firsts_W, "left")
@@ -104,6 +114,14 @@ class GPTDataset:
         beginnings_WT = np.zeros((windows_W.size, self._seq + 1), np.bool_)
         beginnings_WT[rows, starts[start_indices] - firsts_W[rows]] = True
         return beginnings_WT
+
+    def read_record(self) -> TokenFileRecord | None:
+        """Return what made the file, if a record beside it says so.
+
+        Raises:
+            UserError: If the record cannot be read.
+        """
+        return read_record(self.path, len(self._file.documents) - 1, self._file.tokens.size)
 
     def compute_digest(self) -> str:
         """Return what recognises the file in another place; see `IndexedDataset`."""
@@ -139,9 +157,25 @@ class GPTDataset:
         the split's first token."""
         return self._find_starts_in_file() - self._first
 
+    def count_documents(self) -> int:
+        """Return how many documents the split has by the index."""
+        return self._documents[1] - self._documents[0]
+
+    def count_inner_ends(self, end: int) -> int:
+        """Return how many of the split's first tokens are `end` without being the last token of a
+        document by the index."""
+        looked_at = self.tokens[:_LOOKED_AT]
+        ends = 1 + np.flatnonzero(looked_at == end)
+        return int((~np.isin(ends, self.find_document_starts()) & (ends < looked_at.size)).sum())
+
     def _find_starts_in_file(self) -> NDArray[np.int64]:
         """Return the first token of each non-empty document that begins in the split, counted from
         the start of the file. Computed on first use."""
+        if self._starts is None and self._end is not None:
+            starts = self._first + 1 + np.flatnonzero(self.tokens[:-1] == self._end)
+            if not self._first or self._file.tokens[self._first - 1] == self._end:
+                starts = np.append(self._first, starts)
+            self._starts = starts
         if self._starts is None:
             first, last = self._documents
             sequences = np.asarray(self._file.documents[first : last + 1], np.int64)

@@ -22,6 +22,7 @@ from megaframe.data.indexed_dataset import (
     VERSION,
     get_dtype_code,
 )
+from megaframe.data.token_file_record import SUFFIX
 from megaframe.errors import UserError
 from megaframe.io.regular_file import delete_file, open_update
 
@@ -210,15 +211,16 @@ class _UnfinishedFiles:
         self.index.write(HEADER.pack(MAGIC, VERSION, get_dtype_code(dtype), sequences, documents))
 
     def commit(self, sync: bool = True) -> None:
-        """Rename the files. An old `.idx` is removed first, because it must never exist next to a
-        new `.bin`."""
+        """Rename the files. An old `.idx` is removed first, and so is the record of an old file,
+        because they must never exist next to a new `.bin`."""
         self.flush()
         for file in self._open:
             if sync:
                 os.fsync(file.fileno())
             file.close()
-        with suppress(FileNotFoundError):
-            os.unlink(f"{self.prefix}.idx")
+        for suffix in (".idx", SUFFIX):
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self.prefix}{suffix}")
         for name, suffix in zip(self._names, (".bin", ".idx"), strict=True):
             os.replace(name, f"{self.prefix}{suffix}")
         if sync:

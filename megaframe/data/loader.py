@@ -11,20 +11,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.data.blended_dataset import BlendedDataset, select_sources, split_batch
 from megaframe.data.gpt_dataset import Split
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.sampler import Blend, BlendSources, SamplerState, restore_sampler
+from megaframe.data.text_bytes import TextBytes
+from megaframe.data.token_file_record import (
+    TokenizerRecord,
+    check_same_tokenizer,
+    read_recorded_tokenizer,
+    record_tokenizer,
+)
+from megaframe.data.tokenizer import load_tokenizer
 
 T = TypeVar("T")
 _EVALUATION_SEED = 0
+_OTHER_TOKENIZER = (
+    "use the tokenizer that made the token files, or make them again with another "
+    "(tools/preprocess_data.py)"
+)
 
 
 class Prefetch(Generic[T]):
@@ -71,6 +84,20 @@ class Prefetch(Generic[T]):
             except BaseException as error:  # whatever it is, `next` raises it
                 self._ready.put(error)
                 return
+
+
+class ValidationBatch(NamedTuple):
+    """A microbatch of the validation split.
+
+    Attributes:
+        source: Name of its source.
+        microbatch: Tokens and labels.
+        text_bytes: Bytes of text that its labels represent; 0 if no tokenizer says.
+    """
+
+    source: str
+    microbatch: Microbatch
+    text_bytes: int
 
 
 @dataclass(frozen=True)
@@ -139,6 +166,9 @@ class Loader:
         digests = tuple(source.compute_digest() for source in self._dataset.sources)
         self._sources = BlendSources(self._dataset.paths, self._dataset.weights, sizes, digests)
         self._state_returned = self._state_read = SamplerState.start(self._sources)
+        self._eod: int | None = None
+        self._text_bytes: TextBytes | None = None
+        self._tokenizer = self._check_tokenizer(self._dataset)
         self._prefetch: Prefetch[tuple[StepBatch, SamplerState]] | None = None
         self._peeked: tuple[StepBatch, SamplerState] | None = None
         if config.train.eval_every:
@@ -147,7 +177,7 @@ class Loader:
     @property
     def state(self) -> dict[str, Any]:
         """The state after the last step that `next` returned."""
-        return self._state_returned.state()
+        return self._describe(self._state_returned)
 
     @property
     def consumed(self) -> tuple[int, ...]:
@@ -168,8 +198,15 @@ class Loader:
         """
         validation = select_sources(self._config.data, "validation")
         validation_paths = [source.path for source, _ in validation]
+        before = read_recorded_tokenizer(state)
+        tokenizer = check_same_tokenizer(
+            [("this run", self._tokenizer), ("its checkpoint", before)],
+            "use the tokenizer that the run began with, or start a new run from its weights "
+            "(checkpoint.weights)",
+        )
         state_restored, notes = restore_sampler(state, self._sources, validation_paths)
         self.close()
+        self._tokenizer = tokenizer
         self._state_returned = self._state_read = state_restored
         self._dataset.order_sources(state_restored.numbers)
         if self._validation is not None:
@@ -211,9 +248,13 @@ class Loader:
             self._prefetch = Prefetch(self._read_step, depth)
         return self._prefetch.next() if self._prefetch else self._read_step()
 
-    def iterate_validation(self, samples: int) -> Iterator[tuple[str, Microbatch]]:
+    def describe_sources(self) -> Iterator[str]:
+        """Yield lines for the run log about what may not be meant in the training data."""
+        yield from self._dataset.describe_documents(self._eod)
+
+    def iterate_validation(self, samples: int) -> Iterator[ValidationBatch]:
         """Yield this rank's share of the first `samples` samples of the validation split, each
-        once: name of a source and a microbatch of it, source by source.
+        once, source by source.
 
         The samples are the same each time, for any number of ranks and any `run.seed`; fewer if a
         source has no more. All ranks get the same number of microbatches with the same sizes. If
@@ -237,13 +278,16 @@ class Loader:
                 positions_N = of_source[np.minimum(index_N, of_source.size - 1)]
                 batch = dataset.read(sources[positions_N], numbers[positions_N], positions_N)
                 batch.labels_BS[int(exists_N.sum()) :] = IGNORE
-                yield name, batch
+                starts_BS = dataset.find_text_starts(sources[positions_N], numbers[positions_N])
+                yield ValidationBatch(name, batch, self._count_text_bytes(batch, starts_BS))
 
     def _open_validation(self) -> BlendedDataset:
         """Return the validation split, opened when it is needed first."""
         if self._validation is None:
             self._validation = BlendedDataset(self._config, "validation", _EVALUATION_SEED)
             self._validation.order_sources(self._state_returned.numbers)
+            used = [("the training data", self._tokenizer), *self._validation.list_tokenizers()]
+            check_same_tokenizer(used, _OTHER_TOKENIZER)
         return self._validation
 
     def _read_step(self) -> tuple[StepBatch, SamplerState]:
@@ -258,4 +302,30 @@ class Loader:
         )
         self._state_read = after
         valid = int((batch.labels_BS != IGNORE).sum())
-        return StepBatch(split_batch(batch, microbatch), size, valid, after.state()), after
+        state = self._describe(after)
+        return StepBatch(split_batch(batch, microbatch), size, valid, state), after
+
+    def _count_text_bytes(self, batch: Microbatch, starts_BS: NDArray[np.bool_]) -> int:
+        """Return the bytes of text that the labels of a batch represent; 0 without a tokenizer.
+        starts_BS: where a label is the first token of a document."""
+        if self._text_bytes is None:
+            return 0
+        labels_BS = batch.labels_BS.numpy()
+        valid = labels_BS != IGNORE
+        tokens = batch.tokens_BS.numpy()[valid]
+        return int(self._text_bytes.count(labels_BS[valid], tokens, starts_BS[valid]).sum())
+
+    def _describe(self, state: SamplerState) -> dict[str, Any]:
+        """Return the loader's state as JSON values, when the sampler is at `state`."""
+        return {**state.state(), "tokenizer": self._tokenizer and asdict(self._tokenizer)}
+
+    def _check_tokenizer(self, dataset: BlendedDataset) -> TokenizerRecord | None:
+        """Return the tokenizer of the run, if it is known. Raises `UserError` if a source has
+        another one."""
+        name = self._config.data.tokenizer
+        used: list[tuple[str, TokenizerRecord]] = []
+        if name is not None:
+            tokenizer = load_tokenizer(name)
+            used.append(("data.tokenizer", record_tokenizer(name, tokenizer)))
+            self._eod, self._text_bytes = tokenizer.eod, TextBytes(tokenizer)
+        return check_same_tokenizer([*used, *dataset.list_tokenizers()], _OTHER_TOKENIZER)

@@ -14,7 +14,6 @@ on one thread; parallelism comes from the processes that use it.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib
 import json
@@ -29,72 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.data.end_of_document import EOD_OPTION, find_end_of_document
+from megaframe.data.tiktoken_ranks import GPT2_PATTERN, MAX_VOCAB, PUBLISHED_RANKS, parse_ranks
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 
-MAX_VOCAB = 1 << 24
-
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-_CL100K_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_O200K_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PUBLISHED_RANKS: dict[int, tuple[str, int]] = {
-    100256: (_CL100K_PATTERN, 100257),
-    128000: (_LLAMA3_PATTERN, 128001),
-    199998: (_O200K_PATTERN, 199999),
-}
-"""By number of ranks in a published .tiktoken file: its split pattern and end-of-document id, which
-the file does not contain. Source: tiktoken_ext/openai_public.py and llama3's tokenizer.py. All
-other files, among them GPT-2 (r50k) and p50k, use `GPT2_PATTERN` and the first free id, which is
-the right one for these two."""
-
-
-def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
-    """Parse a rank file into ranks by token.
-
-    Raises:
-        UserError: For invalid lines, ranks that are used twice, and bytes without a rank, because
-            some text could then not be encoded.
-    """
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line:
-            continue
-        try:
-            encoded, rank_text = line.split()
-            token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
-        except ValueError:
-            raise UserError(
-                f"{path}:{number}: not a token in base64 and its rank: {line[:60]!r}"
-            ) from None
-        if not token or token in ranks or not 0 <= rank < MAX_VOCAB:
-            raise UserError(
-                f"{path}:{number}: token {token[:60]!r} with rank {rank} is empty, repeated or "
-                f"outside 0 to {MAX_VOCAB - 1}"
-            )
-        ranks[token] = rank
-    missing = sum(bytes([byte]) not in ranks for byte in range(256))
-    if missing:
-        raise UserError(f"{path}: {missing} of the 256 single bytes have no rank")
-    different = len(set(ranks.values()))
-    if different != len(ranks):
-        raise UserError(f"{path}: {len(ranks)} tokens share {different} ranks; each needs its own")
-    return ranks
-
-
 _LARGEST_FILE = 1 << 30
+_PROBE = "a"
+"""A text without a space; where its tokens have one, the tokenizer has put it there."""
 
 
 class Tokenizer(ABC):
@@ -127,6 +67,19 @@ class Tokenizer(ABC):
         Bits per byte is the loss in bits divided by this, both summed over the same tokens.
         """
 
+    def count_first_bytes(self) -> NDArray[np.int32]:
+        """Return the same for a token at the beginning of a text. Some tokenizers put a space
+        before each text, which is not part of it."""
+        counts = self.count_token_bytes()
+        marked = self._list_spaced_tokens()
+        counts[marked] -= 1
+        return counts
+
+    def _list_spaced_tokens(self) -> list[int]:
+        """Return the tokens that begin with a space, if the tokenizer puts one before each text;
+        else nothing."""
+        return []
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of one text, without `eod`."""
         return self.encode_batch([text])[0].tolist()
@@ -149,8 +102,8 @@ class ByteTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. The `▁` of a piece counts as one byte, the space that it
-    represents."""
+    """A SentencePiece model. The `▁` of a piece counts as one byte, the space that it represents,
+    except where the model puts it before a text (its `add_dummy_prefix`)."""
 
     def __init__(self, path: str) -> None:
         sentencepiece = import_library("sentencepiece", "")
@@ -187,6 +140,12 @@ class SentencePieceTokenizer(Tokenizer):
             return 1
         return len(model.id_to_piece(token).replace("▁", " ").encode())
 
+    def _list_spaced_tokens(self) -> list[int]:
+        if not self._model.encode(_PROBE, out_type=str)[0].startswith("▁"):
+            return []
+        pieces = map(self._model.id_to_piece, range(self.vocab_size))
+        return [token for token, piece in enumerate(pieces) if piece.startswith("▁")]
+
 
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` of Hugging Face's tokenizers. Its special tokens represent no bytes.
@@ -222,7 +181,7 @@ class HuggingFaceTokenizer(Tokenizer):
         special = {token.content for token in added if token.special}
         self.eod_name = find_end_of_document(path, vocab, special, eod_name)
         self.eod = vocab[self.eod_name]
-        self.fingerprint = _compute_fingerprint("hf", content, self.eod_name)
+        self.fingerprint = _compute_fingerprint("hf", self._list_essentials())
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -243,6 +202,26 @@ class HuggingFaceTokenizer(Tokenizer):
                 counts[token] = len(name.encode())
         counts[self.eod] = 0
         return counts
+
+    def _list_spaced_tokens(self) -> list[int]:
+        # U+0120 is a blank in the alphabet of ByteLevel.
+        spaces = ("▁", "Ġ")
+        probed = self._model.encode(_PROBE, add_special_tokens=False).tokens
+        if not probed or not probed[0].startswith(spaces):
+            return []
+        added = self._model.get_added_tokens_decoder()
+        return [
+            token
+            for token, name in self._names.items()
+            if name.startswith(spaces) and token not in added
+        ]
+
+    def _list_essentials(self) -> bytes:
+        """Return what of the file decides on ids, in one form however it is written: transformers
+        writes it anew when it saves a model, with the lengths that were last in use."""
+        ignored = ("version", "truncation", "padding", "post_processor", "decoder")
+        essential = {key: self._description[key] for key in self._description if key not in ignored}
+        return json.dumps([essential, self.eod_name], sort_keys=True).encode()
 
     def _measure_piece(self) -> Callable[[str], int]:
         """Return a function that gives the number of bytes of a piece. Vocabularies write bytes
@@ -377,7 +356,5 @@ def read_file(path: str) -> bytes:
         ) from None
 
 
-def _compute_fingerprint(kind: str, content: bytes, eod_name: str = "") -> str:
-    """Return `Tokenizer.fingerprint`. eod_name: The end of documents, if the file does not say."""
-    digest = hashlib.sha256(content + b"\0" + eod_name.encode() if eod_name else content)
-    return f"{kind}:{digest.hexdigest()[:32]}"
+def _compute_fingerprint(kind: str, content: bytes) -> str:
+    return f"{kind}:{hashlib.sha256(content).hexdigest()[:32]}"

@@ -22,17 +22,20 @@ from torch import Tensor
 
 from megaframe.architecture.output_head import count_rows_per_chunk
 from megaframe.config.schema import DataConfig, RunConfig
-from megaframe.data.blended_dataset import BlendedDataset
+from megaframe.data.blended_dataset import BlendedDataset, find_document_end
 from megaframe.data.gpt_dataset import Split, locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.documents import read_documents
 from megaframe.data.preprocessing.input_shards import CorpusFormat, split_file
+from megaframe.data.text_bytes import TextBytes
+from megaframe.data.token_file_record import TokenizerRecord, check_same_tokenizer, read_record
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.pipeline_parallel.stage import Stage
 
 _ENCODED_AT_ONCE = 256
+_OTHER_TOKENIZER = "evaluate on token files that the tokenizer of the run made, or on text"
 _PIECE = 1 << 24
 
 
@@ -45,11 +48,13 @@ class TokenSequence:
         first: Index of the first token that counts, at least 1 because it is predicted from the
             tokens before it.
         beginnings: Bool [N], true where a document begins; None if documents do not matter.
+        text_bytes: Bytes of text that each token represents, int64 [N]; None if they are not known.
     """
 
     tokens: NDArray[np.int64]
     first: int = 1
     beginnings: NDArray[np.bool_] | None = None
+    text_bytes: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,6 @@ def score(
     stride: int,
     batch: int = 8,
     data: DataConfig | None = None,
-    token_bytes: NDArray[np.integer] | None = None,
 ) -> list[Score]:
     """Return the score of each passage.
 
@@ -160,7 +164,6 @@ def score(
         batch: Windows that are scored at once.
         data: How document boundaries are treated (`reset_positions`, `reset_attention`,
             `mask_eod`), for passages that have `beginnings`; None uses the defaults.
-        token_bytes: See `Tokenizer.count_token_bytes`.
 
     Raises:
         UserError: The stride is outside of 1 to `context`, the context is longer than the learned
@@ -168,7 +171,6 @@ def score(
     """
     _check_sequences(stage, passages, context, stride)
     device = stage.parameters()[0].value.device
-    sizes = _count_token_bytes(token_bytes, stage)
     windows = [
         (number, window)
         for number, passage in enumerate(passages)
@@ -184,19 +186,20 @@ def score(
         likelihoods, greedy = compute_log_probabilities(stage, microbatch)
         counts = (labels != IGNORE).sum(1).tolist()
         parts = zip(likelihoods.cpu().split(counts), greedy.cpu().split(counts), strict=True)
-        for (number, _), row, (nats, best) in zip(batch_windows, labels, parts, strict=True):
-            size = int(sizes[row[row != IGNORE]].sum())
+        for (number, window), row, (nats, best) in zip(batch_windows, labels, parts, strict=True):
+            size = _count_text_bytes(passages[number], window, row != IGNORE)
             part = Score(-float(nats.double().sum()), len(nats), size, bool(best.all()))
             scores[number] += part
     return scores
 
 
-def _count_token_bytes(token_bytes: NDArray[np.integer] | None, stage: Stage) -> NDArray[np.int64]:
-    """Return the bytes of each id of the model, which may have more ids than the tokenizer."""
-    sizes = np.zeros(stage.config.model.vocab or 0, np.int64)
-    if token_bytes is not None:
-        sizes[: len(token_bytes)] = token_bytes
-    return sizes
+def _count_text_bytes(passage: TokenSequence, window: Window, counted_S: NDArray[np.bool_]) -> int:
+    """Return the bytes of text of the labels of a window that count, of which input i has token
+    i + 1 of the passage."""
+    if passage.text_bytes is None:
+        return 0
+    of_labels = passage.text_bytes[window.begin + 1 : window.end + 1]
+    return int(of_labels[counted_S[: of_labels.size]].sum())
 
 
 def _check_sequences(
@@ -248,7 +251,13 @@ def _make_microbatch(
     return Microbatch(tokens, labels, samples, restarted, apart)
 
 
-def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat) -> TokenSequence:
+def read_sequence(
+    path: str,
+    tokenizer: Tokenizer | None,
+    reading: CorpusFormat,
+    data: DataConfig | None = None,
+    record: TokenizerRecord | None = None,
+) -> TokenSequence:
     """Read a text file or token file as one passage, with its documents end to end.
 
     Every document of a text ends with `eod`, as in token files. One more `eod` comes before the
@@ -257,15 +266,17 @@ def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat)
 
     Args:
         path: Of the file; PREFIX.bin is a token file.
-        tokenizer: For text; None if there is none.
+        tokenizer: For text and bytes; None if there is none.
         reading: How a text file contains documents.
+        data: Says where documents of a token file end; None: where the index says.
+        record: What made the tokens of the run, if it is known.
 
     Raises:
-        UserError: For a file that cannot be read or has nothing to predict, and for a text file
-            without a tokenizer.
+        UserError: For a file that cannot be read or has nothing to predict, for a text file without
+            a tokenizer, and for a token file that another tokenizer made.
     """
     if path.endswith((".bin", ".idx")):
-        sequence = _read_token_file(path[:-4])
+        sequence = _read_token_file(path[:-4], tokenizer, data or DataConfig(), record)
     elif tokenizer is None:
         raise UserError(f"{path} is text and the run had no data.tokenizer; name one")
     else:
@@ -275,31 +286,57 @@ def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat)
     return sequence
 
 
-def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, TokenSequence]]:
+def read_split(
+    config: RunConfig,
+    split: Split,
+    tokenizer: Tokenizer | None = None,
+    record: TokenizerRecord | None = None,
+) -> Iterator[tuple[str, TokenSequence]]:
     """Yield the name of each source of a run and its documents of a split, end to end.
 
+    Args:
+        config: The run.
+        split: Which of its splits.
+        tokenizer: Says how many bytes of text tokens are; None if there is none.
+        record: What made the tokens of the run, if it is known.
+
     Raises:
-        UserError: For sources that cannot be read, and if no source has a share of the split.
+        UserError: For sources that cannot be read or that another tokenizer made, and if no source
+            has a share of the split.
     """
     reader = BlendedDataset(config, split, seed=0)
+    check_same_tokenizer([("the run", record), *reader.list_tokenizers()], _OTHER_TOKENIZER)
     for name, source in zip(reader.names, reader.sources, strict=True):
-        tokens = source.tokens.astype(np.int64)
-        yield (
-            name,
-            TokenSequence(tokens, 1, _mark_positions(len(tokens), source.find_document_starts())),
-        )
+        starts = source.find_document_starts()
+        yield name, _make_sequence(source.tokens.astype(np.int64), starts, tokenizer)
 
 
-def _read_token_file(prefix: str) -> TokenSequence:
+def _read_token_file(
+    prefix: str, tokenizer: Tokenizer | None, data: DataConfig, record: TokenizerRecord | None
+) -> TokenSequence:
     file = IndexedDataset(prefix)
     if file.dtype.kind not in "iu":
         raise UserError(f"{prefix} holds {file.dtype}; token ids are whole numbers")
+    file_record = read_record(prefix, len(file.documents) - 1, file.tokens.size)
+    made_with = file_record.tokenizer if file_record else None
+    used = [("the run", record), (f"the token file {prefix}", made_with)]
+    check_same_tokenizer(used, _OTHER_TOKENIZER)
     tokens = np.concatenate([file.get_sequence(number) for number in range(len(file))])
     ends = np.concatenate(([0], np.cumsum(file.lengths, dtype=np.int64)))
     starts = ends[np.asarray(file.documents[:-1], np.int64)]
-    return TokenSequence(
-        tokens.astype(np.int64), 1, _mark_positions(len(tokens), starts[starts < len(tokens)])
-    )
+    end = find_document_end(data)
+    if end is not None:
+        starts = np.append(0, 1 + np.flatnonzero(tokens == end))
+    return _make_sequence(tokens.astype(np.int64), starts[starts < len(tokens)], tokenizer)
+
+
+def _make_sequence(
+    tokens: NDArray[np.int64], starts: NDArray[np.int64], tokenizer: Tokenizer | None
+) -> TokenSequence:
+    """Return the sequence of tokens with documents that begin at `starts`."""
+    begins = _mark_positions(len(tokens), starts)
+    sizes = None if tokenizer is None else TextBytes(tokenizer).count_sequence(tokens, begins)
+    return TokenSequence(tokens, 1, begins, sizes)
 
 
 def _read_text_file(path: str, tokenizer: Tokenizer, reading: CorpusFormat) -> TokenSequence:
@@ -308,23 +345,28 @@ def _read_text_file(path: str, tokenizer: Tokenizer, reading: CorpusFormat) -> T
         for piece in split_file(path, reading, _PIECE)
         for text in read_documents(piece, reading)
     )
-    encoded = list(_encode(texts, tokenizer))
     eod = np.array([tokenizer.eod], np.int64)
-    parts = [eod, *(part for ids in encoded for part in (ids, eod))]
-    lengths = [1, *(len(ids) + 1 for ids in encoded)]
-    tokens = np.concatenate(parts)
-    return TokenSequence(
-        tokens, 1, _mark_positions(len(tokens), np.cumsum(lengths, dtype=np.int64)[:-1])
-    )
+    parts, lengths, sizes = [eod], [1], [0]
+    for ids, size in _encode(texts, tokenizer):
+        parts += [ids, eod]
+        lengths.append(len(ids) + 1)
+        sizes.append(size)
+    starts = np.cumsum(lengths, dtype=np.int64)
+    sequence = _make_sequence(np.concatenate(parts), starts[:-1], tokenizer)
+    # What a tokenizer leaves out of a text or changes is counted where the document ends.
+    assert sequence.text_bytes is not None
+    sums = np.add.reduceat(sequence.text_bytes, starts - lengths)
+    sequence.text_bytes[starts - 1] += np.array(sizes) - sums
+    return sequence
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
-    """Yield the token ids of each text, without texts that have none."""
+def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Yield the token ids of each text and its bytes, without texts that have no token."""
     remaining = iter(texts)
     while batch := list(islice(remaining, _ENCODED_AT_ONCE)):
-        for ids in tokenizer.encode_batch(batch):
+        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
             if len(ids):
-                yield ids.astype(np.int64)
+                yield ids.astype(np.int64), len(text.encode())
 
 
 def _mark_positions(length: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:

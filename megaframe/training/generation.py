@@ -18,6 +18,12 @@ from megaframe.checkpoint import Slice, StorePath, locate_checkpoint, open_check
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.data.token_file_record import (
+    TokenizerRecord,
+    check_same_tokenizer,
+    read_recorded_tokenizer,
+    record_tokenizer,
+)
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
 from megaframe.pipeline_parallel.stage import Stage, build_whole_model
@@ -69,11 +75,26 @@ def load_model(
     return config, stage
 
 
-def load_run_tokenizer(config: RunConfig, name: str | None = None) -> Tokenizer:
+def read_run_tokenizer(location: str | StorePath) -> TokenizerRecord | None:
+    """Return the tokenizer that the run of a checkpoint was trained with, or None if the checkpoint
+    does not say. location: What `--checkpoint` gives."""
+    with open_checkpoint(locate_checkpoint(location, "--checkpoint")) as checkpoint:
+        return read_recorded_tokenizer(read_train_state(checkpoint).data)
+
+
+def load_run_tokenizer(
+    config: RunConfig, name: str | None = None, recorded: TokenizerRecord | None = None
+) -> Tokenizer:
     """Return the tokenizer called `name`, by default that of the run.
 
+    Args:
+        config: Of the run.
+        name: KIND:PATH.
+        recorded: What the run was trained with, if it is known.
+
     Raises:
-        UserError: If there is none, and if it has more ids than the model has rows.
+        UserError: If there is none, if it is not the recorded one, and if it has more ids than the
+            model has rows.
     """
     name = name or config.data.tokenizer
     if name is None:
@@ -84,6 +105,10 @@ def load_run_tokenizer(config: RunConfig, name: str | None = None) -> Tokenizer:
             f"{name} has {tokenizer.vocab_size} ids and the model {vocab}; use the tokenizer that "
             "it was trained with"
         )
+    check_same_tokenizer(
+        [("the run", recorded), ("this command", record_tokenizer(name, tokenizer))],
+        "name the one that the run was trained with (--tokenizer)",
+    )
     return tokenizer
 
 

@@ -113,7 +113,7 @@ class Trainer:
             mesh,
             self.train_step.schedule,
             step=self.step,
-            notes=[*notes, *routine_notes],
+            notes=[*notes, *self.loader.describe_sources(), *routine_notes],
             details=routine_details,
             old_metrics=old_metrics,
             restored_notes=[

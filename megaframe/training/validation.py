@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megaframe.config import RunConfig
-from megaframe.data.loader import Loader
+from megaframe.data.loader import Loader, ValidationBatch
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh
@@ -40,14 +39,13 @@ class Validator:
     ) -> None:
         self._samples, self._mesh, self._loader = config.train.eval_samples, mesh, loader
         self._compute_nats = compute_nats
-        self._token_bytes = _count_token_bytes(config, mesh.device)
         self._is_loss_missing = False
 
     def evaluate(self, logger: MetricsLogger, step: int) -> dict[str, float]:
         """Record loss, perplexity and bits per byte on the validation split, and the loss of each
         source if there are several. Returns what is recorded, which is the same on all ranks."""
         batches = [*self._loader.iterate_validation(self._samples)]
-        totals_M3 = self._sum_totals([batch for _, batch in batches])
+        totals_M3 = self._sum_totals(batches)
         nats, tokens, size = totals_M3.sum(0).tolist()
         if not tokens:
             if not self._is_loss_missing:
@@ -63,7 +61,7 @@ class Validator:
         if size:
             values["eval_bits_per_byte"] = nats / math.log(2) / size
         totals_of_source: dict[str, Tensor] = {}
-        for (source, _), totals in zip(batches, totals_M3, strict=True):
+        for (source, _, _), totals in zip(batches, totals_M3, strict=True):
             before = totals_of_source.get(source)
             totals_of_source[source] = totals if before is None else before + totals
         for source, totals in totals_of_source.items() if len(totals_of_source) > 1 else ():
@@ -74,21 +72,19 @@ class Validator:
             logger.record(name, value, "last")
         return values
 
-    def _sum_totals(self, batches: Sequence[Microbatch]) -> Tensor:
+    def _sum_totals(self, batches: Sequence[ValidationBatch]) -> Tensor:
         """Return nats, tokens with a label and bytes of text of each microbatch, over all ranks:
         fp64 [M, 3] on the host."""
         device = self._mesh.device
-        microbatches = [move_to_device(microbatch, device) for microbatch in batches]
+        microbatches = [move_to_device(batch.microbatch, device) for batch in batches]
         totals_M3 = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)
         totals_M3[:, 0] = self._compute_nats(microbatches)
         coordinate = self._mesh.coordinate
         # The ranks of these axes have the same samples, so only one of them counts.
         if coordinate["pipeline"] == coordinate["context"] == coordinate["tensor"] == 0:
-            for microbatch, totals in zip(microbatches, totals_M3, strict=True):
-                valid = microbatch.labels_BS != IGNORE
-                totals[1] = valid.sum()
-                if self._token_bytes is not None:
-                    totals[2] = self._token_bytes[microbatch.labels_BS[valid]].sum()
+            for batch, totals in zip(batches, totals_M3, strict=True):
+                totals[1] = (batch.microbatch.labels_BS != IGNORE).sum()
+                totals[2] = batch.text_bytes
         return all_reduce(totals_M3, self._mesh.world).wait().cpu()
 
 
@@ -100,14 +96,3 @@ def move_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
         if isinstance(value, Tensor)
     }
     return replace(microbatch, **tensors)
-
-
-def _count_token_bytes(config: RunConfig, device: torch.device) -> Tensor | None:
-    """Return the bytes of text that each token represents, int64 [vocab]. None without a tokenizer
-    or without evaluations."""
-    if config.data.tokenizer is None or not config.train.eval_every:
-        return None
-    counts = torch.from_numpy(load_tokenizer(config.data.tokenizer).count_token_bytes())
-    table = torch.zeros(config.model.vocab or len(counts), dtype=torch.int64)
-    table[: len(counts)] = counts
-    return table.to(device)

@@ -12,11 +12,24 @@ NO_SOURCES = (
     "data.sources=[{path: PATH}]"
 )
 
+NO_END_TOKEN = (
+    "data.document_ends=tokens needs a data.tokenizer, whose end of a document it means; name it, "
+    "or give the id of the token: data.document_ends=ID"
+)
+
 
 def find_source_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message if there are no data sources."""
-    if not config.data.sources:
+    data, vocab = config.data, config.model.vocab
+    if not data.sources:
         yield NO_SOURCES
+    if data.document_ends == "tokens" and data.tokenizer is None:
+        yield NO_END_TOKEN
+    if isinstance(data.document_ends, int) and vocab and data.document_ends >= vocab:
+        yield (
+            f"data.document_ends={data.document_ends} is no token of model.vocab={vocab}; use an "
+            f"id of 0 to {vocab - 1}"
+        )
 
 
 def find_split_mistakes(config: RunConfig) -> Iterator[str]:

@@ -103,7 +103,8 @@ def train(overrides):
 
 def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_path):
     """Compares losses and evaluations of a run on documents that starts with nested ranks and
-    resumes on a ring with data ranks. The last sample of an evaluation is on one data rank only."""
+    resumes on a ring with data ranks. The last sample of an evaluation is on one data rank only.
+    Documents end where the index says on one rank, and after their last token on many."""
     nested = {"parallel__context": 4, "parallel__context_kind": "nested"}
     nested["parallel__context_heads"] = 2
     ring = {"parallel__context": 2, "checkpoint__resume": "latest"}
@@ -122,6 +123,7 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
                 data__mask_eod=True,
                 data__reset_attention=True,
                 data__reset_positions=True,
+                data__document_ends=60 if name == "many" else "index",
                 **parallel,
             )
             pool.run(ranks, train, keys)

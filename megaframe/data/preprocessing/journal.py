@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from megaframe.data.indexed_dataset import HEADER
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, write_failure
+from megaframe.data.token_file_record import TokenFileRecord, TokenizerRecord, write_record
 from megaframe.errors import UserError
 from megaframe.io.regular_file import (
     delete_file,
@@ -156,10 +157,17 @@ class PreprocessJournal:
         self.parts += 1
         self.total += counts
 
-    def finish(self) -> None:
-        """Complete the token file, rename it to its final name and remove the folder."""
+    def finish(self, tokenizer: TokenizerRecord, eod: int) -> None:
+        """Complete the token file, rename it to its final name and remove the folder.
+
+        Args:
+            tokenizer: Which made the tokens.
+            eod: The id that ends its documents.
+        """
         self._record(_FINISHING)
         self._writer.finish()
+        total = self.total
+        write_record(self._output, TokenFileRecord(tokenizer, eod, total.documents, total.tokens))
         self.remove()
 
     def close(self) -> None:

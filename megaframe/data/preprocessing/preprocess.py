@@ -42,6 +42,7 @@ from megaframe.data.preprocessing.journal import (
     JournalEntry,
     open_journal,
 )
+from megaframe.data.token_file_record import SUFFIX, record_tokenizer
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
 
@@ -138,7 +139,7 @@ def preprocess(
         except InputError:
             folder.remove()
             raise
-        folder.finish()
+        folder.finish(record_tokenizer(job.tokenizer, tokenizer), tokenizer.eod)
         return PreprocessResult(folder.total, resumed)
 
 
@@ -146,8 +147,11 @@ def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
     """Return everything that the result depends on, as plain JSON. Raises `UserError` for inputs
     that cannot be read."""
     states = [measure_input(path) for path in job.inputs]
+    written = {os.path.abspath(f"{job.output}{suffix}") for suffix in (".bin", ".idx", SUFFIX)}
     for path in job.inputs:
         format_of(path, job.corpus_format)
+        if os.path.abspath(path) in written:
+            raise UserError(f"--output {job.output} would replace the input {path}; name another")
     size = sum(size for size, _ in states)
     return {
         "version": 2,

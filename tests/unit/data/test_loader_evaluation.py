@@ -17,7 +17,7 @@ def list_evaluation_samples(config, ranks, samples):
     """Return the samples of all ranks that have labels, and the batch shapes of each rank."""
     samples_seen, shapes = [], []
     for rank in range(ranks):
-        batches = [batch for _, batch in Loader(config, rank, ranks).iterate_validation(samples)]
+        batches = [batch for _, batch, _ in Loader(config, rank, ranks).iterate_validation(samples)]
         shapes.append([tuple(batch.tokens_BS.shape) for batch in batches])
         for batch in batches:
             for number, tokens, labels in zip(
@@ -51,13 +51,14 @@ def test_evaluation_is_disjoint_from_training_and_repeats_itself(paths):
     loader = Loader(config, 0, 1)
     trained = {token for _, token in list_samples(take(loader, 100))}
     first, second = (
-        [batch.tokens_BS.tolist() for _, batch in loader.iterate_validation(20)] for _ in range(2)
+        [batch.tokens_BS.tolist() for _, batch, _ in loader.iterate_validation(20)]
+        for _ in range(2)
     )
     assert first == second
     assert not trained & {row[0] for batch in first for row in batch}
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
     repeated = Loader(other, 0, 1).iterate_validation(20)
-    assert first == [batch.tokens_BS.tolist() for _, batch in repeated]
+    assert first == [batch.tokens_BS.tolist() for _, batch, _ in repeated]
 
 
 def test_a_text_of_one_document_is_trained_on_and_evaluated_by_its_tokens(tmp_path):
@@ -92,7 +93,7 @@ def test_a_source_can_be_for_training_or_validation_alone(paths):
     assert {token // 10_000 for token in trained} == {0, 2}
     assert len(trained) == 32 + 13
     assert loader.consumed == (160, 160)
-    evaluated = [(name, batch) for name, batch in loader.iterate_validation(1000)]
+    evaluated = [(name, batch) for name, batch, _ in loader.iterate_validation(1000)]
     first = {(name, int(token)) for name, batch in evaluated for token in batch.tokens_BS[:, 0]}
     assert {(name, token // 10_000) for name, token in first} == {("source1", 1), ("source2", 2)}
     assert len(first) == 99 + 3
@@ -114,10 +115,10 @@ def test_a_source_of_validation_changes_nothing_of_training(paths, tmp_path):
     resumed = Loader(with_held_out, 0, 1)
     assert resumed.load(before[9].state) == []
     assert all(map(is_same, take(resumed, 20), before[10:]))
-    names = [name for name, _ in Loader(with_held_out, 0, 1).iterate_validation(1000)]
+    names = [name for name, _, _ in Loader(with_held_out, 0, 1).iterate_validation(1000)]
     assert {*names} == {"source0", "source1", "source2"}
     twice = with_splits([held_out, *paths], *[None] * 4)
-    names = {name for name, _ in Loader(twice, 0, 1).iterate_validation(1000)}
+    names = {name for name, _, _ in Loader(twice, 0, 1).iterate_validation(1000)}
     assert names == {held_out, paths[0], "source1", "source2"}
 
 

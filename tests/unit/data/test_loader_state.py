@@ -173,7 +173,7 @@ def test_evaluations_of_sources_of_one_name_do_not_depend_on_the_list(tmp_path):
     firsts = {}
     for order in ([0, 1, 2, 3], [3, 1], [2, 0]):
         loader = Loader(make_config([paths[i] for i in order], (1.0,) * 4), 0, 1)
-        for _, batch in loader.iterate_validation(2 * len(order)):
+        for _, batch, _ in loader.iterate_validation(2 * len(order)):
             token = int(batch.tokens_BS[0, 0])
             firsts.setdefault(token // 10_000, []).append(token)
     assert all(len(set(tokens)) == 2 for tokens in firsts.values())

@@ -26,6 +26,7 @@ from megaframe.data.tokenizer import ByteTokenizer
 from megaframe.errors import UserError
 
 TOOLS = Path(__file__).parents[3] / "tools"
+OUTPUT = ["out.bin", "out.idx", "out.tokens.json"]
 DOCUMENTS = ["first\nline two", "naïve ☃", "x" * 50, "a\r\nb", "last"]
 
 
@@ -85,7 +86,7 @@ def test_every_format_gives_the_same_documents(tmp_path, name):
     assert file.tokens[file.lengths[0] - 1] == 256  # the end-of-document token
     assert (result.total.documents, result.total.tokens) == (len(DOCUMENTS), file.tokens.size)
     assert result.total.disk_bytes == path.stat().st_size
-    assert sorted(os.listdir(tmp_path)) == sorted([name, "out.bin", "out.idx"])
+    assert sorted(os.listdir(tmp_path)) == sorted([name, *OUTPUT])
 
 
 def test_files_keep_their_order_and_may_be_mixed(tmp_path):
@@ -267,9 +268,8 @@ def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):
     assert "8,000 documents" in finished.stdout and "done by an earlier run" in finished.stdout
     run([path], tmp_path / "whole")
     assert read_content(tmp_path / "out") == read_content(tmp_path / "whole")
-    assert sorted(os.listdir(tmp_path)) == [
-        "c.jsonl", "out.bin", "out.idx", "whole.bin", "whole.idx"
-    ]  # fmt: skip
+    whole = [name.replace("out", "whole") for name in OUTPUT]
+    assert sorted(os.listdir(tmp_path)) == ["c.jsonl", *OUTPUT, *whole]
 
 
 def test_an_existing_file_is_kept_unless_told_otherwise(tmp_path):
@@ -280,7 +280,7 @@ def test_an_existing_file_is_kept_unless_told_otherwise(tmp_path):
     with pytest.raises(UserError, match=r"out\.idx already exists; .*--overwrite"):
         run([path], tmp_path / "out")
     assert read_content(tmp_path / "out") == before
-    assert sorted(os.listdir(tmp_path)) == ["c.jsonl", "out.bin", "out.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["c.jsonl", *OUTPUT]
     run([path], tmp_path / "out", overwrite=True)
     assert decode_documents(tmp_path / "out") == ["b"]
 

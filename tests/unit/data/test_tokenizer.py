@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from megaframe.data.preprocessing.input_shards import CorpusFormat
 from megaframe.data.preprocessing.train_tokenizer import interleave, train_sentencepiece
-from megaframe.data.tokenizer import PUBLISHED_RANKS, load_tokenizer
+from megaframe.data.tiktoken_ranks import PUBLISHED_RANKS
+from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
 
 CORPUS = "".join(

@@ -145,7 +145,7 @@ def test_validation_is_left_as_it_is_unless_a_transform_includes_it(paths):
         config = make_config(paths, transforms=transforms, train={"eval_every": 1})
         run = config.run.model_copy(update={"seed": seed})
         loader = Loader(config.model_copy(update={"run": run}), 0, 1)
-        batches = [batch for _, batch in loader.iterate_validation(6)]
+        batches = [batch for _, batch, _ in loader.iterate_validation(6)]
         return [(t.tokens_BS.tolist(), t.labels_BS.tolist()) for t in batches]
 
     plain = list_validation(1)

@@ -175,9 +175,7 @@ def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
     text.write_text('{"text": "grüße"}\n{"text": "a much longer line of text"}\n')
     tokenizer = load_tokenizer("bytes")
     passage = read_sequence(str(text), tokenizer, CorpusFormat())
-    (passage_score,) = score(
-        stage, [passage], context=12, stride=4, token_bytes=tokenizer.count_token_bytes()
-    )
+    (passage_score,) = score(stage, [passage], context=12, stride=4)
     size = len("grüße".encode()) + len("a much longer line of text")
     assert (passage_score.tokens, passage_score.bytes) == (size + 2, size)
     assert passage_score.loss == near(math.log(257), LOGITS, torch.float32)
@@ -221,10 +219,12 @@ def test_what_cannot_be_evaluated_is_said(saved_run, tmp_path, monkeypatch, caps
     text.write_text("words")
     empty.write_text("")
     large = write(tmp_path / "large", [[5, 256, 300]])
-    ranks = tmp_path / "many.tiktoken"
+    ranks, plain = tmp_path / "many.tiktoken", tmp_path / "bytes.tiktoken"
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnop"
+    lines = "".join(f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
+    plain.write_text(lines)
     ranks.write_text(
-        "".join(f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
+        lines
         + "".join(
             f"{base64.b64encode((a + b).encode()).decode()} {256 + n}\n"
             for n, (a, b) in enumerate((a, b) for a in letters for b in letters)
@@ -241,6 +241,10 @@ def test_what_cannot_be_evaluated_is_said(saved_run, tmp_path, monkeypatch, caps
         (
             ["--checkpoint", saved_run, "--text", text, "--tokenizer", f"tiktoken:{ranks}"],
             "has 2021",
+        ),
+        (
+            ["--checkpoint", saved_run, "--text", text, "--tokenizer", f"tiktoken:{plain}"],
+            "the run has the tokenizer bytes, and this command has tiktoken:",
         ),
         (["--checkpoint", saved_run, "--text", text, "--stride", "17"], "takes 1 to 16"),
         (["--checkpoint", saved_run, "--text", text, "--context", "17"], "learned 16 positions"),

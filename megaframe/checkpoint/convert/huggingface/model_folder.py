@@ -54,6 +54,7 @@ from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBo
 from megaframe.checkpoint.slices import Box, index_within, split_into_runs
 from megaframe.checkpoint.train_state import make_initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megaframe.data.token_file_record import read_recorded_tokenizer
 from megaframe.errors import UserError
 from megaframe.io.regular_file import write_file
 from megaframe.model.model_chunk import list_model_specs
@@ -96,10 +97,12 @@ def export_model(
     """
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
-    run = read_train_state(checkpoint).config
+    state = read_train_state(checkpoint)
+    run = state.config
     torch_dtype = _TYPES[dtype or run.train.precision]
     name = tokenizer or check_tokenizer_path(run.data.tokenizer, checkpoint.path)
-    exported_tokenizer = export_tokenizer(name, run.model.vocab or 0, run.train.seq)
+    recorded = read_recorded_tokenizer(state.data)
+    exported_tokenizer = export_tokenizer(name, run.model.vocab or 0, run.train.seq, recorded)
     token_ids = {"bos_token_id": exported_tokenizer.eod, "eos_token_id": exported_tokenizer.eod}
     learned = run.model.position == "learned" and run.model.positions
     config = {

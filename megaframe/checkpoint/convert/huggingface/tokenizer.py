@@ -22,6 +22,11 @@ from megaframe.checkpoint.convert.huggingface.sentencepiece_model import (
     TextPiece,
     parse_model,
 )
+from megaframe.data.token_file_record import (
+    TokenizerRecord,
+    check_same_tokenizer,
+    record_tokenizer,
+)
 from megaframe.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -76,13 +81,16 @@ def check_tokenizer_path(recorded: str | None, checkpoint: StorePath) -> str | N
     )
 
 
-def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTokenizer:
+def export_tokenizer(
+    name: str | None, vocab: int, positions: int, recorded: TokenizerRecord | None = None
+) -> ExportedTokenizer:
     """Return the files of a tokenizer.
 
     Args:
         name: KIND:PATH or `bytes`; `none` or None for no tokenizer.
         vocab: Rows of the model's embedding.
         positions: Longest text of the model in tokens.
+        recorded: What the model was trained with, if that is known.
 
     Raises:
         UserError: If the name or its file is not a tokenizer, or not one of this model.
@@ -97,6 +105,10 @@ def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTo
             f"tokenizer {name} has {tokenizer.vocab_size} ids and the model {vocab}; use the one "
             f"that it was trained with"
         )
+    check_same_tokenizer(
+        [("the run", recorded), ("the export", record_tokenizer(name, tokenizer))],
+        "name the one that the run was trained with (--tokenizer)",
+    )
     files, eod_text, notes = _convert(name, tokenizer)
     if "tokenizer.json" in files:
         config = {
