@@ -24,13 +24,19 @@ from typing import NoReturn
 from megaframe.io.regular_file import write_file
 from megaframe.io.untrusted import sanitize_text
 
+_LONGEST_MESSAGE = 1 << 16
+"""Characters; the longest honest ones list a hundred mistakes."""
+
 
 class UserError(Exception):
     """A mistake in a config, a file or a command line; its text is the whole message, without the
     secrets and control characters of what it quotes."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(sanitize_text(text))
+        shown = sanitize_text(text)
+        if len(shown) > _LONGEST_MESSAGE:
+            shown = f"{shown[:_LONGEST_MESSAGE]} ... ({len(shown):,} characters)"
+        super().__init__(shown)
 
 
 class UnreadableFile(UserError):

@@ -26,7 +26,7 @@ from megaframe.checkpoint.manifest import (
     decode_manifest,
 )
 from megaframe.checkpoint.shard_reader import ShardReader, SliceRequest, allocate_buffers
-from megaframe.checkpoint.slices import Box, Slice, index_within, intersect
+from megaframe.checkpoint.slices import Box, Shape, Slice, index_within, intersect
 from megaframe.checkpoint.stores.store import (
     CHECKPOINT_NAME,
     ReadHandle,
@@ -147,19 +147,30 @@ class Checkpoint:
                     yield name, saved_slice, contents
 
     def _require(self, slices: Sequence[Slice]) -> None:
-        mismatches = {}
         for target in slices:
-            tensor = self.tensors.get(target.name)
-            if tensor is None:
-                mismatches[target.name] = f"{target.name} {target.shape} is not in it"
-            elif tensor.shape != target.shape:
-                mismatches[target.name] = (
-                    f"{target.name} is {tensor.shape} in it, and {target.shape} here"
-                )
             if target.tensor.dtype not in DTYPE_NAMES:
                 raise ValueError(f"{target.name}: dtype {target.tensor.dtype} cannot be loaded")
+        self.require_shapes({target.name: target.shape for target in slices})
+
+    def require_shapes(self, shapes: Mapping[str, Shape]) -> None:
+        """Check that the checkpoint has these tensors, before memory is taken for them: their bytes
+        are then in its files.
+
+        Args:
+            shapes: Shapes of whole tensors, by name.
+
+        Raises:
+            UserError: If a tensor is not in the checkpoint or has another shape there.
+        """
+        mismatches = []
+        for name, shape in shapes.items():
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                mismatches.append(f"{name} {shape} is not in it")
+            elif tensor.shape != shape:
+                mismatches.append(f"{name} is {tensor.shape} in it, and {shape} here")
         if mismatches:
-            listed = "\n  ".join(list(mismatches.values())[:5])
+            listed = "\n  ".join(mismatches[:5])
             omitted = f"\n  and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
             raise UserError(
                 f"checkpoint {self.path} is of another model; {len(mismatches)} tensors differ:\n"

@@ -125,7 +125,7 @@ FeedForwardConfig = Annotated[
 class BlockConfig(Section):
     """A transformer layer, or several alike: its mixer, what follows it, and its norms."""
 
-    repeat: Positive = 1
+    repeat: Annotated[int, Field(gt=0, le=2_000)] = 1
     """Number of consecutive layers like this one."""
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
     """What mixes tokens: `attention` or `latent`, and its keys."""

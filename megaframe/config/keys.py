@@ -278,8 +278,12 @@ def _format_bound(limit: float) -> str:
     return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
+_MOST_ITEMS = 256
+"""Items of a list that are shown; more are a mistake, or for no reader."""
+
+
 def format_value(value: Any) -> str:
-    """Return a value as it is written in a config."""
+    """Return a value as it is written in a config; of a very long list, its beginning."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -292,6 +296,8 @@ def format_value(value: Any) -> str:
         shown = {key: getattr(value, key) for key in type(value).model_fields if key in keys_set}
         return format_value(shown)
     if isinstance(value, tuple | list):
+        if len(value) > _MOST_ITEMS:
+            return format_value(value[:8])[:-1] + f", ... {len(value):,} values in all]"
         return "[" + ", ".join(format_value(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"

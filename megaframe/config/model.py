@@ -63,10 +63,14 @@ class EmulationConfig(Section):
     """Seconds that the weight gradient of one block waits per microbatch."""
 
 
+MOST_EXPERTS = 1 << 14
+"""Experts have a matrix each, so their number is one of things to list; models have up to 2048."""
+
+
 class MoEConfig(Section):
     """Experts, their router, and how their load is balanced."""
 
-    experts: Positive
+    experts: Annotated[int, Field(ge=1, le=MOST_EXPERTS)]
     """Number of routed experts per layer."""
     top_k: Positive = 2
     """Number of experts that each token is routed to."""
@@ -119,7 +123,7 @@ class ModelConfig(Section):
 
     layers: Annotated[int, Field(gt=0, le=2_000)] = 12
     """Number of transformer blocks."""
-    blocks: tuple[BlockConfig, ...] | None = None
+    blocks: Annotated[tuple[BlockConfig, ...], Field(max_length=2_000)] | None = None
     """A pattern of blocks that repeats over the layers, as with `window`. Each says what mixes
     tokens, what follows, and where norms are. Default: all blocks follow the other keys."""
     hidden: Positive = 768

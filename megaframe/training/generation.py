@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.spec import Box
-from megaframe.checkpoint import Slice, StorePath, locate_checkpoint, open_checkpoint
+from megaframe.checkpoint import Checkpoint, Slice, StorePath, locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
@@ -25,6 +25,7 @@ from megaframe.data.token_file_record import (
     record_tokenizer,
 )
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
+from megaframe.distributed.device import read_host_memory
 from megaframe.errors import UserError
 from megaframe.pipeline_parallel.stage import Stage, build_whole_model
 from megaframe.training.autotune import tune
@@ -67,6 +68,7 @@ def load_model(
                 f"--ema: {path} has no average of weights; train with optim.ema, for example 0.999"
             )
         prefix = EMA_PREFIX if ema else ""
+        _check_size(checkpoint, stage, device)
         slices = [
             replace(part, name=prefix + part.name) if prefix + part.name in saved else part
             for part in _allocate(stage, device)  # frozen parameters have no average
@@ -110,6 +112,20 @@ def load_run_tokenizer(
         "name the one that the run was trained with (--tokenizer)",
     )
     return tokenizer
+
+
+def _check_size(checkpoint: Checkpoint, stage: Stage, device: str) -> None:
+    """Raise `UserError` if a parameter is not in the checkpoint, or if this machine has too little
+    memory for all."""
+    shapes = {parameter.spec.name: parameter.spec.shape for parameter in stage.parameters()}
+    checkpoint.require_shapes(shapes)
+    size = sum(map(math.prod, shapes.values())) * stage.precision.compute.itemsize
+    memory = read_host_memory()
+    if device == "cpu" and size > memory:
+        raise UserError(
+            f"the weights of {checkpoint} take {size / 2**30:,.1f} GiB, and this machine has "
+            f"{memory / 2**30:,.1f} GiB of memory"
+        )
 
 
 def _allocate(stage: Stage, device: str) -> list[Slice]:

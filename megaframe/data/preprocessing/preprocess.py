@@ -48,6 +48,8 @@ from megaframe.errors import UserError
 
 _SMALLEST_PART, _LARGEST_PART, _PARTS = 1 << 22, 1 << 24, 256
 _BATCH = 1 << 22
+_DOCUMENT = 64
+"""What a document counts beside its text: a small file can have millions that are empty."""
 
 Report = Callable[[CorpusCounts, int], None]
 
@@ -245,7 +247,7 @@ def _batch_documents(part: _CorpusPart, corpus_format: CorpusFormat) -> Iterator
     for shard in part.shards:
         for text in read_documents(shard, corpus_format):
             batch.append(text)
-            size += len(text)
+            size += len(text) + _DOCUMENT
             if size >= _BATCH:
                 yield batch
                 batch, size = [], 0

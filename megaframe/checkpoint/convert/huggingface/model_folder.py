@@ -111,6 +111,7 @@ def export_model(
         "dtype": _get_dtype_name(torch_dtype),
     }
     specs = list_model_specs(run)
+    checkpoint.require_shapes({spec.name: spec.shape for spec in specs})
     tensors = list(map_tensors(run.model, specs))
     refuse_left_out(run.model, specs, tensors)
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
