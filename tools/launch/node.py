@@ -78,7 +78,7 @@ def make_launcher_defaults(environment: Mapping[str, str]) -> dict[str, str]:
         first = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or "localhost"
         port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT")
         if not port:
-            port = _PORT if nodes != "1" else _ANY_PORT  # nobody else needs to know it
+            port = str(_PORT if nodes != "1" else _ANY_PORT)  # nobody else needs to know it
         defaults["PET_RDZV_ENDPOINT"] = f"{first}:{port}"
     return defaults
 
