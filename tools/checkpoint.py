@@ -187,6 +187,9 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
     imported = import_model(Path(arguments.path), parse_path(arguments.to))
     print(f"wrote {imported.checkpoint}")
+    if imported.config_file is not None:
+        print(f"wrote {imported.config_file}; train on with")
+        print(f"  pretrain_gpt.py --config {imported.config_file} data.sources=[PATH]")
     for note in imported.notes:
         print(f"note: {note}")
     return 0

@@ -8,12 +8,14 @@ token's choices add up to one, the new model initially computes the same as the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice
+from megaframe.checkpoint.manifest import DTYPES
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.errors import UserError
@@ -56,6 +58,32 @@ def match_weights(
         elif _EXPERTS in name:
             slices += _slice_dense_mlp(spec, box, tensor, config.model.ffn)
     return slices
+
+
+def describe_loaded_weights(
+    specs: Iterable[ParamSpec], checkpoint: Checkpoint, seconds: float
+) -> str:
+    """Return a line about the weights that all ranks together have taken from a checkpoint.
+
+    Args:
+        specs: Of the whole model.
+        checkpoint: What they were loaded from.
+        seconds: How long it took.
+    """
+    saved, names, fresh = checkpoint.tensors, set[str](), 0
+    for spec in specs:
+        name = spec.name if spec.name in saved else spec.name.replace(_EXPERTS, _DENSE)
+        if name in saved:
+            names.add(name)
+        else:
+            fresh += spec.size
+    parameters = sum(math.prod(saved[name].shape) for name in names)
+    types = sorted({str(DTYPES[saved[name].dtype]).removeprefix("torch.") for name in names})
+    rest = f"; {fresh:,} parameters that it lacks have initial values" if fresh else ""
+    return (
+        f"weights of {checkpoint.path}: {len(names):,} tensors with {parameters:,} parameters in "
+        f"{' and '.join(types)}, loaded in {seconds:.1f} s{rest}"
+    )
 
 
 def _slice_dense_mlp(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Iterator[Slice]:

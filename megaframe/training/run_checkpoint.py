@@ -6,6 +6,7 @@ from step to step, and a `TrainState` with everything that is no tensor.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,9 +36,10 @@ from megaframe.data.loader import Loader
 from megaframe.data_parallel.bucket import COMPRESSION_PREFIX
 from megaframe.errors import UnreadableFile, UserError
 from megaframe.io.run_files import METRICS_FILE
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import find_frozen_names
 from megaframe.resilience.downtime import find_last_saved
-from megaframe.training.initialize_from import match_weights
+from megaframe.training.initialize_from import describe_loaded_weights, match_weights
 from megaframe.training.train_step import TrainStep
 
 
@@ -64,6 +66,9 @@ class RunCheckpoint:
         checkpointer: The checkpoints of the run.
         train_step: Has the parameters and the optimizer.
         loader: The training data.
+
+    Attributes:
+        initial_notes: Lines about the weights that a new run began with.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class RunCheckpoint:
         self._config, self._checkpointer, self._loader = config, checkpointer, loader
         self._parameters, self._optimizer = train_step.sharded_parameters, train_step.optimizer
         self._folder = Path(config.run.dir)
+        self.initial_notes: tuple[str, ...] = ()
 
     def restore_or_initialize(self, source: Checkpoint | None) -> Restored | None:
         """Continue from a checkpoint, or draw the initial weights if there is none.
@@ -194,7 +200,11 @@ class RunCheckpoint:
             weights = (
                 piece for piece in self._optimizer.list_tensors() if piece[0] == piece[1].name
             )
+            start = time.perf_counter()
             checkpoint.load(match_weights(weights, checkpoint, saved, self._config))
+            seconds = time.perf_counter() - start
+            specs = list_model_specs(self._config)
+            self.initial_notes = (describe_loaded_weights(specs, checkpoint, seconds),)
 
     def _refuse_to_begin_again(self) -> None:
         """Raise `UserError` if this run has saved a checkpoint, because none was found to resume

@@ -117,7 +117,7 @@ class Trainer:
             details=routine_details,
             old_metrics=old_metrics,
             restored_notes=[
-                *(restored.notes if restored else ()),
+                *(restored.notes if restored else self._checkpoint.initial_notes),
                 *self.checkpointer.take_notes(),
             ],
         )

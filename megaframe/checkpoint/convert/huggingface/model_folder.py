@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from megaframe.checkpoint.convert.huggingface.read_files import (
     TensorHeader,
     check_finite,
     check_regular_file,
+    make_printable,
     read_headers,
     read_json,
     read_tensor,
@@ -57,6 +59,7 @@ from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.data.token_file_record import read_recorded_tokenizer
 from megaframe.errors import UserError
 from megaframe.io.regular_file import write_file
+from megaframe.io.run_files import CONFIG_FILE
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.validate.run import find_mistakes
 
@@ -182,16 +185,19 @@ class ImportedModel:
 
     Attributes:
         checkpoint: Path of the checkpoint.
+        config_file: A config that trains on from it, beside it; None in an object store, where a
+            run reads no config.
         notes: A line for each thing that is not imported as it is.
     """
 
     checkpoint: StorePath
+    config_file: Path | None
     notes: tuple[str, ...]
 
 
 def import_model(folder: Path, target: StorePath) -> ImportedModel:
     """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `target`,
-    in fp32.
+    in fp32, and write a config beside it that trains on from it.
 
     Config, names, shapes and types are compared before any tensor is read.
 
@@ -199,6 +205,9 @@ def import_model(folder: Path, target: StorePath) -> ImportedModel:
         UserError: For a model that is not supported, for tensors that are missing, unknown, of
             another shape, of integers or not finite, and for damaged files.
     """
+    config_file = target / CONFIG_FILE if isinstance(target, Path) else None
+    if config_file is not None and os.path.lexists(config_file):
+        raise UserError(f"{config_file} already exists; remove it or give another folder")
     config = read_json(folder / _CONFIG)
     headers = add_missing_prefix(read_headers(folder))
     model = read_model_config(config, [header.shape for header in headers.values()])
@@ -229,14 +238,32 @@ def import_model(folder: Path, target: StorePath) -> ImportedModel:
         group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES),
         box_reader.read_bytes,
     )
-    return ImportedModel(checkpoint, (*notes, *skipped.describe(headers)))
+    if config_file is not None:
+        _write_run_config(config_file, folder, run, checkpoint)
+    return ImportedModel(checkpoint, config_file, (*notes, *skipped.describe(headers)))
+
+
+def _write_run_config(path: Path, folder: Path, run: RunConfig, checkpoint: StorePath) -> None:
+    """Write a config of a new run that starts with imported weights."""
+    sections = run.model_dump(
+        mode="json", include={"model", "data", "train"}, exclude_unset=True, exclude_none=True
+    )
+    sections["checkpoint"] = {"weights": os.path.abspath(str(checkpoint))}
+    header = (
+        f"# Trains on from the weights of {make_printable(folder)}: add data.sources, and run.dir\n"
+        "# and optim.lr as you like. train.seq is the longest that the model was made for.\n"
+    )
+    try:
+        write_file(path, header + yaml.safe_dump(sections, sort_keys=False), inside=path.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _find_tokenizer(folder: Path) -> str | None:
     for kind, name in TOKENIZER_FILES.items():
         if (folder / name).exists():
             check_regular_file(folder / name)
-            return f"{kind}:{folder / name}"
+            return f"{kind}:{os.path.abspath(folder / name)}"
     return None
 
 
