@@ -45,7 +45,7 @@ def main() -> None:
     from megaframe.resilience.signals import enable_flight_recorder
     from megaframe.training.auto_layout import find_cluster, resolve_config
     from megaframe.training.dry_run import describe_run
-    from megaframe.training.memory_check import check_memory, plan_dry_run, report_memory_fit
+    from megaframe.training.memory_check import check_memory, judge_memory, plan_dry_run
     from megaframe.training.restart import train
 
     gc.freeze()
@@ -66,10 +66,11 @@ def main() -> None:
             )
         config, layout, notes = resolve_config(config, world, data=not arguments.dry_run)
         if arguments.dry_run:
-            print(
-                "\n".join([*notes, describe_run(config, layout, find_cluster(config))]), flush=True
-            )
-            print("\n".join(report_memory_fit(config, layout, force=arguments.force)))
+            verdict = judge_memory(config, layout)
+            description = describe_run(config, layout, find_cluster(config))
+            print("\n".join([*verdict.lines, *notes, description]), flush=True)
+            for warning in verdict.warn_or_refuse(force=arguments.force):
+                print(warning)
             return
         if rank >= layout.world:
             return  # the layout that was chosen does not use this rank
@@ -91,9 +92,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--config", metavar="FILE", help="a YAML file, or the name of a shipped config: demo")
-    add("--dry-run", action="store_true", help="print config, layout and memory, and if it fits")
+    add("--dry-run", action="store_true", help="print if it fits, config, layout and memory")
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs, here or elsewhere")
-    add("--force", action="store_true", help="run even if a GPU has too little memory by the plan")
+    add("--force", action="store_true", help="run even if there is too little memory by the plan")
     add("--explain", metavar="KEY", help="document section.key or section, and exit")
     add("--version", action="version", version=f"megaframe {__version__}", help="print it and exit")
     add(

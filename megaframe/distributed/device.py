@@ -11,9 +11,9 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
@@ -183,13 +183,44 @@ def _read_torch_error() -> str:
 
 
 def read_host_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of this machine's memory, or of its container's limit if that is less. root:
-    as for `explain_unusable_gpu`."""
+    """Return the bytes of this machine's memory, or of the least limit on this process if that is
+    less: of its container, or of a group of processes that it is in. root: as for
+    `explain_unusable_gpu`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # ValueError: there is no limit
-            memory = min(memory, int((root / name).read_text(encoding="utf-8")))
-    return memory
+    files = ("memory.max", "memory.limit_in_bytes")  # of the second and the first version
+    return min([memory, *_read_limits(root, files)])
+
+
+def read_host_swap(root: Path = Path("/")) -> int:
+    """Return the bytes of this machine's swap, or of the least limit on this process if that is
+    less. root: as for `explain_unusable_gpu`."""
+    with suppress(OSError, ValueError, IndexError):
+        text = (root / "proc/meminfo").read_text(encoding="utf-8")
+        swap = 1024 * int(text.partition("SwapTotal:")[2].split()[0])
+        return min([swap, *_read_limits(root, ("memory.swap.max",))])
+    return 0
+
+
+def _read_limits(root: Path, files: Sequence[str]) -> Iterator[int]:
+    """Yield the limits in these files of the control groups of this process, from the innermost
+    outward. In a container the outermost is at the root, whatever its name outside."""
+    lines: list[str] = []
+    with suppress(OSError, ValueError):
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    base = root / "sys/fs/cgroup"
+    for number, controllers, group in (
+        line.split(":", 2) for line in ("0::/", *lines) if line.count(":") >= 2
+    ):
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        inner = PurePosixPath(group.lstrip("/"))
+        if ".." in inner.parts:
+            continue  # outside of what this process sees
+        for folder in (inner, *inner.parents):
+            for path in (base / folder, base / "memory" / folder):
+                for file in files:
+                    with suppress(OSError, ValueError):  # ValueError: there is no limit
+                        yield int((path / file).read_text(encoding="utf-8"))
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:

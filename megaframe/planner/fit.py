@@ -6,6 +6,7 @@ what fits with less than that to spare gets a warning.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,11 +50,14 @@ class MemoryFit:
         rank: The first rank with its pipeline coordinate.
         kinds: Bytes by kind.
         chip: The device.
+        ranks: Ranks, from that one on, that share the device's memory, as those of a host do;
+            `kinds` are of all of them.
     """
 
     rank: int
     kinds: Mapping[str, int]
     chip: Chip
+    ranks: int = 1
 
     @property
     def needed(self) -> int:
@@ -70,16 +74,27 @@ class MemoryFit:
         """Whether so little is left that the plan may be wrong about what fits."""
         return not fits_with_margin(self.needed, self.chip)
 
+    @property
+    def tensors(self) -> int:
+        """Bytes on the device without what its software takes, which is only estimated."""
+        return self.needed - self.kinds.get("overhead", 0)
+
     def __str__(self) -> str:
         largest = sorted(self.kinds.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{kind} {size / _GIB:.1f}" for kind, size in largest if size)
+        who = f"rank {self.rank} needs"
+        if self.ranks > 1:
+            who = f"ranks {self.rank} to {self.rank + self.ranks - 1} of a host need"
+        rest = self.chip.memory - self.needed
+        amount = f"{abs(rest) / _GIB:.1f} GiB {'to spare' if rest >= 0 else 'too much'}"
+        where = "the host" if self.chip.is_host else f"its device ({self.chip.name})"
         return (
-            f"rank {self.rank} needs {self.needed / _GIB:.1f} GiB by the plan, and its device "
-            f"({self.chip.name}) has {self.chip.memory / _GIB:.1f} GiB ({parts})"
+            f"{who} {self.needed / _GIB:.1f} GiB by the plan, and {where} "
+            f"has {self.chip.memory / _GIB:.1f} GiB: {amount} ({parts})"
         )
 
 
-def compute_fit(config: RunConfig, layout: Layout, chip: Chip) -> MemoryFit:
+def compute_fit(config: RunConfig, layout: Layout, chip: Chip, ranks: int = 1) -> MemoryFit:
     """Return whether the ranks of a run fit on devices of this kind. The config must have passed
     `check`, with numbers for `train.recompute_blocks`.
 
@@ -87,13 +102,26 @@ def compute_fit(config: RunConfig, layout: Layout, chip: Chip) -> MemoryFit:
         config: The run.
         layout: Its ranks.
         chip: The devices.
+        ranks: Consecutive ranks that share the memory of one.
     """
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
+    share = replace(chip, memory=chip.memory / ranks)
     memories = compute_pipeline_memory(
-        config, layout, build_step_schedule(config, microbatches), chip
+        config, layout, build_step_schedule(config, microbatches), share
     )
-    stage, memory = max(memories.items(), key=lambda item: item[1].total)
-    return MemoryFit(layout.rank(pipeline=stage), memory.kinds, chip)
+    if ranks == 1:
+        stage, memory = max(memories.items(), key=lambda item: item[1].total)
+        return MemoryFit(layout.rank(pipeline=stage), memory.kinds, chip)
+    # Of a long pipeline some coordinates are not counted: they need at least as much as the least.
+    least = min(memories.values(), key=lambda memory: memory.total)
+    fits = []
+    for first in range(0, layout.world, ranks):
+        members = range(first, min(first + ranks, layout.world))
+        kinds: Counter[str] = Counter()
+        for rank in members:
+            kinds.update(memories.get(layout.get_coordinate(rank)["pipeline"], least).kinds)
+        fits.append(MemoryFit(first, kinds, chip, len(members)))
+    return max(fits, key=lambda fit: fit.needed)
 
 
 def diff_overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:

@@ -1,18 +1,22 @@
 """Checks whether the ranks of a run have the memory that it needs, before anything is built.
 
-All ranks compute the same from the config and the memory of a GPU, so all of them refuse a run or
-none does. A CPU's memory may be extended by swap and is shared with others: there the user is only
-warned. A dry run asks the same of the machine that it is planned for, which need not be this one.
+All ranks compute the same from the config and the memory of a device, so all of them refuse a run
+or none does. The ranks of a host are counted together. Its memory is extended by swap, and what the
+interpreter and the allocator take there is only estimated: what may be too much without exceeding
+both by its tensors alone gets a warning. A dry run asks the same of the machine that it is planned
+for, which need not be this one.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 
 import torch
 
 from megaframe.config import RunConfig
-from megaframe.distributed.mesh import read_world_size
+from megaframe.distributed.device import read_host_swap
+from megaframe.distributed.mesh import read_local_world_size, read_world_size
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout, count_fewest_ranks
@@ -47,27 +51,55 @@ def plan_dry_run(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     return config, gpus
 
 
-def report_memory_fit(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
-    """Return the last lines of a dry run: whether the run fits in the memory of the machine that it
-    is planned for, and if not, what does.
+@dataclass(frozen=True)
+class MemoryVerdict:
+    """Whether a run fits in memory.
 
-    The machine is that of `parallel.cluster`, or else the likely one for the device.
+    Attributes:
+        fit: The plan and the memory.
+        exceeds: Whether the run cannot fit.
+        changes: If it may not, lines with the nearest changes that fit.
+    """
+
+    fit: MemoryFit
+    exceeds: bool
+    changes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """The verdict in words."""
+        if self.fit.fits:
+            return [f"fits in memory: {self.fit}" + f": {_TIGHT}" * self.fit.is_tight]
+        head = "does not fit" if self.exceeds else "may not fit"
+        return [f"{head} in memory: {self.fit}", *self.changes]
+
+    def warn_or_refuse(self, *, force: bool = False) -> list[str]:
+        """Return warnings about the memory of a run.
+
+        Args:
+            force: Warn of what cannot fit.
+
+        Raises:
+            UserError: The run cannot fit; names the nearest changes that do.
+        """
+        if self.fit.fits:
+            return [f"warning: {self.fit}: {_TIGHT}"] if self.fit.is_tight else []
+        if not self.exceeds:
+            return [f"warning: {self.lines[0]}"]
+        if force:
+            return [f"warning: started by --force without enough memory: {self.fit}"]
+        raise UserError("\n  ".join([*self.lines, "or run anyway with --force"]))
+
+
+def judge_memory(config: RunConfig, layout: Layout) -> MemoryVerdict:
+    """Return whether a run fits in the memory of the machine that it is planned for: that of
+    `parallel.cluster`, or else the likely one for the device.
 
     Args:
         config: The config of the run.
         layout: The layout of its ranks.
-        force: Warn of what cannot fit.
-
-    Raises:
-        UserError: A GPU has less memory than its rank needs; names the nearest changes that fit.
     """
-    cluster = find_cluster(config)
-    fit = compute_fit(config, layout, cluster.chip)
-    if fit.fits:
-        return [f"fits in memory: {fit}" + f": {_TIGHT}" * fit.is_tight]
-    if cluster.chip.is_host:
-        return [f"does not fit in memory: {fit}", *_suggest_layouts(config, layout, cluster)]
-    return _refuse(config, layout, cluster, fit, force)
+    return _judge(config, layout, find_cluster(config), advise=True)
 
 
 def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
@@ -79,27 +111,28 @@ def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> l
         force: Warn of what cannot fit.
 
     Raises:
-        UserError: A GPU has less memory than its rank needs; names the nearest changes that fit.
+        UserError: The run cannot fit; names the nearest changes that do.
     """
     cluster = _find_machine(config)
     if cluster is None:
         return []
-    fit = compute_fit(config, layout, cluster.chip)
-    if fit.fits:
-        return [f"warning: {fit}: {_TIGHT}"] if fit.is_tight else []
-    if cluster.chip.is_host:
-        return [f"warning: does not fit in memory: {fit}"]
-    return _refuse(config, layout, cluster, fit, force)
+    return _judge(config, layout, cluster, advise=not force).warn_or_refuse(force=force)
 
 
-def _refuse(
-    config: RunConfig, layout: Layout, cluster: Cluster, fit: MemoryFit, force: bool
-) -> list[str]:
-    """Refuse a run that does not fit; with `force`, return a warning."""
-    if force:
-        return [f"warning: started by --force without enough memory: {fit}"]
-    lines = [f"does not fit in memory: {fit}", *_suggest_layouts(config, layout, cluster)]
-    raise UserError("\n  ".join([*lines, "or run anyway with --force"]))
+def _judge(config: RunConfig, layout: Layout, cluster: Cluster, *, advise: bool) -> MemoryVerdict:
+    """Return the verdict on a cluster; with `advise`, and if the run cannot fit, with changes."""
+    chip, ranks, spare = cluster.chip, 1, 0
+    if chip.is_host and config.parallel.cluster is None:
+        memory, ranks = chip.memory * read_local_world_size(), layout.world
+        if "WORLD_SIZE" in os.environ:  # without a launcher, all ranks are taken to be on this host
+            ranks = min(read_local_world_size(), ranks)
+        chip, spare = replace(chip, memory=memory), read_host_swap()
+        cluster = replace(cluster, chip=replace(chip, memory=memory / ranks))
+    fit = compute_fit(config, layout, chip, ranks)
+    needed = fit.tensors if chip.is_host else fit.needed
+    exceeds = needed > chip.memory + spare
+    changes = _suggest_layouts(config, layout, cluster) if advise and not fit.fits else []
+    return MemoryVerdict(fit, exceeds, tuple(changes))
 
 
 def _suggest_layouts(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:

@@ -13,6 +13,7 @@ from megaframe.distributed.device import (
     explain_hidden_gpu,
     explain_unusable_gpu,
     read_host_memory,
+    read_host_swap,
     select_device,
 )
 from megaframe.distributed.mesh import Mesh
@@ -176,3 +177,31 @@ def test_memory_of_the_host_is_at_most_that_of_its_container(tmp_path):
     for text, expected in (("max", host_bytes), (str(2**26), 2**26), (str(2**60), host_bytes)):
         limit.write_text(text + "\n")
         assert read_host_memory(tmp_path) == expected
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_least_limit_of_the_groups_that_a_process_is_in_counts(version, tmp_path):
+    groups = {1: "5:cpu:/elsewhere\n4:memory:/job/step\n0::/\n", 2: "0::/job/step\n"}
+    write(tmp_path / "proc/self/cgroup", groups[version])
+    base = tmp_path / "sys/fs/cgroup" / {1: "memory", 2: ""}[version]
+    name = {1: "memory.limit_in_bytes", 2: "memory.max"}[version]
+    write(base / "job/step" / name, f"{2**27}\n")
+    write(base / "elsewhere" / name, f"{2**20}\n")
+    assert read_host_memory(tmp_path) == 2**27
+    write(base / "job" / name, f"{2**26}\n")
+    assert read_host_memory(tmp_path) == 2**26
+    write(tmp_path / "proc/self/cgroup", "0::/../../elsewhere\n:\n")
+    assert read_host_memory(tmp_path) > 2**27
+
+
+def test_swap_is_what_the_machine_has_and_the_container_may_use(tmp_path):
+    assert read_host_swap(tmp_path) == 0
+    write(tmp_path / "proc/meminfo", "MemTotal: 8 kB\nSwapTotal:       4096 kB\n")
+    assert read_host_swap(tmp_path) == 2**22
+    write(tmp_path / "sys/fs/cgroup/memory.swap.max", "0\n")
+    assert read_host_swap(tmp_path) == 0

@@ -14,8 +14,8 @@ from megaframe.config import load
 from megaframe.config.section import MOST
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.training import auto_layout
-from megaframe.training.memory_check import check_memory, report_memory_fit
+from megaframe.training import auto_layout, memory_check
+from megaframe.training.memory_check import check_memory, judge_memory
 from megaframe.validate.run import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,6 +51,10 @@ def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
     command = ["--config", "llama3-8b", "--dry-run", "--gpus", "8", "parallel.cluster=h100-ib"]
     status, message, wrong = run_entry(*command, *OLD)
     assert status == 2 and "memory per rank" in message
+    first, changes = message.splitlines()[0], message.splitlines()[1:4]
+    assert first.startswith("does not fit in memory: rank 0 needs 174.5 GiB by the plan")
+    assert "has 80.0 GiB: 94.5 GiB too much (" in first
+    assert any(line.startswith("  parallel.zero=2: 75.3 GiB") for line in changes)
     assert "error: does not fit in memory: rank 0 needs 174.5 GiB by the plan, and its" in wrong
     assert "    parallel.zero=2: 75.3 GiB" in wrong and "--force" in wrong
     status, message, wrong = run_entry(*command, *OLD, "--force")
@@ -61,8 +65,9 @@ def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
     status, message, wrong = run_entry(*command)
     assert (status, wrong) == (0, "") and "warning" not in message
     assert re.fullmatch(
-        r"fits in memory: rank 0 needs 64\.3 GiB by the plan, .* \(h100\) has 80\.0 GiB .*",
-        message.splitlines()[-1],
+        r"fits in memory: rank 0 needs 64\.3 GiB by the plan, and its device \(h100\) has "
+        r"80\.0 GiB: 15\.7 GiB to spare \(.*",
+        message.splitlines()[0],
     )
 
 
@@ -85,9 +90,10 @@ def dry(monkeypatch, capsys):
 def test_gpus_are_planned_for_where_there_are_none(dry):
     """Without a name they are those of the default cluster, and the dry run says so."""
     output = dry("--gpus", "8", "--config", "llama3-8b")
-    assert output.startswith("there is no GPU here that could be asked for its name and memory: ")
-    assert "cluster h100-ib is assumed" in output and "layout      8 ranks = data 8\n" in output
-    assert output.splitlines()[-1].startswith("fits in memory: rank 0 needs 64.3 GiB")
+    verdict, note = output.splitlines()[:2]
+    assert verdict.startswith("fits in memory: rank 0 needs 64.3 GiB")
+    assert note.startswith("there is no GPU here that could be asked for its name and memory: ")
+    assert "cluster h100-ib is assumed" in note and "layout      8 ranks = data 8\n" in output
 
 
 def test_ranks_that_a_launcher_started_plan_for_all_of_them_and_the_first_prints(dry, monkeypatch):
@@ -143,13 +149,31 @@ def test_a_dry_run_reads_a_tokenizer_only_for_the_size_of_the_vocabulary(dry):
     assert refused.startswith("error: cannot read tokenizer file nowhere/tokenizer.model")
 
 
-def test_a_host_that_is_too_small_gets_a_verdict_and_what_fits(dry, monkeypatch):
-    monkeypatch.setattr(auto_layout, "read_host_memory", lambda: 8 * 2**30)
-    output = dry("--config", "gpt2-124m", "run.device=cpu", "train.microbatch=32")
-    verdict = output[output.index("does not fit in memory: rank 0 needs ") :].splitlines()
-    assert "its device (cpu) has 8.0 GiB" in verdict[0] and "error" not in output
+@pytest.fixture
+def host(monkeypatch):
+    """host(gib, swap): let this machine have so much memory and swap."""
+
+    def found(gib, swap=0.0):
+        monkeypatch.setattr(auto_layout, "read_host_memory", lambda: int(gib * 2**30))
+        monkeypatch.setattr(memory_check, "read_host_swap", lambda: int(swap * 2**30))
+
+    return found
+
+
+def test_a_host_that_is_too_small_gets_a_verdict_and_what_fits(dry, host):
+    command = ["--config", "gpt2-124m", "run.device=cpu", "train.microbatch=32"]
+    host(8)
+    output = dry(*command)
+    verdict = output.splitlines()
+    assert verdict[0].startswith("does not fit in memory: rank 0 needs ")
+    assert "and the host has 8.0 GiB: 5.3 GiB too much (" in verdict[0]
     assert verdict[1] == "nearest changes that fit, with their memory and step by the plan:"
-    assert verdict[2].startswith("  train.") and len(verdict) > 2
+    assert verdict[2].startswith("  train.")
+    refused = output[output.index("error: ") :]
+    assert verdict[0] in refused and "run anyway with --force" in refused
+    output = dry(*command, "--force")
+    assert output.splitlines()[0] == verdict[0]
+    assert output.splitlines()[-1].startswith("warning: started by --force without enough memory")
 
 
 def test_a_gpu_is_asked_for_its_memory(gpu):
@@ -184,7 +208,7 @@ def test_a_run_is_not_checked_for_another_machine_but_a_dry_run_is(gpu):
     gpu(60)
     with pytest.raises(UserError, match=r"has 60\.0 GiB"):
         check_memory(config, layout)
-    (line,) = report_memory_fit(config, layout)
+    (line,) = judge_memory(config, layout).lines
     assert line.startswith("fits in memory: ") and "(b200)" in line
 
 
@@ -198,14 +222,42 @@ def test_of_a_chip_of_unknown_speed_only_memory_is_told(gpu):
     assert offers and all(re.search(r"=\S+: \d+\.\d GiB$", line) for line in offers)
 
 
-def test_a_host_is_warned_of(monkeypatch):
-    monkeypatch.setattr(auto_layout, "read_host_memory", lambda: 4 * 2**30)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_a_host_is_refused_only_if_tensors_exceed_memory_and_swap(host):
+    """What else a process takes there is only estimated, and swap extends it."""
+    config = load("gpt2-124m", ["run.device=cpu", "train.microbatch=4"])
+    host(1000)
+    fit = judge_memory(config, Layout()).fit
+    tensors = fit.tensors / 2**30
+    for memory, swap in ((tensors * 1.01, 0), (tensors / 2, tensors * 0.6)):
+        host(memory, swap)
+        (line,) = check_memory(config, Layout())
+        assert line.startswith("warning: may not fit in memory: rank 0 needs ")
+    host(tensors / 2, tensors * 0.4)
+    with pytest.raises(UserError, match="does not fit in memory: rank 0 needs"):
+        check_memory(config, Layout())
+    (line,) = check_memory(config, Layout(), force=True)
+    assert line.startswith("warning: started by --force")
+
+
+def test_the_ranks_of_a_host_are_counted_together(host, monkeypatch):
     config = load("gpt2-1.5b", ["run.device=cpu"])
-    (line,) = check_memory(config, Layout(data=2))
-    assert line.startswith("warning: does not fit in memory: rank 0 needs ")
-    assert "its device (cpu) has 2.0 GiB" in line
-    assert check_memory(load("demo", ["run.device=cpu"]), Layout(data=2)) == []
+    host(1000)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = judge_memory(config, Layout(data=4)).fit
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    both = judge_memory(config, Layout(data=4)).fit
+    assert (both.rank, both.ranks, both.tensors) == (0, 2, 2 * alone.tensors)
+    host(4)
+    with pytest.raises(
+        UserError, match=r"ranks 0 to 1 of a host need .* and the host has 4\.0 GiB"
+    ):
+        check_memory(config, Layout(data=4))
+    small = load("demo", ["run.device=cpu", "train.microbatch=1"])
+    assert check_memory(small, Layout(data=4)) == []
+    # Stages differ: the host with the first ones needs more than the other.
+    first = judge_memory(config, Layout(pipeline=4)).fit
+    assert first.rank == 0 and first.ranks == 2
 
 
 @pytest.mark.parametrize("size", [MOST, MOST + 1, 2**63, 10**30])
@@ -217,7 +269,7 @@ def test_absurd_sizes_get_a_verdict_or_one_error(key, size):
     try:
         config = load(None, ["model.vocab=257", "run.device=cpu", f"{key}={size}"])
         validate_config(config, 1, data=False)
-        (line, *_) = report_memory_fit(config, Layout())
+        (line, *_) = judge_memory(config, Layout()).lines
     except UserError as error:
         most = "65536" if size == MOST else "1,000,000,000,000"
         assert key in str(error) and f"at most {most}" in str(error)
