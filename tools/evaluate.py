@@ -23,6 +23,7 @@ from megaframe.data.token_file_record import TokenizerRecord, record_tokenizer
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.io.progress import Progress
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.evaluation import Score, read_sequence, read_split, score
 from megaframe.training.generation import load_model, load_run_tokenizer, read_run_tokenizer
@@ -87,14 +88,16 @@ def _on_texts(
     split = arguments.split
     sources = read_split(config, split, tokenizer, record) if split else ()
     for name, passage in chain(files, sources):
-        (text_score,) = score(
-            stage,
-            [passage],
-            context=context,
-            stride=context if arguments.stride is None else arguments.stride,
-            batch=arguments.batch,
-            data=config.data,
-        )
+        with Progress(name) as progress:
+            (text_score,) = score(
+                stage,
+                [passage],
+                context=context,
+                stride=context if arguments.stride is None else arguments.stride,
+                batch=arguments.batch,
+                data=config.data,
+                report=progress.report,
+            )
         total += text_score
         shown[name] = _to_json(text_score)
         if not arguments.json:

@@ -6,12 +6,15 @@ python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
 
 import torch
 
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.io.progress import Progress
 from megaframe.training.generation import (
     SamplingOptions,
     encode_prompt,
@@ -49,9 +52,22 @@ def main() -> None:
                 stop=tokenizer.eod,
                 generator=torch.Generator().manual_seed(seed),
             )
-            for text in stream_text(ids, tokenizer):
-                print(text, end="", flush=True)
-            print()
+            # On a terminal the text itself shows how far it is.
+            is_shown = not sys.stdout.isatty()
+            with Progress(f"sample {number + 1}", is_shown=is_shown) as progress:
+                counted = _report_each(ids, progress, arguments.tokens)
+                for text in stream_text(counted, tokenizer):
+                    print(text, end="", flush=True)
+                print(flush=True)
+
+
+def _report_each(
+    samples: Iterator[list[int]], progress: Progress, most: int
+) -> Iterator[list[int]]:
+    """Yield all ids so far after each new one, and report their number."""
+    for number, ids in enumerate(samples, 1):
+        yield ids
+        progress.report(number, most)
 
 
 def check(arguments: argparse.Namespace) -> None:

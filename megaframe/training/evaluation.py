@@ -11,7 +11,7 @@ Shape suffixes: W windows, S inputs of a window, V vocabulary, T counted tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -153,6 +153,7 @@ def score(
     stride: int,
     batch: int = 8,
     data: DataConfig | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> list[Score]:
     """Return the score of each passage.
 
@@ -164,6 +165,7 @@ def score(
         batch: Windows that are scored at once.
         data: How document boundaries are treated (`reset_positions`, `reset_attention`,
             `mask_eod`), for passages that have `beginnings`; None uses the defaults.
+        report: Called after each batch with the tokens done so far, and all.
 
     Raises:
         UserError: The stride is outside of 1 to `context`, the context is longer than the learned
@@ -179,6 +181,7 @@ def score(
     # Windows of similar length go into the same batch, to keep padding small.
     windows.sort(key=lambda pair: pair[1].begin - pair[1].end)
     scores = [Score()] * len(passages)
+    done, total = 0, sum(window.end - window.first for _, window in windows)
     for start in range(0, len(windows), batch):
         batch_windows = windows[start : start + batch]
         microbatch = _make_microbatch([(passages[n], w) for n, w in batch_windows], data, device)
@@ -190,6 +193,9 @@ def score(
             size = _count_text_bytes(passages[number], window, row != IGNORE)
             part = Score(-float(nats.double().sum()), len(nats), size, bool(best.all()))
             scores[number] += part
+        done += sum(window.end - window.first for _, window in batch_windows)
+        if report is not None:
+            report(done, total)
     return scores
 
 

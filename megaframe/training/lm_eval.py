@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
+from megaframe.io.progress import Progress
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.evaluation import Score, TokenSequence, score
 from megaframe.training.generation import SamplingOptions, sample
@@ -111,7 +112,15 @@ class HarnessModel(TemplateLM):
 
     def _score(self, passages: list[TokenSequence]) -> list[Score]:
         context = self._context
-        return score(self._stage, passages, context=context, stride=context, batch=self._batch)
+        with Progress("tasks") as progress:
+            return score(
+                self._stage,
+                passages,
+                context=context,
+                stride=context,
+                batch=self._batch,
+                report=progress.report,
+            )
 
     def _generate(self, prompt: str, options: Mapping[str, Any]) -> str:
         ends = options.get("until") or []

@@ -158,7 +158,12 @@ def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
 def test_passages_beside_each_other_change_nothing(build):
     stage = build().stage
     passages = [TokenSequence(make_numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
-    together = score(stage, passages, context=12, stride=6, batch=4)
+    done = []
+    together = score(
+        stage, passages, context=12, stride=6, batch=4, report=lambda *now: done.append(now)
+    )
+    total = sum(part.tokens for part in together)
+    assert done == sorted(done) and done[-1] == (total, total) and len(done) > 1
     apart = [score(stage, [passage], context=12, stride=6, batch=1)[0] for passage in passages]
     for first, other in zip(together, apart, strict=True):
         assert first.tokens == other.tokens and first.nats == near(
