@@ -123,9 +123,8 @@ def _judge(config: RunConfig, layout: Layout, cluster: Cluster, *, advise: bool)
     """Return the verdict on a cluster; with `advise`, and if the run cannot fit, with changes."""
     chip, ranks, spare = cluster.chip, 1, 0
     if chip.is_host and config.parallel.cluster is None:
-        memory, ranks = chip.memory * read_local_world_size(), layout.world
-        if "WORLD_SIZE" in os.environ:  # without a launcher, all ranks are taken to be on this host
-            ranks = min(read_local_world_size(), ranks)
+        memory = chip.memory * read_local_world_size()
+        ranks = min(_count_host_ranks(config, layout), layout.world)
         chip, spare = replace(chip, memory=memory), read_host_swap()
         cluster = replace(cluster, chip=replace(chip, memory=memory / ranks))
     fit = compute_fit(config, layout, chip, ranks)
@@ -133,6 +132,15 @@ def _judge(config: RunConfig, layout: Layout, cluster: Cluster, *, advise: bool)
     exceeds = needed > chip.memory + spare
     changes = _suggest_layouts(config, layout, cluster) if advise and not fit.fits else []
     return MemoryVerdict(fit, exceeds, tuple(changes))
+
+
+def _count_host_ranks(config: RunConfig, layout: Layout) -> int:
+    """Return the number of ranks on each host: without a launcher all, and with one that does not
+    say at least 1."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return read_local_world_size()
+    launched = "WORLD_SIZE" in os.environ
+    return config.parallel.node_size or (1 if launched else layout.world)
 
 
 def _suggest_layouts(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:

@@ -58,11 +58,13 @@ def main() -> None:
                 "would start from scratch; set checkpoint.resume=latest"
             )
         check_port(os.environ)
-        world = compute_largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
+        nodes, ranks = os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"]
+        world = compute_largest_world(nodes, ranks)
+        local_world = compute_largest_world("1", ranks)
         check_data(config)
     if arguments.look:
         sys.exit(0 if check_node(Path(config.run.dir)) else EXIT_SICK)
-    if status := run_dry_run(words, world):
+    if status := run_dry_run(words, world, local_world):
         sys.exit(status)
     if arguments.doctor and not check_node(Path(config.run.dir)):
         sys.exit(EXIT_SICK)
@@ -123,10 +125,11 @@ def compute_largest_world(nodes: str, ranks: str) -> int:
         ) from None
 
 
-def run_dry_run(words: Sequence[str], world: int) -> int:
-    """Return the status of a dry run on `world` ranks: 2 for a mistake in the config, which it
-    prints."""
-    environment = {**os.environ, "WORLD_SIZE": str(world), "RANK": "0"}
+def run_dry_run(words: Sequence[str], world: int, local_world: int) -> int:
+    """Return the status of a dry run on `world` ranks, `local_world` of them on each node: 2 for a
+    mistake in the config, which it prints."""
+    sizes = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local_world), "RANK": "0"}
+    environment = {**os.environ, **sizes}
     command = [sys.executable, ENTRY, "--dry-run", *words]
     return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
 

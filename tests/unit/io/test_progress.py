@@ -7,7 +7,7 @@ import pytest
 from megaframe.io.progress import Progress
 
 
-class Stream(io.StringIO):
+class FakeText(io.StringIO):
     """A text that is a terminal or is none."""
 
     def __init__(self, is_terminal):
@@ -17,7 +17,7 @@ class Stream(io.StringIO):
 
 def run(is_terminal, seconds, **arguments):
     """Return what a work of as many steps as seconds writes, each of 10 of its tokens."""
-    stream, now = Stream(is_terminal), [0.0]
+    stream, now = FakeText(is_terminal), [0.0]
     with Progress("a.txt", stream=stream, clock=lambda: now[0], **arguments) as progress:
         for done in range(1, seconds + 1):
             now[0] += 1.0
@@ -46,7 +46,7 @@ def test_where_the_text_itself_is_the_progress_only_the_speed_is_told():
 
 
 def test_an_error_stands_on_a_line_of_its_own():
-    stream = Stream(True)
+    stream = FakeText(True)
     with pytest.raises(ZeroDivisionError), Progress("a.txt", stream=stream):
         raise ZeroDivisionError
     assert stream.getvalue() == "\r\x1b[K"

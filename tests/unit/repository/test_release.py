@@ -121,7 +121,7 @@ def test_it_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_pat
         [python, "-c", "import megaframe; print(megaframe.__file__)"], **options
     )
     assert run([entry, "--version"], **options) == f"megaframe {__version__}\n"
-    assert "parameters" in run([entry, "--config", "llama3-8b", "--dry-run"], **options)
+    assert "parameters" in run([entry, "--config", "demo", "--dry-run"], **options)
     plan = ["-m", "megaframe_tools.plan", "--config", "llama3-8b", "--gpus", 8]
     assert json.loads(run([python, *plan, "parallel.zero=3", "--json"], **options))["fits"]
 

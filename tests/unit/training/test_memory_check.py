@@ -247,6 +247,12 @@ def test_the_ranks_of_a_host_are_counted_together(host, monkeypatch):
     alone = judge_memory(config, Layout(data=4)).fit
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     both = judge_memory(config, Layout(data=4)).fit
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert judge_memory(config, Layout(data=4)).fit.tensors == alone.tensors  # may be apart
+    monkeypatch.delenv("WORLD_SIZE")
+    assert judge_memory(config, Layout(data=4)).fit.tensors == 4 * alone.tensors
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert (both.rank, both.ranks, both.tensors) == (0, 2, 2 * alone.tensors)
     host(4)
     with pytest.raises(
