@@ -240,20 +240,25 @@ def describe_resumption(
 
 
 def _compare_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
-    """Yield a line for each difference in how documents are divided into training and held-out
-    ones: in `data.split`, or else in the split of a source that both configs have. Sources are
-    matched by file name."""
-    if changes := [*find_differences(saved.split, data.split, (), "data.split")]:
-        yield from changes
+    """Yield a line for each difference in what is trained on: in the training share of
+    `data.split`, or else in that of a source that both configs have. Sources are matched by file
+    name.
+
+    The training share comes first, so what is held out may be divided otherwise at any time: no
+    sample of training changes, and nothing that was trained on is evaluated.
+    """
+    if saved.split[0] != data.split[0]:
+        yield from find_differences(saved.split, data.split, (), "data.split")
         return
     saved_splits, splits = (
         {Path(source.path).name: source.split or section.split for source in section.sources}
         for section in (saved, data)
     )
     for name in saved_splits.keys() & splits.keys():
-        yield from find_differences(
-            saved_splits[name], splits[name], (), f"data.sources, split of {name}"
-        )
+        if saved_splits[name][0] != splits[name][0]:
+            yield from find_differences(
+                saved_splits[name], splits[name], (), f"data.sources, split of {name}"
+            )
 
 
 def check_same_run(
@@ -271,8 +276,8 @@ def check_same_run(
         extensions: Those of the checkpoint, with the hashes of their sources.
 
     Raises:
-        UserError: If it is of another run: another model, seed, sequence length, or split of the
-            data, or without some of its extensions.
+        UserError: If it is of another run: another model, seed, sequence length, or training
+            share of the data, or without some of its extensions.
     """
     refuse_missing_extensions(extensions or {}, path)
     changes = [

@@ -123,7 +123,7 @@ class ModelConfig(Section):
 
     layers: Annotated[int, Field(gt=0, le=2_000)] = 12
     """Number of transformer blocks."""
-    blocks: Annotated[tuple[BlockConfig, ...], Field(max_length=2_000)] | None = None
+    blocks: Annotated[tuple[BlockConfig, ...] | None, Field(max_length=2_000)] = None
     """A pattern of blocks that repeats over the layers, as with `window`. Each says what mixes
     tokens, what follows, and where norms are. Default: all blocks follow the other keys."""
     hidden: Positive = 768

@@ -66,7 +66,7 @@ class BlendedDataset:
         if not used_sources:
             raise UserError(
                 f"no source has a share of the {split} split: data.split={list(data.split)} and "
-                "data.sources[...].split leave it none; give it one, as [0.98, 0.02, 0]"
+                f"data.sources[...].split leave it none; {_advise_split(data.split, split)}"
             )
         self.paths = tuple(source.path for source, _ in used_sources)
         vocab = config.model.vocab or _ANY_TOKEN

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -1
+IGNORE = -100
 """Label of a position that does not count in the loss."""
 
 

@@ -22,6 +22,8 @@ from megaframe.data.microbatch import IGNORE
 from megaframe.errors import UserError
 
 Tokens = NDArray[np.int64]
+_IGNORED = (IGNORE, -1)
+"""Labels by which a transform says that there is no loss."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Sample:
 
     Attributes:
         tokens: The inputs.
-        labels: The next token of each, or -1 where there is no loss (`IGNORE`).
+        labels: The next token of each, or -100 where there is no loss (`IGNORE`, as torch and
+            Hugging Face have it; -1 means the same).
         documents: The number of each token's document within the sample. Positions and attention
             that restart at documents keep their places, whatever a transform does.
         next_token: The token after the last one, also where that has no label.
@@ -101,7 +104,7 @@ class SampleTransforms:
             raise UserError(f"{name}: {describe_failure(part, error)}") from error
         if not isinstance(result, Sample):
             raise UserError(f"{name}: transform returns {type(result).__name__}, not a Sample")
-        for key, lowest in (("tokens", 0), ("labels", IGNORE)):
+        for key in ("tokens", "labels"):
             values, length = getattr(result, key), len(sample.tokens)
             if not isinstance(values, np.ndarray) or values.dtype != np.int64:
                 raise UserError(f"{name}: its {key} are no array of int64")
@@ -110,14 +113,17 @@ class SampleTransforms:
                 raise UserError(
                     f"{name}: its {key} have shape {shape}; return [{length}], as many as before"
                 )
-            wrong = (values < lowest) | (values >= self._vocab)
+            ignored = np.isin(values, _IGNORED) if key == "labels" else np.zeros(length, bool)
+            wrong = ((values < 0) | (values >= self._vocab)) & ~ignored
             if wrong.any():
                 at = int(wrong.argmax())
+                unless = f", and {IGNORE} for no loss" if key == "labels" else ""
                 raise UserError(
                     f"{name}: {key}[{at}] is {values[at]}, but model.vocab={self._vocab} allows "
-                    f"{lowest} to {self._vocab - 1}"
+                    f"0 to {self._vocab - 1}{unless}"
                 )
-        return replace(sample, tokens=result.tokens, labels=result.labels)
+        labels = np.where(np.isin(result.labels, _IGNORED), IGNORE, result.labels)
+        return replace(sample, tokens=result.tokens, labels=labels)
 
 
 def make_generator(seed: int, number: int, place: int) -> np.random.Generator:

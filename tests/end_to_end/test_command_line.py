@@ -69,7 +69,7 @@ class TestMistakes:
         mistake("absent", checkpoint__resume=tmp_path / "absent")
         mistake("absent", checkpoint__weights=tmp_path / "absent")
         # `latest` is for resuming only: missing weights never become a silent fresh start.
-        mistake("checkpoint.weights=latest", "no such folder", checkpoint__weights="latest")
+        mistake("checkpoint.weights=latest", "no checkpoint there", checkpoint__weights="latest")
         assert not (tmp_path / "run").exists()
 
     def test_another_model(self, mistake, pool, corpus, overrides):

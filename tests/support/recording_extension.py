@@ -95,7 +95,7 @@ class MaskingConfig(DataTransformPart):
                 return sample
             return replace(sample, labels=np.full_like(sample.labels, -1))
         masked = random.random(len(sample.labels)) < random.random()
-        return replace(sample, labels=np.where(masked, -1, sample.labels))
+        return replace(sample, labels=np.where(masked, -100, sample.labels))
 
 
 def register(registry):

@@ -39,7 +39,10 @@ NOT_PROMISED = {
 """Keys that make a result depend on the layout, or on rounding to fewer bits."""
 NOT_DRAWN = {
     "parallel": {"auto", "cluster", "symmetric_memory", "timeout"},
-    "train": {"steps", "compile", "cuda_graph", "batch_ramp", "eval_every", "eval_samples"},
+    "train": {
+        *("steps", "compile", "cuda_graph", "batch_ramp", "eval_every", "eval_samples"),
+        *("sample_every", "sample_prompts", "sample_tokens", "sample_temperature"),
+    },
     "model": {"init_std", "emulate", "blocks", "latent", "moe"},
     "model.moe": set(),
 }

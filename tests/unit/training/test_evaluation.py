@@ -19,7 +19,7 @@ from tolerances import near
 from megaframe.checkpoint import parse_path
 from megaframe.config import RunConfig
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
-from megaframe.data.microbatch import Microbatch
+from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.input_shards import CorpusFormat
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
@@ -149,7 +149,7 @@ def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
     nats = 0.0
     for position in range(1, 40):
         before = tokens[max(0, position - 12) : position][None]
-        labels = torch.full_like(before, -1)
+        labels = torch.full_like(before, IGNORE)
         labels[0, -1] = tokens[position]
         nats += float(stage.evaluate(Microbatch(before, labels, torch.zeros(1, dtype=int))))
     assert passage_score.nats == near(nats, LOGITS, torch.float32) and passage_score.tokens == 39
