@@ -242,6 +242,21 @@ def select_sources(data: DataConfig, split: Split) -> list[tuple[DataSourceConfi
     return [pair for pair in zip(data.sources, shares, strict=True) if pair[1][position]]
 
 
+def _advise_split(shares: Shares, split: Split) -> str:
+    """Return how to give a split a share. What is held out may be divided otherwise at any time;
+    what is trained on may not."""
+    train, held_out = shares[0], round(1.0 - shares[0], 6)
+    if split == "train":
+        return "give it one, as [0.98, 0.02, 0]"
+    if not held_out:
+        return "all of it is trained on; a new run may hold some out, as [0.98, 0.01, 0.01]"
+    half = round(held_out / 2, 6)
+    return (
+        f"use data.split={[train, half, round(held_out - half, 6)]}, also at a resume, "
+        "which leaves what is trained on as it is"
+    )
+
+
 def find_document_end(data: DataConfig) -> int | None:
     """Return the token that ends documents, or None if the index says where they end."""
     if data.document_ends != "tokens":

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from megaframe.checkpoint import Slice, find_checkpoint, open_checkpoint
 from megaframe.checkpoint.manifest import MAX_MANIFEST_BYTES, compute_checksum
 from megaframe.checkpoint.reshard import reshard_checkpoint
-from megaframe.checkpoint.train_state import SpikeHistory, TrainState, read_train_state
+from megaframe.checkpoint.train_state import (
+    SpikeHistory,
+    TrainState,
+    check_same_run,
+    read_train_state,
+)
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
@@ -354,3 +359,19 @@ def test_a_state_that_no_run_has_is_refused_though_its_checksum_is_right(copy, s
     with open_checkpoint(copy) as checkpoint, pytest.raises(UserError, match=key) as error:
         read_train_state(checkpoint)
     assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("split", "refused"),
+    [([0.8, 0.1, 0.1], False), ([0.8, 0.0, 0.2], False), ([0.7, 0.3, 0], True)],
+)
+def test_what_is_held_out_may_be_divided_otherwise_but_not_what_is_trained_on(split, refused):
+    def make(split):
+        return RunConfig(data={"sources": [{"path": "a"}], "split": split})
+
+    path = Path("runs/a")
+    if not refused:
+        check_same_run(make([0.8, 0.2, 0]), make(split), path)
+        return
+    with pytest.raises(UserError, match=r"data.split: \[0.8, 0.2, 0.0\] there"):
+        check_same_run(make([0.8, 0.2, 0]), make(split), path)

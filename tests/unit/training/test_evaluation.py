@@ -124,7 +124,8 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     ((name, same),) = read_split(config, "validation")
     assert name == "all" and np.array_equal(same.tokens, passage.tokens)
     assert np.array_equal(same.beginnings, passage.beginnings)
-    with pytest.raises(UserError, match="no source has a share of the test split"):
+    advice = r"no source has a share of the test split.*use data.split=\[0.8, 0.1, 0.1\]"
+    with pytest.raises(UserError, match=advice):
         next(read_split(config, "test"))
     _, low = load_model(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
