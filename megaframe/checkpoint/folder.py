@@ -253,7 +253,9 @@ def _follow_pointer(path: StorePath, key: str) -> LatestCheckpoints:
             if checkpoint.name == name:
                 return LatestCheckpoints((checkpoint,))
     why = "; checkpoint.keep_best keeps one" if path.name == BEST else ""
-    raise UserError(f"{key}={path}: no checkpoint there is the {path.name} one{why}")
+    raise UserError(
+        f"{key}={path}: there is no such folder, and no checkpoint there is the {path.name} one{why}"
+    )
 
 
 def _list_candidate_folders(path: StorePath) -> Iterator[StorePath]:
