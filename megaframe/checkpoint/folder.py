@@ -252,10 +252,8 @@ def _follow_pointer(path: StorePath, key: str) -> LatestCheckpoints:
         for checkpoint in list_checkpoints(root) if name is not None else ():
             if checkpoint.name == name:
                 return LatestCheckpoints((checkpoint,))
-    why = "; checkpoint.keep_best keeps one" if path.name == BEST else ""
-    raise UserError(
-        f"{key}={path}: there is no such folder, and no checkpoint there is the {path.name} one{why}"
-    )
+    why = "checkpoint.keep_best keeps one" if path.name == BEST else "and there is no such folder"
+    raise UserError(f"{key}={path}: no checkpoint there is the {path.name} one; {why}")
 
 
 def _list_candidate_folders(path: StorePath) -> Iterator[StorePath]:
