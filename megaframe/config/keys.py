@@ -187,14 +187,15 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         if args[-1] is Ellipsis:
             return f"a list, each {describe_type(args[0])}"
         return f"a list of {len(args)}, each {describe_type(args[0])}"
-    if _find_section_class(annotation):
+    if section := _find_section_class(annotation):
         fields = (
             f"{key.name}: {key.allowed} (default {key.default})"
             if not key.field.is_required()
             else f"{key.name}: {key.allowed}"
             for key in _collect_keys(annotation, "")
         )
-        return "{" + ", ".join(fields) + "}"
+        alone = f", or only its {section.main_key}" if section.main_key else ""
+        return "{" + ", ".join(fields) + "}" + alone
     return _describe_scalar(annotation, bounds)
 
 

@@ -182,7 +182,7 @@ def _to_config_mistake(
     else:
         takes = describe_type_at(get_config_keys()[name], given_path)
         text = f"{full}={_format_shortened(value)}: takes {takes}"
-    return ConfigMistake(value.origin, value.line, text + _suggest_whole_number(value, text))
+    return ConfigMistake(value.origin, value.line, text + _suggest_value(value, text))
 
 
 def _split_location(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
@@ -202,10 +202,12 @@ def _drop_indices(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
-def _suggest_whole_number(config_value: ConfigValue, text: str) -> str:
-    """Return how to write a whole number that was given as, e.g., 1e6, or that one is too large;
-    empty if not needed."""
+def _suggest_value(config_value: ConfigValue, text: str) -> str:
+    """Return how to write a list of one item that was given without brackets, or a whole number
+    that was given as, e.g., 1e6, or that it is too large; empty if not needed."""
     value = config_value.to_plain()
+    if isinstance(value, str) and "takes a list, each" in text:
+        return f"; write [{_format_shortened(config_value)}]"
     if not isinstance(value, str | int) or "takes a whole number" not in text:
         return ""
     try:

@@ -168,6 +168,8 @@ Split = tuple[Fraction, Fraction, Fraction]
 class DataSourceConfig(Section):
     """A token file, and its share of the data."""
 
+    main_key = "path"
+
     path: str
     """Path of the token files without suffix: PATH.bin and PATH.idx."""
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -181,7 +183,8 @@ class DataConfig(Section):
     """The data, its splits, and what is masked."""
 
     sources: tuple[DataSourceConfig, ...] = ()
-    """Token files, their weights in the blend and their splits."""
+    """Token files, their weights in the blend and their splits. For example [PATH], or
+    [{path: PATH, weight: 0.7}, {path: OTHER, weight: 0.3}]."""
     split: Split = (0.98, 0.02, 0.0)
     """Shares of each source's documents for training, validation and test, in this order; of its
     tokens if it is a single document. A run never reads the test share; `tools/evaluate.py --split

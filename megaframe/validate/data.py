@@ -9,7 +9,7 @@ from megaframe.config.schema import RunConfig
 
 NO_SOURCES = (
     "data.sources is empty; name token files, which tools/preprocess_data.py makes of text: "
-    "data.sources=[{path: PATH}]"
+    "data.sources=[PATH]"
 )
 
 NO_END_TOKEN = (

@@ -74,7 +74,8 @@ def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema
         (
             "data.sources",
             "a list, each {path: text, weight: a number > 0 (default 1.0), "
-            "split: null or a list of 3, each a number from 0 to 1 (default null)}",
+            "split: null or a list of 3, each a number from 0 to 1 (default null)}, "
+            "or only its path",
         ),
     ],
 )

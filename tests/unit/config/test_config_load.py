@@ -60,6 +60,15 @@ def test_the_type_of_the_field_decides_what_a_scalar_means():
     assert config.model.rotary_scaling.kind == "yarn"
 
 
+def test_a_source_may_be_its_path_alone(write):
+    file = write("c.yaml", "data:\n  sources:\n    - a b\n    - {path: c, weight: 2}\n    - 007\n")
+    whole = "[{path: a b}, {path: c, weight: 2}, {path: '007'}]"
+    config = load(file)
+    assert config == load(None, ["data.sources=[a b, {path: c, weight: 2}, 007]"])
+    assert config == load(None, [f"data.sources={whole}"])
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
 def test_a_window_is_a_number_or_a_list_and_is_saved_as_it_was_given():
     for text, window in (("8", 8), ("[8, null]", (8, None)), ("[8]", (8,)), ("null", None)):
         config = load(None, [f"model.window={text}"])
@@ -172,7 +181,10 @@ def test_every_mistake_comes_at_once_with_its_place(write):
         ("data.split=[1, 0]", "data.split=[1, 0]: takes a list of 3, each a number from 0 to 1"),
         ("data.split=[1, 0, 0, 0]", "takes a list of 3"),
         ("data.sources=x", "data.sources=x: takes a list, each {path: text"),
-        ("data.sources=[x]", "data.sources.0=x: takes {path: text"),
+        ("data.sources=x", "or only its path; write [x]"),
+        ("run.extensions=a.py", "takes a list, each text; write [a.py]"),
+        ("data.sources=[[x]]", "data.sources.0=[x]: takes {path: text"),
+        ("data.sources=[x, {weight: 2}]", "data.sources.1.path: missing; it takes text"),
         (
             "data.sources=[{path: x, split: [0.5, 2, 0]}]",
             "data.sources.0.split.1=2: takes a number from 0 to 1",

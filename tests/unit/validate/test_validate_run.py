@@ -187,7 +187,7 @@ def test_a_sound_config_passes(overrides):
             "warmup=500 and .*decay=600 steps overlap in train.steps=1000; use optim.decay=500",
         ),
         (["optim.decay=5", "optim.warmup=5"], "decay=5, .*warmup=5; use 6 or more"),
-        (["data.sources=[]"], r"data.sources is empty; .*data.sources=\[{path: PATH}\]"),
+        (["data.sources=[]"], r"data.sources is empty; .*data.sources=\[PATH\]"),
         (["data.split=[0.5, 0.1, 0]"], r"sums to 0.6, not 1; use \[0.833333, 0.166667, 0.0\]"),
         (["data.split=[0, 0, 0]"], r"sums to 0, not 1; use \[1, 0, 0\]"),
         (["data.split=[0, 0.5, 0.5]"], "leaves nothing to train on"),
