@@ -70,7 +70,7 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 # pip comes first: the one that Python 3.11 brings takes twice as long to see what fits. torch comes
 # alone, so that nothing else can ask for another build of it, and is compiled while pip brings the
 # rest, which is compiled by who first needs it. So is the tests' stand-in for GPUs, if it can be.
-.venv/ready: setup.py constraints.txt
+.venv/ready: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --upgrade pip
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile torch

@@ -1,7 +1,7 @@
 """Bring the packages that a node without a network lacks: `make wheels PYTHON=3.12`.
 
 Many nodes with GPUs have an image with torch and reach no package index. This collects the wheels
-of everything else that megaframe needs in `.wheels/`: names from `setup.py`, versions from
+of everything else that megaframe needs in `.wheels/`: names from `pyproject.toml`, versions from
 `constraints.txt`. On the node `use_wheels` unpacks those that are missing beside the wheels, where
 only the process that asked for them and what it starts look; the environment stays as it is.
 Nothing here imports more than Python's standard library.
@@ -10,7 +10,6 @@ Nothing here imports more than Python's standard library.
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import importlib
 import os
@@ -32,19 +31,21 @@ _GLIBC = (17, 28)
 """Minor versions of glibc 2: wheels for the oldest that is in use, and for torch's own."""
 
 
-def list_required(setup: Path = ROOT / "setup.py") -> dict[str, str]:
+def list_required(project: Path = ROOT / "pyproject.toml") -> dict[str, str]:
     """Return the requirements of megaframe that do not come with torch, by their names.
 
     Where megaframe is installed instead of checked out, whoever installed it has brought them.
     """
-    if not setup.is_file():
+    if not project.is_file():
         return {}
-    for node in ast.walk(ast.parse(setup.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.keyword) and node.arg == "install_requires":
-            texts = [text.partition(";")[0].strip() for text in ast.literal_eval(node.value)]
-            required = {normalize(re.split(r"[<>=!~\[ ]", text)[0]): text for text in texts}
-            return {name: text for name, text in required.items() if name not in WITH_TORCH}
-    raise ValueError(f"{setup} names no install_requires")
+    # Python 3.10 has no reader of its own, but its pip has one.
+    toml = importlib.import_module(
+        "tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli"
+    )
+    listed = toml.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    texts = [text.partition(";")[0].strip() for text in listed]
+    required = {normalize(re.split(r"[<>=!~\[ ]", text)[0]): text for text in texts}
+    return {name: text for name, text in required.items() if name not in WITH_TORCH}
 
 
 def normalize(name: str) -> str:

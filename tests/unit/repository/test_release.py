@@ -100,7 +100,7 @@ def test_the_version_stands_in_one_place_and_is_in_the_changes(wheel):
     assert {"data", "hf", "evaluate", "dev"} <= set(metadata.get_all("Provides-Extra"))
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == __version__
-    assert f'"{__version__}"' not in (ROOT / "setup.py").read_text()
+    assert f'"{__version__}"' not in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_what_is_missing_is_one_line_that_says_how_to_bring_it(tmp_path, tag):
     assert not folder.exists() or len(list(folder.iterdir())) == 1
 
 
-def test_what_is_required_is_what_setup_names_without_what_torch_brings():
+def test_what_is_required_is_what_the_project_names_without_what_torch_brings():
     command = [sys.executable, "-c", "import wheels; print(*wheels.list_required())"]
     output = subprocess.check_output(command, text=True, cwd=TOOLS)
     assert {"pydantic", "numpy", "pyyaml", "safetensors"} <= set(output.split())
