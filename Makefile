@@ -17,7 +17,8 @@ ENGINES := tests/unit/tools/test_ray.py tests/unit/tools/test_slurm.py tests/uni
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-engines test-processors fuzz parity-fuzz gpu-check wheels clean
+.PHONY: demo test test-all test-engines test-processors lint format docs fuzz parity-fuzz gpu-check \
+	wheels clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
@@ -36,6 +37,20 @@ test-engines: .venv/engines
 # Tests of numbers under the instructions and threads of other processors; ARGS names files.
 test-processors: .venv/ready
 	$(BIN)/python tools/test_processors.py $(ARGS)
+
+lint: .venv/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	PYTHONPATH=kernels $(BIN)/lint-imports --no-cache
+
+format: .venv/ready
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# What documents take from the code.
+docs: .venv/ready
+	$(BIN)/python tools/options.py > docs/reference/options.md
 
 # Changed inputs of every kind; ends with a summary, and with the command for each finding.
 fuzz: .venv/ready

@@ -38,6 +38,7 @@ GUIDES = (
     "prediction",
     "dashboard",
     "faults",
+    "debugging",
     "clusters",
     "gpu",
     "tree",
@@ -110,7 +111,8 @@ def test_the_first_commands_of_the_readme_work(begun):
 @pytest.mark.slow
 def test_the_other_commands_of_the_readme_and_then_of_the_guides_work(begun):
     clone, own_commands = begun, README[FIRST:]
-    guides = [line for name in GUIDES for line in list_commands(find_guide(name).read_text())]
+    pages = [ROOT / "CONTRIBUTING.md", *map(find_guide, GUIDES)]
+    guides = [line for page in pages for line in list_commands(page.read_text())]
     assert len(own_commands) > 8 and {*NOT_HERE, *SHORTER} <= {*README, *guides}
     run_all([*own_commands, *guides], clone)
     drawn, published = (root / "docs/images/zb-v.svg" for root in (clone, ROOT))
@@ -118,7 +120,7 @@ def test_the_other_commands_of_the_readme_and_then_of_the_guides_work(begun):
 
 
 def list_documents():
-    yield from (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md")))
+    yield from (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
     yield from (ROOT / "benchmarks/README.md", ROOT / "kernels/README.md")
 
 
@@ -248,5 +250,6 @@ def test_what_guides_say_is_in_a_file_is_there():
 
 def test_ci_runs_the_test_command_of_the_readme():
     assert "make test-all\n" in (ROOT / ".ci/run").read_text()
+    assert "run: .ci/run\n" in (ROOT / ".github/workflows/ci.yml").read_text()
     assert "`make test-all`" in strip_code(ROOT / "README.md")
     assert "make test" in README

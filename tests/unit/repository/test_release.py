@@ -11,6 +11,7 @@ import venv
 import zipfile
 
 import pytest
+import yaml
 from megaframe_kernels import cuda_library
 from megaframe_kernels.cuda_build import BuildError, find_nvcc, find_prebuilt_library
 from repo_copy import ROOT, copy_tracked
@@ -101,6 +102,7 @@ def test_the_version_stands_in_one_place_and_is_in_the_changes(wheel):
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == __version__
     assert f'"{__version__}"' not in (ROOT / "pyproject.toml").read_text()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
 
 
 @pytest.mark.slow
