@@ -305,27 +305,49 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def find_nearest_keys(name: str) -> str:
-    """Return the known key most similar to `name`, compared as a whole and by its last part;
-    several keys if they are equally similar."""
-    name = name[:MAX_NAME]
+_TYPO = 0.75
+"""Likeness of two names from which one may be a typo of the other. Names of other things that share
+some letters reach 0.7."""
+_MORE_WORDS = 0.9
+"""Likeness of two names of which one is the other with another word."""
 
-    def compute_likeness(key: str) -> float:
+
+def find_nearest_keys(name: str) -> str:
+    """Return the known key of which `name` may be a typo, compared as a whole and by its last part;
+    several keys if they are equally similar, and nothing if none is similar enough."""
+    name = name[:MAX_NAME]
+    section, _, last = name.rpartition(".")
+
+    def compute_likeness(key: str) -> tuple[float, float]:
+        key_section, _, key_last = key.rpartition(".")
         whole_ratio = SequenceMatcher(None, name, key).ratio()
-        last_ratio = SequenceMatcher(None, name.rpartition(".")[2], key.rpartition(".")[2]).ratio()
-        return max(whole_ratio, 0.95 * last_ratio) + 0.01 * whole_ratio
+        last_ratio = SequenceMatcher(None, last, key_last).ratio()
+        # More words than ours: `warmup_steps`, in the same section, or `mixed_precision`.
+        if key_section and (
+            last.endswith(f"_{key_last}")
+            or (last.startswith(f"{key_last}_") and section == key_section)
+        ):
+            last_ratio = max(last_ratio, _MORE_WORDS)
+        # What two names with sections share may be only the section.
+        shares_more = whole_ratio >= (_MORE_WORDS if section else _TYPO)
+        own_ratio = max(last_ratio, whole_ratio) if shares_more else last_ratio
+        return own_ratio, max(whole_ratio, 0.95 * last_ratio) + 0.01 * whole_ratio
 
     # A section that `name` already starts with is no help.
-    likely = {
+    ratios = {
         key: compute_likeness(key) for key in _list_all_names() if not name.startswith(f"{key}.")
     }
-    return join_or(key for key, ratio in likely.items() if ratio == max(likely.values()))
+    likely = {key: ratio for key, (own_ratio, ratio) in ratios.items() if own_ratio >= _TYPO}
+    best = max(likely.values(), default=0.0)
+    return join_or(key for key, ratio in likely.items() if ratio == best) if likely else ""
 
 
 def suggest_keys(name: str) -> str:
     """Return how a message about the unknown key `name` ends: what other programs call so, or else
-    the nearest keys."""
-    return translate_setting(name[:MAX_NAME]) or f"did you mean {find_nearest_keys(name)}?"
+    the keys of which it may be a typo."""
+    nearest = find_nearest_keys(name)
+    guess = f"did you mean {nearest}?" if nearest else "pretrain_gpt.py --help all lists all keys"
+    return translate_setting(name[:MAX_NAME]) or guess
 
 
 def _list_all_names() -> list[str]:

@@ -146,7 +146,10 @@ def test_explain_and_help(capsys, monkeypatch):
     ("words", "messages"),
     [
         (["--tensor-model-parallel-size", "8"], ["tensor_model_parallel_size is parallel.tensor"]),
-        (["--lr=3e-4", "--bogus"], ["--lr: did you mean optim.lr?", "--bogus: did you mean "]),
+        (
+            ["--lr=3e-4", "--bogus"],
+            ["--lr: did you mean optim.lr?", "--bogus: pretrain_gpt.py --help all "],
+        ),
         (["--dry_run"], ["--dry_run: did you mean --dry-run?"]),
         (["--help", "optim.lr"], ["invalid choice: 'optim.lr'"]),
         (["optim.lr", "3e-4"], ["'optim.lr' is not of the form section.key=value"]),

@@ -101,7 +101,8 @@ def test_a_section_is_explained_key_by_key():
         ("optim.warmup_steps", "optim.warmup"),
         ("parallel.tensor_size", "parallel.tensor"),
         ("seed", "run.seed"),
-        ("optimizer", "optim"),
+        ("mixed_precision", "train.precision"),
+        ("model.layer", "model.layers"),
     ],
 )
 def test_the_nearest_key(wrong, right):
@@ -114,6 +115,14 @@ def test_the_nearest_key(wrong, right):
 
 
 @pytest.mark.parametrize(
+    "name", ["num_wrokers", "bogus", "model.foo", "train.workers", "use-fused-kernel", "optim.size"]
+)
+def test_what_is_like_no_key_is_given_none(name):
+    assert find_nearest_keys(name) == ""
+    assert suggest_keys(name) == "pretrain_gpt.py --help all lists all keys"
+
+
+@pytest.mark.parametrize(
     ("option", "words"),
     [
         ("--tensor-model-parallel-size", "Megatron-LM's tensor_model_parallel_size is parallel.te"),
@@ -123,6 +132,8 @@ def test_the_nearest_key(wrong, right):
         ("--dryrun", "--dryrun: did you mean --dry-run?"),
         ("--lr=secret", "--lr: did you mean optim.lr?"),
         ("--overlap-grad-reduce", "Megatron-LM's overlap_grad_reduce is always on"),
+        ("--use-flash-attn", "Megatron-LM's use_flash_attn has no key: attention never stores"),
+        ("--num-workers=2", "Megatron-LM's num_workers has no key: data is read by a thread"),
     ],
 )
 def test_an_unknown_option_is_a_key_a_foreign_name_or_near_an_option(option, words):

@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megaframe.config import explain, load
-from megaframe.config.keys import get_config_keys
-from megaframe.config.migration import (
-    RENAMED_KEYS,
-    SETTINGS_ELSEWHERE,
-    translate_setting,
-    upgrade_keys,
-)
+from megaframe.config import RunConfig, explain, load
+from megaframe.config.keys import get_config_keys, suggest_keys
+from megaframe.config.migration import RENAMED_KEYS, translate_setting, upgrade_keys
+from megaframe.config.settings_elsewhere import SETTINGS_ELSEWHERE, SETTINGS_WITHOUT_KEY
 from megaframe.errors import UserError
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/migrating.md"
@@ -45,15 +41,34 @@ def test_there_are_enough_of_every_program():
 @pytest.mark.parametrize(("program", "name"), EVERY)
 def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
     replacement = SETTINGS_ELSEWHERE[program][name]
-    assert name not in get_config_keys()
+    known = get_config_keys().get(name)
+    assert known is None or known.section or name == replacement
     assert list_keys(replacement) or replacement == "always on"
     for text in list_keys(replacement):
         key, _, value = text.partition("=")
         assert key in get_config_keys(), replacement
         if value:
-            load(None, [text])
-    message = translate_setting(name)
-    assert f"{program}'s" in message and f"{name} is {replacement}" in message
+            load(None, [*BESIDE.get(f"{key.rpartition('.')[0]}.", ()), text])
+    if replacement.rpartition(".")[2] == name.rpartition(".")[2]:
+        assert suggest_keys(name.rpartition(".")[2]).endswith("?")  # likeness finds it
+    else:
+        message = translate_setting(name)
+        assert f"{program}'s" in message and f"{name} is {replacement}" in message
+
+
+@pytest.mark.parametrize("program", SETTINGS_WITHOUT_KEY)
+def test_what_has_no_key_has_a_reason(program):
+    """It names only keys that exist, and a name has a key or a reason and not both."""
+    for name, reason in SETTINGS_WITHOUT_KEY[program].items():
+        assert f"{program}'s" in translate_setting(name)
+        assert f"{name} has no key: {reason}" in translate_setting(name)
+        keys = [
+            key
+            for key in list_keys(reason)
+            if key.partition(".")[0] in RunConfig.model_fields and "_data.py" not in reason
+        ]
+        assert {*keys} <= {*get_config_keys()}, reason
+        assert name not in SETTINGS_ELSEWHERE[program]
 
 
 @cache
