@@ -39,14 +39,11 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
     gc.disable()
-    from megaframe.architecture.cuda_streams import count_streams
-    from megaframe.distributed.mesh import read_global_rank, read_world_size
-    from megaframe.distributed.nccl_settings import configure_nccl
-    from megaframe.resilience.signals import enable_flight_recorder
+    from megaframe.distributed.mesh import read_global_rank
     from megaframe.training.auto_layout import find_cluster, resolve_config
     from megaframe.training.dry_run import describe_run
-    from megaframe.training.memory_check import check_memory, judge_memory, plan_dry_run
-    from megaframe.training.restart import train
+    from megaframe.training.entry import train
+    from megaframe.training.memory_check import judge_memory, plan_dry_run
 
     gc.freeze()
     gc.enable()
@@ -57,26 +54,16 @@ def main() -> None:
         if arguments.dry_run and rank:
             return  # the first rank prints for all
         config = load_with_extensions(arguments.config, arguments.overrides)
-        if arguments.dry_run:
-            config, world = plan_dry_run(config, arguments.gpus)
-        else:
-            world = read_world_size()
-            nccl = (
-                configure_nccl(count_streams(config, world)) if config.run.device != "cpu" else None
-            )
-        config, layout, notes = resolve_config(config, world, data=not arguments.dry_run)
-        if arguments.dry_run:
-            verdict = judge_memory(config, layout)
-            description = describe_run(config, layout, find_cluster(config))
-            print("\n".join([*verdict.lines, *notes, description]), flush=True)
-            for warning in verdict.warn_or_refuse(force=arguments.force):
-                print(warning)
+        if not arguments.dry_run:
+            train(config, force=arguments.force)
             return
-        if rank >= layout.world:
-            return  # the layout that was chosen does not use this rank
-        notes += check_memory(config, layout, force=arguments.force)
-        enable_flight_recorder(config)
-        train(config, layout, notes, nccl)
+        config, world = plan_dry_run(config, arguments.gpus)
+        config, layout, notes = resolve_config(config, world, data=False)
+        verdict = judge_memory(config, layout)
+        description = describe_run(config, layout, find_cluster(config))
+        print("\n".join([*verdict.lines, *notes, description]), flush=True)
+        for warning in verdict.warn_or_refuse(force=arguments.force):
+            print(warning)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

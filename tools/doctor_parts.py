@@ -35,7 +35,7 @@ from megaframe.distributed.mesh import read_global_rank, read_local_world_size
 from megaframe.distributed.nccl_settings import allow_abort, configure_nccl
 from megaframe.errors import LostRanks, report_errors
 from megaframe.training.auto_layout import resolve_config
-from megaframe.training.restart import train
+from megaframe.training.restart import run_attempts
 
 _TOLERANCE = 1e-10
 """Relative, of losses and norms in fp64; as in tests/parity."""
@@ -147,7 +147,7 @@ def check_layout(name: str, doctor: Doctor) -> None:
         path = doctor.folder / folder / "metrics.jsonl"
         if not (alone and (doctor.rank or path.exists())):
             config, layout, _ = resolve_config(config, world)
-            train(config, layout, nccl=doctor.nccl)
+            run_attempts(config, layout, nccl=doctor.nccl)
         if doctor.rank:
             return None
         rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -26,7 +26,7 @@ from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.io.progress import Progress
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.evaluation import Score, read_sequence, read_split, score
-from megaframe.training.generation import load_model, load_run_tokenizer, read_run_tokenizer
+from megaframe.training.generation import load_run_tokenizer, load_stage, read_run_tokenizer
 
 _EPILOG = """\
 A text is jsonl, parquet or plain (also .gz, .zst), or a token file, PREFIX.bin, of which all
@@ -48,7 +48,7 @@ def main() -> None:
         if arguments.tasks:
             import_library("lm_eval", "evaluate")
         load_named_extensions(arguments.extension)
-        config, stage = load_model(
+        config, stage = load_stage(
             arguments.checkpoint,
             ema=arguments.ema,
             precision=arguments.precision,

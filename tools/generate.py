@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-
-import torch
 
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.io.progress import Progress
-from megaframe.training.generation import (
-    SamplingOptions,
-    encode_prompt,
-    load_model,
-    load_run_tokenizer,
-    read_run_tokenizer,
-    sample,
-    stream_text,
-)
+from megaframe.training.generation import SamplingOptions
+from megaframe.training.library import load_model
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -32,46 +22,32 @@ def main() -> None:
     """Load the model, sample from it, and print the text as it is sampled."""
     arguments = _parse_arguments()
     with report_errors():
-        how = SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p)
         check(arguments)
         load_named_extensions(arguments.extension)
-        config, stage = load_model(arguments.checkpoint, ema=arguments.ema)
-        recorded = read_run_tokenizer(arguments.checkpoint)
-        tokenizer = load_run_tokenizer(config, arguments.tokenizer, recorded)
-        start = encode_prompt(tokenizer, arguments.prompt, config.train.seq)
+        model = load_model(arguments.checkpoint, ema=arguments.ema, tokenizer=arguments.tokenizer)
         for number in range(arguments.samples):
             seed = arguments.seed + number
             if arguments.samples > 1:
                 print(f"--- sample {number + 1} of {arguments.samples}, seed {seed}")
-            ids = sample(
-                stage,
-                start,
-                tokens=arguments.tokens,
-                context=config.train.seq,
-                sampling=how,
-                stop=tokenizer.eod,
-                generator=torch.Generator().manual_seed(seed),
-            )
             # On a terminal the text itself shows how far it is.
             is_shown = not sys.stdout.isatty()
             with Progress(f"sample {number + 1}", is_shown=is_shown) as progress:
-                counted = _report_each(ids, progress, arguments.tokens)
-                for text in stream_text(counted, tokenizer):
+                for text in model.generate(
+                    arguments.prompt,
+                    tokens=arguments.tokens,
+                    temperature=arguments.temperature,
+                    top_k=arguments.top_k,
+                    top_p=arguments.top_p,
+                    seed=seed,
+                    report=progress.report,
+                ):
                     print(text, end="", flush=True)
                 print(flush=True)
 
 
-def _report_each(
-    samples: Iterator[list[int]], progress: Progress, most: int
-) -> Iterator[list[int]]:
-    """Yield all ids so far after each new one, and report their number."""
-    for number, ids in enumerate(samples, 1):
-        yield ids
-        progress.report(number, most)
-
-
 def check(arguments: argparse.Namespace) -> None:
     """Raise `UserError` for numbers on the command line that are out of range."""
+    SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p)
     for name in ("tokens", "samples"):
         if (number := getattr(arguments, name)) < 1:
             raise UserError(f"--{name} {number} is too few; use 1 or more")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain
 from types import TracebackType
 from typing import IO
@@ -18,6 +19,7 @@ from pydantic import JsonValue
 
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
+    DTYPES,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -113,6 +115,20 @@ class Checkpoint:
                     shared.add((name, saved_slice))
         for name, saved_slice, contents in self.read(overlapping, shared):
             _copy_overlaps(contents, saved_slice, targets_by_name[name])
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor, in the type in which it was saved.
+
+        Raises:
+            UserError: It is not in the checkpoint, or a file is damaged.
+        """
+        if name not in self.tensors:
+            near = " or ".join(get_close_matches(name, self.tensors, 2, 0.0))
+            raise UserError(f"{self} has no tensor {name}; the nearest are {near}")
+        saved = self.tensors[name]
+        value = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        self.load([Slice(name, saved.shape, (0,) * len(saved.shape), value)])
+        return value
 
     def read(
         self,

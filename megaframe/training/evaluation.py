@@ -211,23 +211,34 @@ def _count_text_bytes(passage: TokenSequence, window: Window, counted_S: NDArray
 def _check_sequences(
     stage: Stage, passages: Sequence[TokenSequence], context: int, stride: int
 ) -> None:
-    model, train = stage.config.model, stage.config.train
     if not 1 <= stride <= context:
         raise UserError(f"stride {stride}: takes 1 to {context}, the tokens of a window")
-    rows = model.positions or train.seq
+    for passage in passages:
+        check_ids(stage.config, passage.tokens, context)
+
+
+def check_ids(config: RunConfig, tokens: NDArray[np.int64], context: int) -> None:
+    """Raise `UserError` if a model has no row for a token, or no position for one of a window.
+
+    Args:
+        config: Of the model.
+        tokens: Ids, in any shape.
+        context: Tokens of a window.
+    """
+    model = config.model
+    rows = model.positions or config.train.seq
     if model.position == "learned" and context > rows:
         raise UserError(
             f"a context of {context} tokens: the model has learned {rows} positions; use {rows} "
             "or fewer"
         )
-    for passage in passages:
-        wrong = (passage.tokens < 0) | (passage.tokens >= (model.vocab or 0))
-        if wrong.any():
-            place = int(wrong.argmax())
-            raise UserError(
-                f"token {place} is {passage.tokens[place]}, but the model has ids 0 to "
-                f"{(model.vocab or 0) - 1}; use the tokenizer that it was trained with"
-            )
+    wrong = (tokens < 0) | (tokens >= (model.vocab or 0))
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise UserError(
+            f"token {place} is {tokens.flat[place]}, but the model has ids 0 to "
+            f"{(model.vocab or 0) - 1}; use the tokenizer that it was trained with"
+        )
 
 
 def _make_microbatch(

@@ -34,14 +34,14 @@ _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 """What decoders put in place of bytes that are no whole character."""
 
 
-def load_model(
+def load_stage(
     location: str | StorePath,
     *,
     ema: bool = False,
     precision: str | None = None,
     device: str = "cpu",
 ) -> tuple[RunConfig, Stage]:
-    """Return the config and model of a checkpoint.
+    """Return the config of a checkpoint and its whole model as a stage.
 
     Args:
         location: What `--checkpoint` gives (see `locate_checkpoint`).
@@ -65,13 +65,13 @@ def load_model(
         saved = checkpoint.tensors
         if ema and not any(name.startswith(EMA_PREFIX) for name in saved):
             raise UserError(
-                f"--ema: {path} has no average of weights; train with optim.ema, for example 0.999"
+                f"ema: {path} has no average of weights; train with optim.ema, for example 0.999"
             )
         prefix = EMA_PREFIX if ema else ""
         _check_size(checkpoint, stage, device)
         slices = [
             replace(part, name=prefix + part.name) if prefix + part.name in saved else part
-            for part in _allocate(stage, device)  # frozen parameters have no average
+            for part in allocate_parameters(stage, device)  # frozen parameters have no average
         ]
         checkpoint.load(slices)
     return config, stage
@@ -128,7 +128,7 @@ def _check_size(checkpoint: Checkpoint, stage: Stage, device: str) -> None:
         )
 
 
-def _allocate(stage: Stage, device: str) -> list[Slice]:
+def allocate_parameters(stage: Stage, device: str) -> list[Slice]:
     """Allocate storage for every parameter's whole value. Returns slices to load into it."""
     slices = []
     for parameter in stage.parameters():
@@ -162,14 +162,14 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise UserError(
-                f"--temperature {self.temperature:g} is not a number of 0 or more; 0 takes the "
+                f"temperature {self.temperature:g} is not a number of 0 or more; 0 takes the "
                 "most likely token, 1 samples from what the model predicts"
             )
         if self.top_k < 0:
-            raise UserError(f"--top-k {self.top_k} is below 0; use 1 or more, or 0 for all tokens")
+            raise UserError(f"top_k {self.top_k} is below 0; use 1 or more, or 0 for all tokens")
         if not 0 < self.top_p <= 1:
             raise UserError(
-                f"--top-p {self.top_p:g} is not above 0 and at most 1; use 0.9, for example, or 1 "
+                f"top_p {self.top_p:g} is not above 0 and at most 1; use 0.9, for example, or 1 "
                 "for all tokens"
             )
 
@@ -239,7 +239,7 @@ def sample(
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: str | None, context: int, name: str = "--prompt"
+    tokenizer: Tokenizer, prompt: str | None, context: int, name: str = "prompt"
 ) -> list[int]:
     """Return the ids that a sample begins with.
 

@@ -26,7 +26,7 @@ from megaframe.resilience.signals import LauncherProcess
 from megaframe.training.trainer import Trainer
 
 
-def train(
+def run_attempts(
     config: RunConfig,
     layout: Layout,
     notes: Sequence[str] = (),

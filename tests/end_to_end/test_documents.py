@@ -39,6 +39,7 @@ GUIDES = (
     "dashboard",
     "faults",
     "debugging",
+    "library",
     "clusters",
     "gpu",
     "tree",

@@ -11,7 +11,12 @@ from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.pipeline_parallel.stage import build_whole_model
-from megaframe.training.generation import SamplingOptions, _allocate, encode_prompt, sample
+from megaframe.training.generation import (
+    SamplingOptions,
+    allocate_parameters,
+    encode_prompt,
+    sample,
+)
 from megaframe.training.text_samples import TextSampler
 from megaframe.training.train_step import TrainStep
 
@@ -83,7 +88,7 @@ def test_a_greedy_text_is_that_of_the_tool():
     train_step = TrainStep(config, mesh)
     train_step.optimizer.initialize(config.run.seed)
     whole = build_whole_model(config)
-    _allocate(whole, "cpu")
+    allocate_parameters(whole, "cpu")
     values = {
         p.spec.name: p.value for stage in train_step.stages.values() for p in stage.parameters()
     }

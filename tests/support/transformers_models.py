@@ -12,7 +12,7 @@ from megaframe.checkpoint.train_state import make_initial_train_state
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.model_chunk import list_model_specs
-from megaframe.training.generation import load_model
+from megaframe.training.generation import load_stage
 
 SUMS = 4 * (6 * 32 + 18) + 32
 """Lengths of the sums from a token to a logit: in four layers, six products with sums over 32
@@ -71,7 +71,7 @@ def compute_exact_logits(folder):
 @torch.no_grad()
 def compute_own_logits(path):
     """Return our logits, computed in fp64 and rounded to fp32 at the end."""
-    _, stage = load_model(path, precision="fp64")
+    _, stage = load_stage(path, precision="fp64")
     x = stage.compute_hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
     return stage.head.compute_logits(x).view(2, 18, -1)
 

@@ -30,7 +30,7 @@ from megaframe.training.evaluation import (
     score,
     split_windows,
 )
-from megaframe.training.generation import load_model, load_run_tokenizer
+from megaframe.training.generation import load_run_tokenizer, load_stage
 
 pytestmark = pytest.mark.numeric
 
@@ -114,7 +114,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     options = {"train__steps": 2, "train__eval_every": 2, "checkpoint__every": 2}
     sources = {"data__sources": f"[{{path: {source}}}]"}
     pool.run(2, train, overrides(**options, **sources, **layout, **heed))
-    config, stage = load_model(parse_path(str(tmp_path / "run/checkpoints")))
+    config, stage = load_stage(parse_path(str(tmp_path / "run/checkpoints")))
     passage = read_sequence(str(tmp_path / "held.bin"), None, CorpusFormat())
     (passage_score,) = score(stage, [passage], context=16, stride=16, data=config.data)
     assert passage_score.tokens == 96 - bool(heed)
@@ -127,7 +127,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     advice = r"no source has a share of the test split.*use data.split=\[0.8, 0.1, 0.1\]"
     with pytest.raises(UserError, match=advice):
         next(read_split(config, "test"))
-    _, low = load_model(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
+    _, low = load_stage(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
     assert rounded.loss == pytest.approx(passage_score.loss, rel=0.01) and rounded != passage_score
 

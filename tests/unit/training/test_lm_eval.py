@@ -11,7 +11,7 @@ from tolerances import near
 from megaframe.checkpoint import parse_path
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.training.evaluation import TokenSequence, score
-from megaframe.training.generation import load_model
+from megaframe.training.generation import load_stage
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'megaframe[evaluate]'")
 
@@ -66,7 +66,7 @@ def test_tasks_from_local_files_give_what_our_own_scores_give(
     arguments = ("--checkpoint", saved_run, "--tasks", "choose,roll,generate", "--include", tasks)
     run(monkeypatch, *arguments, "--json")
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]
-    _, stage = load_model(parse_path(str(saved_run)))
+    _, stage = load_stage(parse_path(str(saved_run)))
     encode = load_tokenizer("bytes").encode
 
     def nats(before, after):
@@ -93,7 +93,7 @@ def test_an_unknown_task_is_named_with_those_that_are_there(saved_run, tasks, mo
 def test_a_text_is_generated_up_to_the_end_that_a_task_names(saved_run):  # noqa: F811
     from megaframe.training.lm_eval import HarnessModel
 
-    _, stage = load_model(parse_path(str(saved_run)))
+    _, stage = load_stage(parse_path(str(saved_run)))
     model = HarnessModel(stage, load_tokenizer("bytes"), context=16, batch=2)
     text = model._generate("some", {"max_gen_toks": 8})
     assert 0 < len(text) <= 8

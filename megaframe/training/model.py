@@ -1,0 +1,223 @@
+"""A model on one rank, for use without training: logits, losses, text, and its tensors by name.
+
+`library.py` loads and builds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from os import PathLike, fspath
+
+import torch
+from torch import Tensor
+
+from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
+from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.token_file_record import TokenizerRecord
+from megaframe.data.tokenizer import Tokenizer
+from megaframe.errors import UserError
+from megaframe.pipeline_parallel.stage import Stage
+from megaframe.training.evaluation import (
+    Score,
+    check_ids,
+    compute_log_probabilities,
+    read_sequence,
+    score,
+)
+from megaframe.training.generation import (
+    SamplingOptions,
+    encode_prompt,
+    load_run_tokenizer,
+    sample,
+    stream_text,
+)
+
+
+class Model:
+    """A whole model on one device, without gradients and dropout, from `load_model` or
+    `build_model`.
+
+    Args:
+        config: The run that it belongs to.
+        stage: What computes it, with its parameters filled.
+        recorded: The tokenizer that it was trained with, if that is known.
+        tokenizer: KIND:PATH of its tokenizer; default: `data.tokenizer` of the run.
+
+    Attributes:
+        config: The run that it belongs to.
+        stage: What computes it. Not part of what `import megaframe` promises.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stage: Stage,
+        recorded: TokenizerRecord | None = None,
+        tokenizer: str | None = None,
+    ) -> None:
+        self.config, self.stage = config, stage
+        self._recorded, self._tokenizer_name = recorded, tokenizer
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Its parameters by the names of checkpoints, such as `blocks.0.mlp.up.weight`, each whole.
+        They are the model's own memory: changing a value changes the model."""
+        return {parameter.spec.name: parameter.value for parameter in self.stage.parameters()}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of its text.
+
+        Raises:
+            UserError: None is known, or it is not the one that the model was trained with.
+        """
+        return load_run_tokenizer(self.config, self._tokenizer_name, self._recorded)
+
+    def logits(self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Return the scores of the token after each position, in at least fp32.
+
+        Args:
+            tokens: Ids of one sequence [S] or several of one length [B, S].
+
+        Returns:
+            [S, V] or [B, S, V], on the model's device.
+
+        Raises:
+            UserError: An id is outside of the vocabulary, or S is above the learned positions.
+        """
+        tokens_BS, is_single = self._check(tokens, least=1)
+        hidden = self.stage.compute_hidden(self._make_microbatch(tokens_BS, tokens_BS))
+        logits_BSV = self.stage.compute_logits(hidden).view(*tokens_BS.shape, -1)
+        return logits_BSV[0] if is_single else logits_BSV
+
+    def loss(self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Return the mean loss, in nats per token, of predicting each token but the first of its
+        sequence from those before it, without `train.z_loss` and `train.label_smoothing`.
+
+        Args:
+            tokens: Ids of one sequence [S] or several of one length [B, S]; S is at least 2.
+
+        Returns:
+            A scalar in fp64.
+
+        Raises:
+            UserError: As for `logits`.
+        """
+        tokens_BS, _ = self._check(tokens, least=2)
+        microbatch = self._make_microbatch(tokens_BS[:, :-1], tokens_BS[:, 1:])
+        return -compute_log_probabilities(self.stage, microbatch)[0].double().mean()
+
+    def evaluate(
+        self,
+        path: str | PathLike[str],
+        *,
+        key: str = "text",
+        context: int | None = None,
+        stride: int | None = None,
+        batch: int = 8,
+    ) -> Score:
+        """Return the score of a text file or a token file (PREFIX.bin).
+
+        Args:
+            path: jsonl, parquet or plain text, also `.gz` and `.zst`; or a token file.
+            key: The jsonl key or Parquet column of the text.
+            context: Tokens of a window; default: `train.seq` of the run.
+            stride: New tokens that each window scores; default: `context`.
+            batch: Windows at a time.
+
+        Returns:
+            `loss` (nats per token), `perplexity`, `bits_per_byte` and the number of `tokens`.
+
+        Raises:
+            UserError: The file cannot be read, or another tokenizer made it.
+        """
+        context = context or self.config.train.seq
+        named = self._tokenizer_name or self.config.data.tokenizer
+        sequence = read_sequence(
+            fspath(path),
+            self.tokenizer if named else None,
+            CorpusFormat(key),
+            self.config.data,
+            self._recorded,
+        )
+        (text_score,) = score(
+            self.stage,
+            [sequence],
+            context=context,
+            stride=stride or context,
+            batch=batch,
+            data=self.config.data,
+        )
+        return text_score
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        seed: int = 0,
+        report: Callable[[int, int], None] | None = None,
+    ) -> Iterator[str]:
+        """Yield a text in pieces of whole characters, the prompt first; `"".join` makes it one.
+
+        Args:
+            prompt: Text to continue; None begins a new document.
+            tokens: New tokens, at most; the text also ends with its document.
+            temperature: Divides the scores; 0 takes the most likely token.
+            top_k: Sample among this many most likely tokens; 0: all.
+            top_p: Sample among the most likely tokens that have this probability together.
+            seed: The same seed gives the same text.
+            report: Called after each new token with their number so far, and `tokens`.
+
+        Raises:
+            UserError: A number is out of range, or the prompt has too many tokens.
+        """
+        how = SamplingOptions(temperature, top_k, top_p)
+        context, tokenizer = self.config.train.seq, self.tokenizer
+        ids = sample(
+            self.stage,
+            encode_prompt(tokenizer, prompt, context),
+            tokens=tokens,
+            context=context,
+            sampling=how,
+            stop=tokenizer.eod,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        return stream_text(_report_each(ids, tokens, report), tokenizer)
+
+    def _check(
+        self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]], least: int
+    ) -> tuple[Tensor, bool]:
+        """Return ids as [B, S] on the model's device, and whether they were one sequence."""
+        device = self.stage.parameters()[0].value.device
+        given = torch.as_tensor(tokens, device=device)
+        if given.dim() not in (1, 2) or given.shape[-1] < least or not given.numel():
+            raise UserError(
+                f"tokens have shape {tuple(given.shape)}; give [S] or [B, S] with S of {least} or "
+                "more"
+            )
+        if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
+            raise UserError(f"tokens are {given.dtype}; token ids are whole numbers")
+        tokens_BS = given.view(-1, given.shape[-1]).long()
+        check_ids(self.config, tokens_BS.cpu().numpy(), tokens_BS.shape[1])
+        return tokens_BS, given.dim() == 1
+
+    @staticmethod
+    def _make_microbatch(tokens_BS: Tensor, labels_BS: Tensor) -> Microbatch:
+        samples = torch.arange(len(tokens_BS), device=tokens_BS.device)
+        return Microbatch(tokens_BS.contiguous(), labels_BS.contiguous(), samples)
+
+
+def _report_each(
+    samples: Iterator[list[int]], most: int, report: Callable[[int, int], None] | None
+) -> Iterator[list[int]]:
+    """Yield all ids so far after each new one, and report their number."""
+    for number, ids in enumerate(samples, 1):
+        yield ids
+        if report is not None:
+            report(number, most)
