@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megaframe.distributed import gloo_sockets, rendezvous
+from megaframe.distributed import gloo_sockets, rendezvous, watchdog
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.failure_verdict import FailureStore
 from megaframe.distributed.mesh import Mesh
@@ -40,6 +40,30 @@ class RequestLog:
             return answer
 
         return call
+
+
+class JudgesClock:
+    """The time of watchdogs by how often a judge has looked: it stands still until all ranks have
+    reported. So a judge has judged before the others, who wait a little longer, think that it is
+    lost, however busy the machine is."""
+
+    TICK = 0.52
+    """Seconds of a look: some number of them lies between the judge's time and that of others."""
+
+    def __init__(self, stores, reporting):
+        self._stores, self._reporting = stores.values(), reporting
+        self._lock, self._looks_before = threading.Lock(), 0
+
+    def monotonic(self):
+        with self._lock:
+            asked = [store.asked for store in self._stores]
+            looks = max(requests["check", "answered"] for requests in asked)
+            if sum(requests["append", "answered"] > 0 for requests in asked) < self._reporting:
+                self._looks_before = looks
+            return self.TICK * (looks - self._looks_before)
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
 
 
 class TestedWatchdog(Watchdog):
@@ -98,6 +122,8 @@ def lose(world, victim, fault, dead_judge=False):
     stores = {rank: RequestLog(connect(host.port)) for rank in range(world)}
     leave, os._exit, errors = os._exit, end_thread, sys.stderr
     sys.stderr = io.StringIO()
+    if not dead_judge:  # who never looks
+        watchdog.time = JudgesClock(stores, world - (fault == "lost"))
     progress = {rank: RankProgress() for rank in range(world)}
     if dead_judge:
         assert FailureStore(stores[victim], victim, world).try_become_judge(0)
@@ -124,13 +150,13 @@ def lose(world, victim, fault, dead_judge=False):
         for rank, watch in watches.items():
             if fault == "lost" and rank in group:
                 watch._stop.set()  # its working thread has ended the rank
-            watch._thread.join(timeout=30)
+            watch._thread.join()
         return {
             rank: (watch.verdict.ranks, watch.verdict.text, stores[rank].asked, stores[rank].bytes)
             for rank, watch in watches.items()
         }
     finally:
-        os._exit, sys.stderr = leave, errors
+        os._exit, sys.stderr, watchdog.time = leave, errors, time
 
 
 def make_groups():
