@@ -18,7 +18,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.config.schema import RunConfig, TrainConfig
+from megaframe.config.batch_ramp import compute_batch_size
+from megaframe.config.schema import RunConfig
 from megaframe.data.blended_dataset import BlendedDataset, select_sources, split_batch
 from megaframe.data.gpt_dataset import Split
 from megaframe.data.microbatch import IGNORE, Microbatch
@@ -120,21 +121,6 @@ class StepBatch:
     def first(self) -> int:
         """Number of the step's first sample in the training order."""
         return int(self.state["samples"]) - self.samples
-
-
-def compute_batch_size(train: TrainConfig, samples_seen: int) -> int:
-    """Return the size of the step that begins after `samples_seen` samples, by `train.batch_ramp`.
-
-    The ramp has k = (global_batch - start) / increment increases. Its samples are divided into k
-    equal parts; in part i (from 0) the batch is start + i * increment.
-    """
-    ramp = train.batch_ramp
-    if ramp is None or samples_seen >= ramp.samples:
-        return train.global_batch
-    rises = (train.global_batch - ramp.start) // ramp.increment
-    return (
-        ramp.start + samples_seen * rises // ramp.samples * ramp.increment if rises else ramp.start
-    )
 
 
 class Loader:

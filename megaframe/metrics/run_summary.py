@@ -10,12 +10,18 @@ import torch
 
 from megaframe.architecture.spec import ParamSpec, count_active_parameters, count_parameters
 from megaframe.config import RunConfig
+from megaframe.config.batch_ramp import count_samples
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 
 
 def summarize_model(
-    config: RunConfig, layout: Layout, specs: Sequence[ParamSpec]
+    config: RunConfig,
+    layout: Layout,
+    specs: Sequence[ParamSpec],
+    *,
+    start_step: int = 0,
+    samples_seen: int = 0,
 ) -> tuple[str, str, str]:
     """Return the lines that a run and a dry run have in common.
 
@@ -23,6 +29,8 @@ def summarize_model(
         config: A config whose `model.vocab` is known.
         layout: Its layout.
         specs: Those of the whole model.
+        start_step: Number of steps that the run has already done.
+        samples_seen: Samples of these steps, whose batch may have been another.
 
     Returns:
         A line each for the number of parameters, the batch and the layout.
@@ -30,17 +38,23 @@ def summarize_model(
     count, active = count_parameters(specs), count_active_parameters(specs)
     used = "" if active == count else f", {active:,} active per token"
     train = config.train
-    tokens = train.global_batch * train.seq
+    left = count_samples(train, max(0, train.steps - start_step), samples_seen)
     return (
         f"parameters  {count:,} in {len(specs)} tensors{used}",
-        f"batch       {train.global_batch} samples, {tokens:,} tokens a step, "
-        f"{tokens * train.steps:,} in the run",
+        f"batch       {train.global_batch} samples, {train.global_batch * train.seq:,} tokens a "
+        f"step, {(samples_seen + left) * train.seq:,} in the run",
         f"layout      {layout}",
     )
 
 
 def make_opening_lines(
-    config: RunConfig, mesh: Mesh, specs: Sequence[ParamSpec], samples: Mapping[str, int]
+    config: RunConfig,
+    mesh: Mesh,
+    specs: Sequence[ParamSpec],
+    sizes: Mapping[str, int],
+    *,
+    start_step: int,
+    samples_seen: int,
 ) -> list[str]:
     """Return the first lines of a run.
 
@@ -48,11 +62,15 @@ def make_opening_lines(
         config: A config whose `model.vocab` is known.
         mesh: That of the run.
         specs: Those of the whole model.
-        samples: The number of training samples of each source.
+        sizes: The number of training samples of each source.
+        start_step: Number of steps that the run has already done.
+        samples_seen: Samples of these steps.
     """
-    parameters, batch, layout = summarize_model(config, mesh.layout, specs)
+    parameters, batch, layout = summarize_model(
+        config, mesh.layout, specs, start_step=start_step, samples_seen=samples_seen
+    )
     device = f"device      {_describe_device(mesh.device)}, in {config.train.precision}"
-    count, sources = sum(samples.values()), len(samples)
+    count, sources = sum(sizes.values()), len(sizes)
     data = (
         f"data        {count * config.train.seq:,} tokens: {count:,} samples of {config.train.seq} "
         f"in {sources} source{'s' if sources > 1 else ''}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megaframe.config.batch_ramp import count_samples
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.goodput import predict_goodput
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate
@@ -56,7 +57,7 @@ def describe_prediction(choice: LayoutChoice, cluster: Cluster) -> Iterator[str]
         f"a second, {prediction.tflops_per_gpu:.0f} TFLOP/s a GPU{mfu}; the fullest GPU needs "
         f"{used_gib:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{misfit}."
     )
-    tokens = train.steps * train.global_batch * train.seq
+    tokens = count_samples(train, train.steps) * train.seq
     state = prediction.host_bytes
     state += sum(prediction.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer"))
     run = predict_goodput(cluster, choice.layout.world, prediction.tokens_per_second, tokens, state)

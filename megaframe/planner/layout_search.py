@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megaframe.config.batch_ramp import count_samples
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster, list_cluster_names, load_cluster
@@ -339,8 +340,10 @@ def _describe_fastest(
     if fastest is None:
         return None
     candidates, index, step = fastest
-    dollars = step * config.train.steps / 3600 * gpus * cluster.price
+    train = config.train
+    whole_steps = count_samples(train, train.steps) / train.global_batch  # of the full batch
+    dollars = step * whole_steps / 3600 * gpus * cluster.price
     return (
         f"{step:.3g} s a step, ${gpus * cluster.price:,.0f} an hour, ${dollars:,.0f} for "
-        f"train.steps={config.train.steps} ({describe_candidate(candidates, index)})"
+        f"train.steps={train.steps} ({describe_candidate(candidates, index)})"
     )

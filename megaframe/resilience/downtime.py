@@ -3,18 +3,22 @@
 The time that a process loses after its last metrics line can only be counted by the next process.
 Therefore the ledger is a file in the run folder. It is separate from the metrics, because they drop
 the lines of steps that are run again.
+
+Time before a start is lost only if the launcher of the previous start has restarted the run.
+Between two commands of a user the run was idle: that time is neither lost nor part of the whole.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaframe.distributed.fault_records import ENDED_FILE
 from megaframe.errors import UserError
@@ -22,17 +26,30 @@ from megaframe.io.output_files import GrowingFile, OutputFiles
 from megaframe.io.regular_file import delete_file
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
+from megaframe.metrics.console import format_duration
 from megaframe.metrics.sinks import open_growing
+from megaframe.resilience.launcher import identify_launcher, is_restart
 
 FAULTS = "faults"
 """Subfolder of the run folder for the ledger, stacks and other records of faults."""
 LEDGER_FILE = "ledger.jsonl"
 CAUSES = ("detection", "restart", "load", "repeat", "save")
 """detection: from the last line of a run that hung to its end. restart: from that end, or else from
-the last line, to the next start of this program. load: from the start to the first step, and when
-going back to a checkpoint. repeat: steps that had been done before. save: waiting for saves."""
+the last line, to the next start of this program by the same launcher. load: from the start to the
+first step, and when going back to a checkpoint. repeat: steps that had been done before. save:
+waiting for saves."""
 _TAIL_BYTES = 1 << 18
 """Bytes read from the end of the metrics; they contain the last line."""
+_IDLE = "idle"
+"""Event of a time between two commands."""
+
+
+class _LastEntry(NamedTuple):
+    """When the previous start of a run has written its last entry, and which launcher it had; None
+    if the entries do not say."""
+
+    at: float
+    launcher: object
 
 
 class DowntimeLedger:
@@ -53,12 +70,13 @@ class DowntimeLedger:
         keep = files is not None
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._unwritten: defaultdict[str, float] = defaultdict(float)
+        self._idle = 0.0
         self._reached = 0
+        self._launcher = identify_launcher(os.environ)
         self._started = self._mark = clock()
         self._first = self._started
         if keep and (run / METRICS_FILE).exists():
-            self._read()
-            self._count_time_before_start()
+            self._count_time_before_start(self._read())
         elif keep:
             with suppress(OSError):  # a folder that is not writable is reported on the first write
                 # of a run that has been removed
@@ -68,7 +86,7 @@ class DowntimeLedger:
         """Record that the run continues after `step`. The time until now was spent on loading."""
         self.add_lost_time("load", self._clock() - self._mark)
         since = {"since": self._started, "reached": self._reached}
-        self._write({"event": "start", "step": step, **since})
+        self._write({"event": "start", "step": step, **since, "launcher": self._launcher})
         self._mark = self._clock()
 
     def add_lost_time(self, cause: str, seconds: float) -> None:
@@ -111,33 +129,56 @@ class DowntimeLedger:
     def summarize(self) -> str:
         """Return a line that says how much of the time since the first start was effective, and
         what the rest was lost to."""
-        elapsed = max(self._clock() - self._first, 1e-9)
+        elapsed = max(self._clock() - self._first - self._idle, 1e-9)
         lost = sum(self._totals.values())
         parts = ", ".join(f"{cause} {self._totals[cause] / elapsed:.1%}" for cause in CAUSES)
+        idle = format_duration(self._idle)
+        left_out = f", idle time between commands ({idle}) left out" if self._idle else ""
         return (
             f"effective time {max(0.0, 1 - lost / elapsed):.1%} of {elapsed:,.0f} s since the "
-            f"first start; lost: {parts}"
+            f"first start{left_out}; lost: {parts}"
         )
 
-    def _read(self) -> None:
-        """Read how much time earlier starts have lost and which step they reached."""
+    def _read(self) -> _LastEntry:
+        """Read how much time earlier starts have lost and which step they reached. Returns what the
+        last of them has written."""
+        last, launcher = 0.0, None
         for entry in _read_entries(self._run, f"{FAULTS}/{LEDGER_FILE}"):
-            if isinstance(entry.get("seconds"), float):
-                self._totals[str(entry.get("cause"))] += entry["seconds"]
+            seconds, event = entry.get("seconds"), entry.get("event")
+            if isinstance(seconds, float) and 0 <= seconds < math.inf:
+                if event == _IDLE:
+                    self._idle += seconds
+                else:
+                    self._totals[str(entry.get("cause"))] += seconds
             if isinstance(entry.get("reached"), int):
                 self._reached = max(self._reached, entry["reached"])
             if isinstance(entry.get("since"), float):
                 self._first = min(self._first, entry["since"])
+            # A checkpoint is written beside the steps, and its time says nothing about theirs.
+            if isinstance(entry.get("at"), float) and event != "saved":
+                last = max(last, entry["at"])
+            launcher = entry.get("launcher", launcher)
         lines = _list_step_numbers(_read_entries(self._run, METRICS_FILE, last=True))
         self._reached = max((self._reached, *lines))
+        return _LastEntry(last, launcher)
 
-    def _count_time_before_start(self) -> None:
-        """Count the time since the last line of the previous process as lost."""
-        last_line = (self._run / METRICS_FILE).stat().st_mtime
+    def _count_time_before_start(self, last: _LastEntry) -> None:
+        """Count the time since the previous process has written its last line or entry, as lost if
+        the launcher restarted the run, else as idle."""
+        before = max(last.at, (self._run / METRICS_FILE).stat().st_mtime)
         ends = [entry.get("at") for entry in _read_entries(self._run, f"{FAULTS}/{ENDED_FILE}")]
-        ended = [at for at in ends if isinstance(at, float) and last_line < at < self._started]
-        self.add_lost_time("detection", (min(ended) - last_line) if ended else 0.0)
-        self.add_lost_time("restart", self._started - (min(ended) if ended else last_line))
+        ended = min(
+            (at for at in ends if isinstance(at, float) and before < at < self._started),
+            default=before,
+        )
+        self.add_lost_time("detection", ended - before)
+        if last.launcher == self._launcher or is_restart(os.environ):
+            self.add_lost_time("restart", self._started - ended)
+        else:
+            self._idle += max(0.0, self._started - ended)
+            self._write({"event": _IDLE, "seconds": max(0.0, self._started - ended)})
+        # If this start fails before a step, the next one counts from here.
+        self._write({"event": "launch", "launcher": self._launcher})
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self._files is None:

@@ -33,8 +33,8 @@ from megaframe.metrics.metrics_logger import StepValues
 from megaframe.optim.optimizer import Optimizer, UpdateResult
 from megaframe.pipeline_parallel.nonfinite import PassMaximum, locate_nonfinite
 from megaframe.resilience.downtime import FAULTS, DowntimeLedger
+from megaframe.resilience.launcher import LauncherProcess
 from megaframe.resilience.replica_check import ReplicaCheck, ReplicaMismatch
-from megaframe.resilience.signals import LauncherProcess
 from megaframe.resilience.spike_policy import SpikePolicy
 from megaframe.resilience.stragglers import StragglerDetector
 

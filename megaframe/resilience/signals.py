@@ -21,6 +21,7 @@ from types import FrameType
 from megaframe.config import RunConfig
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.resilience.downtime import FAULTS
+from megaframe.resilience.launcher import has_torchrun
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REPEAT_SECONDS = 2.0
@@ -50,7 +51,7 @@ def handle_signals(progress: RankProgress) -> Iterator[None]:
         if number == signal.SIGINT and not first_time and os.environ.get("LOCAL_RANK", "0") == "0":
             os.write(2, _SAVING_MESSAGE)  # not `print`, which this signal may have interrupted
         late = now - first_time.setdefault(number, now) > REPEAT_SECONDS
-        if late or (number == signal.SIGINT and not _has_torchrun()):
+        if late or (number == signal.SIGINT and not has_torchrun()):
             signal.signal(number, after[signal.Signals(number)])
         if late:
             signal.raise_signal(number)
@@ -66,40 +67,18 @@ def handle_signals(progress: RankProgress) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _has_torchrun() -> bool:
-    """Return whether a torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def resume_command() -> str:
     """Return the command that continues the run of this process from its newest checkpoint."""
     world, ranks, nodes = (
         os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     )
     program = [sys.orig_argv[0]]
-    if _has_torchrun():
+    if has_torchrun():
         program = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", ranks]
         program += ["--nnodes", nodes] if nodes != "1" else []
     words = [word for word in sys.argv if not word.startswith("checkpoint.resume=")]
     command = shlex.join([*program, *words, "checkpoint.resume=latest"])
-    return command if _has_torchrun() or world == "1" else f"{world} ranks of: {command}"
-
-
-class LauncherProcess:
-    """The torchrun that started this process, if there is one.
-
-    A torchrun that is killed cannot ask its ranks to exit, and they would keep their devices
-    occupied for the ranks started next. Create this once and as early as possible: a torchrun that
-    ended before is not noticed.
-    """
-
-    def __init__(self) -> None:
-        self._number = os.getppid() if _has_torchrun() else None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the torchrun has ended."""
-        return self._number is not None and self._number != os.getppid()
+    return command if has_torchrun() or world == "1" else f"{world} ranks of: {command}"
 
 
 def exit_status(signal_number: int) -> int:

@@ -22,7 +22,7 @@ from megaframe.distributed.numa import bind_to_numa_node
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import LostRanks, UserError, report_and_exit
 from megaframe.layout import Layout
-from megaframe.resilience.signals import LauncherProcess
+from megaframe.resilience.launcher import LauncherProcess
 from megaframe.training.trainer import Trainer
 
 

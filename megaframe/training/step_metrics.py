@@ -80,7 +80,14 @@ class StepMetrics:
             count_bytes=self._optimizer.count_memory_bytes,
             kernels=train_step.kernels.record(),
             opening=[
-                *make_opening_lines(config, mesh, specs, loader.sizes),
+                *make_opening_lines(
+                    config,
+                    mesh,
+                    specs,
+                    loader.sizes,
+                    start_step=start_step,
+                    samples_seen=loader.state["samples"],
+                ),
                 *train_step.describe_kernels(),
             ],
             files=files,

@@ -31,9 +31,9 @@ from megaframe.metrics import StepTimer
 from megaframe.metrics.memory import explain_out_of_memory
 from megaframe.metrics.sinks import set_metrics_aside
 from megaframe.resilience.downtime import DowntimeLedger
+from megaframe.resilience.launcher import LauncherProcess
 from megaframe.resilience.recovery import FaultHandler
 from megaframe.resilience.signals import (
-    LauncherProcess,
     exit_status,
     handle_signals,
     resume_command,

@@ -98,6 +98,7 @@ class ChaosRun:
         """Start a process of the run, with its output in the run's folder."""
         self.run.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["MEGAFRAME_LAUNCHER"] = "chaos"  # starts of a run belong together
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
         environment |= {name: str(value) for name, value in variables.items()}
         with open_append(self.run / "console.txt", inside=self.run) as console:

@@ -129,7 +129,12 @@ def train(
     ended.unlink(missing_ok=True)
     trainer = TorchTrainer(
         train_rank,
-        train_loop_config={"words": list(words), "folder": str(Path.cwd()), "ended": str(ended)},
+        train_loop_config={
+            "words": list(words),
+            "folder": str(Path.cwd()),
+            "ended": str(ended),
+            "launcher": f"{socket.gethostname()}:{os.getpid()}",
+        },
         # gloo suffices: Ray's own process group only sends a port, and is closed before the run.
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(
@@ -166,7 +171,11 @@ def train_rank(settings: dict[str, Any]) -> None:
     port = torch.tensor(find_free_port() if rank == 0 else 0)
     dist.broadcast(port, 0)
     dist.destroy_process_group()
-    environment = {**os.environ, "MASTER_PORT": str(int(port))}
+    environment = {
+        **os.environ,
+        "MASTER_PORT": str(int(port)),
+        "MEGAFRAME_LAUNCHER": settings["launcher"],
+    }
     command = [*make_kill_prefix(), sys.executable, ENTRY, *settings["words"]]
     status = subprocess.run(
         command, env=environment, cwd=settings["folder"], check=False

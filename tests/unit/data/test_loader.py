@@ -9,8 +9,8 @@ from loader_runs import SEQ, is_same, list_samples, make_config, take
 from token_files import write_token_file
 
 from megaframe.config.model import ModelConfig
-from megaframe.config.schema import BatchRampConfig, TrainConfig
-from megaframe.data.loader import Loader, compute_batch_size
+from megaframe.config.schema import BatchRampConfig
+from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE
 from megaframe.errors import UserError
 
@@ -96,20 +96,6 @@ def test_reading_ahead_changes_nothing(paths):
     ahead.load(plain.state)
     assert is_same(plain.next(), ahead.next())
     ahead.close()
-
-
-def test_the_batch_ramp_rises_in_equal_parts():
-    train = TrainConfig(
-        global_batch=32, batch_ramp=BatchRampConfig(start=8, increment=8, samples=300)
-    )
-    assert [
-        compute_batch_size(train, consumed) for consumed in (0, 99, 100, 199, 200, 299, 300, 10**15)
-    ] == [*(8, 8, 16, 16, 24, 24, 32, 32)]
-    flat = TrainConfig(
-        global_batch=8, batch_ramp=BatchRampConfig(start=8, increment=8, samples=300)
-    )
-    assert compute_batch_size(flat, 5) == 8
-    assert compute_batch_size(TrainConfig(global_batch=6), 0) == 6
 
 
 def test_steps_follow_the_ramp(paths):

@@ -14,6 +14,8 @@ from megaframe.errors import UserError
 from megaframe.metrics.memory import explain_out_of_memory, read_allocator_metrics
 from megaframe.metrics.peak_flops import DevicePeak
 from megaframe.metrics.prometheus import PrometheusSink, to_exposition_format
+from megaframe.training.auto_layout import resolve_config
+from megaframe.training.dry_run import describe_run
 from megaframe.training.train_step import TrainStep
 
 
@@ -107,6 +109,30 @@ def test_a_gpu_tells_of_fragmentation():
 
 def test_a_cpu_has_no_allocator_of_torchs_to_tell_of():
     assert read_allocator_metrics(torch.device("cpu")) == {}
+
+
+def test_the_total_of_a_run_counts_the_steps_before_a_changed_batch_as_they_were(
+    overrides, tmp_path
+):
+    def train(**changes):
+        trainer = make_trainer(load(None, overrides(checkpoint__every=3, **changes)))
+        trainer.run()
+        trainer.mesh.close()
+
+    train(train__steps=3)
+    train(train__steps=7, train__global_batch=4, checkpoint__resume="latest")
+    log = (tmp_path / "run/run.log").read_text()
+    assert "batch       8 samples, 128 tokens a step, 384 in the run" in log
+    total = (3 * 8 + 4 * 4) * 16
+    assert f"batch       4 samples, 64 tokens a step, {total} in the run" in log
+
+
+def test_the_total_of_a_plan_follows_the_ramp(overrides):
+    ramp = "{start: 2, increment: 2, samples: 9}"
+    words = overrides(train__steps=5, train__global_batch=6, train__batch_ramp=ramp)
+    config, layout, _ = resolve_config(load(None, words), 1)
+    total = (2 + 2 + 2 + 4 + 6) * 16  # the batch grows after 4.5 and after 9 samples
+    assert f"6 samples, 96 tokens a step, {total} in the run" in describe_run(config, layout)
 
 
 def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):

@@ -229,6 +229,7 @@ def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, over
     assert cluster.job(number)["Restarts"] == "1"
     assert "status 138 after 0 restarts: the job is queued again" in output_path.read_text()
     assert starts.read_text().count('"start"') == 3
+    assert starts.read_text().count('"restart"') == 2 and '"idle"' not in starts.read_text()
     pool.run(4, train, overrides(run__dir=tmp_path / "alone", **keys))
     losses, alone = read_losses(run), read_losses(tmp_path / "alone")
     assert_same_losses(losses, alone, because="a checkpoint has every bit of the state")
