@@ -164,9 +164,11 @@ class BucketLayout:
             stage, reducer = 0, UNCOMPRESSED
             # Values in master precision as well, so they are not rounded.
             precision = Precision(precision.master, precision.master)
-        sharding = BucketSharding(
-            mesh.group(*shard_axes), mesh.group("data_replicate"), stage, reducer
-        )
+        shard = mesh.group(*shard_axes)
+        if shard.size == 1:
+            # What has one owner is never divided: gradients add up in place, no values are copied.
+            stage = min(stage, 1)
+        sharding = BucketSharding(shard, mesh.group("data_replicate"), stage, reducer)
         return Bucket(
             parameters,
             [p.spec.find_local_box(mesh.coordinate, sizes) for p in parameters],

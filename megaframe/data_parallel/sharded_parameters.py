@@ -129,7 +129,7 @@ class ShardedParameters:
         self._tied_bucket = next(
             (b for b in self.trained if tied is not None and tied.parameter in b.parameters), None
         )
-        self._gradients_divided = config.parallel.zero >= 2
+        self._gradients_divided = any(bucket.sharding.stage >= 2 for bucket in self.trained)
         plain = ReducerConfig.from_parallel(config.parallel, compress=True).uncompressed
         # A plain all-reduce at stage 0 is one transfer and needs no `advance`.
         self._in_parts = config.parallel.zero >= 1 or mesh.layout.data_replicate > 1 or not plain
@@ -266,7 +266,8 @@ class ShardedParameters:
                     if before == REDUCTIONS_IN_FLIGHT or bucket.holds_full_grads:
                         bucket.advance()
         for bucket in buckets:
-            bucket.reduce(last=last)
+            if last or bucket.sharding.stage >= 2:
+                bucket.reduce(last=last)
         self._in_flight[id(buckets)] = buckets
 
 

@@ -116,15 +116,17 @@ def compute_memory(
     shard_outside_blocks = (
         parameters.count_shard_outside_blocks(ranks) if zero else parameters.outside_blocks
     )
+    # What a single rank has is never divided.
+    divided = parameters.select_divided(ranks, expert_ranks)
     values, gradients = _count_values_and_gradients(
-        config, parameters, ranks, plans, actions, shard
+        config, parameters, divided, ranks, plans, actions, shard
     )
     residual = _count_residual_elements(config.parallel, parameters, ranks, expert_ranks)
     state = compute_optimizer_state_bytes(config.optim, shard, shard_outside_blocks, master)
     is_offloaded = config.optim.offload and not host
     weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
     if weights_offloaded and zero == 3:
-        values += shard
+        values += shard - (parameters.total - divided.total)
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
     activation_ranks = config.parallel.tensor * config.parallel.context
     activation_bytes, messages = compute_peak_activations(config, plans, actions)
@@ -156,6 +158,7 @@ def compute_memory(
 def _count_values_and_gradients(
     config: RunConfig,
     parameters: RankParameters,
+    divided: RankParameters,
     ranks: int,
     plans: Sequence[StagePlan],
     actions: Sequence[Action],
@@ -166,6 +169,7 @@ def _count_values_and_gradients(
     Args:
         config: The run.
         parameters: The rank's parameters.
+        divided: Those of which other ranks have a part too.
         ranks: Those that share a copy.
         plans: The rank's stages.
         actions: Its actions.
@@ -174,19 +178,20 @@ def _count_values_and_gradients(
     zero, width = config.parallel.zero, DTYPE_BYTES[config.train.precision]
     same_dtype = width >= 4
     values, gradients = parameters.total, parameters.total
+    alone = parameters.total - divided.total
     if zero >= 2:
         borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
-            parameters.make_units(config, plans),
+            divided.make_units(config, plans, parameters.group_blocks(config, plans)),
             actions,
             _count_transfers(config.parallel),
             values=zero == 3,
             same_dtype=same_dtype,
         )
         gradients = parameters.vectors + borrowed_gradients + shard - parameters.vectors // ranks
-        values = parameters.vectors + borrowed_values if zero == 3 else values
+        values = parameters.vectors + alone + borrowed_values if zero == 3 else values
     # With one precision the own weights are part of the whole values; borrowed values are apart.
     if same_dtype:
-        values -= -(-parameters.vectors // ranks) if zero == 3 else shard
+        values -= alone + -(-parameters.vectors // ranks) if zero == 3 else shard
     return values, gradients
 
 

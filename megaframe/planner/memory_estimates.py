@@ -225,23 +225,36 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     replicas = c.tensor * c.context * c.data // (c.expert * c.expert_tensor)
     shard = (vectors + split + ends) / ranks + replicated / (ranks * c.tensor)
     shard = shard + shared / (ranks * blocks.find_largest("copies"))
-    shard = shard + experts / np.maximum(1, replicas // c.data_replicate)
+    expert_ranks = np.maximum(1, replicas // c.data_replicate)
+    shard = shard + experts / expert_ranks
     saved_shard, shard = shard - vectors / ranks, np.where(c.zero > 0, shard, total)
+    # What a single rank has is never divided.
+    is_divided = (
+        *(ranks > 1, ranks * c.tensor > 1),
+        *(ranks * blocks.find_largest("copies") > 1, expert_ranks > 1),
+    )
     block = sum(blocks.find_largest(name) for name in names[1:])
+    divided_block = sum(
+        blocks.find_largest(name) * divided
+        for name, divided in zip(names[1:], is_divided, strict=True)
+    )
+    matrices = (split + ends, replicated, shared, experts)
+    alone = sum(m * ~d for m, d in zip(matrices, is_divided, strict=True))
     bucket_size = config.parallel.bucket_size
     least = 1 if bucket_size == "auto" else bucket_size
     blocks_of_stage = np.maximum(1.0, blocks.per_rank[full] / c.chunks)
     bucket_blocks = np.clip(np.ceil(least / np.maximum(block, 1)), 1.0, blocks_of_stage)
     # Buffers of whole values or gradients: those of two buckets, and of one table.
-    borrowed = 2 * bucket_blocks * block + blocks.table
-    values = np.where(c.zero == 3, vectors + borrowed, total)
+    table_size = blocks.table * (ranks > 1)
+    borrowed = 2 * bucket_blocks * divided_block + table_size
+    values = np.where(c.zero == 3, vectors + alone + borrowed, total)
     master_and_state = master + compute_state_bytes(config.optim, master)
     if width == master:
-        values = values - np.where(c.zero == 3, vectors / ranks, shard)
+        values = values - np.where(c.zero == 3, alone + vectors / ranks, shard)
     if config.optim.offload and not chip.is_host:
         master_and_state = float(master if width == master else 0)
-        values = values + np.where((c.zero == 3) & (width < master), shard, 0.0)
-    second_table = blocks.table * (is_whole_model & (c.microbatches > 1))
+        values = values + np.where((c.zero == 3) & (width < master), shard - alone, 0.0)
+    second_table = table_size * (is_whole_model & (c.microbatches > 1))
     gradients = np.where(c.zero >= 2, vectors + borrowed + second_table + shard, total)
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)

@@ -85,6 +85,23 @@ class RankParameters:
             + -(-sum(self.experts) // expert_ranks)
         )
 
+    def select_divided(self, ranks: int, expert_ranks: int) -> RankParameters:
+        """Return the same parameters without the matrices that a single rank has, which ZeRO never
+        divides; arguments as in `count_shard`."""
+
+        def select(sizes: tuple[int, ...], ranks_of_copy: int) -> tuple[int, ...]:
+            return tuple(size if ranks_of_copy > 1 else 0 for size in sizes)
+
+        return replace(
+            self,
+            split=select(self.split, ranks),
+            tables=select(self.tables, ranks),
+            experts=select(self.experts, expert_ranks),
+            replicated=select(self.replicated, ranks * self.tensor),
+            shared=select(self.shared, ranks * self.copies),
+            positions=self.positions if ranks * self.tensor > 1 else 0,
+        )
+
     def compute_largest_bucket_shard(self, ranks: int, expert_ranks: int) -> int:
         """Return the largest size of a rank's own part of one bucket; arguments as in
         `count_shard`."""
@@ -135,16 +152,22 @@ class RankParameters:
         )
         return replace(self, split=split, experts=experts, replicated=replicated, shared=shared)
 
-    def make_units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageBuckets]:
+    def make_units(
+        self,
+        config: RunConfig,
+        plans: Sequence[StagePlan],
+        groups: Sequence[BucketBlocks],
+    ) -> dict[int, StageBuckets]:
         """Return the units of each stage, by its number, with their buckets.
 
         Args:
-            config: Has the size of buckets, and whether embeddings are tied.
+            config: Says whether embeddings are tied.
             plans: The stages of this rank.
+            groups: The blocks that share buckets (`group_blocks`).
         """
         parts = self._parts
         blocks: list[UnitBuckets] = []
-        for group in self.group_blocks(config, plans):
+        for group in groups:
             number = 2 * group.start
             if group.halves:
                 second_half, other_buckets = (

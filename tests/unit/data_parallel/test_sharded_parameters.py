@@ -1,10 +1,12 @@
 """Which blocks share buckets: the same on every rank of a real world's mesh, and in the plan."""
 
 import pytest
+import torch
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
@@ -67,3 +69,27 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
                 assert whole in parts, (least, rank)
             if least == 10**9:  # all of a stage
                 assert len(planned) == sum(bool(plan.blocks) for plan in own_plans)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_rank_that_is_alone_copies_neither_gradients_nor_values(zero):
+    config = RunConfig(
+        model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 40},
+        train={"seq": 8, "global_batch": 4, "microbatch": 1, "precision": "bf16"},
+        parallel={"zero": zero},
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, 1), device="cpu")
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    sharded = train_step.sharded_parameters
+    sharded.initialize_weights(0)
+    train_step.optimizer.begin()
+    held = sharded.buffers.bytes
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    train_step.train([Microbatch(tokens, tokens, torch.arange(1))] * 4, 0, 1.0)
+    for bucket in sharded.trained:
+        storages = {p.grad.untyped_storage().data_ptr() for p in bucket.parameters}
+        assert storages == {bucket.grad_sums.untyped_storage().data_ptr()}
+        values = {p.value.untyped_storage().data_ptr() for p in bucket.parameters}
+        assert values == {bucket.rounded.untyped_storage().data_ptr()} or bucket.rounded is None
+    assert sharded.buffers.bytes == held, "nothing was borrowed during the step"
+    mesh.finish()
