@@ -1,4 +1,8 @@
-"""The goals for one H200, and whether a result of `gpu_check.py` meets them."""
+"""The goals for one H200, and whether a result of `gpu_check.py` meets them.
+
+Shares and ratios are goals on every device. What is stated in tokens or operations per second holds
+for an H200, and on any other device it is only measured.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from kernel_bench import COMPILED, REFERENCE, is_right
 
 Measured = dict[str, Any]
 Number = Callable[[Measured], float | None]
+_CHIP = "h200"
+"""The chip for which rates are set."""
 _OWN = ("triton", "triton-fused")
 """This library's implementations of attention."""
 
@@ -21,17 +27,18 @@ class Goal:
     """Attributes:
     measured: None if it was not measured.
     most: Whether `reach` is an upper limit instead of a lower.
+    per_second: Whether it is a rate, which only the chip that it was set for can be held to.
     """
 
     name: str
     reach: float
     measured: float | None
     most: bool = False
+    per_second: bool = False
 
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is met; None if it was not measured."""
-        if self.measured is None:
+    def is_met(self, chip: str) -> bool | None:
+        """Return whether the goal is met; None if it was not measured, or on another chip."""
+        if self.measured is None or (self.per_second and chip != _CHIP):
             return None
         return self.measured <= self.reach if self.most else self.measured >= self.reach
 
@@ -39,7 +46,7 @@ class Goal:
 def evaluate_goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every goal as it is written into the result."""
     goals = [*_evaluate_kernels(result), *_evaluate_steps(result["training"])]
-    return [{**asdict(goal), "met": goal.met} for goal in goals]
+    return [{**asdict(goal), "met": goal.is_met(result.get("chip", _CHIP))} for goal in goals]
 
 
 def format_table(goals: Sequence[dict[str, Any]]) -> str:
@@ -150,7 +157,7 @@ def _evaluate_kernels(result: dict[str, Any]) -> Iterator[Goal]:
             for measurements in each_own
         )
         rate = max((figure for figure in rates if figure is not None), default=None)
-        yield Goal(f"own attention {way}, TFLOP/s", reach, rate)
+        yield Goal(f"own attention {way}, TFLOP/s", reach, rate, per_second=True)
     ratios = [row["ratio"] for row in result["chosen_over_best"] if row["kernel"] == "attention"]
     yield Goal("chosen attention over the best", 0.95, min(ratios, default=None))
     yield compare_with_products("grouped_product", "forward", 0.92)
@@ -168,7 +175,8 @@ def _evaluate_steps(rows: Sequence[dict[str, Any]]) -> Iterator[Goal]:
         row_results = by_name.get(row.name, {})
         own_results = row_results.get("ours", {})
         measured = row_results.get(row.goal, own_results.get(row.goal))
-        yield Goal(f"{row.name}: {row.goal}", row.reach, measured, row.most)
+        per_second = row.goal == "tokens_per_second"
+        yield Goal(f"{row.name}: {row.goal}", row.reach, measured, row.most, per_second)
     for row in training_gpu.ROWS:
         if row.peer:
             times = by_name.get(row.name, {}).get("times_plain")

@@ -132,7 +132,16 @@ def parse_object(line: str) -> dict[str, Any] | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write the file completely or not at all."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

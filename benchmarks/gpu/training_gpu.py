@@ -67,13 +67,12 @@ class TrainingCase:
         return f"configs/bench/{self.config}.yaml"
 
     def list_overrides(self, dry: bool) -> list[str]:
-        """Return the overrides of the config."""
-        overrides = [*self.overrides, *(TINY if dry else _STEPS)]
-        return (
-            [*overrides, "model.positions=32"]
-            if dry and self.config.startswith("gpt")
-            else overrides
-        )
+        """Return the overrides of the config. A dry run records no graph, as a CPU cannot."""
+        if not dry:
+            return [*self.overrides, *_STEPS]
+        overrides = [key for key in self.overrides if key not in GRAPH]
+        positions = ["model.positions=32"] if self.config.startswith("gpt") else []
+        return [*overrides, *TINY, *positions]
 
 
 def _make_host_case(config: str, *overrides: str) -> TrainingCase:
@@ -155,7 +154,7 @@ def add_shares(row: TrainingCase, result: dict[str, Any], dry: bool) -> dict[str
 def measure(
     dry: bool, only: Sequence[str] = (), until: float = math.inf, traces: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield each row as it is written into the results.
+    """Yield each row as it is written into the results, anew after each contender.
 
     Args:
         until: The monotonic time by which all end.
@@ -172,14 +171,15 @@ def measure(
         if row.keeps_trace and traces is not None:
             trace = traces.with_name(f"{traces.name}-{row.name}.json.gz")
         scripts = {"ours": row.script, **({"plain": "gpu_plain.py"} if row.peer else {})}
-        for name, script in scripts.items():
-            seconds = min(until - time.monotonic(), _LONGEST)
+        for number, (name, script) in enumerate(scripts.items()):
+            # One that hangs leaves the other its share.
+            seconds = min((until - time.monotonic()) / (len(scripts) - number), _LONGEST)
             result = run_contender(script, row, dry, seconds, trace if name == "ours" else None)
             try:
                 results[name] = add_shares(row, result, dry)
             except Exception as broken:
                 results[name] = {**result, "incomplete": f"{type(broken).__name__}: {broken}"}
-        yield {**results, **compare_contenders(results)}
+            yield {**results, **compare_contenders(results)}
 
 
 def compare_contenders(results: dict[str, Any]) -> dict[str, Any]:
@@ -246,13 +246,13 @@ def main() -> int:
     if not torch.cuda.is_available() and not arguments.dry:
         print("torch sees no GPU: nothing to measure here (--dry tries the script itself)")
         return 1
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = {}
     traces = arguments.write.with_suffix("") if arguments.write and not arguments.dry else None
     for row in measure(arguments.dry, arguments.only, begun + 60 * arguments.minutes, traces):
-        rows.append(row)
+        rows[row["row"]] = row
         print(format_line(row), flush=True)
         if arguments.write:
-            write_json(arguments.write, with_ratios(rows))
+            write_json(arguments.write, with_ratios(list(rows.values())))
     return 0
 
 

@@ -114,7 +114,7 @@ def explain_unusable_gpu(root: Path = Path("/")) -> str | None:
             f"torch {version} is built for {other or 'CPUs only'}, and this is a GPU of "
             f"{makers[0]}; install torch's {kind} build (pytorch.org/get-started)"
         )
-    driver, cuda = _read_driver_version(root), torch.version.cuda
+    driver, cuda = read_driver_version(root), torch.version.cuda
     if "NVIDIA" in makers and driver and cuda:
         least = _DRIVERS.get(int(cuda.partition(".")[0]), max(_DRIVERS.values()))
         if int(driver.partition(".")[0]) < least:
@@ -136,7 +136,7 @@ def explain_hidden_gpu(root: Path = Path("/")) -> str | None:
     hiding = _find_hiding_variable()
     if hiding is not None and any(_find_gpu_makers(root)):
         return f"{hiding}={os.environ[hiding]} hides the GPUs of this machine"
-    if not any(_find_gpu_makers(root)) and (driver := _read_driver_version(root)):
+    if not any(_find_gpu_makers(root)) and (driver := read_driver_version(root)):
         return (
             f"the NVIDIA driver {driver} is loaded, but there is no GPU among the devices; a "
             "container needs to be given GPUs (docker run --gpus all)"
@@ -163,7 +163,7 @@ def _find_hiding_variable() -> str | None:
     return next((name for name in _HIDING if os.environ.get(name) in ("", "-1", "none")), None)
 
 
-def _read_driver_version(root: Path) -> str | None:
+def read_driver_version(root: Path) -> str | None:
     """Return the version of the loaded NVIDIA driver, or None."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")

@@ -1,21 +1,27 @@
 """Constants: what chips of a generation achieve, as six numbers; and what trainers do.
 
 The six numbers are fitted to one half of the published tables (`benchmarks/prediction/published.py
---fit`) or measured (`tools/measure_kernels.py`). Everything in `Software` is a fact from a
+--fit`) or measured (`tools/measure_kernels.py`; `measured_constants.json` has those of chips that
+`make gpu-check` ran on). Everything in `Software` is a fact from a
 trainer's paper or source code, and is never fitted.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import UNKNOWN
 from megaframe.hardware.cluster import Cluster
+from megaframe.io.untrusted import read_file
 from megaframe.planner.collective_times import get_share_on_tier
 
+_MAX_BYTES = 1 << 20
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
 """Algorithms that NCCL has for collectives, as named in `collectives.ALGORITHMS`."""
 
@@ -133,6 +139,8 @@ class Constants:
             last one applies to all further tiers. Taken from NCCL measurements, not fitted.
         unfitted: Where the numbers are from if they are neither fitted to steps on such chips nor
             measured on one; every prediction says so.
+        measured_on: On what the numbers were measured: the device, the libraries and the commit;
+            every prediction says so.
     """
 
     product: float = 0.85
@@ -144,6 +152,7 @@ class Constants:
     links: tuple[float, ...] = (0.8,)
     software: Software = field(default=MEGAFRAME)
     unfitted: str = ""
+    measured_on: str = ""
 
     def get_link_efficiency(self, tier: int) -> float:
         """Return the share of its bandwidth that collectives reach on tier number `tier`."""
@@ -177,6 +186,17 @@ tables do not determine. The others are not (`Constants.unfitted`) until kernels
 such a chip."""
 
 
+def _read_measured() -> dict[str, dict[str, Any]]:
+    """Return what was measured, by the names of chips."""
+    path = Path(__file__).with_name("measured_constants.json")
+    table: dict[str, dict[str, Any]] = json.loads(read_file(path, _MAX_BYTES))
+    return table
+
+
+MEASURED: Mapping[str, Mapping[str, Any]] = _read_measured()
+"""What `make gpu-check` measured on chips, as `benchmarks/gpu/apply_results.py` writes it."""
+
+
 def get_family_constants(family: str) -> Constants:
     """Return the constants of a chip family.
 
@@ -192,9 +212,10 @@ def get_family_constants(family: str) -> Constants:
 
 
 def get_cluster_constants(cluster: Cluster) -> Constants:
-    """Return the constants of a cluster's chip: those measured on it, as its description has them,
-    and otherwise those of the chip's family."""
+    """Return the constants of a cluster's chip: those measured on it, as its description or the
+    table of measured chips has them, and otherwise those of the chip's family."""
     family_constants = get_family_constants(cluster.chip.family)
-    if not cluster.constants:
+    constants = cluster.constants or MEASURED.get(cluster.chip.name)
+    if not constants:
         return family_constants
-    return replace(family_constants, **cluster.constants, unfitted="")
+    return replace(family_constants, **constants, unfitted="")

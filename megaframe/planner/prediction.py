@@ -333,6 +333,8 @@ def explain_step(
             f"reach are {constants.unfitted}, and `python tools/measure_kernels.py --write FILE` "
             "measures them"
         )
+    elif constants.measured_on:
+        yield f"the shares of its peaks that kernels reach were measured on {constants.measured_on}"
     if config.optim.frozen:
         yield (
             "all of it is planned as if everything were trained: what optim.frozen names needs no "

@@ -3,7 +3,7 @@ only its own measurement.
 """
 
 import json
-import signal
+import os
 import subprocess
 import sys
 import time
@@ -17,15 +17,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 import gpu_check  # noqa: E402
+import gpu_parts  # noqa: E402
 import kernel_bench  # noqa: E402
 import kernel_timing  # noqa: E402
-import time_limit  # noqa: E402
 import training_gpu  # noqa: E402
-from gpu_goals import evaluate_goals, format_table, order_of  # noqa: E402
+from gpu_goals import Goal, evaluate_goals, format_table, order_of  # noqa: E402
+from gpu_results import RESULTS, Results, derive, merge, read_commit  # noqa: E402
+from gpu_steps import KERNELS as MEASURED  # noqa: E402
+from gpu_steps import STEPS  # noqa: E402
 from kernel_bench import Ceilings, Measurement, PassResult, Timing, compute_error, pass_of, share  # noqa: E402
 from kernel_cases import MIDDLE, REAL, TINY, KernelCase, LeastWork, list_cases  # noqa: E402
 from megaframe_kernels.registry import KERNELS  # noqa: E402
-from time_limit import parse_object, run_limited, write_json  # noqa: E402
 
 
 def run_check(*arguments):
@@ -35,27 +37,25 @@ def run_check(*arguments):
         "--dry",
         *arguments,
     ]
-    return subprocess.run(command_line, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "OUT"}
+    return subprocess.run(command_line, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def result(tmp_path_factory):
     path = tmp_path_factory.mktemp("check") / "result.json"
-    process = run_check("--skip-tests", "--skip-training", "--write", str(path))
+    process = run_check("--seconds", "1500", "--write", str(path))
     assert process.returncode == 0, process.stdout + process.stderr
-    return path
-
-
-@pytest.fixture
-def result(path):
     return json.loads(path.read_text())
 
 
 @pytest.mark.slow
-def test_every_kernel_is_measured_and_right(result):
+def test_everything_runs_and_every_kernel_is_right(result):
     measured = {m["kernel"] for m in result["measurements"]}
     assert measured == set(KERNELS) - {"scaled_product"} == set(result["active"])
     assert not result["left_out_for_time"]
+    assert set(result["steps"]) == {step.name for step in STEPS}
+    assert all(step["whole"] for step in result["steps"].values())
     for m in result["measurements"]:
         refused = m["trouble"] is not None and m["details"] is None
         assert refused or (m["trouble"] is None and m["error"] < 0.02), m
@@ -64,16 +64,23 @@ def test_every_kernel_is_measured_and_right(result):
     assert all(m["trouble"] is None for m in triton)
     assert result["order"]["router"] == ["triton"] == result["active"]["router"][:1]
     assert {choice["kernel"] for choice in result["chosen_over_best"]} >= {"attention", "norm"}
-    assert any(goal["measured"] is not None for goal in result["goals"])
+    assert result["smoke"]["loss_fp32"] == pytest.approx(result["smoke"]["cpu_loss"], rel=1e-4)
+    assert {tests["outcome"] for tests in result["tests"].values()} == {"passed"}
+    assert result["constants"]["product"] > 0
 
 
 @pytest.mark.slow
-def test_a_second_call_keeps_what_the_first_found(path, result):
-    resumed = gpu_check.begin(path, dry=True)
-    assert resumed.sections["measurements"] == result["measurements"]
-    resumed.sections["commit"] = "another"
-    write_json(path, resumed.sections)
-    assert not gpu_check.begin(path, dry=True).sections["measurements"]
+def test_rows_run_and_both_contenders_start_alike(result):
+    rows = {row["row"]: row for row in result["training"]}
+    assert set(rows) == {row.name for row in training_gpu.ROWS}
+    for row in (rows[row.name] for row in training_gpu.ROWS if row.peer):
+        assert row["same_start"], row
+        for name in ("ours", "plain"):
+            assert row[name]["host_seconds_per_step"] > 0 and row[name]["tflops_causal"] > 0
+        assert row["ours"]["parts"]["compute"] > 0
+        assert sum(row["ours"]["waterfall"].values()) == pytest.approx(1.0)
+    few, many = rows["moe-slice-host"]["ours"]["host_seconds"]
+    assert rows["moe-slice-host"]["ours"]["host_seconds_per_block"] == (many - few) / 4
 
 
 def test_a_kernel_that_is_none_is_an_error_that_lists_them():
@@ -81,18 +88,18 @@ def test_a_kernel_that_is_none_is_an_error_that_lists_them():
     assert process.returncode == 2 and "attention_backward" in process.stderr
 
 
-def test_some_kernels_alone_overwrite_no_result(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_check, "check_kernels", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry", "--skip-tests", "--only", "norm"])
-    assert gpu_check.main() == 0
-    assert not list(tmp_path.rglob("*.json"))
+def test_some_kernels_alone_overwrite_no_result(monkeypatch):
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--skip-tests", "--only", "norm"])
+    assert gpu_check.find_target(gpu_check.parse_arguments(), "h200") is None
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--steps", "smoke"])
+    assert gpu_check.find_target(gpu_check.parse_arguments(), "h200") == RESULTS / "h200"
 
 
 def test_sizes_have_the_same_cases_and_work_that_counts():
     real, middle, tiny = (list(list_cases(size)) for size in (REAL, MIDDLE, TINY))
     assert [c.kernel for c in real] == [c.kernel for c in tiny] == [c.kernel for c in middle]
-    assert {c.kernel for c in real} == set(gpu_check.NAMES)
+    assert {c.kernel for c in real} == set(MEASURED)
     for case in real:
         assert case.forward.bytes > 1e5 or case.forward.flops > 1e10
     causal = next(c for c in real if c.kernel == "attention")
@@ -254,9 +261,10 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
         {"row": "moe-slice", "trouble": "left out for time"},
     ]
     active = {"norm": ["triton", "torch", "reference"], "attention": ["cudnn", "triton"]}
-    result = gpu_check.Results({**gpu_check._OF_KERNELS, "active": active, "training": []})
-    result.add(measurements=[*measurements, fast], training=rows)
-    reached = {goal["name"]: goal for goal in result.sections["goals"]}
+    sections = merge({}, {"active": active, "measurements": [*measurements, fast]})
+    sections["training"] = rows
+    result = {**sections, **derive(sections)}
+    reached = {goal["name"]: goal for goal in evaluate_goals(result)}
     assert reached["norm forward over a copy"]["measured"] == 0.98
     assert reached["norm forward over a copy"]["met"] is True
     assert reached["norm backward over a copy"]["met"] is False
@@ -271,14 +279,18 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     assert reached["llama-8b-slice-fp8: times_bf16"]["met"] is True
     assert reached["gpt2-124m-graph: host_seconds_per_step"]["met"] is True
     assert reached["moe-slice: mfu_causal"]["met"] is None
-    (first, *_) = (
-        choice for choice in result.sections["chosen_over_best"] if choice["case"] == "a"
-    )
+    (first, *_) = (choice for choice in result["chosen_over_best"] if choice["case"] == "a")
     assert (first["chosen"], first["best"], first["ratio"]) == ("triton", "torch", 0.5)
-    assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result.sections))
+    assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result))
     broken = make_measurement("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
-    result.add(measurements=[broken, measurements[1]])
-    assert not result.sections["chosen_over_best"]
+    alone = merge({}, {"active": active, "measurements": [broken, measurements[1]]})
+    assert not derive(alone)["chosen_over_best"]
+
+
+def test_rates_are_goals_for_the_chip_that_they_were_set_for():
+    rate, share = Goal("a", 500.0, 400.0, per_second=True), Goal("b", 0.9, 0.8)
+    assert (rate.is_met("h200"), share.is_met("h200")) == (False, False)
+    assert (rate.is_met("h100-80gb-hbm3"), share.is_met("h100-80gb-hbm3")) == (None, False)
 
 
 BROKEN = """
@@ -297,14 +309,10 @@ for number in range(begin, 3):
 """
 
 
-def make_empty_results():
-    return gpu_check.Results({**gpu_check._OF_KERNELS, "tests": {}, "training": []})
-
-
 def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
-    results = make_empty_results()
+    results = Results()
     script = [sys.executable, "-c", BROKEN]
-    gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
+    gpu_parts.measure_group(script, ["norm"], results, time.monotonic() + 100)
     by_implementation = {m["implementation"]: m for m in results.sections["measurements"]}
     assert list(by_implementation) == ["x", "y", "z"]
     assert (
@@ -315,94 +323,29 @@ def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
 
 
 def test_what_never_begins_is_told_once_and_what_has_no_time_is_listed():
-    results = make_empty_results()
+    results = Results()
     script = [sys.executable, "-c", "raise SystemExit('no such library')"]
-    gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
+    gpu_parts.measure_group(script, ["norm"], results, time.monotonic() + 100)
     (measurement,) = results.sections["measurements"]
     assert measurement["trouble"] == "no such library"
-    gpu_check.measure_group(script, ["norm", "rotary"], results, time.monotonic() + 1)
+    gpu_parts.measure_group(script, ["norm", "rotary"], results, time.monotonic() + 1)
     assert results.sections["left_out_for_time"] == ["norm", "rotary"]
 
 
 def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
     row = {"row": "gpt-1.3b", "ours": {"mfu_causal": 0.5}}
-    results = make_empty_results()
+    results = Results()
     results.add(training=[row])
     rows = [{"row": name, "trouble": "left out for time"} for name in ("moe-slice", "gpt-1.3b")]
     monkeypatch.setattr(training_gpu, "measure", lambda *_: iter(rows))
-    gpu_check.check_training(results, (), 0.0, dry=True)
-    assert results.sections["training"] == [row, rows[0]]
-
-
-@pytest.mark.slow
-def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(time_limit, "_GRACE", 60.0)  # even a slow pytest reports its failures
-    good, bad, slow = (tmp_path / f"test_{name}.py" for name in ("good", "bad", "slow"))
-    good.write_text("def test_failed_errors(): pass")
-    bad.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2")
-    slow.write_text("import time\ndef test_one(): assert 1 == 2\ndef test_two(): time.sleep(600)")
-
-    def run(path, seconds):
-        return gpu_check.run_tests(gpu_check.Tests(1.0, [], str(path)).build_command(True), seconds)
-
-    assert run(good, 60)["outcome"] == "passed"
-    outcome = run(bad, 60)
-    assert outcome["outcome"] == "failed" and outcome["counts"].startswith("1 failed, 1 passed")
-    assert "assert 1 == 2" in outcome["log"]
-    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
-    try:
-        outcome = run(slow, 10)
-    finally:
-        signal.signal(signal.SIGINT, heeded)
-    assert outcome["outcome"].startswith("not finished after") and "assert 1 == 2" in outcome["log"]
-
-
-@pytest.mark.slow
-def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
-    results, soon = make_empty_results(), time.monotonic() + 100
-    gpu_check.check_tests(results, "steps", 500.0, soon, dry=True)
-    gpu_check.check_tests(results, "kernels", 20.0, soon, dry=False)
-    steps, kernels = results.sections["tests"]["steps"], results.sections["tests"]["kernels"]
-    assert steps["outcome"] == "passed", steps
-    assert kernels == {"outcome": "left out for time"}
-    for tests in gpu_check.TESTS.values():
-        assert all((ROOT / target.partition("::")[0]).exists() for target in tests.targets)
-
-
-@pytest.mark.slow
-def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(time_limit, "_GRACE", 0.2)
-    mark = tmp_path / "pid"
-    script = f"sleep 60 & echo $! > {mark}; echo begun; wait"
-    for limits in ({"seconds": 1.0}, {"seconds": 50.0, "quiet": 1.0}):
-        process = run_limited(["bash", "-c", script], **limits)
-        assert process.code is None and process.lines == ["begun"] and process.seconds < 20
-        # The process is gone, or a zombie that has not been waited for.
-        status = Path(f"/proc/{mark.read_text().strip()}/stat")
-        until = time.monotonic() + 10
-        while status.exists() and status.read_text().split()[2] != "Z":
-            assert time.monotonic() < until
-            time.sleep(0.05)
-
-
-def test_a_line_is_an_object_or_nothing():
-    assert parse_object('{"a": 1}') == {"a": 1}
-    assert [parse_object(line) for line in ("warning", "{broken", "[1]", "")] == [None] * 4
+    gpu_parts.check_training(results, (), 0.0, dry=True)
+    assert results.sections["training"] == [row]
+    assert results.sections["left_out_for_time"] == ["moe-slice", "gpt-1.3b"]
 
 
 def test_the_commit_is_told_also_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("MEGAFRAME_COMMIT", raising=False)
-    assert gpu_check.commit() == "unknown"
+    assert read_commit() == "unknown"
     monkeypatch.setenv("MEGAFRAME_COMMIT", "1234abc")
-    assert gpu_check.commit() == "1234abc"
-
-
-def test_the_order_goes_into_the_table(tmp_path):
-    table = tmp_path / "choices.json"
-    table.write_text(json.dumps({"unmeasured": {"norm": ["torch"]}, "h200": {"rotary": ["torch"]}}))
-    gpu_check.choose({"chip": "h200", "order": {"norm": ["triton", "torch"]}}, table)
-    assert json.loads(table.read_text()) == {
-        "unmeasured": {"norm": ["torch"]},
-        "h200": {"rotary": ["torch"], "norm": ["triton", "torch"]},
-    }
+    assert read_commit() == "1234abc"
