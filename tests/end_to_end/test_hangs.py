@@ -5,13 +5,13 @@ import time
 
 import fault_runs
 import pytest
+from patience import PATIENCE
 from rank_process import RankProcess, list_rank_environments
 from repo_copy import ROOT
 
 from megaframe.errors import EXIT_LOST_RANKS
 
 LIMIT = 2.0
-MARGIN = 60.0
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ def hang(overrides, tmp_path):
     """
 
     def make(world, *fault, ends=None, **changes):
-        changes = {"faults__step_timeout": MARGIN, "parallel__timeout": 300, **changes}
+        changes = {"faults__step_timeout": PATIENCE, "parallel__timeout": 300, **changes}
         limit = LIMIT if changes["faults__step_timeout"] else 0
         arguments = (fault_runs.run_alone, limit, overrides(**changes), *fault)
         started = [
             RankProcess(*arguments, environment=environment, errors=tmp_path / str(rank))
             for rank, environment in enumerate(list_rank_environments(world))
         ]
-        deadline = time.monotonic() + MARGIN
+        deadline = time.monotonic() + PATIENCE
         try:
             for process, status in zip(started, ends or [EXIT_LOST_RANKS] * world, strict=True):
                 actual = process.wait(max(0.0, deadline - time.monotonic()))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE, count_lines, wait_until
 from rank_process import RankProcess, hang_after, list_rank_environments
 
 from megaframe.distributed.watchdog import blame_for_loss
@@ -18,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 
-MARGIN = 12.0
 """Seconds after the timeout within which all ranks must end."""
 
 
@@ -44,12 +44,11 @@ def launch(overrides, tmp_path):
 
 
 def wait_for_steps(folder, processes):
-    metrics = folder / "run/metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert all(process.poll() is None for process in processes), read_errors(folder, processes)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(
+        lambda: count_lines(folder / "run/metrics.jsonl") >= 3,
+        *processes,
+        describe=lambda: read_errors(folder, processes),
+    )
 
 
 def read_errors(folder, processes):
@@ -57,8 +56,8 @@ def read_errors(folder, processes):
     return [(folder / str(rank)).read_text() for rank in range(len(processes))]
 
 
-def end(processes, limit):
-    deadline = time.monotonic() + limit
+def end(processes):
+    deadline = time.monotonic() + PATIENCE
     for process in processes:
         assert process.wait(max(0.0, deadline - time.monotonic())) == EXIT_LOST_RANKS
 
@@ -92,14 +91,14 @@ def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, fault, name, l
     lost = processes[victim]
     lost.send_signal(fault)
     others = [process for process in processes if process is not lost]
-    end(others, timeout + MARGIN)
+    end(others)
     for rank, text in enumerate(read_errors(tmp_path, processes)):
         if rank != victim:
             assert text.startswith(f"error: rank {rank}: {name}"), text
             assert "Traceback" not in text and text.count(" is gone") == 1
     if fault is signal.SIGSTOP:  # a rank that wakes up alone ends, too
         lost.send_signal(signal.SIGCONT)
-        end([lost], timeout + MARGIN)
+        end([lost])
 
 
 @pytest.mark.slow
@@ -112,7 +111,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
         parallel__pipeline=2,
         parallel__timeout=timeout,
     )
-    end(processes, 60 + timeout + MARGIN)
+    end(processes)
     other, stuck = read_errors(tmp_path, processes)
     name = "rank 1 (pipeline 1, data 0: stage 1) is alive, but stuck or too slow"
     assert other.startswith(f"error: rank 0: {name}")
@@ -121,7 +120,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
 
 def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path):
     processes = launch([0, 1], 3, parallel__data=3, parallel__timeout=3, train__global_batch=6)
-    end(processes, 60)
+    end(processes)
     for text in read_errors(tmp_path, processes):
         assert "Traceback" not in text
         assert "the 3 ranks did not all meet at 127.0.0.1:" in text

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from bitwise import assert_same_losses
 from entry_runs import pretrain_gpt, read_lines, read_losses, rewrite_config, train
+from patience import PATIENCE
 from rank_process import RankProcess
 from tolerances import near, promised
 
@@ -122,7 +123,7 @@ def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
 
 
 def wait_for_lines(path, count, process):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < deadline:
         if path.exists() and path.read_text().count("\n") >= count:
             return

@@ -1,12 +1,12 @@
 """Two runs never write the same folder; killed runs, restarts and readers are not in the way."""
 
 import signal
-import time
 
 import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_losses
 from fault_runs import log, main
+from patience import count_lines, wait_until
 from rank_process import RankProcess, hang_after, list_rank_environments
 
 from megaframe.checkpoint import open_checkpoint
@@ -17,10 +17,7 @@ SAVES = {"checkpoint__every": 1, "checkpoint__resume": "latest"}
 
 
 def wait_for_step(folder, step, *runs):
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
-    while not metrics.exists() or metrics.read_text().count("\n") < step:
-        assert time.monotonic() < deadline and all(run.poll() is None for run in runs)
-        time.sleep(0.02)
+    wait_until(lambda: count_lines(folder / "metrics.jsonl") >= step, *runs)
 
 
 def read_refusal(overrides, tmp_path, **changes):

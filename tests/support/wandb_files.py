@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 
 import pytest
+from patience import wait_until
 
 
 def without_wandb_key(monkeypatch, home):
@@ -41,10 +41,7 @@ def read_wandb_records(path):
 def read_wandb_rows(path):
     """Return the history of a finished run. First waits for wandb's own process, which completes
     the run's file."""
-    deadline = time.monotonic() + 30
-    while not any(record.HasField("exit") for record in read_wandb_records(path)):
-        assert time.monotonic() < deadline, "the run was not finished in its file"
-        time.sleep(0.05)
+    wait_until(lambda: any(record.HasField("exit") for record in read_wandb_records(path)))
     histories = (r.history.item for r in read_wandb_records(path) if r.HasField("history"))
     return [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from megaframe import errors
 from megaframe.errors import BadDevice, NotFinite, UserError, report_errors
@@ -36,7 +37,7 @@ finally:
 )
 def test_leaving_tells_why_and_waits_for_nothing(error, rank, status, expected):
     command = [sys.executable, "-c", ENDS.format(error=error, rank=rank)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (process.returncode, process.stdout) == (status, "")
     assert process.stderr.endswith(expected) and ("Traceback" in process.stderr) == (status == 1)
 

@@ -104,7 +104,7 @@ class TestAgreement:
         ]
 
     def test_a_rank_that_does_not_come_is_named_and_nothing_is_left(self, tmp_path):
-        first, _, third = self.writers(tmp_path, HashStore(), timeout=0.2, world=3)
+        first, _, third = self.writers(tmp_path, HashStore(), timeout=2.0, world=3)
         first.save(5, make_half(0), {})
         third.save(5, make_half(1), {})
         for writer in (first, third):

@@ -6,13 +6,14 @@ import threading
 from datetime import timedelta
 
 import pytest
+from patience import PATIENCE
 from torch.distributed import HashStore
 
 from megaframe.distributed.rendezvous import find_fresh_store, get_launcher_store
 from megaframe.errors import UserError
 
 
-def start(store, ranks, world, timeout=5.0):
+def start(store, ranks, world, timeout=PATIENCE):
     """Return the store that each of these ranks gets, or None for a rank that gave up."""
     stores = {}
 
@@ -38,7 +39,7 @@ def test_what_an_earlier_start_left_is_not_there(before):
         for left in start(store, before, 3, 0.3).values():
             if left is not None:
                 left.set("verdict", "old")
-    store.set_timeout(timedelta(seconds=5))
+    store.set_timeout(timedelta(seconds=PATIENCE))
     stores = start(store, (2, 1, 0), 3)
     stores[1].set("verdict", "new")
     for rank in range(3):

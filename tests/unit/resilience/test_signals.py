@@ -11,6 +11,7 @@ import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_lines, read_losses
 from fault_runs import begins_once, log, main, send_signal
+from patience import PATIENCE, count_lines, wait_until
 from rank_process import RankProcess, hang_after, list_rank_environments
 
 from megaframe.distributed import gloo_sockets
@@ -85,16 +86,12 @@ def test_a_second_ctrl_c_ends_a_run_at_once_wherever_it_is(overrides, tmp_path):
         hang_with_python_handler, words=overrides(train__steps=6), errors=tmp_path / "errors"
     )
     try:
-        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
-        while not metrics.exists() or not metrics.read_text():
-            assert time.monotonic() < deadline and run.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: count_lines(tmp_path / "run/metrics.jsonl"), run)
         run.send_signal(signal.SIGINT)
-        while "interrupted: saving after this step" not in (tmp_path / "errors").read_text():
-            assert time.monotonic() < deadline and run.poll() is None
-            time.sleep(0.02)
+        told = "interrupted: saving after this step"
+        wait_until(lambda: told in (tmp_path / "errors").read_text(), run)
         run.send_signal(signal.SIGINT)
-        assert run.wait(30) == -signal.SIGINT
+        assert run.wait(PATIENCE) == -signal.SIGINT
     finally:
         run.kill()
 
@@ -164,12 +161,10 @@ def launch(folder, environments, fault=None):
         os.waitpid(rank, 0)
 
 
-def wait_for_statuses(folder, deadline):
+def wait_for_statuses(folder):
     """Wait until all ranks have ended, and return their statuses."""
     ranks = (folder / "ranks").read_text().split()
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
     return [(folder / f"status-{number}").read_text() for number in range(len(ranks))]
 
 
@@ -180,13 +175,11 @@ def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides
     steps = 10**6 if names else 40
     keys = overrides(train__steps=steps, checkpoint__every=10**6, checkpoint__resume="latest")
     launcher = RankProcess(launch, tmp_path, [{}], words=keys, environment=names)
-    metrics, deadline = Path(tmp_path / "run/metrics.jsonl"), time.monotonic() + 60
-    while not metrics.exists() or metrics.read_text().count("\n") < 2:
-        assert time.monotonic() < deadline and launcher.poll() is None
-        time.sleep(0.02)
+    metrics = tmp_path / "run/metrics.jsonl"
+    wait_until(lambda: count_lines(metrics) >= 2, launcher)
     launcher.kill()
-    assert wait_for_statuses(tmp_path, deadline) == [status]
-    assert (metrics.read_text().count("\n") == steps) == (status == "0")
+    assert wait_for_statuses(tmp_path) == [status]
+    assert (count_lines(metrics) == steps) == (status == "0")
     assert (tmp_path / "run/checkpoints/latest").exists()
 
 
@@ -206,9 +199,7 @@ def test_so_do_ranks_that_begin_again_without_the_launcher_that_started_them(ove
     names = {"TORCHELASTIC_RUN_ID": "1"}
     arguments = tmp_path, [*list_rank_environments(2)], end_launcher_and_break
     launcher = RankProcess(launch, *arguments, words=keys, environment=names)
-    deadline = time.monotonic() + 60
-    while launcher.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert wait_for_statuses(tmp_path, deadline) == ["143"] * 2
+    wait_until(lambda: launcher.poll() is not None)
+    assert wait_for_statuses(tmp_path) == ["143"] * 2
     assert "restarted in the same processes" in log(tmp_path / "run")
     assert len(read_lines(tmp_path / "run")) < 12

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -134,7 +135,7 @@ def test_ranks_that_torchrun_has_started_report_together(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += [str(ROOT / "tools/doctor.py"), "--ranks", "--parts", "rings,abort"]
     command += ["--device", "cpu", "--report", str(tmp_path / "report")]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert process.returncode == 0, process.stderr
     assert "the ranks work together" in process.stdout
     report = json.loads((tmp_path / "report.json").read_text())

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from megaframe.config import load
 from megaframe.errors import UserError
@@ -161,13 +162,13 @@ def test_a_node_that_is_asked_to_leave_saves_and_tells_so(overrides, tmp_path):
     with open(tmp_path / "output", "w") as log_file:
         process = subprocess.Popen(command, stdout=log_file, stderr=log_file, cwd=ROOT)
     try:
-        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + PATIENCE
         while time.monotonic() < deadline and process.poll() is None:
             if metrics.exists() and metrics.read_text().count("\n") >= 2:
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(30) == 138, (tmp_path / "output").read_text()
+        assert process.wait(PATIENCE) == 138, (tmp_path / "output").read_text()
     finally:
         process.kill()
     assert (tmp_path / "run/checkpoints/latest").exists()

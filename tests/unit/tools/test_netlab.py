@@ -14,6 +14,7 @@ import pytest
 from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 from tolerances import promised
 
 from megaframe.errors import UserError
@@ -62,7 +63,7 @@ def list_processes(mark):
 
 
 def wait_until(so):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if so():
             return True

@@ -13,6 +13,7 @@ from bitwise import assert_same_losses
 from entry_runs import read_losses
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.dashboard.sweep import Sweep, read_values_after, summarize
@@ -166,7 +167,7 @@ def test_an_interrupted_sweep_continues_its_trials_on_the_same_curves(overrides,
     keys = overrides(train__steps=600, checkpoint__every=10**6, run__dir=tmp_path / "sweep")
     command = [sys.executable, TOOL, "--sweep", "optim.lr=[0.01, 0.02]", "--jobs", "2", "--", *keys]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         metrics = list((tmp_path / "sweep").glob("*/metrics.jsonl"))
         if len(metrics) == 2 and all(path.read_text().count("\n") >= 3 for path in metrics):

@@ -8,7 +8,9 @@ from functools import partial
 
 import pytest
 import torch
+from patience import PATIENCE
 
+from megaframe.training import rank_pool
 from megaframe.training.rank_pool import RankFailure, RankPool
 
 
@@ -74,8 +76,9 @@ def test_a_process_that_ends_or_says_nothing_is_named():
         pool.run(1, time.sleep, 100)
 
 
-def test_a_failure_that_follows_another_one_does_not_hide_it():
+def test_a_failure_that_follows_another_one_does_not_hide_it(monkeypatch):
     """The first to tell may only have lost the one that is at fault."""
+    monkeypatch.setattr(rank_pool, "_FOLLOWING_SECONDS", PATIENCE)
     with closing(RankPool(2)) as pool, pytest.raises(RankFailure) as error:
         pool.run(2, fail_later_on, 1)
     assert [*error.value.failures] == [0, 1]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 from rank_process import RankProcess
 from tool_process import run_tool
 from torch.distributed import TCPStore
@@ -27,7 +28,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path
 
 
 def run(command):
-    process = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    process = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE
+    )
     assert process.returncode == 0, process.stderr
     return process.stdout
 

@@ -1,7 +1,6 @@
 """Copies in the memory of nodes: a run that loses ranks or a node continues from them."""
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from checkpoint_helpers import cut_slice
 from entry_runs import make_trainer, read_losses
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import wait_until
 from rank_process import RankProcess, hang_after, list_rank_environments
 from tolerances import promised
 
@@ -76,11 +76,8 @@ def wait_for_copies(memory, step, processes):
 
     Only the folder of that step is read, because those of earlier steps are removed meanwhile.
     """
-    deadline = time.monotonic() + 60
-    while len(list(memory.glob(f"*/*/step-{step:08d}/rank-*.json"))) < 8:
-        assert all(process.poll() is None for process in processes)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    files = f"*/*/step-{step:08d}/rank-*.json"
+    wait_until(lambda: len(list(memory.glob(files))) >= 8, *processes)
 
 
 def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory, tmp_path):

@@ -1,0 +1,27 @@
+"""How tests wait for other processes and threads: for what they wait for, not for a time."""
+
+import time
+
+PATIENCE = 300.0
+"""Seconds after which it will not happen any more. A busy machine may need more than one minute to
+start a few ranks; a test that passes never waits for so long."""
+
+
+def wait_until(condition, *processes, describe=str):
+    """Wait until a condition is true.
+
+    Args:
+        condition: Called again and again.
+        processes: They run meanwhile; it is an error if one of them ends first.
+        describe: Called for the message of the error.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        ended = [process for process in processes if process.poll() is not None]
+        assert not ended and time.monotonic() < deadline, describe()
+        time.sleep(0.02)
+
+
+def count_lines(path):
+    """Return how many lines a file has so far, 0 if there is none."""
+    return path.read_text().count("\n") if path.exists() else 0
