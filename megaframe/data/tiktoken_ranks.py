@@ -40,7 +40,7 @@ def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
 
     Raises:
         UserError: For invalid lines, ranks that are used twice, and bytes without a rank, because
-            some text could then not be encoded.
+            some text could then not be encoded. It quotes no line: a config can name any file.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
@@ -50,14 +50,11 @@ def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
             encoded, rank_text = line.split()
             token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
         except ValueError:
-            raise UserError(
-                f"{path}:{number}: not a token in base64 and its rank: {line[:60]!r}"
-            ) from None
-        if not token or token in ranks or not 0 <= rank < MAX_VOCAB:
-            raise UserError(
-                f"{path}:{number}: token {token[:60]!r} with rank {rank} is empty, repeated or "
-                f"outside 0 to {MAX_VOCAB - 1}"
-            )
+            raise UserError(f"{path}:{number}: not a token in base64 and its rank") from None
+        if not token or token in ranks:
+            raise UserError(f"{path}:{number}: a token that is empty or repeated")
+        if not 0 <= rank < MAX_VOCAB:
+            raise UserError(f"{path}:{number}: a rank outside 0 to {MAX_VOCAB - 1}")
         ranks[token] = rank
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:

@@ -19,20 +19,23 @@ import importlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.data.end_of_document import EOD_OPTION, find_end_of_document
 from megaframe.data.tiktoken_ranks import GPT2_PATTERN, MAX_VOCAB, PUBLISHED_RANKS, parse_ranks
+from megaframe.data.tokenizer_description import format_description, read_description
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 
-_LARGEST_FILE = 1 << 30
+_LARGEST_FILE = 1 << 26
+"""Bytes. Libraries take some 50 times as much memory; published files have up to 40 MB."""
+_LONGEST_REASON = 300
 _PROBE = "a"
 """A text without a space; where its tokens have one, the tokenizer has put it there."""
 
@@ -161,14 +164,10 @@ class HuggingFaceTokenizer(Tokenizer):
         # The library's own threads would compete with the worker processes for cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         library = import_library("tokenizers", "hf")
-        content = read_file(path)
-        try:
-            self._model = library.Tokenizer.from_buffer(content)
-            self._description: dict[str, Any] = json.loads(content)
-        except Exception as error:
-            raise UserError(f"{path} is not a tokenizer.json: {error}") from None
-        self._model.no_truncation()
-        self._model.no_padding()
+        self._path = path
+        self._description = read_description(path, read_file(path))
+        with _report_failures(path):
+            self._model = library.Tokenizer.from_buffer(format_description(self._description))
         self._model.encode_special_tokens = True
         vocab = self._model.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
@@ -184,12 +183,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = _compute_fingerprint("hf", self._list_essentials())
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _report_failures(self._path):
+            encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = [int(token) for token in ids if token != self.eod]  # which need not be special
-        return self._model.decode(ids, skip_special_tokens=True)
+        with _report_failures(self._path):
+            return self._model.decode(ids, skip_special_tokens=True)
 
     def count_token_bytes(self) -> NDArray[np.int32]:
         added = self._model.get_added_tokens_decoder()
@@ -206,7 +207,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _list_spaced_tokens(self) -> list[int]:
         # U+0120 is a blank in the alphabet of ByteLevel.
         spaces = ("▁", "Ġ")
-        probed = self._model.encode(_PROBE, add_special_tokens=False).tokens
+        with _report_failures(self._path):
+            probed = self._model.encode(_PROBE, add_special_tokens=False).tokens
         if not probed or not probed[0].startswith(spaces):
             return []
         added = self._model.get_added_tokens_decoder()
@@ -354,6 +356,19 @@ def read_file(path: str) -> bytes:
             f"cannot read tokenizer file {path}: {error.strerror} (data.tokenizer, or "
             "--tokenizer); tools/train_tokenizer.py makes one of text"
         ) from None
+
+
+@contextmanager
+def _report_failures(path: str) -> Iterator[None]:
+    """Return a context that turns all errors of the library of tokenizer.json into `UserError`. A
+    panic of its Rust is a `BaseException` without a public type."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
+        raise UserError(f"{path}: tokenizers cannot use it: {reason[:_LONGEST_REASON]}") from None
 
 
 def _compute_fingerprint(kind: str, content: bytes) -> str:

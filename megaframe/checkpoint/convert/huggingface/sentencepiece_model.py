@@ -14,6 +14,8 @@ from enum import IntEnum
 from megaframe.errors import UserError
 
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
+_LONGEST_VARINT = 10
+"""Bytes of an integer of 64 bits."""
 _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 
@@ -124,13 +126,13 @@ def _parse_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _parse_varint(data: bytes, offset: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[offset]
-        value |= (byte & 127) << shift
-        offset, shift = offset + 1, shift + 7
+    value = 0
+    for number in range(_LONGEST_VARINT):
+        byte = data[offset + number]
+        value |= (byte & 127) << 7 * number
         if byte < 128:
-            return value, offset
+            return value, offset + number + 1
+    raise ValueError(f"an integer of more than {_LONGEST_VARINT} bytes")
 
 
 def _expect_bytes(value: int | bytes) -> bytes:

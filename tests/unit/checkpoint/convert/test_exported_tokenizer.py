@@ -360,3 +360,10 @@ def test_transformers_gives_the_same_ids(imported, tmp_path):
     for text in ("import os", "  x\n\ty", CODE):
         assert loaded(text)["input_ids"] == native.encode(text)
     assert loaded.eos_token_id == native.eod
+
+
+@pytest.mark.parametrize("content", [b"\x80" * 1000, b"\x0a", b"\x08\x01", b"\x0a\x02\x12\x04"])
+def test_bytes_that_are_no_message_are_refused(content):
+    """Among them an integer that never ends, in time that would grow with its square."""
+    with pytest.raises(UserError, match="m: not a SentencePiece model of a known form"):
+        parse_model("m", content)
