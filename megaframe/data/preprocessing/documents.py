@@ -23,13 +23,16 @@ from megaframe.data.preprocessing.input_shards import (
     InputShard,
     check_length,
     decompress,
+    measure_pages,
     open_parquet,
     suggest_keys,
 )
 from megaframe.io.untrusted import open_file
 
 _ROWS = 16
-"""Rows at once: a few bytes of Parquet can repeat a long text; more than 16 is no faster."""
+"""Most rows at once; more is no faster."""
+_ROW_BYTES = 1 << 28
+"""Most bytes of the rows at once, of which each can have as many as the largest page."""
 _READ = 1 << 20
 
 
@@ -124,11 +127,18 @@ def _locate_line(shard: InputShard, number: int) -> str:
 
 
 def _describe_missing_text(record: object, key: str) -> str:
+    """Return what is wrong with a record, without its values: a link can lead to any file."""
     if not isinstance(record, dict):
-        return f"an object with the key {key!r} is needed, not {str(record)[:60]!r}"
+        return f"an object with the key {key!r} is needed, not {_describe_kind(record)}"
     if key in record:
-        return f"key {key!r} holds {str(record[key])[:60]!r}, not a text"
+        return f"key {key!r} holds {_describe_kind(record[key])}, not a text"
     return f"no key {key!r}; {suggest_keys(key, list(record))}"
+
+
+def _describe_kind(value: object) -> str:
+    """Return the name of JSON for the kind of a value."""
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def _split_paragraphs(text: str) -> Iterator[str]:
@@ -164,11 +174,15 @@ def _replace_lone_surrogates(text: str) -> str:
 
 
 def _read_parquet(shard: InputShard, key: str) -> Iterator[str]:
+    groups = list(range(shard.start, shard.stop))
     with open_parquet(shard.path) as file:
-        groups = list(range(shard.start, shard.stop))
-        row = 0
-        for batch in file.iter_batches(_ROWS, groups, columns=[key], use_threads=False):
-            for text in batch.column(0).to_pylist():
+        largest = measure_pages(shard.path, file.metadata, groups, key)
+        rows, row = max(1, min(_ROWS, _ROW_BYTES // max(1, largest))), 0
+        for batch in file.iter_batches(rows, groups, columns=[key], use_threads=False):
+            column = batch.column(0)
+            if rows == 1:
+                check_length(f"{shard.path}: row {row}", column.nbytes)
+            for text in column.to_pylist():
                 if text is None:
                     raise InputError(
                         f"{shard.path}: column {key!r} holds nothing in row {row} of row group "

@@ -17,12 +17,13 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, BinaryIO, Literal, get_args
 
+from megaframe.data.preprocessing.parquet_pages import measure_largest_page
 from megaframe.data.tokenizer import import_library
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
@@ -31,6 +32,8 @@ Format = Literal["auto", "jsonl", "parquet", "text"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 LONGEST_DOCUMENT = 1 << 28
 """Most bytes of a line, a paragraph or a text file. This limits the memory for one document."""
+LARGEST_PAGE = 1 << 29
+"""Most bytes of a page of Parquet; fastparquet writes the largest, of 500 MiB."""
 
 _SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -259,9 +262,8 @@ def _read_row_groups(path: str, key: str) -> Iterator[InputShard]:
             raise InputError(f"{path}: column {key!r} holds {kind}, not texts")
         groups, disk_bytes = file.num_row_groups, os.path.getsize(path)
         for group in range(groups):
-            columns = file.metadata.row_group(group)
-            named = (columns.column(i) for i in range(columns.num_columns))
-            size = sum(c.total_uncompressed_size for c in named if c.path_in_schema == key)
+            columns = _list_columns(file.metadata, [group], key)
+            size = sum(column.total_uncompressed_size for column in columns)
             share = disk_bytes * (group + 1) // groups - disk_bytes * group // groups
             yield InputShard(path, "parquet", group, group + 1, size, share)
 
@@ -282,6 +284,46 @@ def open_parquet(path: str) -> Iterator[Any]:
             yield file
     except (arrow.ArrowException, OSError) as error:
         raise InputError(f"{path} is not a whole Parquet file: {error}") from None
+
+
+def measure_pages(path: str, metadata: Any, groups: list[int], key: str) -> int:
+    """Return the bytes of the largest page of a column in some row groups, after decompression.
+
+    Args:
+        path: Of the Parquet file.
+        metadata: Of the same, as pyarrow reads it.
+        groups: The row groups.
+        key: The column.
+
+    Raises:
+        InputError: For a page of more than `LARGEST_PAGE` bytes, and for a damaged file.
+    """
+    largest = 0
+    try:
+        with open_file(path) as file:
+            for column in _list_columns(metadata, groups, key):
+                starts = [column.data_page_offset, column.dictionary_page_offset or 0]
+                start = min((start for start in starts if start > 0), default=0)
+                page = measure_largest_page(
+                    file, start, column.total_compressed_size, column.num_values
+                )
+                largest = max(largest, page)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not a whole Parquet file: {error}") from None
+    if largest > LARGEST_PAGE:
+        raise InputError(
+            f"{path}: column {key!r} has a page of {largest} bytes; the most that is held in "
+            f"memory is {LARGEST_PAGE}: write it with smaller pages"
+        )
+    return largest
+
+
+def _list_columns(metadata: Any, groups: Iterable[int], key: str) -> Iterator[Any]:
+    """Yield what a Parquet file says of a column, row group by row group."""
+    for group in groups:
+        columns = metadata.row_group(group)
+        named = (columns.column(i) for i in range(columns.num_columns))
+        yield from (column for column in named if column.path_in_schema == key)
 
 
 def suggest_keys(key: str, names: list[str]) -> str:
