@@ -97,6 +97,10 @@ def parse_request(arguments: argparse.Namespace) -> PlanRequest:
     config = load_with_extensions(arguments.config, arguments.overrides)
     if config.model.vocab is None:
         raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
+    if config.data.epochs is not None:
+        from megaframe.training.run_length import decide_steps  # needs torch
+
+        config, _ = decide_steps(config, data=False)
     cluster_name = arguments.cluster or config.parallel.cluster
     cluster = load_cluster(cluster_name or DEFAULT)
     if cluster_name is None:

@@ -63,7 +63,7 @@ class TrainConfig(Section):
     """Length, batch, precision and recomputation of training."""
 
     steps: Positive = 1000
-    """Optimizer steps in the whole run."""
+    """Optimizer steps in the whole run. With `data.epochs` they follow from that."""
     seq: Positive = 1024
     """Tokens per sample."""
     global_batch: Positive = 8
@@ -189,6 +189,10 @@ class DataConfig(Section):
     """Shares of each source's documents for training, validation and test, in this order; of its
     tokens if it is a single document. A run never reads the test share; `tools/evaluate.py --split
     test` evaluates it."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Length of the run, in place of `train.steps`: as few steps as have this many times the
+    training samples of all sources together. How often each source is seen follows from its weight.
+    A resumed run counts what it has seen, also with another batch."""
     tokenizer: str | None = None
     """KIND:PATH with KIND sentencepiece, hf or tiktoken, or just `bytes`. The end of a document of
     a tokenizer.json is the `eos_token` of the tokenizer_config.json beside it; hf:PATH?eod=TOKEN

@@ -34,7 +34,7 @@ SETTINGS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "num_experts_per_tok": "model.moe.top_k",
         "moe_intermediate_size": "model.moe.ffn",
         "max_steps": "train.steps",
-        "num_train_epochs": f"{_STEPS}: there are no epochs",
+        "num_train_epochs": "data.epochs",
         "per_device_train_batch_size": "train.microbatch",
         "gradient_accumulation_steps": _BATCH,
         "learning_rate": "optim.lr",

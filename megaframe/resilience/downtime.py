@@ -28,7 +28,7 @@ from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
 from megaframe.metrics.console import format_duration
 from megaframe.metrics.sinks import open_growing
-from megaframe.resilience.launcher import identify_launcher, is_restart
+from megaframe.resilience.launcher import LauncherProcess
 
 FAULTS = "faults"
 """Subfolder of the run folder for the ledger, stacks and other records of faults."""
@@ -58,11 +58,16 @@ class DowntimeLedger:
     Args:
         run: The folder of the run.
         files: Those of the run, on the first rank; on others the ledger counts and writes nothing.
+        launcher: Of this start.
         clock: Returns seconds since the epoch.
     """
 
     def __init__(
-        self, run: Path, files: OutputFiles | None, clock: Callable[[], float] = time.time
+        self,
+        run: Path,
+        files: OutputFiles | None,
+        launcher: LauncherProcess,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._run, self._folder, self._clock = run, run / FAULTS, clock
         self._files = files
@@ -72,7 +77,7 @@ class DowntimeLedger:
         self._unwritten: defaultdict[str, float] = defaultdict(float)
         self._idle = 0.0
         self._reached = 0
-        self._launcher = identify_launcher(os.environ)
+        self._launcher = launcher
         self._started = self._mark = clock()
         self._first = self._started
         if keep and (run / METRICS_FILE).exists():
@@ -86,7 +91,7 @@ class DowntimeLedger:
         """Record that the run continues after `step`. The time until now was spent on loading."""
         self.add_lost_time("load", self._clock() - self._mark)
         since = {"since": self._started, "reached": self._reached}
-        self._write({"event": "start", "step": step, **since, "launcher": self._launcher})
+        self._write({"event": "start", "step": step, **since, "launcher": self._launcher.identity})
         self._mark = self._clock()
 
     def add_lost_time(self, cause: str, seconds: float) -> None:
@@ -172,13 +177,13 @@ class DowntimeLedger:
             default=before,
         )
         self.add_lost_time("detection", ended - before)
-        if last.launcher == self._launcher or is_restart(os.environ):
+        if last.launcher == self._launcher.identity or self._launcher.has_restarted:
             self.add_lost_time("restart", self._started - ended)
         else:
             self._idle += max(0.0, self._started - ended)
             self._write({"event": _IDLE, "seconds": max(0.0, self._started - ended)})
         # If this start fails before a step, the next one counts from here.
-        self._write({"event": "launch", "launcher": self._launcher})
+        self._write({"event": "launch", "launcher": self._launcher.identity})
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self._files is None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from itertools import count
 
 _NAMES = ("MEGAFRAME_LAUNCHER", "SKYPILOT_TASK_ID", "SLURM_JOB_ID")
 """Variables that have the same value whenever a launcher starts a run again. SkyPilot's is that of
 a managed job over all its clusters (https://github.com/skypilot-org/skypilot/pull/1400), Slurm's
 that of a job which is queued again. The first is for launchers that set none."""
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_CALLS = count()
+"""Numbers the runs of this process."""
 
 
 def has_torchrun() -> bool:
@@ -24,15 +26,25 @@ def has_torchrun() -> bool:
 
 
 class LauncherProcess:
-    """The torchrun that started this process, if there is one.
+    """What started this process: a torchrun, a scheduler, or nothing that would start it again.
 
     A torchrun that is killed cannot ask its ranks to exit, and they would keep their devices
-    occupied for the ranks started next. Create this once and as early as possible: a torchrun that
-    ended before is not noticed.
+    occupied for the ranks started next. Create this once for a run, and as early as possible: a
+    torchrun that ended before is not noticed.
+
+    Attributes:
+        identity: The same for all that a launcher starts, and starts again. Without a launcher, all
+            attempts of one call have the same.
+        has_restarted: Whether the launcher says that it has started this process again, which it
+            may have done on another host.
     """
 
     def __init__(self) -> None:
         self._number = os.getppid() if has_torchrun() else None
+        self.identity = _identify(self._number)
+        self.has_restarted = any(
+            os.environ.get(name, "0") not in ("", "0") for name in _RESTART_COUNTS
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -40,24 +52,10 @@ class LauncherProcess:
         return self._number is not None and self._number != os.getppid()
 
 
-def identify_launcher(variables: Mapping[str, str]) -> str:
-    """Return what identifies the launcher of this process. All that it starts, and starts again,
-    have the same.
-
-    Args:
-        variables: The environment.
-    """
+def _identify(torchrun: int | None) -> str:
+    """Return the identity of the launcher; torchrun: its process id, if there is one."""
     for name in _NAMES:
-        if variables.get(name):
-            return f"{name}={variables[name]}"
-    return f"{socket.gethostname()}:{os.getppid() if has_torchrun() else os.getpid()}"
-
-
-def is_restart(variables: Mapping[str, str]) -> bool:
-    """Return whether the launcher says that it has started this process again, which it may have
-    done on another host.
-
-    Args:
-        variables: The environment.
-    """
-    return any(variables.get(name, "0") not in ("", "0") for name in _RESTART_COUNTS)
+        if os.environ.get(name):
+            return f"{name}={os.environ[name]}"
+    process = f"{os.getpid()}:{next(_CALLS)}" if torchrun is None else str(torchrun)
+    return f"{socket.gethostname()}:{process}"

@@ -1,5 +1,6 @@
 """What a config leaves to the run, decided before anything is built: with `parallel.auto` the
-planner's best layout for the available ranks, recomputed blocks, bucket size and vocabulary.
+planner's best layout for the available ranks, recomputed blocks, bucket size, vocabulary, and the
+steps of `data.epochs`.
 
 `resolve_config` decides all of it, for the entry and for whoever else makes a `Trainer`, which
 refuses a config that it has not decided: two runs of one config must have the same buckets, or
@@ -36,6 +37,7 @@ from megaframe.planner.layout_search import search
 from megaframe.planner.parameter_counts import count_parameters
 from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.resilience.elastic import fit_layout
+from megaframe.training.run_length import decide_steps, has_undecided_length
 from megaframe.validate.run import validate_config
 
 _SIMULATED = 8
@@ -60,15 +62,17 @@ def resolve_config(
         data: Whether the run has its tokenizer and token files here; a dry run need not.
 
     Returns:
-        The config with a value for each key of `UNDECIDED`, the layout of its ranks, and lines that
-        say what was decided.
+        The config with a value for each key of `UNDECIDED` and for `train.steps`, the layout of its
+        ranks, and lines that say what was decided.
 
     Raises:
         UserError: The config has mistakes, or no value can be found for a key.
     """
     if data or config.model.vocab is None:
         config = resolve_vocab(config)
+    config, length = decide_steps(config, data=data)
     config, notes = choose_layout(config, world)
+    notes = [*length, *notes]
     if config.faults.elastic:
         config, world = fit_layout(config, world)
     validate_config(config, world, data=data)
@@ -85,6 +89,8 @@ def refuse_undecided(config: RunConfig) -> None:
         for key, value in UNDECIDED.items()
         if _read_key(config, key) == value
     ]
+    if has_undecided_length(config):
+        undecided.append(f"data.epochs={config.data.epochs:g}")
     if undecided:
         raise UserError(
             f"{', '.join(undecided)}: not decided, but a trainer needs values; "

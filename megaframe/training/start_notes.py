@@ -57,8 +57,8 @@ def log_start(
         logger.note(line)
     if step >= config.train.steps:
         logger.note(
-            f"the run is finished: step {step} of train.steps={config.train.steps}; to "
-            "train longer, raise train.steps"
+            f"the run is finished: step {step} of train.steps={config.train.steps}; to train "
+            f"longer, raise {'data.epochs' if config.data.epochs else 'train.steps'}"
         )
     if config.optim.offload and mesh.device.type == "cpu":
         logger.note("optim.offload=true has no effect on a CPU")

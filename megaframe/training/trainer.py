@@ -79,7 +79,8 @@ class Trainer:
         self.folder = Path(config.run.dir)
         check_same_extensions(config, mesh)
         files = OutputFiles(self.folder) if mesh.rank == 0 else None
-        ledger = DowntimeLedger(self.folder, files)
+        launcher = launcher or LauncherProcess()
+        ledger = DowntimeLedger(self.folder, files, launcher)
         timer = StepTimer.make_for_device(mesh.device)
         self._build_step(timer)
         self.checkpointer = CheckpointManager(config, mesh)
@@ -134,7 +135,7 @@ class Trainer:
             self.metrics,
             ledger,
             self._go_back,
-            launcher or LauncherProcess(),
+            launcher,
         )
         self.fault_handler.start_after(self.step, state)
         if files is not None:

@@ -9,7 +9,7 @@ from megaframe.config.parts import LossPart
 from megaframe.config.schema import BatchRampConfig, RunConfig, TrainConfig
 from megaframe.errors import find_nearest_multiples, join_or, list_divisors
 
-_MOST_MICROBATCHES = 1 << 16
+MOST_MICROBATCHES = 1 << 16
 """Microbatches of a step. A schedule lists every pass, and training has hundreds at most."""
 
 
@@ -29,11 +29,11 @@ def find_batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
             f"use {find_nearest_multiples(batch_unit, top)}"
         )
         top = max(1, round(top / batch_unit)) * batch_unit  # what a ramp is to rise to
-    if top // batch_unit > _MOST_MICROBATCHES:
+    if top // batch_unit > MOST_MICROBATCHES:
         yield (
             f"train.global_batch={top} is {top // batch_unit} microbatches of {on_ranks}, and a "
-            f"step has at most {_MOST_MICROBATCHES}; use at most "
-            f"{_MOST_MICROBATCHES * batch_unit}, or a larger train.microbatch"
+            f"step has at most {MOST_MICROBATCHES}; use at most "
+            f"{MOST_MICROBATCHES * batch_unit}, or a larger train.microbatch"
         )
     if train.batch_ramp is not None:
         yield from _find_ramp_mistakes(train.batch_ramp, top, batch_unit, on_ranks)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ray_train import check_resources, connect
 
-from megaframe.dashboard.sweep import Sweep, TrialRun, format_value, summarize
+from megaframe.dashboard.sweep import Sweep, TrialRun, format_value, parse_run, summarize
 from megaframe.dashboard.trials import Range, Trial
 from megaframe.errors import report_errors
 from megaframe.io.regular_file import make_folder
@@ -56,6 +56,15 @@ def list_extreme_trials(sweep: Sweep) -> Iterator[dict[str, str]]:
         yield dict(zip(sweep.space, combination, strict=True))
 
 
+def count_most_steps(sweep: Sweep) -> int:
+    """Return the steps of the longest trial."""
+    from megaframe.training.run_length import decide_steps
+
+    trials = ([f"{key}={value}" for key, value in t.items()] for t in list_extreme_trials(sweep))
+    configs = (parse_run([*sweep.words, *keys])[0] for keys in trials)
+    return max(decide_steps(config, data=False)[0].train.steps for config in configs)
+
+
 def run_trials(sweep: Sweep, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all trials, and return for each its keys, last step, metric, folder and error."""
     from ray import tune
@@ -63,7 +72,7 @@ def run_trials(sweep: Sweep, arguments: argparse.Namespace) -> list[dict[str, An
 
     folder, metric = sweep.folder, sweep.metric
     make_folder(folder, inside=folder.parent)
-    steps = sweep.config.train.steps
+    steps = count_most_steps(sweep)
     halving = ASHAScheduler(
         time_attr="step",
         max_t=steps,

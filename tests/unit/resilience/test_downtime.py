@@ -7,6 +7,7 @@ import pytest
 
 from megaframe.io.output_files import OutputFiles
 from megaframe.resilience.downtime import CAUSES, LEDGER_FILE, DowntimeLedger
+from megaframe.resilience.launcher import LauncherProcess
 from megaframe.resilience.stragglers import KINDS, SlowRank, find_slow_ranks
 
 
@@ -32,7 +33,12 @@ class Run:
         for name, value in variables.items():
             self._monkeypatch.setenv(name, value)
         self.clock.now += after
-        ledger = DowntimeLedger(self.folder, OutputFiles(self.folder), self.clock)
+        return self.continue_by(LauncherProcess(), load=load)
+
+    def continue_by(self, launcher, after=0, load=3):
+        """Start `after` seconds later, by this launcher."""
+        self.clock.now += after
+        ledger = DowntimeLedger(self.folder, OutputFiles(self.folder), launcher, self.clock)
         self.clock.now += load
         return ledger
 
@@ -82,7 +88,7 @@ def test_time_between_two_commands_is_idle_and_not_lost(run):
 @pytest.mark.parametrize(
     ("before", "after", "restarted"),
     [
-        ({}, {}, True),  # restarts within the process
+        ({}, {}, False),
         ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}, True),
         ({"TORCHELASTIC_RUN_ID": "none"}, {}, False),
         ({}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
@@ -97,6 +103,13 @@ def test_only_what_a_launcher_has_restarted_is_lost(run, before, after, restarte
     run.train(run.start(0, **before), 1, 5)
     lost = run.train(run.start(500, **after), 6, 7)
     assert lost["restart"] == (500 if restarted else 0)
+
+
+def test_attempts_within_a_process_belong_together_and_calls_do_not(run):
+    launcher = LauncherProcess()
+    run.train(run.continue_by(launcher), 1, 5)
+    assert run.train(run.continue_by(launcher, after=50), 6, 7)["restart"] == 50
+    assert run.train(run.start(50), 8, 9)["restart"] == 0
 
 
 def test_no_second_before_a_start_that_failed_is_counted_twice(run):
@@ -127,8 +140,8 @@ def test_a_ledger_of_an_earlier_version_does_not_tell_the_launcher(run):
 
 
 def test_each_second_has_a_cause(tmp_path):
-    clock = SettableClock()
-    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock)
+    clock, launcher = SettableClock(), LauncherProcess()
+    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), launcher, clock)
     clock.now += 2
     ledger.record_start(0)
     metrics = tmp_path / "metrics.jsonl"
@@ -143,7 +156,7 @@ def test_each_second_has_a_cause(tmp_path):
     with (tmp_path / "faults/ended.jsonl").open("w") as file:
         file.write(json.dumps({"at": clock.now, "text": "stuck"}) + "\n")
     clock.now += 15
-    resumed = DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock)
+    resumed = DowntimeLedger(tmp_path, OutputFiles(tmp_path), launcher, clock)
     clock.now += 3
     resumed.record_start(5)
     clock.now += 1
@@ -162,17 +175,17 @@ def test_each_second_has_a_cause(tmp_path):
 
 
 def test_a_new_run_forgets_and_torn_lines_do_no_harm(tmp_path):
-    clock = SettableClock()
-    DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock).record_start(0)
+    clock, launcher = SettableClock(), LauncherProcess()
+    DowntimeLedger(tmp_path, OutputFiles(tmp_path), launcher, clock).record_start(0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"st')
     with (tmp_path / "faults" / LEDGER_FILE).open("a") as file:
         file.write('{"seconds": ')
-    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock)
+    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), launcher, clock)
     ledger.record_start(0)
     clock.now += 1
     assert ledger.record_step(3, 0.0)["repeat"] == 1
     (tmp_path / "metrics.jsonl").unlink()
-    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), clock)
+    ledger = DowntimeLedger(tmp_path, OutputFiles(tmp_path), launcher, clock)
     ledger.record_start(0)
     assert ledger.record_step(1, 0.0) == dict.fromkeys(CAUSES, 0)
 

@@ -1,0 +1,125 @@
+"""The length of a run that is given in epochs (`data.epochs`), as a number of steps.
+
+It is decided before anything else of a run, from the sizes of its token files and the batch of each
+step. A resumed run counts from its checkpoint: the samples that it has seen, whatever their batch
+was, and then the steps that the rest takes.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from megaframe.checkpoint import find_checkpoint, open_checkpoint, resolve_checkpoint_folder
+from megaframe.checkpoint.train_state import read_train_state
+from megaframe.config import RunConfig
+from megaframe.config.batch_ramp import count_samples, count_steps
+from megaframe.config.section import MOST
+from megaframe.data.blended_dataset import BlendedDataset
+from megaframe.errors import UserError
+from megaframe.validate.train import MOST_MICROBATCHES
+
+
+class RunPosition(NamedTuple):
+    """Where a run begins: after `step` steps, which had `samples` samples."""
+
+    step: int
+    samples: int
+
+
+def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, list[str]]:
+    """Return the config with `train.steps` decided if `data.epochs` is set, and a line that says
+    how long the run is.
+
+    Args:
+        config: The run.
+        data: Whether its token files must be here. Without them `train.steps` is taken as it is.
+
+    Raises:
+        UserError: `train.steps` is given and is another number, or the sizes of the token files
+            cannot be read.
+    """
+    epochs, train = config.data.epochs, config.train
+    if epochs is None or _has_wrong_ramp(config) or (data and not config.data.sources):
+        return config, []  # the checks of a config say what is wrong
+    given = train.steps if "steps" in train.model_fields_set else None
+    if not data and not _has_token_files(config):
+        return config, [_describe_missing_files(config, given)]
+    dataset = BlendedDataset(config, "train", config.run.seed)
+    # As a decimal: 0.1 epochs of 1,000 samples are 100.
+    samples = -int(-(Fraction(repr(epochs)) * int(dataset.sizes.sum())) // 1)
+    start = _find_start(config)
+    steps = max(1, start.step + count_steps(train, samples - start.samples, start.samples))
+    after = f" after the {start.samples:,} of {start.step:,} steps before" if start.step else ""
+    taken = f"data.epochs={epochs:g}, {samples:,} samples, takes {steps:,} steps{after}"
+    if steps > MOST:
+        most = count_samples(train, MOST) / int(dataset.sizes.sum())
+        raise UserError(f"{taken}, and a run has at most {MOST:,}; use at most {most:g} epochs")
+    if given not in (None, steps):
+        raise UserError(
+            f"train.steps={given} and data.epochs={epochs:g} disagree: {taken}; use "
+            f"train.steps={steps}, leave train.steps out, or use data.epochs=null"
+        )
+    decided = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    return decided, [taken + _describe_passes(dataset, samples)]
+
+
+def has_undecided_length(config: RunConfig) -> bool:
+    """Return whether `data.epochs` is set and `train.steps` does not follow from it yet."""
+    return config.data.epochs is not None and "steps" not in config.train.model_fields_set
+
+
+def _has_wrong_ramp(config: RunConfig) -> bool:
+    """Return whether the batch cannot grow as `train.batch_ramp` says, or in more parts than a step
+    may have microbatches."""
+    ramp, top = config.train.batch_ramp, config.train.global_batch
+    return ramp is not None and not 0 <= (top - ramp.start) // ramp.increment <= MOST_MICROBATCHES
+
+
+def _has_token_files(config: RunConfig) -> bool:
+    sources = config.data.sources
+    return bool(sources) and all(Path(f"{source.path}.idx").exists() for source in sources)
+
+
+def _describe_missing_files(config: RunConfig, given: int | None) -> str:
+    """Return a line that says what a plan takes for the length. Raises `UserError` if it has
+    nothing."""
+    name = f"data.epochs={config.data.epochs:g}"
+    if given is None:
+        raise UserError(
+            f"{name}: the token files of data.sources, whose sizes tell the number of steps, are "
+            "not here; give the number: train.steps=N"
+        )
+    return f"{name} is taken for train.steps={given}, as the token files are not here"
+
+
+def _find_start(config: RunConfig) -> RunPosition:
+    """Return where the run begins: at the checkpoint that `checkpoint.resume` asks for, if there is
+    one."""
+    resume = config.checkpoint.resume
+    root = resolve_checkpoint_folder(config)
+    # The manager of checkpoints looks for it again, and notes what is wrong.
+    path = find_checkpoint(root, resume, lambda text: None) if resume else None
+    if path is None:
+        return RunPosition(0, 0)
+    with open_checkpoint(path) as checkpoint:
+        samples = read_train_state(checkpoint).data.get("samples")
+        if type(samples) is not int or not 0 <= samples < 1 << 53:
+            return RunPosition(checkpoint.step, 0)  # the loader refuses it, and says what it lacks
+        return RunPosition(checkpoint.step, samples)
+
+
+def _describe_passes(dataset: BlendedDataset, samples: int) -> str:
+    """Return how often the sources are seen, if their weights differ from their sizes."""
+    total = sum(dataset.weights)
+    passes = [
+        (samples * weight / total / size, name)
+        for weight, size, name in zip(
+            dataset.weights, dataset.sizes.tolist(), dataset.names, strict=True
+        )
+    ]
+    (fewest, seldom), (most, often) = min(passes), max(passes)
+    if most <= 1.01 * fewest:
+        return ""
+    return f"; by their weights, {seldom} is seen {fewest:.3g} and {often} {most:.3g} times"
