@@ -18,7 +18,7 @@ from typing import Any
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.config import RunConfig
 from megaframe.data.gpt_dataset import SPLITS
-from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
+from megaframe.data.preprocessing.corpus_files import add_reading_options, list_readings
 from megaframe.data.token_file_record import TokenizerRecord, record_tokenizer
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, report_errors
@@ -29,7 +29,7 @@ from megaframe.training.evaluation import Score, read_sequence, read_split, scor
 from megaframe.training.generation import load_run_tokenizer, load_stage, read_run_tokenizer
 
 _EPILOG = """\
-A text is jsonl, parquet or plain (also .gz, .zst), or a token file, PREFIX.bin, of which all
+A text is a file or folder as for preprocess_data.py, or a token file, PREFIX.bin, of which all
 but the first token count. Bits per byte need a tokenizer, and compare models of different ones.
 
 Tasks come from the YAML files under --include, or from the harness; their data must be on this
@@ -79,11 +79,10 @@ def _on_texts(
     if named:
         tokenizer = load_run_tokenizer(config, named, record)
         record = record_tokenizer(named, tokenizer)
-    reading = CorpusFormat(arguments.key, arguments.format, arguments.split_blank_lines)
     total, shown = Score(), {}
     files = (
-        (path, read_sequence(path, tokenizer, reading, config.data, record))
-        for path in arguments.text
+        (given.path, read_sequence(given, tokenizer, config.data, record))
+        for given in list_readings(arguments, arguments.text, "--text")
     )
     split = arguments.split
     sources = read_split(config, split, tokenizer, record) if split else ()
@@ -165,7 +164,7 @@ def _parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add_extension_option(parser)
     add("--checkpoint", required=True, help=ACCEPTED_PATHS)
-    add("--text", nargs="+", default=(), metavar="FILE", help="held-out text, or token files")
+    add("--text", nargs="+", default=(), metavar="PATH", help="held-out text, or token files")
     add("--split", choices=SPLITS[1:], help="the run's own documents of this part of data.split")
     add(
         "--context", type=_parse_positive, help="tokens of a window (default: train.seq of the run)"
@@ -181,9 +180,7 @@ def _parse_arguments() -> argparse.Namespace:
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu; cuda is untested")
     add("--ema", action="store_true", help="use the average of the weights (optim.ema)")
     add("--tokenizer", help="KIND:PATH; default: the tokenizer of the run")
-    add("--key", default="text", help="jsonl key or Parquet column of the text (default: text)")
-    add("--format", choices=FORMATS, default="auto", help="of all texts (default: by suffix)")
-    add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
+    add_reading_options(parser, "--text")
     add("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness")
     add("--include", metavar="FOLDER", help="YAML files of tasks, in place of the harness's own")
     add("--shots", type=int, help="examples before each question (default: as the task says)")

@@ -10,14 +10,20 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
+from megaframe.data.preprocessing.corpus_files import (
+    add_reading_options,
+    list_corpus_files,
+    list_readings,
+)
 from megaframe.data.preprocessing.journal import CorpusCounts
 from megaframe.data.preprocessing.preprocess import PreprocessJob, PreprocessResult, preprocess
 from megaframe.errors import UserError, report_errors
 
 _EPILOG = """\
-Inputs are jsonl (.jsonl .json .ndjson), plain text (.txt .text), each also as .gz or .zst, and
-.parquet. A plain text file is one document, or one per paragraph with --split-blank-lines.
+Inputs are jsonl (.jsonl .json .ndjson), .csv and .tsv whose first row names the columns, plain
+text (.txt .text), each also as .gz or .zst, and .parquet. A folder stands for all such files below
+it, in the order of their paths; with --format, for all files. A plain text file is one document, or
+one per paragraph with --split-blank-lines.
 A run that was interrupted continues when the same command is given again.
 
 example: python tools/preprocess_data.py --input wiki/*.jsonl.zst \\
@@ -29,10 +35,10 @@ def main() -> None:
     options = _parse_arguments()
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} is too few; use 1 or more")
-    reading = CorpusFormat(options.key, options.format, options.split_blank_lines)
-    job = PreprocessJob(
-        tuple(options.input), options.tokenizer, options.output, reading, not options.no_eod
-    )
+    files, notes = list_corpus_files(list_readings(options, options.input))
+    for note in notes:
+        print(note)
+    job = PreprocessJob(tuple(files), options.tokenizer, options.output, not options.no_eod)
     begin = time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
@@ -69,14 +75,13 @@ def _parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="files, in order of documents")
+    add("--input", nargs="+", required=True, metavar="PATH", help="files and folders, in the "
+        "order of documents")  # fmt: skip
     add("--tokenizer", required=True, metavar="KIND:PATH", help="sentencepiece:, hf:, tiktoken: "
         "and a path, or just bytes")  # fmt: skip
     add("--output", required=True, metavar="PREFIX", help="token file without its suffix")
     add("--workers", type=int, default=_count_cores(), help="processes (default: %(default)s)")
-    add("--key", default="text", help="jsonl key or Parquet column of the text (default: text)")
-    add("--format", choices=FORMATS, default="auto", help="of all files (default: by suffix)")
-    add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
+    add_reading_options(parser)
     add("--no-eod", action="store_true", help="do not end documents with the tokenizer's EOD")
     add("--overwrite", action="store_true", help="replace OUTPUT and another unfinished run of it")
     return parser.parse_args()

@@ -6,7 +6,11 @@ import argparse
 import os
 import time
 
-from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
+from megaframe.data.preprocessing.corpus_files import (
+    add_reading_options,
+    list_corpus_files,
+    list_readings,
+)
 from megaframe.data.preprocessing.train_tokenizer import KINDS, train_sentencepiece
 from megaframe.errors import UserError, report_errors
 
@@ -26,10 +30,12 @@ def main() -> None:
         raise UserError(
             f"--vocab {options.vocab} and --megabytes {options.megabytes} must be above 0"
         )
-    reading = CorpusFormat(options.key, options.format, options.split_blank_lines)
+    files, notes = list_corpus_files(list_readings(options, options.input))
+    for note in notes:
+        print(note)
     begin = time.monotonic()
     characters = train_sentencepiece(
-        options.input, reading, options.output, options.vocab, options.kind, options.megabytes
+        files, options.output, options.vocab, options.kind, options.megabytes
     )
     seconds = time.monotonic() - begin
     print(
@@ -45,16 +51,14 @@ def _parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="files of the corpus")
+    add("--input", nargs="+", required=True, metavar="PATH", help="files and folders")
     add("--vocab", type=int, required=True, help="number of pieces")
     add("--output", required=True, metavar="PREFIX", help="model file without its suffix")
     add("--kind", choices=KINDS, default="bpe", help="bpe trains faster, unigram encodes faster "
         "(default: bpe)")  # fmt: skip
     add("--megabytes", type=float, default=100.0, help="text to train on, taken from the files in "
         "turn (default: %(default)s million characters)")  # fmt: skip
-    add("--key", default="text", help="jsonl key or Parquet column of the text (default: text)")
-    add("--format", choices=FORMATS, default="auto", help="of all files (default: by suffix)")
-    add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
+    add_reading_options(parser)
     add("--overwrite", action="store_true", help="replace OUTPUT.model")
     return parser.parse_args()
 

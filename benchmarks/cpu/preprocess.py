@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import ROOT, Spread, describe_machine, read_commit
 
 from megaframe.data.indexed_dataset import IndexedDataset
-from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 
@@ -112,7 +112,7 @@ def measure_speed(
     measured: dict[str, Runs] = {}
     for title, (name, bare) in list_bare_libraries(folder, texts).items():
         output = str(folder / title.replace(" ", "-"))
-        job = PreprocessJob(tuple(inputs), name, output, CorpusFormat())
+        job = PreprocessJob(tuple(map(CorpusFile, inputs)), name, output)
 
         def preprocess_job(job: PreprocessJob = job) -> None:
             preprocess(job, overwrite=True)
@@ -216,7 +216,7 @@ def main() -> None:
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         for kind in ("bpe", "unigram"):
             model = str(folder / kind)
-            train_sentencepiece([str(corpus)], CorpusFormat(), model, VOCAB, kind, 2)
+            train_sentencepiece([CorpusFile(str(corpus))], model, VOCAB, kind, 2)
         train_hugging_face(texts[:200], folder / "hf.json")
         texts, megabytes = texts * arguments.repeat, megabytes * arguments.repeat
         print(f"{len(texts)} documents, {megabytes:.1f} MB, {arguments.rounds} rounds, one process")

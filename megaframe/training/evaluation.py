@@ -26,8 +26,9 @@ from megaframe.data.blended_dataset import BlendedDataset, find_document_end
 from megaframe.data.gpt_dataset import Split, locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.preprocessing.corpus_files import CorpusFile, list_corpus_files
 from megaframe.data.preprocessing.documents import read_documents
-from megaframe.data.preprocessing.input_shards import CorpusFormat, split_file
+from megaframe.data.preprocessing.input_shards import split_file
 from megaframe.data.text_bytes import TextBytes
 from megaframe.data.token_file_record import TokenizerRecord, check_same_tokenizer, read_record
 from megaframe.data.tokenizer import Tokenizer
@@ -269,22 +270,20 @@ def _make_microbatch(
 
 
 def read_sequence(
-    path: str,
+    text: CorpusFile,
     tokenizer: Tokenizer | None,
-    reading: CorpusFormat,
     data: DataConfig | None = None,
     record: TokenizerRecord | None = None,
 ) -> TokenSequence:
-    """Read a text file or token file as one passage, with its documents end to end.
+    """Read a text, or a token file, as one passage, with its documents end to end.
 
     Every document of a text ends with `eod`, as in token files. One more `eod` comes before the
     first document, so that every token of the text counts. A token file (PREFIX.bin) is used as it
     is, so all its tokens but the first count.
 
     Args:
-        path: Of the file; PREFIX.bin is a token file.
+        text: A file or folder, and how it is read; PREFIX.bin is a token file.
         tokenizer: For text and bytes; None if there is none.
-        reading: How a text file contains documents.
         data: Says where documents of a token file end; None: where the index says.
         record: What made the tokens of the run, if it is known.
 
@@ -292,12 +291,13 @@ def read_sequence(
         UserError: For a file that cannot be read or has nothing to predict, for a text file without
             a tokenizer, and for a token file that another tokenizer made.
     """
+    path = text.path
     if path.endswith((".bin", ".idx")):
         sequence = _read_token_file(path[:-4], tokenizer, data or DataConfig(), record)
     elif tokenizer is None:
         raise UserError(f"{path} is text and the run had no data.tokenizer; name one")
     else:
-        sequence = _read_text_file(path, tokenizer, reading)
+        sequence = _read_text(text, tokenizer)
     if len(sequence.tokens) < 2:
         raise UserError(f"{path} has nothing to predict; give at least one token of text")
     return sequence
@@ -356,11 +356,13 @@ def _make_sequence(
     return TokenSequence(tokens, 1, begins, sizes)
 
 
-def _read_text_file(path: str, tokenizer: Tokenizer, reading: CorpusFormat) -> TokenSequence:
+def _read_text(given: CorpusFile, tokenizer: Tokenizer) -> TokenSequence:
+    files, _ = list_corpus_files([given])
     texts = (
         text
-        for piece in split_file(path, reading, _PIECE)
-        for text in read_documents(piece, reading)
+        for file in files
+        for piece in split_file(file, _PIECE)
+        for text in read_documents(piece)
     )
     eod = np.array([tokenizer.eod], np.int64)
     parts, lengths, sizes = [eod], [1], [0]

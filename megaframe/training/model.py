@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.corpus_files import CorpusFile, CorpusFormat
 from megaframe.data.token_file_record import TokenizerRecord
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
@@ -118,11 +118,12 @@ class Model:
         stride: int | None = None,
         batch: int = 8,
     ) -> Score:
-        """Return the score of a text file or a token file (PREFIX.bin).
+        """Return the score of a text or a token file (PREFIX.bin).
 
         Args:
-            path: jsonl, parquet or plain text, also `.gz` and `.zst`; or a token file.
-            key: The jsonl key or Parquet column of the text.
+            path: jsonl, CSV, TSV or plain text, also `.gz` and `.zst`, Parquet, a folder of these,
+                or a token file.
+            key: The key or column of the text.
             context: Tokens of a window; default: `train.seq` of the run.
             stride: New tokens that each window scores; default: `context`.
             batch: Windows at a time.
@@ -136,9 +137,8 @@ class Model:
         context = context or self.config.train.seq
         named = self._tokenizer_name or self.config.data.tokenizer
         sequence = read_sequence(
-            fspath(path),
+            CorpusFile(fspath(path), CorpusFormat(key)),
             self.tokenizer if named else None,
-            CorpusFormat(key),
             self.config.data,
             self._recorded,
         )

@@ -10,7 +10,8 @@ from megaframe.checkpoint.manifest import Manifest
 from megaframe.config.keys import format_value
 from megaframe.config.load import load
 from megaframe.data.preprocessing import preprocess
-from megaframe.data.preprocessing.input_shards import CorpusFormat, split_file
+from megaframe.data.preprocessing.corpus_files import CorpusFile
+from megaframe.data.preprocessing.input_shards import split_file
 from megaframe.errors import UserError
 
 
@@ -45,7 +46,7 @@ def test_empty_documents_of_a_small_file_do_not_grow_a_batch(tmp_path):
     path = tmp_path / "empty.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, store_schema=False)
     assert path.stat().st_size < 10_000
-    shards = tuple(split_file(str(path), CorpusFormat(), 1 << 22))
-    batches = preprocess._batch_documents(preprocess._CorpusPart(0, shards), CorpusFormat())
+    shards = tuple(split_file(CorpusFile(str(path)), 1 << 22))
+    batches = preprocess._batch_documents(preprocess._CorpusPart(0, shards))
     sizes = [len(batch) for batch in batches]
     assert sum(sizes) == count and max(sizes) <= preprocess._BATCH // 64

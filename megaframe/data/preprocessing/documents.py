@@ -16,17 +16,16 @@ from typing import BinaryIO
 
 import orjson
 
-from megaframe.data.preprocessing.input_shards import (
+from megaframe.data.preprocessing.corpus_files import InputError, suggest_keys
+from megaframe.data.preprocessing.csv_rows import find_column, read_rows, split_lines
+from megaframe.data.preprocessing.decompress import (
     LONGEST_DOCUMENT,
-    CorpusFormat,
-    InputError,
-    InputShard,
     check_length,
+    decode,
     decompress,
-    measure_pages,
-    open_parquet,
-    suggest_keys,
 )
+from megaframe.data.preprocessing.input_shards import InputShard
+from megaframe.data.preprocessing.parquet_file import measure_pages, open_parquet
 from megaframe.io.untrusted import open_file
 
 _ROWS = 16
@@ -36,16 +35,19 @@ _ROW_BYTES = 1 << 28
 _READ = 1 << 20
 
 
-def read_documents(shard: InputShard, corpus_format: CorpusFormat) -> Iterator[str]:
+def read_documents(shard: InputShard) -> Iterator[str]:
     """Yield the documents of a shard, in order.
 
     Raises:
         InputError: With file and line.
     """
-    if shard.format == "parquet":
-        documents = _read_parquet(shard, corpus_format.key)
-    elif shard.format == "jsonl":
-        documents = _read_jsonl(shard, corpus_format.key)
+    reading = shard.file.reading
+    if reading.format == "parquet":
+        documents = _read_parquet(shard, reading.key)
+    elif reading.format == "jsonl":
+        documents = _read_jsonl(shard, reading.key)
+    elif reading.format in ("csv", "tsv"):
+        documents = _read_column(shard)
     elif shard.data is None:
         documents = iter([_decode_shard(shard)])
     else:
@@ -60,18 +62,18 @@ def _read_lines(shard: InputShard) -> Iterator[bytes]:
         with _open_shard(shard) as file:
             remaining = (shard.stop if shard.data is None else len(shard.data)) - file.tell()
             while remaining > 0 and (line := file.readline(LONGEST_DOCUMENT + 1)):
-                check_length(shard.path, len(line))
+                check_length(shard.file.path, len(line))
                 remaining -= len(line)
                 yield line
     except OSError as error:
-        raise InputError(f"cannot read {shard.path}: {error.strerror}") from None
+        raise InputError(f"cannot read {shard.file.path}: {error.strerror}") from None
 
 
 def _open_shard(shard: InputShard) -> BinaryIO:
     """Open the shard's bytes or its file, positioned at the first line that begins in the shard."""
     if shard.data is not None:
         return io.BytesIO(shard.data)
-    file = open_file(shard.path, buffering=_READ)
+    file = open_file(shard.file.path, buffering=_READ)
     if shard.start:
         # A line that begins exactly at `start` belongs to this shard. The line before it ends at
         # `start - 1`, so a readline from there consumes only its line end.
@@ -123,7 +125,7 @@ def _locate_line(shard: InputShard, number: int) -> str:
             while remaining and (chunk := file.read(min(remaining, 1 << 20))):
                 line += chunk.count(b"\n")
                 remaining -= len(chunk)
-    return f"{shard.path}:{line}"
+    return f"{shard.file.path}:{line}"
 
 
 def _describe_missing_text(record: object, key: str) -> str:
@@ -141,6 +143,20 @@ def _describe_kind(value: object) -> str:
     return "null" if value is None else kinds.get(type(value), "a number")
 
 
+def _read_column(shard: InputShard) -> Iterator[str]:
+    """Yield the text of each row of a block, whose first row names the columns."""
+    rows = read_rows(shard.file, split_lines(_decode_shard(shard)), shard.line)
+    names = next(rows).fields
+    column = find_column(shard.file, names)
+    for line, fields in rows:
+        if len(fields) != len(names):
+            raise InputError(
+                f"{shard.file.path}:{line}: a row with {len(fields)} fields, where the first row "
+                f"names {len(names)} columns"
+            )
+        yield fields[column]
+
+
 def _split_paragraphs(text: str) -> Iterator[str]:
     # Enclosed in line ends, so that blanks at either end form a blank line.
     for paragraph in re.split(r"\n(?:[^\S\n]*\n)+", f"\n{text}\n"):
@@ -150,16 +166,10 @@ def _split_paragraphs(text: str) -> Iterator[str]:
 
 
 def _decode_shard(shard: InputShard) -> str:
-    content = _read_whole(shard.path) if shard.data is None else shard.data
+    content = _read_whole(shard.file.path) if shard.data is None else shard.data
     if not shard.start:
         content = content.removeprefix(codecs.BOM_UTF8)
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        line = shard.line + content.count(b"\n", 0, error.start)
-        raise InputError(
-            f"{shard.path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8"
-        ) from None
+    return decode(shard.file.path, content, shard.line)
 
 
 def _replace_lone_surrogates(text: str) -> str:
@@ -175,18 +185,18 @@ def _replace_lone_surrogates(text: str) -> str:
 
 def _read_parquet(shard: InputShard, key: str) -> Iterator[str]:
     groups = list(range(shard.start, shard.stop))
-    with open_parquet(shard.path) as file:
-        largest = measure_pages(shard.path, file.metadata, groups, key)
+    with open_parquet(shard.file.path) as file:
+        largest = measure_pages(shard.file.path, file.metadata, groups, key)
         rows, row = max(1, min(_ROWS, _ROW_BYTES // max(1, largest))), 0
         for batch in file.iter_batches(rows, groups, columns=[key], use_threads=False):
             column = batch.column(0)
             if rows == 1:
-                check_length(f"{shard.path}: row {row}", column.nbytes)
+                check_length(f"{shard.file.path}: row {row}", column.nbytes)
             for text in column.to_pylist():
                 if text is None:
                     raise InputError(
-                        f"{shard.path}: column {key!r} holds nothing in row {row} of row group "
-                        f"{shard.start}"
+                        f"{shard.file.path}: column {key!r} holds nothing in row {row} of row "
+                        f"group {shard.start}"
                     )
                 row += 1
                 yield text

@@ -38,6 +38,8 @@ from megaframe.io.untrusted import open_file, parse_json, read_file
 JournalEntry = dict[str, Any]
 _FINISHING: JournalEntry = {"finishing": True}
 """The last line of the journal. Once it is written, files with the final names are of this run."""
+PARTS, JOURNAL = ".parts", "journal.jsonl"
+"""End of the name of the folder, and the name of the journal in it."""
 _LOCK = "lock"
 _OWN_NAMES = re.compile(
     r"lock|journal\.jsonl|tokens\.(bin|idx)|[0-9]{8,}\.(bin|idx)(\.[0-9]+\.unfinished)?"
@@ -91,10 +93,10 @@ class PreprocessJournal:
     """
 
     def __init__(self, output: str, dtype: np.dtype) -> None:
-        self.path, self.home = f"{output}.parts", os.path.dirname(output) or "."
+        self.path, self.home = f"{output}{PARTS}", os.path.dirname(output) or "."
         self.parts, self.total = 0, CorpusCounts()
         self._output, self._dtype = output, dtype
-        self._journal = os.path.join(self.path, "journal.jsonl")
+        self._journal = os.path.join(self.path, JOURNAL)
         self._prefix = os.path.join(self.path, "tokens")
 
     def make(self) -> None:

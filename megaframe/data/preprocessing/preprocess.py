@@ -27,15 +27,14 @@ from numpy.typing import NDArray
 
 from megaframe.data.indexed_dataset import choose_token_dtype, read_index
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
-from megaframe.data.preprocessing.documents import read_documents
-from megaframe.data.preprocessing.input_shards import (
-    CorpusFormat,
+from megaframe.data.preprocessing.corpus_files import (
+    CorpusFile,
     InputError,
-    InputShard,
-    format_of,
+    list_names,
     measure_input,
-    split_file,
 )
+from megaframe.data.preprocessing.documents import read_documents
+from megaframe.data.preprocessing.input_shards import InputShard, split_file
 from megaframe.data.preprocessing.journal import (
     CorpusCounts,
     EncodedDocuments,
@@ -59,17 +58,15 @@ class PreprocessJob:
     """What to encode, and how.
 
     Attributes:
-        inputs: Input files, in the order of their documents in the result.
+        inputs: Input files, in the order of their documents in the result, and how to read them.
         tokenizer: KIND:PATH.
         output: Path of the token file without suffix.
-        corpus_format: How to read the inputs.
         append_eod: Whether to end each document with the tokenizer's `eod`.
     """
 
-    inputs: tuple[str, ...]
+    inputs: tuple[CorpusFile, ...]
     tokenizer: str
     output: str
-    corpus_format: CorpusFormat
     append_eod: bool = True
 
 
@@ -123,7 +120,7 @@ def preprocess(
     """
     tokenizer = load_tokenizer(job.tokenizer)
     manifest = _describe_job(job, tokenizer.fingerprint)
-    disk_bytes = sum(size for _, size, _ in manifest["inputs"])
+    disk_bytes = sum(size for _, size, *_ in manifest["inputs"])
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with open_journal(job.output, dtype, manifest, overwrite) as folder:
         resumed = folder.total
@@ -136,7 +133,7 @@ def preprocess(
             if not folder.total.tokens:
                 raise InputError(
                     f"the corpus is empty: {folder.total.empty} documents without a token in "
-                    f"{', '.join(job.inputs)}"
+                    f"{list_names(job.inputs)}"
                 )
         except InputError:
             folder.remove()
@@ -148,21 +145,23 @@ def preprocess(
 def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
     """Return everything that the result depends on, as plain JSON. Raises `UserError` for inputs
     that cannot be read."""
-    states = [measure_input(path) for path in job.inputs]
+    files = [file.resolve_format() for file in job.inputs]
     written = {os.path.abspath(f"{job.output}{suffix}") for suffix in (".bin", ".idx", SUFFIX)}
-    for path in job.inputs:
-        format_of(path, job.corpus_format)
-        if os.path.abspath(path) in written:
-            raise UserError(f"--output {job.output} would replace the input {path}; name another")
+    for file in files:
+        if os.path.abspath(file.path) in written:
+            raise UserError(
+                f"--output {job.output} would replace the input {file.path}; name another"
+            )
+    states = [measure_input(file.path) for file in files]
     size = sum(size for size, _ in states)
     return {
-        "version": 2,
+        "version": 3,
         "inputs": [
-            [os.path.abspath(path), *state] for path, state in zip(job.inputs, states, strict=True)
+            [os.path.abspath(file.path), *state, asdict(file.reading)]
+            for file, state in zip(files, states, strict=True)
         ],
         "part_size": min(max(size // _PARTS, _SMALLEST_PART), _LARGEST_PART),
         "tokenizer": fingerprint,
-        "reading": asdict(job.corpus_format),
         "append_eod": job.append_eod,
     }
 
@@ -171,8 +170,8 @@ def _group_shards(job: PreprocessJob, part_size: int) -> Iterator[_CorpusPart]:
     """Group the shards of all inputs into parts of at least `part_size` bytes, except the last."""
     number, size = 0, 0
     shards: list[InputShard] = []
-    for path in job.inputs:
-        for shard in split_file(path, job.corpus_format, part_size):
+    for file in job.inputs:
+        for shard in split_file(file, part_size):
             shards.append(shard)
             size += shard.size
             if size >= part_size:
@@ -235,17 +234,17 @@ def _read_encoded_part(prefix: str, empty: int) -> Iterator[EncodedDocuments]:
 def _encode_batches(
     job: PreprocessJob, tokenizer: Tokenizer, part: _CorpusPart
 ) -> Iterator[EncodedDocuments]:
-    for documents in _batch_documents(part, job.corpus_format):
+    for documents in _batch_documents(part):
         yield encode_documents(tokenizer, documents, job.append_eod)
 
 
-def _batch_documents(part: _CorpusPart, corpus_format: CorpusFormat) -> Iterator[list[str]]:
+def _batch_documents(part: _CorpusPart) -> Iterator[list[str]]:
     """Yield documents in groups of a few megabytes: enough for the libraries' batch calls, and
     little to keep in memory."""
     batch: list[str] = []
     size = 0
     for shard in part.shards:
-        for text in read_documents(shard, corpus_format):
+        for text in read_documents(shard):
             batch.append(text)
             size += len(text) + _DOCUMENT
             if size >= _BATCH:

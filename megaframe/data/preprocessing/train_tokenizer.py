@@ -2,7 +2,7 @@
 
 Text is not normalised and whitespace is kept, so that decoding restores every document, including
 code. If a corpus is larger than the training sample, documents are taken from its files in turn.
-This gives a fixed sample from all files without corpus_format all of them.
+This gives a fixed sample from all files without reading all of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
 from megaframe.data.indexed_dataset_writer import write_failure
+from megaframe.data.preprocessing.corpus_files import CorpusFile, InputError, list_names
 from megaframe.data.preprocessing.documents import read_documents
-from megaframe.data.preprocessing.input_shards import (
-    CorpusFormat,
-    InputError,
-    format_of,
-    split_file,
-)
+from megaframe.data.preprocessing.input_shards import split_file
 from megaframe.data.tokenizer import import_library
 from megaframe.errors import UserError
 from megaframe.io.regular_file import write_file
@@ -31,8 +27,7 @@ _LONGEST_SENTENCE = 16384
 
 
 def train_sentencepiece(
-    inputs: Sequence[str],
-    corpus_format: CorpusFormat,
+    inputs: Sequence[CorpusFile],
     output: str,
     vocab: int,
     kind: Kind,
@@ -41,8 +36,7 @@ def train_sentencepiece(
     """Train a SentencePiece model on a sample of text, and write `output`.model.
 
     Args:
-        inputs: Paths of the corpus; text is taken from them in turn.
-        corpus_format: How they contain documents.
+        inputs: Files of the corpus; text is taken from them in turn.
         output: Path of the model, without suffix.
         vocab: Size of the vocabulary, in tokens.
         kind: Algorithm of SentencePiece.
@@ -54,7 +48,7 @@ def train_sentencepiece(
     Raises:
         UserError: If the text cannot be read, or is too little for the vocabulary size.
     """
-    sample = _TrainingSample(inputs, corpus_format, int(megabytes * 1e6))
+    sample = _TrainingSample(inputs, int(megabytes * 1e6))
     model = io.BytesIO()
     try:
         import_library("sentencepiece", "").SentencePieceTrainer.train(
@@ -79,7 +73,7 @@ def train_sentencepiece(
         if sample.error:
             raise sample.error from None
         if not sample.num_characters:
-            raise InputError(f"the corpus is empty: no text in {', '.join(inputs)}") from None
+            raise InputError(f"the corpus is empty: no text in {list_names(inputs)}") from None
         reason = str(error).rpartition("] ")[2].partition(" Increase")[0]
         raise UserError(
             f"--vocab {vocab} with {sample.num_characters} characters: {reason}"
@@ -92,10 +86,9 @@ class _TrainingSample:
     """Yields lines of documents, taken from the files in turn, until there are `limit`
     characters."""
 
-    def __init__(self, inputs: Sequence[str], corpus_format: CorpusFormat, limit: int) -> None:
-        for path in inputs:
-            format_of(path, corpus_format)
-        self._inputs, self._reading, self._limit = inputs, corpus_format, limit
+    def __init__(self, inputs: Sequence[CorpusFile], limit: int) -> None:
+        self._inputs = [file.resolve_format() for file in inputs]
+        self._limit = limit
         self.num_characters = 0
         self.error: UserError | None = None
 
@@ -108,7 +101,7 @@ class _TrainingSample:
             raise
 
     def _read_lines(self) -> Iterator[str]:
-        documents = interleave([self._read_documents(path) for path in self._inputs])
+        documents = interleave([self._read_documents(file) for file in self._inputs])
         for text in documents:
             for line in text.split("\n"):
                 for start in range(0, len(line), _LONGEST_SENTENCE):
@@ -117,9 +110,9 @@ class _TrainingSample:
             if self.num_characters >= self._limit:
                 return
 
-    def _read_documents(self, path: str) -> Iterator[str]:
-        for shard in split_file(path, self._reading, _SHARD_BYTES):
-            yield from read_documents(shard, self._reading)
+    def _read_documents(self, file: CorpusFile) -> Iterator[str]:
+        for shard in split_file(file, _SHARD_BYTES):
+            yield from read_documents(shard)
 
 
 def interleave(sources: Iterable[Iterator[str]]) -> Iterator[str]:

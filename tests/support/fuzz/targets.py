@@ -133,10 +133,10 @@ def make_tokenizers():
     import test_tokenizer as made
 
     Path("corpus.txt").write_text(made.CORPUS)
-    from megaframe.data.preprocessing.input_shards import CorpusFormat
+    from megaframe.data.preprocessing.corpus_files import CorpusFile
     from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 
-    train_sentencepiece(["corpus.txt"], CorpusFormat(), "pieces", 296, "bpe", 1)
+    train_sentencepiece([CorpusFile("corpus.txt")], "pieces", 296, "bpe", 1)
     made.train_tokenizer(Path("hf.json"), "ByteLevel")
     made.train_tokenizer(Path("tokenizer.json"), "ByteLevel")
     Path("tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
@@ -190,15 +190,21 @@ def write_corpus():
     Path("d.txt").write_text("\n\n".join(texts))
     table = pyarrow.table({"text": texts})
     pyarrow.parquet.write_table(table, "e.parquet", write_page_checksum=True, row_group_size=20)
+    rows = "".join(f'{n},"{text},\n""quoted"""\n' for n, text in enumerate(texts))
+    Path("f.csv").write_text(f"n,text\n{rows}")
+    Path("g.tsv.gz").write_bytes(
+        gzip.compress("".join(f"{n}\ta\n" for n in ["text", *texts]).encode())
+    )
 
 
 def read_corpus():
+    from megaframe.data.preprocessing.corpus_files import CorpusFile, list_corpus_files
     from megaframe.data.preprocessing.documents import read_documents
-    from megaframe.data.preprocessing.input_shards import CorpusFormat, split_file
+    from megaframe.data.preprocessing.input_shards import split_file
 
-    for path in sorted(Path().iterdir()):
-        for piece in split_file(str(path), CorpusFormat(), 400):
-            for text in read_documents(piece, CorpusFormat()):
+    for file in list_corpus_files([CorpusFile(".")])[0]:
+        for shard in split_file(file, 400):
+            for text in read_documents(shard):
                 text.encode()
 
 

@@ -16,7 +16,7 @@ from megaframe.config import DataConfig, RunConfig
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE
-from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.errors import UserError
 from megaframe.training.evaluation import read_sequence, read_split
 from megaframe.validate.data import find_source_mistakes
@@ -56,7 +56,7 @@ def test_ends_of_documents_are_those_of_an_index_that_has_them(documents, flags)
                         for x, y in zip(vars(a).values(), vars(b).values(), strict=True)
                     )
         sequences = [
-            read_sequence(f"{path}.bin", None, CorpusFormat(), DataConfig(document_ends=ends))
+            read_sequence(CorpusFile(f"{path}.bin"), None, DataConfig(document_ends=ends))
             for path, ends in ((many, "index"), (many, END), (one, END))
         ]
         for sequence in sequences[1:]:

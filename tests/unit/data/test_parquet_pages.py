@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaframe.data.preprocessing import documents, input_shards
+from megaframe.data.preprocessing import decompress, documents, parquet_file
+from megaframe.data.preprocessing.corpus_files import CorpusFile, InputError
 from megaframe.data.preprocessing.documents import read_documents
-from megaframe.data.preprocessing.input_shards import CorpusFormat, InputError, split_file
+from megaframe.data.preprocessing.input_shards import split_file
 from megaframe.data.preprocessing.parquet_pages import measure_largest_page
 
 TEXTS = [f"text {number % 7} " * (number % 50) for number in range(3000)]
@@ -32,15 +33,15 @@ def write(path, texts, **options):
 
 
 def read(path):
-    shards = split_file(path, CorpusFormat(), 1 << 20)
-    return [text for shard in shards for text in read_documents(shard, CorpusFormat())]
+    shards = split_file(CorpusFile(path), 1 << 20)
+    return [text for shard in shards for text in read_documents(shard)]
 
 
 def measure(path):
     """Return the largest page of each row group."""
     with pyarrow.parquet.ParquetFile(path) as file:
         groups = range(file.num_row_groups)
-        return [input_shards.measure_pages(path, file.metadata, [g], "text") for g in groups]
+        return [parquet_file.measure_pages(path, file.metadata, [g], "text") for g in groups]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -69,8 +70,8 @@ def test_a_dictionary_that_each_row_repeats_is_decoded_row_by_row(tmp_path, monk
     assert measure(path) == [len(text) + 4]
     monkeypatch.setattr(documents, "_ROW_BYTES", 1 << 20)
     before = pyarrow.total_allocated_bytes()
-    (shard,) = split_file(path, CorpusFormat(), 1 << 20)
-    texts = read_documents(shard, CorpusFormat())
+    (shard,) = split_file(CorpusFile(path), 1 << 20)
+    texts = read_documents(shard)
     for _ in range(20):
         assert next(texts) == text
         assert pyarrow.total_allocated_bytes() - before < 10 << 20
@@ -79,7 +80,7 @@ def test_a_dictionary_that_each_row_repeats_is_decoded_row_by_row(tmp_path, monk
 
 def test_a_page_that_memory_should_not_hold_is_refused_with_both_numbers(tmp_path, monkeypatch):
     path = write(tmp_path / "c.parquet", ["x" * 10_000] * 3, compression="gzip")
-    monkeypatch.setattr(input_shards, "LARGEST_PAGE", 9000)
+    monkeypatch.setattr(parquet_file, "LARGEST_PAGE", 9000)
     with pytest.raises(InputError, match=r"page of 10004 bytes; .* memory is 9000: write it with"):
         read(path)
 
@@ -88,7 +89,7 @@ def test_a_document_of_a_large_page_is_measured_before_it_is_decoded(tmp_path, m
     path = write(tmp_path / "c.parquet", ["a", "x" * 10_000, "b"])
     monkeypatch.setattr(documents, "_ROW_BYTES", 1)
     assert read(path) == ["a", "x" * 10_000, "b"]
-    monkeypatch.setattr(input_shards, "LONGEST_DOCUMENT", 9999)
+    monkeypatch.setattr(decompress, "LONGEST_DOCUMENT", 9999)
     with pytest.raises(InputError, match="row 1: a document of more than 9999 bytes"):
         read(path)
 

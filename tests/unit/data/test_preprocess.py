@@ -1,6 +1,8 @@
 """Preprocessing: every format, any number of workers, runs that are killed and continued."""
 
+import csv
 import gzip
+import io
 import json
 import os
 import signal
@@ -19,9 +21,9 @@ from hypothesis import strategies as st
 from patience import wait_until
 
 from megaframe.data.indexed_dataset import IndexedDataset
-from megaframe.data.preprocessing import input_shards, preprocess
+from megaframe.data.preprocessing import decompress, input_shards, preprocess
+from megaframe.data.preprocessing.corpus_files import CorpusFile, CorpusFormat
 from megaframe.data.preprocessing.documents import read_documents
-from megaframe.data.preprocessing.input_shards import CorpusFormat
 from megaframe.data.preprocessing.preprocess import PreprocessJob, encode_documents, map_ordered
 from megaframe.data.tokenizer import ByteTokenizer
 from megaframe.errors import UserError
@@ -42,7 +44,13 @@ def write_as(path, documents):
         table = pyarrow.table({"n": range(len(documents)), "text": documents})
         pyarrow.parquet.write_table(table, path, row_group_size=2)
         return path
-    content = make_jsonl(documents) if ".jsonl" in name else "\n\n".join(documents).encode()
+    if ".csv" in name or ".tsv" in name:
+        lines = io.StringIO(newline="")
+        writer = csv.writer(lines, "excel-tab" if ".tsv" in name else "excel")
+        writer.writerows([("n", "text"), *enumerate(documents)])
+        content = lines.getvalue().encode()
+    else:
+        content = make_jsonl(documents) if ".jsonl" in name else "\n\n".join(documents).encode()
     if name.endswith(".gz"):
         content = gzip.compress(content)
     if name.endswith(".zst"):
@@ -52,9 +60,8 @@ def write_as(path, documents):
 
 
 def run(inputs, output, workers=1, overwrite=False, tokenizer="bytes", append_eod=True, **options):
-    job = PreprocessJob(
-        tuple(map(str, inputs)), tokenizer, str(output), CorpusFormat(**options), append_eod
-    )
+    files = tuple(CorpusFile(str(path), CorpusFormat(**options)) for path in inputs)
+    job = PreprocessJob(files, tokenizer, str(output), append_eod)
     return preprocess.preprocess(job, workers, overwrite)
 
 
@@ -68,16 +75,23 @@ def decode_documents(prefix):
 
 
 def read(path, size, **options):
-    corpus_format = CorpusFormat(**options)
-    return [
-        text
-        for piece in input_shards.split_file(str(path), corpus_format, size)
-        for text in read_documents(piece, corpus_format)
-    ]
+    file = CorpusFile(str(path), CorpusFormat(**options))
+    shards = input_shards.split_file(file, size)
+    return [text for shard in shards for text in read_documents(shard)]
 
 
 @pytest.mark.parametrize(
-    "name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst", "c.parquet", "c.txt", "c.txt.gz", "c.txt.zst"]
+    "name",
+    [
+        "c.jsonl",
+        "c.jsonl.gz",
+        "c.jsonl.zst",
+        "c.parquet",
+        "c.txt",
+        "c.txt.gz",
+        "c.txt.zst",
+        "c.csv",
+    ],
 )
 def test_every_format_gives_the_same_documents(tmp_path, name):
     path = write_as(tmp_path / name, DOCUMENTS)
@@ -132,11 +146,11 @@ def test_the_cut_into_pieces_changes_no_paragraph(tmp_path_factory, lines, size)
             paragraph = []
     path = tmp_path_factory.mktemp("cut") / "c.txt"
     path.write_bytes("\n".join(lines).encode())
-    before, input_shards._READ = input_shards._READ, 3
+    before, decompress._READ = decompress._READ, 3
     try:
         assert read(path, size, split_blank_lines=True) == expected
     finally:
-        input_shards._READ = before
+        decompress._READ = before
 
 
 def test_marks_and_lone_surrogates_do_not_stop_a_run(tmp_path):
@@ -152,7 +166,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(preprocess, "_SMALLEST_PART", 1500)
 
 
-@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.zst", "c.parquet"])
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.zst", "c.parquet", "c.csv"])
 def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
     documents = [f"document {n} " * (n % 7) for n in range(300)]
     path = write_as(tmp_path / name, documents)
@@ -171,7 +185,7 @@ def interrupt_run(path, output, bytes_done):
         if done.disk_bytes >= bytes_done:
             raise KeyboardInterrupt
 
-    job = PreprocessJob((str(path),), "bytes", str(output), CorpusFormat())
+    job = PreprocessJob((CorpusFile(str(path)),), "bytes", str(output))
     with pytest.raises(KeyboardInterrupt):
         preprocess.preprocess(job, report=stop)
     return job
@@ -206,6 +220,16 @@ def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_pa
     assert result.total == uninterrupted.total
     assert read_content(tmp_path / "out") == read_content(tmp_path / "whole")
     assert not parts.exists()
+
+
+def test_an_interrupted_run_of_rows_continues(tmp_path, small_parts, monkeypatch):
+    monkeypatch.setattr(decompress, "_READ", 100)
+    path = write_as(tmp_path / "c.csv", [f'row {n},\n"' * (n % 7) for n in range(900)])
+    run([path], tmp_path / "whole")
+    job = interrupt_run(path, tmp_path / "out", 4 * 1500)
+    result = preprocess.preprocess(job)
+    assert 6000 <= result.resumed.size < result.total.size / 2
+    assert read_content(tmp_path / "out") == read_content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("renamed", [[], [".bin"], [".bin", ".idx"]])
@@ -293,7 +317,7 @@ BAD = {
     "not a text": ("c.jsonl", b'{"text": 5}', r":1: key 'text' holds a number"),
     "not UTF-8": ("c.txt", b"a\nb\xff", r"c\.txt:2: byte 0xff is not UTF-8"),
     "no file": ("c.jsonl", None, r"cannot read .*c\.jsonl: No such file"),
-    "unknown suffix": ("c.csv", b"a", r"unknown kind of file '\.csv'.*--format jsonl"),
+    "unknown suffix": ("c.md", b"a", r"unknown kind of file '\.md'.*--format jsonl"),
     "empty file": ("c.jsonl", b"", r"corpus is empty"),
     "empty documents": ("c.jsonl", b'{"text": ""}', r"corpus is empty: 1 documents without"),
     "truncated gzip": ("c.jsonl.gz", gzip.compress(GOOD * 999)[:-12], r"truncated"),
@@ -340,9 +364,9 @@ def test_parquet_columns_are_checked(tmp_path):
 
 
 def test_a_document_that_memory_should_not_hold_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(input_shards, "LONGEST_DOCUMENT", 2000)
-    monkeypatch.setattr("megaframe.data.preprocessing.documents.LONGEST_DOCUMENT", 2000)
-    monkeypatch.setattr(input_shards, "_READ", 512)
+    for module in ("decompress", "documents", "input_shards"):
+        monkeypatch.setattr(f"megaframe.data.preprocessing.{module}.LONGEST_DOCUMENT", 2000)
+    monkeypatch.setattr(decompress, "_READ", 512)
     monkeypatch.setattr(preprocess, "_SMALLEST_PART", 100)
     for name in ("c.jsonl", "c.jsonl.gz", "c.txt"):
         path = write_as(tmp_path / name, ["x" * 5000])
@@ -388,7 +412,7 @@ def test_few_tasks_are_taken_before_their_results(tmp_path):
 
 def test_two_runs_of_one_output_exclude_each_other(tmp_path):
     path = write_as(tmp_path / "c.jsonl", ["a"])
-    job = PreprocessJob((str(path),), "bytes", str(tmp_path / "out"), CorpusFormat())
+    job = PreprocessJob((CorpusFile(str(path)),), "bytes", str(tmp_path / "out"))
     errors = []
 
     def meanwhile(done, disk_bytes):
@@ -441,11 +465,7 @@ def test_a_flipped_bit_in_a_page_of_parquet_is_noticed(tmp_path):
     data[data.index(b"\x0c\0\0\0another") + 5] ^= 1  # not in the statistics
     path.write_bytes(data)
     with pytest.raises(UserError, match="not a whole Parquet file"):
-        [
-            *read_documents(
-                *input_shards.split_file(str(path), CorpusFormat(), 1 << 20), CorpusFormat()
-            )
-        ]
+        read(path, 1 << 20)
 
 
 def test_a_pipe_and_a_device_are_no_corpus(tmp_path):
@@ -453,4 +473,4 @@ def test_a_pipe_and_a_device_are_no_corpus(tmp_path):
     (tmp_path / "d.txt").symlink_to("/dev/zero")
     for name in ("c.jsonl", "d.txt"):
         with pytest.raises(UserError, match="Not a regular file"):
-            [*input_shards.split_file(str(tmp_path / name), CorpusFormat(), 1 << 20)]
+            read(tmp_path / name, 1 << 20)

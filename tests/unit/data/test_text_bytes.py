@@ -15,7 +15,7 @@ from token_files import write_token_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from megaframe.data.loader import Loader
-from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.text_bytes import TextBytes
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.training.evaluation import read_sequence
@@ -113,7 +113,7 @@ def test_text_files_count_every_byte_of_every_text(names, kind, texts, tmp_path_
     path = tmp_path_factory.mktemp("text") / "c.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, "model"]))
     tokenizer = load_tokenizer(names[kind])
-    sequence = read_sequence(str(path), tokenizer, CorpusFormat())
+    sequence = read_sequence(CorpusFile(str(path)), tokenizer)
     encoded = [text for text in [*texts, "model"] if tokenizer.encode(text)]
     assert int(sequence.text_bytes[1:].sum()) == sum(len(text.encode()) for text in encoded)
     ends = np.flatnonzero(sequence.tokens == tokenizer.eod)

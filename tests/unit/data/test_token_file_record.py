@@ -12,7 +12,7 @@ from token_files import write_token_file
 
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.loader import Loader
-from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megaframe.data.token_file_record import read_record
 from megaframe.data.tokenizer import load_tokenizer
@@ -32,7 +32,7 @@ def made(tmp_path):
         folder.mkdir()
         tokenizer = write_tokenizer(folder, special)
         (folder / "text.jsonl").write_text(f"{json.dumps({'text': TEXT})}\n" * 9)
-        job = (str(folder / "text.jsonl"),), tokenizer, str(folder / "tokens"), CorpusFormat()
+        job = (CorpusFile(str(folder / "text.jsonl")),), tokenizer, str(folder / "tokens")
         preprocess(PreprocessJob(*job))
         return str(folder / "tokens"), tokenizer
 
@@ -134,7 +134,7 @@ def test_a_damaged_record_is_refused(made, content):
 def test_a_record_that_cannot_be_written_is_written_by_the_next_try(made, tmp_path):
     path, tokenizer = made("one")
     output = tmp_path / "again"
-    job = PreprocessJob((f"{tmp_path}/one/text.jsonl",), tokenizer, str(output), CorpusFormat())
+    job = PreprocessJob((CorpusFile(f"{tmp_path}/one/text.jsonl"),), tokenizer, str(output))
     blocking = tmp_path / "again.tokens.json" / "folder"
     blocking.mkdir(parents=True)
     with pytest.raises(UserError, match="cannot write"):
@@ -151,7 +151,7 @@ def test_a_record_that_cannot_be_written_is_written_by_the_next_try(made, tmp_pa
 def test_an_input_is_never_replaced(tmp_path):
     path = tmp_path / "corpus.tokens.json"
     path.write_text('{"text": "a"}\n')
-    job = PreprocessJob((str(path),), "bytes", str(tmp_path / "corpus"), CorpusFormat())
+    job = PreprocessJob((CorpusFile(str(path)),), "bytes", str(tmp_path / "corpus"))
     with pytest.raises(UserError, match=r"would replace the input .*corpus\.tokens\.json"):
         preprocess(job)
     assert path.read_text() == '{"text": "a"}\n'
@@ -162,8 +162,8 @@ def test_evaluation_refuses_token_files_of_another_tokenizer(made):
     other_path, _ = made("two", ("<eos>", "<pad>"))
     own = Loader(make_config([path], tokenizer=tokenizer), 0, 1)._tokenizer
     read = load_tokenizer(tokenizer)
-    assert len(read_sequence(f"{path}.bin", read, CorpusFormat(), None, own).tokens) == 9 * 241
+    assert len(read_sequence(CorpusFile(f"{path}.bin"), read, None, own).tokens) == 9 * 241
     with pytest.raises(UserError, match="evaluate on token files that the tokenizer of the run"):
-        read_sequence(f"{other_path}.bin", read, CorpusFormat(), None, own)
+        read_sequence(CorpusFile(f"{other_path}.bin"), read, None, own)
     with pytest.raises(UserError, match="evaluate on token files that the tokenizer of the run"):
         next(read_split(make_config([other_path]), "validation", read, own))

@@ -13,7 +13,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.preprocessing.train_tokenizer import interleave, train_sentencepiece
 from megaframe.data.tiktoken_ranks import PUBLISHED_RANKS
 from megaframe.data.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     (folder / "corpus.txt").write_text(CORPUS, encoding="utf-8")
     for kind in ("bpe", "unigram"):
         train_sentencepiece(
-            [str(folder / "corpus.txt")], CorpusFormat(), str(folder / kind), 296, kind, 1
+            [CorpusFile(str(folder / "corpus.txt"))], str(folder / kind), 296, kind, 1
         )
     train_tokenizer(folder / "bytes.json", "ByteLevel")
     train_tokenizer(folder / "metaspace.json", "Metaspace")
@@ -229,11 +229,11 @@ def test_a_missing_library_names_its_extra(folder, monkeypatch):
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_training_is_deterministic_and_bounded(folder, tmp_path, kind):
     corpus = str(folder / "corpus.txt")
-    used = train_sentencepiece([corpus], CorpusFormat(), str(tmp_path / "t"), 296, kind, 1)
+    used = train_sentencepiece([CorpusFile(corpus)], str(tmp_path / "t"), 296, kind, 1)
     assert used == len(CORPUS)
     assert (tmp_path / "t.model").read_bytes() == (folder / f"{kind}.model").read_bytes()
     with pytest.raises(UserError, match=r"--vocab 99999 .*too high.*<= \d+"):
-        train_sentencepiece([corpus], CorpusFormat(), str(tmp_path / "u"), 99999, kind, 1)
+        train_sentencepiece([CorpusFile(corpus)], str(tmp_path / "u"), 99999, kind, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["t.model"]
 
 
@@ -241,9 +241,7 @@ def test_training_explains_an_empty_and_a_bad_corpus(tmp_path):
     for content, message in (('{"text": ""}\n', "corpus is empty"), ("{\n", r"c\.jsonl:1: not")):
         (tmp_path / "c.jsonl").write_text(content)
         with pytest.raises(UserError, match=message):
-            train_sentencepiece(
-                [str(tmp_path / "c.jsonl")], CorpusFormat(), "unused", 300, "bpe", 1
-            )
+            train_sentencepiece([CorpusFile(str(tmp_path / "c.jsonl"))], "unused", 300, "bpe", 1)
 
 
 def test_files_take_turns():

@@ -20,7 +20,7 @@ from megaframe.checkpoint import parse_path
 from megaframe.config import RunConfig
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
 from megaframe.training.evaluation import (
@@ -115,7 +115,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     sources = {"data__sources": f"[{{path: {source}}}]"}
     pool.run(2, train, overrides(**options, **sources, **layout, **heed))
     config, stage = load_stage(parse_path(str(tmp_path / "run/checkpoints")))
-    passage = read_sequence(str(tmp_path / "held.bin"), None, CorpusFormat())
+    passage = read_sequence(CorpusFile(str(tmp_path / "held.bin")), None)
     (passage_score,) = score(stage, [passage], context=16, stride=16, data=config.data)
     assert passage_score.tokens == 96 - bool(heed)
     assert passage_score.loss == near(
@@ -180,7 +180,7 @@ def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
     text = tmp_path / "two.jsonl"
     text.write_text('{"text": "grüße"}\n{"text": "a much longer line of text"}\n')
     tokenizer = load_tokenizer("bytes")
-    passage = read_sequence(str(text), tokenizer, CorpusFormat())
+    passage = read_sequence(CorpusFile(str(text)), tokenizer)
     (passage_score,) = score(stage, [passage], context=12, stride=4)
     size = len("grüße".encode()) + len("a much longer line of text")
     assert (passage_score.tokens, passage_score.bytes) == (size + 2, size)
@@ -239,7 +239,7 @@ def test_what_cannot_be_evaluated_is_said(saved_run, tmp_path, monkeypatch, caps
     for arguments, message in (
         (["--checkpoint", tmp_path, "--text", text], "there is no checkpoint"),
         (["--checkpoint", saved_run, "--text", empty], "has nothing to predict"),
-        (["--checkpoint", saved_run, "--text", tmp_path / "none.txt"], "cannot read"),
+        (["--checkpoint", saved_run, "--text", tmp_path / "none.txt"], "there is no such file"),
         (
             ["--checkpoint", saved_run, "--text", f"{large}.bin"],
             "token 2 is 300, but the model has",
@@ -266,7 +266,7 @@ def test_a_run_without_a_tokenizer_asks_for_one(build, tmp_path):
     with pytest.raises(UserError, match="name one with --tokenizer"):
         load_run_tokenizer(build().config)
     with pytest.raises(UserError, match="name one"):
-        read_sequence(str(tmp_path / "some.txt"), None, CorpusFormat())
+        read_sequence(CorpusFile(str(tmp_path / "some.txt")), None)
 
 
 def test_tasks_without_the_harness_say_what_to_install(saved_run, monkeypatch, capsys):

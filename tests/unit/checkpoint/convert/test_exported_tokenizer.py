@@ -20,7 +20,7 @@ from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.sentencepiece_model import PieceType, parse_model
 from megaframe.checkpoint.convert.huggingface.tokenizer import export_tokenizer
 from megaframe.checkpoint.manifest import decode_manifest, encode_manifest
-from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
@@ -178,7 +178,7 @@ def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):
 def test_a_tokenizer_of_the_tool_keeps_its_ids(kind, tmp_path):
     (tmp_path / "corpus.txt").write_text("\n".join(CORPUS), encoding="utf-8")
     train_sentencepiece(
-        [str(tmp_path / "corpus.txt")], CorpusFormat(), str(tmp_path / "m"), 320, kind, 1
+        [CorpusFile(str(tmp_path / "corpus.txt"))], str(tmp_path / "m"), 320, kind, 1
     )
     native = load_tokenizer(f"sentencepiece:{tmp_path}/m.model")
     loaded, _ = export_and_load(f"sentencepiece:{tmp_path}/m.model", tmp_path / "out")

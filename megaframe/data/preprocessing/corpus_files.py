@@ -1,0 +1,250 @@
+"""The files of a corpus: which ones a command names, and how each is read.
+
+A folder stands for all files below it that are read by their suffix, in the order of their paths.
+What is hidden in it, and the token files and unfinished runs that preprocessing leaves, are no part
+of a corpus. No link to a folder is followed, because it may lead back.
+
+    jsonl    .jsonl .json .ndjson   an object per line; the text is one of its keys
+    csv      .csv                   a row per document below one of names; the text is a column
+    tsv      .tsv                   the same with tabs
+    parquet  .parquet               a row per document; the text is a column of strings
+    text     .txt .text             the whole file is one document or, with `split_blank_lines`,
+                                    each paragraph is one; blank lines separate paragraphs
+All but Parquet files may also end in .gz or .zst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+from megaframe.data.preprocessing.journal import JOURNAL, PARTS
+from megaframe.data.token_file_record import SUFFIX
+from megaframe.errors import UserError
+from megaframe.io.untrusted import escape_unprintable, open_file
+
+Format = Literal["auto", "jsonl", "csv", "tsv", "parquet", "text"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+COMPRESSED = (".gz", ".zst")
+_SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".text": "text",
+}
+_MOST_KINDS, _MOST_NAMES = 8, 5
+
+
+class InputError(UserError):
+    """An input file that cannot be read as a corpus."""
+
+
+@dataclass(frozen=True)
+class CorpusFormat:
+    """How to read files of a corpus.
+
+    Attributes:
+        key: Key of a jsonl object, or column of a CSV, TSV or Parquet file, that has the text.
+        format: Format of the files; `auto` goes by each file's suffix.
+        split_blank_lines: Plain text has a document per paragraph, not per file.
+    """
+
+    key: str = "text"
+    format: Format = "auto"
+    split_blank_lines: bool = False
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """A file of a corpus, and how it is read."""
+
+    path: str
+    reading: CorpusFormat = CorpusFormat()
+
+    def resolve_format(self) -> CorpusFile:
+        """Return the same with the format that `auto` means.
+
+        Raises:
+            InputError: For an unknown suffix.
+        """
+        if self.reading.format != "auto":
+            return self
+        format = _find_format(self.path)
+        if format is not None:
+            return replace(self, reading=replace(self.reading, format=format))
+        raise InputError(
+            f"{self.path}: unknown kind of file {_find_suffix(self.path)!r}; {_describe_known()}"
+        )
+
+
+def add_reading_options(parser: argparse.ArgumentParser, option: str = "--input") -> None:
+    """Add the options that say how a corpus is read. option: that which names its files."""
+    add = parser.add_argument
+    add("--key", nargs="+", default=["text"], metavar="KEY", help="jsonl key or column of the "
+        f"text: one for all, or one for each {option} (default: text)")  # fmt: skip
+    add("--format", choices=FORMATS, default="auto", help="of all files (default: by suffix)")
+    add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
+
+
+def list_readings(
+    options: argparse.Namespace, inputs: Sequence[str], option: str = "--input"
+) -> list[CorpusFile]:
+    """Return each input with the way to read it.
+
+    Args:
+        options: What the options of `add_reading_options` gave.
+        inputs: Files and folders.
+        option: That which gave them.
+
+    Raises:
+        UserError: If there are neither one key nor as many as inputs.
+    """
+    keys: Sequence[str] = options.key
+    if len(keys) not in (1, len(inputs)):
+        raise UserError(
+            f"--key gives {len(keys)} keys ({', '.join(keys)}) for {len(inputs)} of {option}; give "
+            "one for all, or one for each in the same order (plain text has none: any word)"
+        )
+    keys = keys if len(keys) > 1 else [*keys] * len(inputs)
+    return [
+        CorpusFile(path, CorpusFormat(key, options.format, options.split_blank_lines))
+        for path, key in zip(inputs, keys, strict=True)
+    ]
+
+
+def list_corpus_files(inputs: Iterable[CorpusFile]) -> tuple[list[CorpusFile], list[str]]:
+    """Return the files of a corpus, each with its format, and a line for each folder that says
+    what was found.
+
+    Args:
+        inputs: Files and folders, and how they are read.
+
+    Raises:
+        InputError: For what does not exist, a file of an unknown kind, and a folder without a file
+            that is read.
+    """
+    files: list[CorpusFile] = []
+    notes: list[str] = []
+    for given in inputs:
+        if not os.path.lexists(given.path):
+            raise InputError(f"{given.path}: there is no such file or folder")
+        if not os.path.isdir(given.path):
+            files.append(given.resolve_format())
+            continue
+        found, left_out = _read_folder(given)
+        if not found:
+            raise InputError(_describe_empty_folder(given.path, left_out))
+        kinds = Counter[str](file.reading.format for file in found)
+        note = f"{given.path}: {len(found):,} files ({_format_counts(kinds)})"
+        if left_out:
+            note += f"; left out {left_out.total():,} of other kinds ({_format_counts(left_out)})"
+        files += found
+        notes.append(escape_unprintable(note))
+    return files, notes
+
+
+def list_names(files: Sequence[CorpusFile]) -> str:
+    """Return the names of files for a message: the first ones, and how many more there are."""
+    names = ", ".join(file.path for file in files[:_MOST_NAMES])
+    return f"{names} and {len(files) - _MOST_NAMES:,} more" * (len(files) > _MOST_NAMES) or names
+
+
+def measure_input(path: str) -> tuple[int, int]:
+    """Return a file's size in bytes and modification time in nanoseconds.
+
+    Raises:
+        InputError: If it cannot be read.
+    """
+    try:
+        with open_file(path) as file:
+            status = os.fstat(file.fileno())
+            return status.st_size, status.st_mtime_ns
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def suggest_keys(key: str, names: list[str]) -> str:
+    """Return a text, for the message about a missing key, that names those that there are.
+
+    Args:
+        key: The key that is missing.
+        names: The keys or columns that there are.
+    """
+    nearest = get_close_matches(key, names, n=1, cutoff=0.0)
+    listed = ", ".join(name[:60] for name in names[:20]) or "none"
+    return f"there are: {listed}" + (f" (nearest: --key {nearest[0][:60]})" if nearest else "")
+
+
+def _read_folder(folder: CorpusFile) -> tuple[list[CorpusFile], Counter[str]]:
+    """Return the files below a folder that are read, in the order of their paths, and the number of
+    others by suffix."""
+    found: list[CorpusFile] = []
+    left_out: Counter[str] = Counter()
+    for path in _walk(folder.path):
+        file = CorpusFile(path, folder.reading)
+        if os.path.isdir(path):
+            left_out["links to folders"] += 1
+        elif folder.reading.format != "auto" or _find_format(path):
+            found.append(file.resolve_format())
+        else:
+            left_out[_find_suffix(path) or "no suffix"] += 1
+    return found, left_out
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Yield the paths of what may be of a corpus below a folder: files, and links to folders."""
+    try:
+        with os.scandir(folder) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror}") from None
+    for entry in listed:
+        if entry.name.startswith(".") or entry.name.endswith(SUFFIX):
+            continue
+        if not entry.is_dir(follow_symlinks=False):
+            yield entry.path
+        elif not (entry.name.endswith(PARTS) and os.path.lexists(f"{entry.path}/{JOURNAL}")):
+            yield from _walk(entry.path)
+
+
+def _find_format(path: str) -> Format | None:
+    """Return the format that a file's suffix means, if it means one."""
+    stem, suffix = os.path.splitext(path)
+    return _SUFFIXES.get(os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix)
+
+
+def _find_suffix(path: str) -> str:
+    """Return the suffix of a file, before one of compression."""
+    stem, suffix = os.path.splitext(path)
+    return os.path.splitext(stem)[1] + suffix if suffix in COMPRESSED else suffix
+
+
+def _describe_known() -> str:
+    return (
+        f"known are {', '.join(_SUFFIXES)}, also with {' or '.join(COMPRESSED)}, or name it with "
+        f"--format {'|'.join(FORMATS[1:])}"
+    )
+
+
+def _describe_empty_folder(path: str, left_out: Counter[str]) -> str:
+    if not left_out:
+        return f"{path} has no file to read"
+    return (
+        f"{path} has no file of a known kind, but {left_out.total():,} of others "
+        f"({_format_counts(left_out)}); {_describe_known()}, which then is that of all of them"
+    )
+
+
+def _format_counts(counts: Counter[str]) -> str:
+    """Return counts by kind, the most frequent first."""
+    listed = [f"{kind[:60]} {count:,}" for kind, count in counts.most_common(_MOST_KINDS)]
+    return ", ".join(listed + ["..."] * (len(counts) > _MOST_KINDS))
