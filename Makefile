@@ -14,10 +14,19 @@ TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 # Slurm, which comes with the machine or not.
 ENGINES := tests/unit/tools/test_ray.py tests/unit/tools/test_slurm.py tests/unit/training/test_lm_eval.py
 
+# Other versions that pyproject.toml allows: those of an image for GPUs, with the newest numpy, and
+# the Python that has it, if it is here.
+VERSIONS := torch==2.11.0 triton==3.6.0 numpy
+NEWER_PYTHON ?= $(firstword $(shell for python in python3.12 "$$(pyenv root 2> /dev/null)"/versions/3.12*/bin/python \
+	$(PYTHON); do "$$python" -c 'import venv' 2> /dev/null && echo "$$python"; done))
+# Tests of what runs on a GPU and of what differs between versions.
+VERSION_TESTS := tests/unit/kernels tests/parity/test_kernels.py tests/parity/test_graphs.py \
+	tests/parity/test_shared.py
+
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-engines test-processors lint format docs fuzz parity-fuzz gpu-check \
+.PHONY: demo test test-all test-engines test-processors test-versions lint format docs fuzz parity-fuzz gpu-check \
 	wheels clean
 
 demo: $(DEMO)/python.idx
@@ -51,6 +60,18 @@ format: .venv/ready
 # What documents take from the code.
 docs: .venv/ready
 	$(BIN)/python tools/options.py > docs/reference/options.md
+
+# With the versions of an image for GPUs. Other packages are those of constraints.txt.
+test-versions: .venv-versions/ready
+	.venv-versions/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(VERSION_TESTS)
+
+.venv-versions/ready: pyproject.toml constraints.txt
+	$(NEWER_PYTHON) -m venv .venv-versions
+	grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt > .venv-versions/constraints.txt
+	.venv-versions/bin/python -m pip install -q --no-compile $(VERSIONS)
+	PIP_CONSTRAINT=.venv-versions/constraints.txt .venv-versions/bin/python -m pip install -q --no-compile \
+		-e . pytest pytest-xdist hypothesis
+	touch $@
 
 # Changed inputs of every kind; ends with a summary, and with the command for each finding.
 fuzz: .venv/ready
@@ -99,4 +120,4 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-versions runs
