@@ -4,7 +4,7 @@ python tools/checkpoint.py inspect runs/demo/checkpoints
 python tools/checkpoint.py verify runs/demo/checkpoints/step-00000300
 python tools/checkpoint.py diff runs/a/checkpoints runs/b/checkpoints
 python tools/checkpoint.py reshard runs/demo/checkpoints --to elsewhere --files 4
-python tools/checkpoint.py export-hf runs/demo/checkpoints --to demo-hf --tokenizer KIND:PATH
+python tools/checkpoint.py export-hf runs/demo/checkpoints --to demo-hf --family llama
 python tools/checkpoint.py import-hf demo-hf --to runs/imported/checkpoints
 python tools/checkpoint.py export-dcp runs/demo/checkpoints --to demo-dcp
 python tools/checkpoint.py import-dcp demo-dcp --to runs/back/checkpoints
@@ -174,7 +174,9 @@ def export_hf(arguments: argparse.Namespace) -> int:
     from megaframe.checkpoint.convert.huggingface.model_folder import export_model
 
     with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
-        notes = export_model(checkpoint, Path(arguments.to), arguments.dtype, arguments.tokenizer)
+        notes = export_model(
+            checkpoint, Path(arguments.to), arguments.dtype, arguments.tokenizer, arguments.family
+        )
     print(f"wrote {arguments.to}")
     for note in notes:
         print(f"note: {note}")
@@ -248,8 +250,7 @@ def _parse_arguments() -> argparse.Namespace:
         name = run.__name__.replace("_", "-")
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run, extension=[])
-        if run is not import_hf:
-            add_extension_option(command)
+        add_extension_option(command)
         command.add_argument("path", help=_FOLDERS.get(run, ACCEPTED_PATHS))
         if run is inspect:
             command.add_argument("--tensors", action="store_true", help="list all tensors")
@@ -274,6 +275,11 @@ def _parse_arguments() -> argparse.Namespace:
                 "--config", metavar="FILE", help="YAML of the run whose weights they are"
             )
         if run is export_hf:
+            command.add_argument(
+                "--family",
+                metavar="MODEL_TYPE",
+                help="family of transformers to write; default: model.family of the run",
+            )
             command.add_argument(
                 "--dtype",
                 choices=("fp64", "fp32", "bf16", "fp16"),

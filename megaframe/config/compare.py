@@ -10,6 +10,7 @@ from megaframe.config.keys import format_value
 
 TRAINING_ONLY = frozenset(
     {
+        "model.family",
         "model.dropout",
         "model.init_std",
         "model.moe.balance_rate",

@@ -191,6 +191,9 @@ class ModelConfig(Section):
     """Mixture of experts in place of the MLP. Default: none."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 * layers)."""
+    family: str | None = None
+    """The model_type of Hugging Face transformers as which an export writes the model. An import
+    sets it, and `export-hf --family` names another one."""
     emulate: EmulationConfig | None = None
     """Blocks wait instead of computing and have no weights, to measure schedules and communication
     of many ranks on few cores. Trains nothing."""

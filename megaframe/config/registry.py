@@ -36,11 +36,14 @@ class Registry:
     Attributes:
         parts: By role and name.
         places: Where each was registered: `FILE:LINE`.
+        families: Families of Hugging Face models, by `model_type`: rows of
+            `megaframe.checkpoint.convert.huggingface.family`.
         extensions: Those that were loaded, in order.
     """
 
     parts: dict[tuple[str, str], type[Part]] = field(default_factory=dict)
     places: dict[tuple[str, str], str] = field(default_factory=dict)
+    families: dict[str, Any] = field(default_factory=dict)
     extensions: list[Extension] = field(default_factory=list)
 
     def register(self, section: type[Part]) -> None:
@@ -81,6 +84,19 @@ class Registry:
             )
         self.parts[role, name] = section
         self.places[role, name] = place
+
+    def register_family(self, family: Any) -> None:
+        """Add a family of Hugging Face models to those that are imported and exported.
+
+        Args:
+            family: A `Family` of `megaframe.checkpoint.convert.huggingface.family`.
+
+        Raises:
+            UserError: Another extension has registered one of this name.
+        """
+        if family.name in self.families:
+            raise UserError(f"the family {family.name} is registered twice; rename one of them")
+        self.families[family.name] = family
 
     def find(self, role: str, name: object) -> type[Part] | None:
         """Return the section of a part, or None."""

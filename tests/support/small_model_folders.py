@@ -5,7 +5,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from megaframe.checkpoint.convert.huggingface.families import read_model_config
+from megaframe.checkpoint.convert.huggingface.families import get_family
 from megaframe.checkpoint.convert.huggingface.tensors import map_tensors
 from megaframe.config import RunConfig
 from megaframe.model.model_chunk import list_model_specs
@@ -64,11 +64,12 @@ CONFIGS = {
 
 def make_weights(config, dtype=torch.float32):
     """Return random weights of a model with this config, by their names in a folder."""
-    run = RunConfig(model=read_model_config(config))
+    family = get_family(config["model_type"])
+    run = RunConfig(model=family.read_model(config))
     generator = torch.Generator().manual_seed(0)
     return {
         spec.name: torch.randn(spec.shape, generator=generator).to(dtype)
-        for spec in map_tensors(run.model, list_model_specs(run))
+        for spec in map_tensors(family, run.model, list_model_specs(run))
     }
 
 

@@ -1,7 +1,7 @@
 """Types and ranges of the keys in a foreign `config.json`, checked before anything else reads it.
 
-A foreign config can hold anything under a key. After `check_keys` every key that a family reads has
-the type and the range that it relies on. `family_keys.py` says which keys those are.
+A foreign config can hold anything under a key. After `check_types` every key that a family reads
+has the type and the range that it relies on.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from megaframe.checkpoint.convert.huggingface.read_files import make_printable
 from megaframe.errors import UserError
@@ -19,13 +20,20 @@ from megaframe.errors import UserError
 Shape = tuple[int, ...]
 _MAX_SIZE = 2**31 - 1
 """Largest size that a config may have, before the tensors bound it further."""
-_Size = Annotated[int, Field(ge=1, le=_MAX_SIZE)] | None
-_Count = Annotated[int, Field(ge=0, le=_MAX_SIZE)] | None
-_Positive = Annotated[float, Field(gt=0)] | None
-_NonNegative = Annotated[float, Field(ge=0)] | None
+Size = Annotated[int, Field(ge=1, le=_MAX_SIZE)] | None
+"""No model can have more of it than its largest tensor has rows or columns, or than it has
+tensors."""
+Count = Annotated[int, Field(ge=0, le=_MAX_SIZE)] | None
+Positive = Annotated[float, Field(gt=0)] | None
+NonNegative = Annotated[float, Field(ge=0)] | None
+Share = Annotated[float, Field(gt=0, le=1)] | None
+Flag = bool | None
+Text = str | None
+Texts = list[str] | None
+Counts = list[Annotated[int, Field(ge=0, le=_MAX_SIZE)]] | None
 
 
-class _RopeKeys(BaseModel):
+class RopeKeys(BaseModel):
     """`rope_parameters`, or `rope_scaling` with the base outside. Other keys change the rotation in
     ways that are not supported, so they are refused, and `truncate` may not even be null, which
     transformers takes for false."""
@@ -34,83 +42,41 @@ class _RopeKeys(BaseModel):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: _Positive = None
+    rope_theta: Positive = None
     factor: Annotated[float, Field(ge=1)] | None = None
-    original_max_position_embeddings: _Size = None
-    low_freq_factor: _Positive = None
-    high_freq_factor: _Positive = None
-    beta_fast: _Positive = None
-    beta_slow: _Positive = None
-    mscale: _NonNegative = None
-    mscale_all_dim: _NonNegative = None
-    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
-    attention_factor: _Positive = None
+    original_max_position_embeddings: Size = None
+    low_freq_factor: Positive = None
+    high_freq_factor: Positive = None
+    beta_fast: Positive = None
+    beta_slow: Positive = None
+    mscale: NonNegative = None
+    mscale_all_dim: NonNegative = None
+    partial_rotary_factor: Share = None
+    attention_factor: Positive = None
     truncate: Literal[True] = True
 
 
-class _SizeKeys(BaseModel):
-    """Sizes that no model can have more of than its largest tensor has rows or columns, or than it
-    has tensors."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    vocab_size: _Size = None
-    num_hidden_layers: _Size = None
-    hidden_size: _Size = None
-    num_attention_heads: _Size = None
-    num_key_value_heads: _Size = None
-    head_dim: _Size = None
-    intermediate_size: _Size = None
-    n_layer: _Size = None
-    n_embd: _Size = None
-    n_head: _Size = None
-    n_inner: _Size = None
-    n_positions: _Size = None
-    q_lora_rank: _Size = None
-    kv_lora_rank: _Size = None
-    qk_nope_head_dim: _Size = None
-    qk_rope_head_dim: _Size = None
-    v_head_dim: _Size = None
-    num_experts: _Size = None
-    num_local_experts: _Size = None
-    n_routed_experts: _Size = None
-    num_experts_per_tok: _Size = None
-    moe_intermediate_size: _Size = None
-    n_shared_experts: _Count = None
-    first_k_dense_replace: _Count = None
-    n_group: _Size = None
-    topk_group: _Size = None
-    qk_head_dim: _Size = None
-    num_nextn_predict_layers: _Count = None
+TYPES_OF_FACTS: dict[str, Any] = {
+    **dict.fromkeys(("layers", "hidden", "vocab", "positions", "mixer.heads"), Size),
+    **dict.fromkeys(("mixer.kv_heads", "mixer.head_dim", "feed_forward.ffn"), Size),
+    **dict.fromkeys((f"moe.{name}" for name in ("experts", "top_k", "ffn", "groups")), Size),
+    **dict.fromkeys(("moe.top_groups", "latent.query_rank", "latent.kv_rank"), Size),
+    **dict.fromkeys((f"latent.{name}_dim" for name in ("head", "rotary", "value")), Size),
+    **dict.fromkeys(("norm_eps", "init_std", "moe.scale", "embedding_scale"), Positive),
+    **dict.fromkeys(("mixer.score_scale", "mixer.softcap", "logit_softcap"), Positive),
+    **dict.fromkeys(("residual_scale", "mixer.rotary_base"), Positive),
+    **dict.fromkeys(("mixer.bias", "mixer.qkv_bias", "feed_forward.up_bias"), Flag),
+    **dict.fromkeys(("moe.normalise", "norm_bias", "mixer.qk_norm"), Flag),
+    "moe.shared": Count,
+    "tie_embeddings": bool,
+}
+"""The type that a key has whose value becomes a fact, by the path of the fact."""
 
 
-class _ConfigKeys(_SizeKeys):
-    """All keys that are read, of every family."""
-
-    model_type: str
-    dtype: str | None = None
-    torch_dtype: str | None = None
-    max_position_embeddings: _Size = None
-    rms_norm_eps: _Positive = None
-    layer_norm_epsilon: _Positive = None
-    initializer_range: _Positive = None
-    tie_word_embeddings: bool = False
-    rope_theta: _Positive = None
-    rope_parameters: _RopeKeys | None = None
-    rope_scaling: _RopeKeys | None = None
-    sliding_window: _Size = None
-    use_sliding_window: bool | None = None
-    max_window_layers: _Count = None
-    layer_types: list[str] | None = None
-    norm_topk_prob: bool | None = None
-    routed_scaling_factor: _Positive = None
-    topk_method: str | None = None
-
-
-def check_keys(config: Mapping[str, Any]) -> None:
+def check_types(config: Mapping[str, Any], types: Mapping[str, Any]) -> None:
     """Raise `UserError` for the first key whose type or range is wrong."""
     try:
-        _ConfigKeys.model_validate_json(json.dumps(config))
+        _make_model(tuple(types.items())).model_validate_json(json.dumps(config))
     except ValidationError as errors:
         error = errors.errors()[0]
         key = make_printable(".".join(map(str, error["loc"])) or "config.json")
@@ -119,16 +85,32 @@ def check_keys(config: Mapping[str, Any]) -> None:
         raise UserError(f"{key}{value}: {problem}") from None
 
 
-def check_sizes(config: Mapping[str, Any], shapes: Collection[Shape]) -> None:
-    """Raise `UserError` if a size is more than tensors of these shapes can hold."""
+@lru_cache(maxsize=256)
+def _make_model(types: tuple[tuple[str, Any], ...]) -> type[BaseModel]:
+    fields: dict[str, Any] = {name: (kind, None) for name, kind in types}
+    options = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    return create_model("Keys", __config__=options, **fields)
+
+
+def check_sizes(
+    config: Mapping[str, Any], types: Mapping[str, Any], shapes: Collection[Shape]
+) -> None:
+    """Raise `UserError` if a size or a count is more than tensors of these shapes can hold."""
     widest = max((max(shape, default=0) for shape in shapes), default=0)
-    layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
-    if layers > len(shapes):
-        raise UserError(f"{layers} layers are more than the folder's {len(shapes)} tensors")
-    for key in _SizeKeys.model_fields:
+    for key, kind in types.items():
         size = config.get(key) or 0
-        if size > max(widest, len(shapes)):
+        if kind in (Size, Count) and key in LAYERS and size > len(shapes):
+            raise UserError(f"{size} layers are more than the folder's {len(shapes)} tensors")
+    for key, kind in types.items():
+        size = config.get(key) or 0
+        if kind in (Size, Count) and key not in _FREE and size > max(widest, len(shapes)):
             raise UserError(
                 f"{key}={size} is more than the folder holds: {len(shapes)} tensors, the widest "
                 f"of {widest} rows or columns"
             )
+
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+"""The names of the number of layers."""
+_FREE = ("max_position_embeddings", "sliding_window", "max_window_layers", "window_size")
+"""Numbers of tokens, and of layers beyond the last one, of which tensors have no rows."""

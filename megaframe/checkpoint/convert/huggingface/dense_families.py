@@ -1,180 +1,97 @@
-"""Keys of Hugging Face configs of dense families, and the parts of them that families with experts
-share: sizes, and windows of attention by layer.
-
-Each `read` function turns a config into keys of `model`, each `write` function does the opposite.
-What is particular to one family is in its own function; `families.py` has the table.
-"""
+"""Families like Llama: RMSNorm, rotary positions, and MLPs with gates."""
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaframe.architecture.window import get_window
-from megaframe.checkpoint.convert.huggingface.rotary_keys import Keys, read_rotary, write_rotary
-from megaframe.checkpoint.convert.huggingface.same_model import find_shortest_pattern
-from megaframe.config import ModelConfig
-from megaframe.errors import UserError
+from megaframe.checkpoint.convert.huggingface.config_keys import Count
+from megaframe.checkpoint.convert.huggingface.family import Family
+from megaframe.checkpoint.convert.huggingface.keys import (
+    FULL,
+    SLIDING,
+    LayerTypes,
+    Pair,
+    UniformWindow,
+)
+from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 
-_COMMON = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "ffn": "intermediate_size",
-    "vocab": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "init_std": "initializer_range",
-}
-"""Keys of `model` and of the config, for all families except GPT-2."""
-_GPT2 = {
-    "layers": "n_layer",
-    "hidden": "n_embd",
-    "heads": "n_head",
-    "ffn": "n_inner",
-    "vocab": "vocab_size",
-    "norm_eps": "layer_norm_epsilon",
-    "init_std": "initializer_range",
-}
-_LIKE_LLAMA = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu"}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-"""The values of `layer_types`."""
-
-
-def read_gpt2(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of GPT-2."""
-    keys = {key: config.get(foreign_key) for key, foreign_key in _GPT2.items()}
-    return {
-        **{**keys, "norm": "layernorm", "position": "learned", "activation": "gelu_tanh"},
-        "positions": config["n_positions"],
-        **{"bias": True, "tie_embeddings": config.get("tie_word_embeddings", True)},
-    }
-
-
-def write_gpt2(model: ModelConfig) -> Keys:
-    """Return the keys of a config of GPT-2."""
-    return {foreign_key: getattr(model, key) for key, foreign_key in _GPT2.items()}
-
-
-def read_common(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` that all families like Llama share."""
-    keys: Keys = {key: config.get(foreign_key) for key, foreign_key in _COMMON.items()}
-    keys["tie_embeddings"] = config.get("tie_word_embeddings", False)
-    return {**keys, **read_rotary(config, latent="kv_lora_rank" in config), **_LIKE_LLAMA}
-
-
-def read_attention(config: Mapping[str, Any]) -> Keys:
-    """Return these and the keys of grouped-query attention."""
-    keys = read_common(config)
-    keys["kv_heads"] = config.get("num_key_value_heads")
-    keys["head_dim"] = config.get("head_dim")
-    return keys
-
-
-def read_sliding(config: Mapping[str, Any]) -> Keys:
-    """Read the config of a family whose code uses the same window in all layers.
-
-    Raises:
-        UserError: If layers have different windows.
-    """
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if kinds and window is not None and set(kinds) != {_SLIDING}:
-        family = config["model_type"]
-        raise UserError(
-            f"{family}: layer_types has {_FULL} in {kinds.count(_FULL)} of {len(kinds)} layers, "
-            f"and its code gives sliding_window={window} to all; ministral and qwen3 heed both"
-        )
-    return {**read_attention(config), "window": window}
+BIASES = ("mixer.qkv_bias", "mixer.bias")
+MLP_BIASES = ("feed_forward.up_bias", "feed_forward.down_bias")
+SIZES = (
+    Pair("vocab_size", "vocab", "value"),
+    Pair("num_hidden_layers", "layers", "value"),
+    Pair("hidden_size", "hidden", "value"),
+    Pair("num_attention_heads", "mixer.heads", "value"),
+    Pair("intermediate_size", "feed_forward.ffn", "value", otherwise="moe.ffn"),
+    Pair("rms_norm_eps", "norm_eps", "value"),
+    Pair("initializer_range", "init_std"),
+    Pair("tie_word_embeddings", "tie_embeddings", default=False),
+)
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    (
+        *SIZES,
+        Pair("num_key_value_heads", "mixer.kv_heads"),
+        Pair("head_dim", "mixer.head_dim"),
+        Pair("attention_bias", BIASES, default=False),
+        Pair("mlp_bias", MLP_BIASES, default=False),
+        RotaryKeys(),
+    ),
+    own={"norm": "rmsnorm", "feed_forward.activation": "swiglu"},
+    fixed={"hidden_act": "silu"},
+    training=("attention_dropout",),
+    ends={
+        "model.embed_tokens": "embedding.tokens",
+        "model.norm": "head.norm",
+        "lm_head": "head",
+    },
+    block={
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "mlp_norm",
+        "self_attn.q_proj": "attention.query",
+        "self_attn.k_proj": "attention.key",
+        "self_attn.v_proj": "attention.value",
+        "self_attn.o_proj": "attention.output",
+        "mlp.gate_proj": "mlp.gate",
+        "mlp.up_proj": "mlp.up",
+        "mlp.down_proj": "mlp.down",
+    },
+    skipped=(".rotary_emb.inv_freq",),
+)
+QK_NORMS = {"self_attn.q_norm": "attention.query_norm", "self_attn.k_norm": "attention.key_norm"}
+NO_BIASES = {"attention_bias": False, "mlp_bias": False}
+MISTRAL = LLAMA.derive(
+    "mistral",
+    "MistralForCausalLM",
+    UniformWindow("present"),
+    Pair("num_key_value_heads", "mixer.kv_heads", "present"),
+    fixed=NO_BIASES,
+)
+MINISTRAL = MISTRAL.derive("ministral", "MinistralForCausalLM", LayerTypes(need="present"))
 
 
-def _read_layer_types(config: Mapping[str, Any], window: int | None, num_full: int) -> Keys:
-    """Read the config of a family whose layers can differ.
-
-    Args:
-        window: The window of layers that have one.
-        num_full: Number of first layers without a window, used if the config has no `layer_types`.
-    """
-    layers, layer_types = config["num_hidden_layers"], config.get("layer_types")
-    if layer_types is None:
-        layer_types = [_FULL if window is None or n < num_full else _SLIDING for n in range(layers)]
-    if len(layer_types) != layers:
-        raise UserError(
-            f"layer_types has {len(layer_types)} layers, and num_hidden_layers is {layers}"
-        )
-    for kind in layer_types:
-        if kind not in (_FULL, _SLIDING):
-            raise UserError(f"layer_types: {reprlib.repr(kind)} is none of {_FULL}, {_SLIDING}")
-    if window is None and _SLIDING in layer_types:
-        raise UserError(
-            f"layer_types has {_SLIDING} layers, and there is no sliding_window for them"
-        )
-    windows = [window if kind == _SLIDING else None for kind in layer_types]
-    return {**read_attention(config), "window": find_shortest_pattern(windows)}
+def _list_qwen_types(config: Mapping[str, Any], window: int | None) -> Sequence[str]:
+    full, layers = config.get("max_window_layers"), config["num_hidden_layers"]
+    full = 28 if full is None else full
+    return [FULL if window is None or n < full else SLIDING for n in range(layers)]
 
 
-def read_ministral(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of Ministral."""
-    return _read_layer_types(config, config.get("sliding_window"), 0)
-
-
-def read_qwen(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of Qwen2 or Qwen3."""
-    full = config.get("max_window_layers", 28)
-    variant = "qkv_bias" if config["model_type"] == "qwen2" else "qk_norm"
-    return {**_read_layer_types(config, read_qwen_window(config), full), variant: True}
-
-
-def read_qwen_window(config: Mapping[str, Any]) -> int | None:
-    """Return the sliding window in tokens; None if it is not used.
-
-    Raises:
-        UserError: If it is used and missing.
-    """
-    if config.get("use_sliding_window") and "sliding_window" not in config:
-        raise UserError(f"{config['model_type']}: sliding_window is missing")
-    return config.get("sliding_window") if config.get("use_sliding_window") else None
-
-
-def write_common(model: ModelConfig) -> Keys:
-    """Return the keys of a config that all families like Llama share."""
-    keys: Keys = {foreign_key: getattr(model, key) for key, foreign_key in _COMMON.items()}
-    return {**keys, "rope_parameters": write_rotary(model)}
-
-
-def write_attention(model: ModelConfig) -> Keys:
-    """Return these and the keys of grouped-query attention."""
-    return {
-        **write_common(model),
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-    }
-
-
-def write_sliding(model: ModelConfig) -> Keys:
-    """Return these and the sliding window."""
-    return {**write_attention(model), "sliding_window": find_first_window(model)}
-
-
-def write_layer_types(model: ModelConfig) -> Keys:
-    """Return these and the kind of attention of each layer."""
-    kinds = [_FULL if window is None else _SLIDING for window in list_layer_windows(model)]
-    return {**write_sliding(model), "layer_types": kinds}
-
-
-def write_qwen(model: ModelConfig) -> Keys:
-    """Return the keys of a config of Qwen2 or Qwen3."""
-    keys = write_layer_types(model)
-    kinds = [*keys["layer_types"], _SLIDING]
-    sliding = keys["sliding_window"] is not None
-    return {**keys, "use_sliding_window": sliding, "max_window_layers": kinds.index(_SLIDING)}
-
-
-def list_layer_windows(model: ModelConfig) -> list[int | None]:
-    """Return the sliding window of each layer, in tokens; None: full attention."""
-    return [get_window(model, layer) for layer in range(model.layers)]
-
-
-def find_first_window(model: ModelConfig) -> int | None:
-    """Return the window of the first layer that has one. `write_model_config` refuses models whose
-    layers have several different windows."""
-    return next((window for window in list_layer_windows(model) if window is not None), None)
+QWEN2 = MISTRAL.derive(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    LayerTypes(_list_qwen_types, "use_sliding_window", more=(("max_window_layers", Count),)),
+    own={"mixer.qkv_bias": True},
+    fixed={"use_mrope": False},
+)
+QWEN3 = MISTRAL.derive(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    LayerTypes(_list_qwen_types, "use_sliding_window", more=(("max_window_layers", Count),)),
+    Pair("head_dim", "mixer.head_dim", "present"),
+    Pair("attention_bias", BIASES, default=False),
+    own={"mixer.qk_norm": "head"},
+    block=QK_NORMS,
+)
+DENSE_FAMILIES = (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3)

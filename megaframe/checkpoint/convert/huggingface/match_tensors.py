@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megaframe.architecture.spec import ParamSpec
+from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.read_files import (
     TensorHeader,
     check_type,
@@ -24,13 +25,6 @@ from megaframe.errors import UserError
 
 _MAX_NAMED_TENSORS = 5
 """Number of tensors that an error names."""
-_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of the names of buffers that follow from the config, and which some folders contain."""
-_HEAD = "lm_head.weight"
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
-_PREFIXES = {"wte.weight": "transformer.", "embed_tokens.weight": "model."}
-"""What the names of all tensors lack in folders of models that were saved without a head, as
-GPT-2's own was, by a name that shows it."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +32,28 @@ class SkippedTensors:
     """Tensors that a folder may have and the model does not need.
 
     Attributes:
+        family: Says which buffers follow from the config.
         head: Whether the output weights equal the tied embeddings.
         layers: Layers after the last one, which are predictors of further tokens.
     """
 
+    family: Family
     head: bool
     layers: range
 
     def covers(self, name: str) -> bool:
         """Return whether a tensor is one of them, or a buffer that follows from the config."""
-        is_predictor = any(name.startswith(f"model.layers.{layer}.") for layer in self.layers)
-        return name.endswith(_BUFFERS) or (self.head and name == _HEAD) or is_predictor
+        starts = (self.family.layer.format(layer) for layer in self.layers)
+        is_tied = self.head and name == find_end(self.family, "head")
+        return name.endswith(self.family.skipped) or is_tied or name.startswith(tuple(starts))
 
     def describe(self, names: Iterable[str]) -> Iterator[str]:
         """Yield a line for each kind of tensors in a folder that is left out, except buffers."""
-        names = [name for name in names if self.covers(name) and not name.endswith(_BUFFERS)]
-        if _HEAD in names:
-            names.remove(_HEAD)
-            yield f"{_HEAD} is left out: it equals the tied embeddings"
+        skipped, head = self.family.skipped, find_end(self.family, "head")
+        names = [name for name in names if self.covers(name) and not name.endswith(skipped)]
+        if head in names:
+            names.remove(head)
+            yield f"{head} is left out: it equals the tied embeddings"
         if names:
             yield (
                 f"{len(names)} tensors of layer {', '.join(map(str, self.layers))} are left out: "
@@ -63,23 +61,32 @@ class SkippedTensors:
             )
 
 
-def add_missing_prefix(headers: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
-    """Return the tensors of a folder under the names that they have in a model with a head."""
-    prefix = next((prefix for name, prefix in _PREFIXES.items() if name in headers), "")
-    return {
-        name if name == _HEAD or name.startswith(prefix) else f"{prefix}{name}": header
-        for name, header in headers.items()
-    }
+def find_end(family: Family, module: str) -> str:
+    """Return the name of their tensor for the weight of a module of ours before or after layers."""
+    return next(f"{name}.weight" for name, own in family.ends.items() if own == module)
 
 
-def has_other_head(headers: Mapping[str, TensorHeader]) -> bool:
+def restore_prefix(
+    family: Family, headers: Mapping[str, TensorHeader]
+) -> Mapping[str, TensorHeader]:
+    """Return the tensors of a folder under the names that they have in a model with a head. Folders
+    of models that were saved without one, as GPT-2's own was, lack the first part of all names."""
+    embedding = find_end(family, "embedding.tokens")
+    prefix, _, bare = embedding.partition(".")
+    if embedding in headers or bare not in headers:
+        return headers
+    head = find_end(family, "head")
+    return {name if name == head else f"{prefix}.{name}": h for name, h in headers.items()}
+
+
+def has_other_head(family: Family, headers: Mapping[str, TensorHeader]) -> bool:
     """Return whether the output weights of a folder differ from its embeddings. Transformers does
     not tie such weights, whatever the config says."""
-    head = headers.get(_HEAD)
-    embeddings = [headers[name] for name in _EMBEDDINGS if name in headers]
-    if head is None or not embeddings or head.shape != embeddings[0].shape:
+    head = headers.get(find_end(family, "head"))
+    embedding = headers.get(find_end(family, "embedding.tokens"))
+    if head is None or embedding is None or head.shape != embedding.shape:
         return False
-    return not torch.equal(read_tensor(head), read_tensor(embeddings[0]))
+    return not torch.equal(read_tensor(head), read_tensor(embedding))
 
 
 def match_tensors(
@@ -124,11 +131,15 @@ def match_tensors(
 
 
 def refuse_left_out(
-    model: ModelConfig, specs: Iterable[ParamSpec], tensors: Iterable[HuggingFaceTensor]
+    family: Family,
+    model: ModelConfig,
+    specs: Iterable[ParamSpec],
+    tensors: Iterable[HuggingFaceTensor],
 ) -> None:
     """Raise `UserError` unless all weights of the model are parts of the tensors.
 
     Args:
+        family: Has no weights for some that are constant.
         model: The model. Its predictors, and a load that balances experts, change no logit.
         specs: Of all parameters.
         tensors: What is written.
@@ -142,6 +153,8 @@ def refuse_left_out(
     biased = model.moe is not None and model.moe.balance == "bias"
     for spec in specs:
         if spec.name.startswith(predictors) or (spec.role == "balance" and not biased):
+            continue
+        if family.has_constant(spec.name):
             continue
         if taken[spec.name] != spec.size:
             raise UserError(

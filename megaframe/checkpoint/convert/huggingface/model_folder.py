@@ -22,17 +22,15 @@ from torch import Tensor
 
 from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
-from megaframe.checkpoint.convert.huggingface.families import (
-    read_model_config,
-    write_model_config,
-)
-from megaframe.checkpoint.convert.huggingface.family_keys import list_training_keys
+from megaframe.checkpoint.convert.huggingface.families import find_fitting_families, get_family
+from megaframe.checkpoint.convert.huggingface.family import Family, refuse_parts
 from megaframe.checkpoint.convert.huggingface.match_tensors import (
     SkippedTensors,
-    add_missing_prefix,
+    find_end,
     has_other_head,
     match_tensors,
     refuse_left_out,
+    restore_prefix,
 )
 from megaframe.checkpoint.convert.huggingface.read_files import (
     INDEX,
@@ -57,7 +55,7 @@ from megaframe.checkpoint.slices import Box, index_within, split_into_runs
 from megaframe.checkpoint.train_state import make_initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.data.token_file_record import read_recorded_tokenizer
-from megaframe.errors import UserError
+from megaframe.errors import UserError, join_or
 from megaframe.io.regular_file import write_file
 from megaframe.io.run_files import CONFIG_FILE
 from megaframe.model.model_chunk import list_model_specs
@@ -80,7 +78,11 @@ _CONFIG = "config.json"
 
 
 def export_model(
-    checkpoint: Checkpoint, folder: Path, dtype: str | None = None, tokenizer: str | None = None
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    family: str | None = None,
 ) -> list[str]:
     """Write a checkpoint's weights as a folder that `from_pretrained` can load, with its tokenizer.
 
@@ -90,6 +92,7 @@ def export_model(
         dtype: One of fp64, fp32, bf16 or fp16; by default the precision of the run.
         tokenizer: KIND:PATH, `bytes` or `none`; by default that of the run, if it lies with the
             checkpoint.
+        family: The `model_type` to write; by default `model.family` of the run.
 
     Returns:
         A line for each thing that is not exported, or not exactly.
@@ -102,6 +105,7 @@ def export_model(
         raise UserError(f"{folder} already exists; remove it or give another folder")
     state = read_train_state(checkpoint)
     run = state.config
+    row = _choose_family(run.model, family)
     torch_dtype = _TYPES[dtype or run.train.precision]
     name = tokenizer or check_tokenizer_path(run.data.tokenizer, checkpoint.path)
     recorded = read_recorded_tokenizer(state.data)
@@ -109,14 +113,15 @@ def export_model(
     token_ids = {"bos_token_id": exported_tokenizer.eod, "eos_token_id": exported_tokenizer.eod}
     learned = run.model.position == "learned" and run.model.positions
     config = {
-        **write_model_config(run.model, learned or run.train.seq),
+        **row.write_config(run.model, learned or run.train.seq),
         **token_ids,
         "dtype": _get_dtype_name(torch_dtype),
     }
     specs = list_model_specs(run)
     checkpoint.require_shapes({spec.name: spec.shape for spec in specs})
-    tensors = list(map_tensors(run.model, specs))
-    refuse_left_out(run.model, specs, tensors)
+    tensors = list(map_tensors(row, run.model, specs))
+    refuse_left_out(row, run.model, specs, tensors)
+    _check_constants(row, checkpoint, specs)
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -131,6 +136,35 @@ def export_model(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [*exported_tokenizer.notes, *_describe_predictors(run.model)]
+
+
+def _choose_family(model: ModelConfig, name: str | None) -> Family:
+    """Return the family to export.
+
+    Raises:
+        UserError: If neither the command nor the model names one that there is.
+    """
+    refuse_parts(model)
+    name = name or model.family
+    if name is not None:
+        return get_family(name)
+    fitting = find_fitting_families(model)
+    which = f"{join_or(fitting)} computes the same" if fitting else "none computes the same"
+    raise UserError(f"model.family is not set, so an export needs --family; {which} as this model")
+
+
+def _check_constants(family: Family, checkpoint: Checkpoint, specs: list[ParamSpec]) -> None:
+    """Raise `UserError` if weights for which the family has no tensor are not what its code has."""
+    for spec in specs:
+        if family.has_constant(spec.name):
+            assert isinstance(spec.init, Constant)
+            values = torch.empty(spec.shape)
+            checkpoint.load([Slice(spec.name, spec.shape, (0,) * len(spec.shape), values)])
+            if not bool((values == spec.init.value).all()):
+                raise UserError(
+                    f"{spec.name} is not {spec.init.value:g} everywhere, and {family.name} has no "
+                    f"weights there; train with optim.freeze for it, or export another family"
+                )
 
 
 def _describe_predictors(model: ModelConfig) -> list[str]:
@@ -209,14 +243,15 @@ def import_model(folder: Path, target: StorePath) -> ImportedModel:
     if config_file is not None and os.path.lexists(config_file):
         raise UserError(f"{config_file} already exists; remove it or give another folder")
     config = read_json(folder / _CONFIG)
-    headers = add_missing_prefix(read_headers(folder))
-    model = read_model_config(config, [header.shape for header in headers.values()])
-    notes = [*list_training_keys(config)]
-    if model.tie_embeddings and has_other_head(headers):
+    family = get_family(config.get("model_type"))
+    headers = restore_prefix(family, read_headers(folder))
+    model = family.read_model(config, [header.shape for header in headers.values()])
+    notes = [*family.list_training_keys(config)]
+    if model.tie_embeddings and has_other_head(family, headers):
         model = model.model_copy(update={"tie_embeddings": False})
         notes.append(
-            "lm_head.weight differs from the embeddings that tie_word_embeddings=true ties it to, "
-            "so it is read as a head of its own, as transformers does"
+            f"{find_end(family, 'head')} differs from the embeddings that tie_word_embeddings=true "
+            "ties it to, so it is read as a head of its own, as transformers does"
         )
     run = RunConfig(
         model=model,
@@ -226,9 +261,11 @@ def import_model(folder: Path, target: StorePath) -> ImportedModel:
     if mistakes_found := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {mistakes_found[0]}")
     specs = list_model_specs(run)
-    predictors = config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0
-    skipped = SkippedTensors(model.tie_embeddings, range(model.layers, model.layers + predictors))
-    tensors = match_tensors(folder, map_tensors(model, specs), headers, skipped)
+    predictors = family.count_predictors(config)
+    layers = range(model.layers, model.layers + predictors)
+    skipped = SkippedTensors(family, model.tie_embeddings, layers)
+    mapped = map_tensors(family, model, specs, family.read_scales(config))
+    tensors = match_tensors(folder, mapped, headers, skipped)
     boxes, source = _plan_boxes(specs, tensors)
     box_reader = _BoxReader(headers, source)
     checkpoint = assemble_checkpoint(

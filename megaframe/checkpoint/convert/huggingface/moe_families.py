@@ -1,158 +1,244 @@
-"""Keys of Hugging Face configs of families with experts: Mixtral, Qwen3-MoE and DeepSeek, of which
-the last also has latent attention. `dense_families.py` has what they share with dense families.
-"""
+"""Families with experts, some of them with latent attention."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from megaframe.checkpoint.convert.huggingface.config_keys import Size, Text
 from megaframe.checkpoint.convert.huggingface.dense_families import (
-    Keys,
-    find_first_window,
-    read_common,
-    read_qwen_window,
-    read_sliding,
-    write_common,
-    write_sliding,
+    LLAMA,
+    MISTRAL,
+    NO_BIASES,
+    QWEN3,
 )
-from megaframe.config import ModelConfig
+from megaframe.checkpoint.convert.huggingface.facts import Facts
+from megaframe.checkpoint.convert.huggingface.keys import (
+    Key,
+    Keys,
+    Pair,
+    UniformWindow,
+    make_dense_first,
+)
+from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 from megaframe.errors import UserError
 
-_LATENT = {
-    "query_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-    "head_dim": "qk_nope_head_dim",
-    "rotary_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
+_SOFTMAX = {
+    **{"feed_forward.kind": "moe", "moe.score": "softmax", "moe.balance": "sequence"},
+    "moe.normalise": True,
 }
-_DEEPSEEK_MOE = {
-    "experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "ffn": "moe_intermediate_size",
-    "shared": "n_shared_experts",
-    "first": "first_k_dense_replace",
-    "groups": "n_group",
-    "top_groups": "topk_group",
-    "scale": "routed_scaling_factor",
-    "normalise": "norm_topk_prob",
+_SIGMOID = {**_SOFTMAX, "moe.score": "sigmoid", "moe.balance": "bias"}
+_EXPERTS = {
+    "mlp.experts.{expert}.gate_proj": "moe.experts.gate",
+    "mlp.experts.{expert}.up_proj": "moe.experts.up",
+    "mlp.experts.{expert}.down_proj": "moe.experts.down",
 }
-_LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` is."""
+_SHARED = {
+    f"mlp.shared_experts.{name}_proj": f"moe.shared.{name}" for name in ("gate", "up", "down")
+}
+_ROUTER = {"mlp.gate": "moe.router"}
+_BIASED_ROUTER = {**_ROUTER, "mlp.gate.e_score_correction_bias": "moe.balance"}
+_TOP_K = Pair("num_experts_per_tok", "moe.top_k", "value")
+_WIDTH = Pair("moe_intermediate_size", "moe.ffn", "value")
+MIXTRAL = MISTRAL.derive(
+    "mixtral",
+    "MixtralForCausalLM",
+    Pair("intermediate_size", "moe.ffn", "value"),
+    Pair("num_local_experts", "moe.experts", "value"),
+    _TOP_K,
+    UniformWindow(),
+    RotaryKeys(base=1e6),
+    own=_SOFTMAX,
+    training=("router_aux_loss_coef", "router_jitter_noise"),
+    aliases={"num_experts": "num_local_experts"},
+    block={
+        "block_sparse_moe.gate": "moe.router",
+        "block_sparse_moe.experts.{expert}.w1": "moe.experts.gate",
+        "block_sparse_moe.experts.{expert}.w3": "moe.experts.up",
+        "block_sparse_moe.experts.{expert}.w2": "moe.experts.down",
+    },
+)
+QWEN3_MOE = QWEN3.derive(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    Pair("num_experts", "moe.experts", "value"),
+    _TOP_K,
+    _WIDTH,
+    Pair("norm_topk_prob", "moe.normalise", default=False),
+    UniformWindow(switch="use_sliding_window"),
+    Pair("head_dim", "mixer.head_dim"),
+    own=_SOFTMAX | {"moe.balance": "global"},
+    fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+    training=("router_aux_loss_coef",),
+    neutral=("max_window_layers",),
+    aliases={"num_local_experts": "num_experts"},
+    block={**_ROUTER, **_EXPERTS},
+)
 _METHODS = ("greedy", "group_limited_greedy")
 """DeepSeek-V2's ways to choose experts, without and with groups."""
 
 
-def read_mixtral(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of Mixtral."""
-    moe = {
-        "experts": config["num_local_experts"],
-        "top_k": config["num_experts_per_tok"],
-        "normalise": True,
-        "score": "softmax",
-        "balance": "sequence",
-    }
-    return {**read_sliding(config), "moe": moe}
+@dataclass(frozen=True)
+class Groups(Key):
+    """Groups of experts, of which a token may use a few.
 
-
-def write_mixtral(model: ModelConfig) -> Keys:
-    """Return the keys of a config of Mixtral."""
-    assert model.moe is not None
-    return {
-        **write_sliding(model),
-        "num_local_experts": model.moe.experts,
-        "num_experts_per_tok": model.moe.top_k,
-        "intermediate_size": model.moe.ffn or model.ffn,
-    }
-
-
-def read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of Qwen3 with experts."""
-    moe = {
-        "experts": config["num_experts"],
-        "top_k": config["num_experts_per_tok"],
-        "ffn": config["moe_intermediate_size"],
-        "normalise": config.get("norm_topk_prob", False),
-        "score": "softmax",
-        "balance": "global",
-    }
-    keys = read_sliding({**config, "sliding_window": read_qwen_window(config)})
-    return {**keys, "qk_norm": True, "moe": moe}
-
-
-def write_qwen3_moe(model: ModelConfig) -> Keys:
-    """Return the keys of a config of Qwen3 with experts."""
-    assert model.moe is not None
-    return {
-        **write_sliding(model),
-        "num_experts": model.moe.experts,
-        "num_experts_per_tok": model.moe.top_k,
-        "moe_intermediate_size": model.moe.ffn or model.ffn,
-        "norm_topk_prob": model.moe.normalise,
-        "use_sliding_window": find_first_window(model) is not None,
-    }
-
-
-def read_deepseek(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of `model` for a config of DeepSeek.
-
-    Raises:
-        UserError: For keys and values that do not belong to all heads, and for what has no key
-            here.
+    Attributes:
+        needed: Whether the keys must have values.
+        methods: Whether a key says if there are groups.
+        best: Scores that a group's score is the sum of.
     """
-    keys = read_common(config)
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
-    if kv_heads not in (None, heads):
-        raise UserError(
-            f"num_key_value_heads={kv_heads} is not num_attention_heads={heads}, and latent "
-            f"attention has keys and values for every head"
-        )
-    widths = [config["qk_rope_head_dim"], config["qk_nope_head_dim"]]
-    for key, width in (("head_dim", widths[0]), ("qk_head_dim", sum(widths))):
-        if config.get(key, width) != width:
-            raise UserError(
-                f"{key}={config[key]} is not the {width} that follows from qk_rope_head_dim="
-                f"{widths[0]} and qk_nope_head_dim={widths[1]}; remove it from config.json"
-            )
-    keys["latent"] = {key: config.get(foreign_key) for key, foreign_key in _LATENT.items()}
-    keys["latent"]["norm_eps"] = _LATENT_NORM_EPS
-    moe: Keys = {key: config.get(foreign_key) for key, foreign_key in _DEEPSEEK_MOE.items()}
-    if config["model_type"] == "deepseek_v3":
-        moe |= {"score": "sigmoid", "group_best": 2, "balance": "bias"}
-        if (moe["groups"] or 1) == 1:
-            moe["group_best"] = 1
-    else:
-        moe |= {"score": "softmax", "balance": "sequence"}
-        method = config.get("topk_method") or "greedy"
+
+    needed: bool = False
+    methods: bool = False
+    best: int = 1
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The groups, how many a token may use, and the method."""
+        method = {"topk_method": Text} if self.methods else {}
+        return {"n_group": Size, "topk_group": Size, **method}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The numbers, if they are."""
+        return ("n_group", "topk_group") if self.needed else ()
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the groups."""
+        groups = config.get("n_group") or 1
+        top_groups = config.get("topk_group") or groups
+        method = (config.get("topk_method") if self.methods else _METHODS[1]) or _METHODS[0]
         if method not in _METHODS:
             raise UserError(f"topk_method {reprlib.repr(method)} is none of {', '.join(_METHODS)}")
-        if method == "greedy":
-            moe |= {"groups": 1, "top_groups": 1}
-        if moe.get("normalise"):
-            raise UserError("deepseek_v2: norm_topk_prob=true is not what its code computes")
-        moe["normalise"] = False
-    keys["moe"] = {key: value for key, value in moe.items() if value is not None}
-    return keys
+        if method == _METHODS[0]:
+            groups, top_groups = 1, 1
+        facts.set("moe.groups", groups)
+        facts.set("moe.top_groups", top_groups)
+        facts.set("moe.group_best", self.best if groups > 1 else 1)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the groups."""
+        groups, top_groups = facts.get("moe.groups"), facts.get("moe.top_groups")
+        method = {"topk_method": _METHODS[(groups or 1) > 1]} if self.methods else {}
+        return {"n_group": groups, "topk_group": top_groups, **method}
 
 
-def write_deepseek(model: ModelConfig) -> Keys:
-    """Return the keys of a config of DeepSeek.
+@dataclass(frozen=True)
+class LatentWidths(Key):
+    """Keys that follow from the widths of latent attention, and must be what follows."""
 
-    Raises:
-        UserError: If the model has latent attention without experts.
-    """
-    assert model.latent is not None
-    keys = {
-        **write_common(model),
-        "num_key_value_heads": model.heads,
-        **{foreign_key: getattr(model.latent, key) for key, foreign_key in _LATENT.items()},
+    present_heads: bool = False
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """Heads of keys and values, and widths of heads."""
+        return {"num_key_value_heads": Size, "head_dim": Size, "qk_head_dim": Size}
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The heads, if they must be."""
+        return ("num_key_value_heads",) if self.present_heads else ()
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Refuse what does not follow."""
+        heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+        if kv_heads not in (None, heads):
+            raise UserError(
+                f"num_key_value_heads={kv_heads} is not num_attention_heads={heads}, and latent "
+                f"attention has keys and values for every head"
+            )
+        widths = [config["qk_rope_head_dim"], config["qk_nope_head_dim"]]
+        for key, width in (("head_dim", widths[0]), ("qk_head_dim", sum(widths))):
+            if config.get(key, width) != width:
+                raise UserError(
+                    f"{key}={config[key]} is not the {width} that follows from qk_rope_head_dim="
+                    f"{widths[0]} and qk_nope_head_dim={widths[1]}; remove it from config.json"
+                )
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the heads."""
+        return {"num_key_value_heads": facts.get("mixer.heads")}
+
+
+def _name_code(name: str) -> dict[str, str]:
+    return {
+        f"Auto{kind}": f"{module}_deepseek.{name}{suffix}"
+        for kind, module, suffix in (
+            ("Config", "configuration", "Config"),
+            ("Model", "modeling", "Model"),
+            ("ModelForCausalLM", "modeling", "ForCausalLM"),
+        )
     }
-    moe = model.moe
-    if moe is None:
-        raise UserError("no Hugging Face model has latent attention without experts")
-    keys |= {foreign_key: getattr(moe, key) for key, foreign_key in _DEEPSEEK_MOE.items()}
-    keys["moe_intermediate_size"] = moe.ffn or model.ffn
-    if moe.score == "softmax":
-        keys["topk_method"] = _METHODS[moe.groups > 1]
-    return keys
+
+
+_DEEPSEEK_EXPERTS = (
+    Pair("n_routed_experts", "moe.experts", "value"),
+    _TOP_K,
+    _WIDTH,
+)
+DEEPSEEK_V3 = LLAMA.derive(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    *_DEEPSEEK_EXPERTS,
+    Pair("n_shared_experts", "moe.shared", "value"),
+    Pair("routed_scaling_factor", "moe.scale", "value"),
+    Pair("norm_topk_prob", "moe.normalise", "value"),
+    make_dense_first("first_k_dense_replace", need="value"),
+    Groups(needed=True, best=2),
+    Pair("q_lora_rank", "latent.query_rank", "present"),
+    Pair("kv_lora_rank", "latent.kv_rank", "value"),
+    Pair("qk_nope_head_dim", "latent.head_dim", "value"),
+    Pair("qk_rope_head_dim", "latent.rotary_dim", "value"),
+    Pair("v_head_dim", "latent.value_dim", "value"),
+    LatentWidths(present_heads=True),
+    RotaryKeys(latent=True),
+    own=_SIGMOID | {"mixer.kind": "latent", "latent.norm_eps": 1e-6},
+    fixed={
+        **{**NO_BIASES, "scoring_func": "sigmoid", "moe_layer_freq": 1},
+        **{"rope_interleave": True, "topk_method": "noaux_tc"},
+    },
+    training=("aux_loss_alpha",),
+    neutral=("ep_size", "seq_aux"),
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    block={
+        **{f"self_attn.{name}_proj": None for name in ("k", "v")},
+        "self_attn.q_proj": "latent.query",
+        "self_attn.q_a_proj": "latent.query_down",
+        "self_attn.q_a_layernorm": "attention.query_norm",
+        "self_attn.q_b_proj": "latent.query_up",
+        "self_attn.kv_a_proj_with_mqa": "latent.kv_down",
+        "self_attn.kv_a_layernorm": "attention.kv_norm",
+        "self_attn.kv_b_proj": "attention.kv",
+        **{**_BIASED_ROUTER, **_EXPERTS, **_SHARED},
+    },
+    interleaved=True,
+    has_empty_shared=True,
+    predictors="num_nextn_predict_layers",
+    code=_name_code("DeepseekV3"),
+)
+
+
+def _refuse_normalised(value: bool) -> bool:
+    if value:
+        raise UserError("norm_topk_prob=true is not what its code computes")
+    return value
+
+
+DEEPSEEK_V2 = DEEPSEEK_V3.derive(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    Pair("n_shared_experts", "moe.shared", "present", default=0),
+    Pair("routed_scaling_factor", "moe.scale", default=1.0),
+    Pair("norm_topk_prob", "moe.normalise", default=False, to_fact=_refuse_normalised),
+    make_dense_first("first_k_dense_replace"),
+    Groups(methods=True),
+    LatentWidths(),
+    own={"moe.score": "softmax", "moe.balance": "sequence"},
+    fixed={"scoring_func": "softmax"},
+    aliases={"num_experts": "n_routed_experts", "num_local_experts": None},
+    block={"mlp.gate.e_score_correction_bias": None},
+    code=_name_code("DeepseekV2"),
+)
+MOE_FAMILIES = (MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)

@@ -1,4 +1,5 @@
-"""Rotary positions in Hugging Face configs: their base, and how they are scaled to longer contexts.
+"""Rotary positions in Hugging Face configs: their base, the share of a head that is rotated, and
+how they are scaled to longer contexts.
 
 What transformers computes is decided by `RotaryEmbeddingConfigMixin` and
 `_compute_yarn_parameters` (`modeling_rope_utils.py`): which of two sections it takes, and which
@@ -10,16 +11,16 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megaframe.architecture.rotary import compute_yarn_mscale
-from megaframe.config import ModelConfig, RotaryScalingConfig
+from megaframe.checkpoint.convert.huggingface.config_keys import Positive, RopeKeys, Share
+from megaframe.checkpoint.convert.huggingface.facts import Facts
+from megaframe.checkpoint.convert.huggingface.keys import Key, Keys
+from megaframe.config import RotaryScalingConfig
 from megaframe.errors import UserError
 
-Keys = dict[str, Any]
-
-_DEFAULT_BASES = {"mixtral": 1e6}
-"""Rotary bases of families for which it is not 10000 unless the config gives another."""
 _NEEDED = {
     "default": (),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -32,20 +33,68 @@ _OPTIONAL = {
 _ALWAYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
-def read_rotary(config: Mapping[str, Any], *, latent: bool) -> Keys:
-    """Return the keys of `model` about rotary positions.
+@dataclass(frozen=True)
+class RotaryKeys(Key):
+    """The base of rotary positions, their scaling, and the share of a head that they rotate.
 
-    Args:
-        config: The config. Of two sections transformers takes `rope_scaling`, and nothing of the
-            other one.
+    Attributes:
+        base: The base of a config without one.
+        share: The share of a config without one; None if code rotates whole heads always.
+        share_name: The key of the share.
         latent: Whether attention is latent, where `mscale_all_dim` also scales the scores.
+    """
+
+    base: float = 10000.0
+    share: float | None = None
+    share_name: str = "partial_rotary_factor"
+    latent: bool = False
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The sections, and the keys that older configs have outside."""
+        share = {} if self.share is None else {self.share_name: Share}
+        rope = RopeKeys | None
+        return {"rope_theta": Positive, "rope_parameters": rope, "rope_scaling": rope, **share}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set what is rotated, and how.
+
+        Raises:
+            UserError: For a scaling that is not supported, or keys that do not belong to it.
+        """
+        # Of two sections transformers takes `rope_scaling`, and nothing of the other one.
+        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        rope = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
+        kind = read_rope_kind(name, rope)
+        facts.set("mixer.rotary", True)
+        facts.set(
+            "mixer.rotary_base", rope.get("rope_theta") or config.get("rope_theta") or self.base
+        )
+        share = rope.get("partial_rotary_factor")
+        if self.share is not None:
+            outside = config.get(self.share_name)
+            share = share or (self.share if outside is None else outside)
+            set_share(facts, share)
+        elif share not in (None, 1):
+            raise UserError(f"{name}.partial_rotary_factor={share} is not supported, only 1.0")
+        for key, value in _read_scaling(kind, rope, self.latent).items():
+            facts.set(f"rotary_scaling.{key}", value)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the section `rope_parameters`."""
+        share = facts.get("mixer.rotary_fraction")
+        section = {"rope_theta": facts.get("mixer.rotary_base"), **write_scaling(facts)}
+        if self.share is not None and share is not None:
+            section["partial_rotary_factor"] = share
+        return {"rope_parameters": section}
+
+
+def read_rope_kind(name: str, rope: Mapping[str, Any]) -> str:
+    """Return the kind of scaling of a section.
 
     Raises:
-        UserError: For a scaling that is not supported, or keys that do not belong to it.
+        UserError: If it is not known, lacks keys, or has keys that it does not read.
     """
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
-    base = rope.get("rope_theta") or config.get("rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _NEEDED:
         raise UserError(f"rope_type {reprlib.repr(kind)} is not one of {', '.join(_NEEDED)}")
@@ -57,10 +106,18 @@ def read_rotary(config: Mapping[str, Any], *, latent: bool) -> Keys:
                 f"{name}.{key}={reprlib.repr(rope[key])} does not belong to rope_type={kind!r}; "
                 "remove it from config.json, or give the rope_type that reads it"
             )
-    return {
-        "rotary_base": base or _DEFAULT_BASES.get(config["model_type"], 10000.0),
-        "rotary_scaling": _read_scaling(kind, rope, latent),
-    }
+    return str(kind)
+
+
+def set_share(facts: Facts, share: float) -> None:
+    """Set the share of heads that is rotated, as transformers rounds their width."""
+    head_dim = facts.get("mixer.head_dim")
+    if head_dim is None:
+        head_dim = facts.get("hidden") // facts.get("mixer.heads")
+    facts.set("mixer.rotary_fraction", int(head_dim * share) / head_dim if head_dim else share)
+
+
+_FIELDS = tuple(RotaryScalingConfig.model_fields)
 
 
 def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
@@ -110,12 +167,11 @@ def _read_strengths(rope: Mapping[str, Any], latent: bool) -> Keys:
     return {"mscale": own_mscale, "mscale_all_dim": own_over_all}
 
 
-def write_rotary(model: ModelConfig) -> Keys:
-    """Return the section `rope_parameters` of a config."""
-    return {"rope_theta": model.rotary_base, **_write_scaling(model.rotary_scaling)}
-
-
-def _write_scaling(scaling: RotaryScalingConfig) -> Keys:
+def write_scaling(facts: Facts) -> Keys:
+    """Return the keys of the scaling."""
+    keys = {name: facts.shared.get(f"rotary_scaling.{name}") for name in _FIELDS}
+    given = {name: value for name, value in keys.items() if value is not None}
+    scaling = RotaryScalingConfig.model_validate(given)
     if scaling.kind == "none":
         return {"rope_type": "default"}
     shared = {

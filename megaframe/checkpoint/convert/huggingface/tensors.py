@@ -1,9 +1,10 @@
 """Maps each tensor of a Hugging Face model ("theirs") to boxes of megaframe's tensors ("ours").
 
 A tensor of theirs is a matrix that stacks some of our boxes, each flattened to outputs x inputs.
-There are two exceptions: GPT-2's matrices are transposed, and DeepSeek interleaves the rows of
-rotary pairs, i next to i + D/2, while ours keep the two halves apart. Export and import both use
-this mapping.
+Matrices may be transposed, several may be one tensor with a dim more, and the rows of rotary pairs
+may be interleaved, i next to i + D/2, while ours keep the two halves apart. Numbers may differ by a
+factor and an offset. Export and import both use this mapping, which follows from the names of a
+family (`family.py`).
 
 Shape legend: O rows, I columns of a matrix.
 """
@@ -11,16 +12,18 @@ Shape legend: O rows, I columns of a matrix.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaframe.architecture.moe import has_experts
 from megaframe.architecture.spec import Box, ParamSpec
-from megaframe.checkpoint.convert.huggingface.families import find_family
-from megaframe.checkpoint.convert.huggingface.same_model import simplify_model
+from megaframe.checkpoint.convert.huggingface.facts import describe_model
+from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.config import ModelConfig
+
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,18 @@ class TensorPart:
     """A box of one of our tensors, as a matrix of `rows` rows.
 
     Attributes:
-        pairs: Whether theirs interleaves its rows in rotary pairs.
+        head: Rows of a head, if theirs interleaves rotary pairs.
+        rotated: Of these, how many first ones are pairs.
+        scale: Ours are theirs times this,
+        offset: plus this.
     """
 
     spec: ParamSpec
     box: Box
-    pairs: bool = False
+    head: int = 0
+    rotated: int = 0
+    scale: float = 1.0
+    offset: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -53,15 +62,26 @@ class TensorPart:
     def to_hugging_face(self, tensor: Tensor) -> Tensor:
         """Convert the contents of the box to their layout: [O, I], or [O] for a vector."""
         flat = tensor.reshape(self.rows, -1) if self._inputs else tensor.reshape(-1)
-        if self.pairs:
-            flat = flat.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        return flat
+        if self.rotated:
+            flat = self._permute(flat, (2, -1))
+        if self.offset:
+            flat = flat - self.offset
+        return flat / self.scale if self.scale != 1.0 else flat
 
     def from_hugging_face(self, tensor: Tensor) -> Tensor:
         """Convert rows in their layout to the contents of the box."""
-        if self.pairs:
-            tensor = tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+        if self.scale != 1.0:
+            tensor = tensor * self.scale
+        if self.offset:
+            tensor = tensor + self.offset
+        if self.rotated:
+            tensor = self._permute(tensor, (-1, 2))
         return tensor.reshape(self.box.shape)
+
+    def _permute(self, rows: Tensor, sizes: tuple[int, int]) -> Tensor:
+        heads = rows.unflatten(0, (-1, self.head))
+        pairs = heads[:, : self.rotated].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+        return torch.cat([pairs, heads[:, self.rotated :]], 1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,9 @@ class HuggingFaceTensor:
     """A tensor of a Hugging Face model: the parts that are stacked in it.
 
     Attributes:
+        transposed: Whether its matrices are.
+        matrices: Number of matrices, each of as many parts, along a first dim that others do not
+            have.
         zeros: Shape of a tensor of zeros, which has no parts: it is written, and what a folder has
             under this name is not read.
     """
@@ -76,6 +99,7 @@ class HuggingFaceTensor:
     name: str
     parts: tuple[TensorPart, ...]
     transposed: bool = False
+    matrices: int = 0
     zeros: tuple[int, ...] | None = None
 
     @property
@@ -87,7 +111,9 @@ class HuggingFaceTensor:
         if self.parts[0].is_vector:
             return (rows,)
         columns = sum(part.box.size for part in self.parts) // rows
-        return (columns, rows) if self.transposed else (rows, columns)
+        rows //= self.matrices or 1
+        matrix = (columns, rows) if self.transposed else (rows, columns)
+        return (self.matrices, *matrix) if self.matrices else matrix
 
     def join(self, boxes: Sequence[Tensor]) -> Tensor:
         """Build their tensor from the contents of our boxes, in the order of the parts."""
@@ -95,204 +121,191 @@ class HuggingFaceTensor:
             return torch.zeros(self.zeros)
         rows = [part.to_hugging_face(box) for part, box in zip(self.parts, boxes, strict=True)]
         tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return (tensor.t() if self.transposed else tensor).contiguous()
+        if self.matrices:
+            tensor = tensor.unflatten(0, (self.matrices, -1))
+        return (tensor.mT if self.transposed else tensor).contiguous()
 
     def split(self, tensor: Tensor) -> Iterator[tuple[TensorPart, Tensor]]:
         """Split their tensor into the contents of our boxes. Its number of rows must match the
         parts; otherwise torch raises RuntimeError."""
-        rows = tensor.t() if self.transposed else tensor
+        rows = tensor.mT if self.transposed else tensor
+        rows = rows.flatten(0, 1) if self.matrices else rows
         row_blocks = rows.split([part.rows for part in self.parts])
         for part, rows_of_part in zip(self.parts, row_blocks, strict=True):
             yield part, part.from_hugging_face(rows_of_part)
 
 
-def map_tensors(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[HuggingFaceTensor]:
+def map_tensors(
+    family: Family,
+    model: ModelConfig,
+    specs: Iterable[ParamSpec],
+    scales: Mapping[str, float] | None = None,
+) -> Iterator[HuggingFaceTensor]:
     """Yield all tensors of the Hugging Face model that corresponds to `model`.
 
     Predictors of further tokens are left out, because Hugging Face's code does not run them.
 
     Args:
+        family: Has the names.
         model: The `model` section of the run's config.
         specs: Specs of our parameters.
+        scales: Factors of their config that are no part of `model`, by the module of ours whose
+            weights are multiplied by them.
     """
-    names = _PartBuilder({spec.name: spec for spec in specs})
-    model = simplify_model(model)
-    gpt2 = find_family(model) == "gpt2"
-    yield from _map_gpt2_ends(names) if gpt2 else _map_ends(names)
-    for layer in range(model.layers):
-        yield from _map_gpt2_block(names, layer) if gpt2 else _map_block(names, model, layer)
+    facts, specs_by_name = describe_model(model), {spec.name: spec for spec in specs}
+    shared = facts.shared
+    ends = _Names(family, shared, {}, specs_by_name, scales or {}, "", "")
+    yield from ends.map_all(family.ends)
+    for number, layer in enumerate(facts.layers):
+        prefix, foreign = f"blocks.{number}.", family.layer.format(number)
+        names = _Names(family, shared, layer, specs_by_name, {}, prefix, foreign)
+        yield from names.map_all(family.block)
 
 
-class _PartBuilder:
-    """Our specs by name. Builds parts of them."""
-
-    def __init__(self, specs: Mapping[str, ParamSpec]) -> None:
-        self._specs = specs
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._specs
-
-    def make_part(self, name: str, *index: int | slice, pairs: bool = False) -> TensorPart:
-        """Return the part of a tensor that an index of ints and plain slices selects, dim by
-        dim."""
-        spec = self._specs[name]
-        offset, shape = [0] * len(spec.shape), list(spec.shape)
-        for dim, where in enumerate(index):
-            span = slice(where, where + 1) if isinstance(where, int) else where
-            start, stop, _ = span.indices(spec.shape[dim])
-            offset[dim], shape[dim] = start, stop - start
-        return TensorPart(spec, Box(tuple(offset), tuple(shape)), pairs)
-
-    def map_one(
-        self, foreign_name: str, name: str, *, transposed: bool = False
-    ) -> HuggingFaceTensor:
-        """Return a tensor of theirs that equals one of ours, except for transposition."""
-        return HuggingFaceTensor(foreign_name, (self.make_part(name),), transposed)
+_SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
+    "attention.query": ("attention.qkv", (_ALL, slice(0, -2))),
+    "attention.key": ("attention.qkv", (_ALL, slice(-2, -1))),
+    "attention.value": ("attention.qkv", (_ALL, slice(-1, None))),
+    **{f"{mlp}.gate": (f"{mlp}.up", (slice(0, 1),)) for mlp in ("mlp", "moe.shared")},
+    **{f"{mlp}.up": (f"{mlp}.up", (slice(-1, None),)) for mlp in ("mlp", "moe.shared")},
+    "moe.experts.gate": ("moe.experts.up", (slice(0, 1),)),
+    "moe.experts.up": ("moe.experts.up", (slice(-1, None),)),
+}
+"""Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
 
 
-_ALL = slice(None)
+@dataclass(frozen=True)
+class _Names:
+    """What the names of a family mean at the ends of a model, or in one of its layers.
 
+    Attributes:
+        family: Has the names.
+        shared: The facts of the model.
+        layer: Those of the layer.
+        specs: Ours, by name.
+        scales: As `map_tensors` has them.
+        prefix: Of our names.
+        foreign_prefix: Of theirs.
+    """
 
-def _map_ends(names: _PartBuilder) -> Iterator[HuggingFaceTensor]:
-    yield names.map_one("model.embed_tokens.weight", "embedding.tokens.weight")
-    yield names.map_one("model.norm.weight", "head.norm.gain")
-    if "head.weight" in names:
-        yield names.map_one("lm_head.weight", "head.weight")
+    family: Family
+    shared: Mapping[str, Any]
+    layer: Mapping[str, Any]
+    specs: Mapping[str, ParamSpec]
+    scales: Mapping[str, float]
+    prefix: str
+    foreign_prefix: str
 
+    def map_all(self, names: Mapping[str, str]) -> Iterator[HuggingFaceTensor]:
+        """Yield the tensors of those modules of theirs that the model has.
 
-def _map_gpt2_ends(names: _PartBuilder) -> Iterator[HuggingFaceTensor]:
-    yield names.map_one("transformer.wte.weight", "embedding.tokens.weight")
-    yield names.map_one("transformer.wpe.weight", "embedding.positions.weight")
-    for name, foreign_name in (("gain", "weight"), ("bias", "bias")):
-        yield names.map_one(f"transformer.ln_f.{foreign_name}", f"head.norm.{name}")
-    if "head.weight" in names:
-        yield names.map_one("lm_head.weight", "head.weight")
+        Args:
+            names: Modules of theirs, and the modules of ours that are stacked in each.
+        """
+        experts = range(self.shared.get("moe.experts", 0))
+        for foreign, modules in names.items():
+            name, own = f"{self.foreign_prefix}{foreign}", modules.split()
+            if own == ["moe.balance"]:
+                yield from self._map_balance(name)
+            elif own[0].startswith("moe.all_experts."):
+                own = [module.replace("all_experts", "experts") for module in own]
+                yield from self._map_module(name, own, experts, len(experts))
+            elif "{expert}" in name:
+                for expert in experts:
+                    yield from self._map_module(name.format(expert=expert), own, [expert])
+            else:
+                yield from self._map_module(name, own, [0])
 
+    def _map_balance(self, name: str) -> Iterator[HuggingFaceTensor]:
+        spec = self.specs.get(f"{self.prefix}moe.router.balance")
+        if spec is not None and self.shared["moe.balance"] == "bias":
+            yield HuggingFaceTensor(name, (_make_part(spec),))
+        elif spec is not None:
+            yield HuggingFaceTensor(name, (), zeros=(self.shared["moe.experts"],))
 
-def _map_gpt2_block(names: _PartBuilder, layer: int) -> Iterator[HuggingFaceTensor]:
-    prefix, foreign_prefix = f"blocks.{layer}", f"transformer.h.{layer}"
-    for kind, norm in (("attention", "ln_1"), ("mlp", "ln_2")):
-        for name, foreign_name in (("gain", "weight"), ("bias", "bias")):
-            yield names.map_one(
-                f"{foreign_prefix}.{norm}.{foreign_name}", f"{prefix}.{kind}_norm.{name}"
-            )
-    for kind in ("weight", "bias"):
-        matrix = kind == "weight"
-        qkv = f"{prefix}.attention.qkv.{kind}"
-        parts = tuple(names.make_part(qkv, _ALL, number) for number in range(3))
-        yield HuggingFaceTensor(f"{foreign_prefix}.attn.c_attn.{kind}", parts, matrix)
-        for name, foreign_name in (
-            ("attention.output", "attn.c_proj"),
-            ("mlp.up", "mlp.c_fc"),
-            ("mlp.down", "mlp.c_proj"),
-        ):
-            yield names.map_one(
-                f"{foreign_prefix}.{foreign_name}.{kind}",
-                f"{prefix}.{name}.{kind}",
-                transposed=matrix,
-            )
+    def _map_module(
+        self, name: str, modules: Sequence[str], experts: Sequence[int], matrices: int = 0
+    ) -> Iterator[HuggingFaceTensor]:
+        """Yield weight and bias of a module of theirs, if all its modules of ours have one.
 
+        Args:
+            name: Of theirs.
+            modules: Those of ours.
+            experts: Whose matrices they are, if they are of experts.
+            matrices: Number of matrices, if theirs has a dim for it.
+        """
+        for kind in ("weight", "bias"):
+            found = [self._find_parts(m, kind, expert) for expert in experts for m in modules]
+            parts = tuple(part for parts_of_module in found for part in parts_of_module)
+            if found and all(found):
+                turned = self.family.transposed and bool(self.layer) and not parts[0].is_vector
+                yield HuggingFaceTensor(f"{name}.{kind}", parts, turned, matrices)
+            elif kind == "weight" and modules[0].startswith("moe.shared."):
+                yield from self._map_empty_shared(f"{name}.weight", modules[0])
 
-def _map_block(names: _PartBuilder, model: ModelConfig, layer: int) -> Iterator[HuggingFaceTensor]:
-    prefix, foreign_prefix = f"blocks.{layer}", f"model.layers.{layer}"
-    yield names.map_one(f"{foreign_prefix}.input_layernorm.weight", f"{prefix}.attention_norm.gain")
-    yield names.map_one(
-        f"{foreign_prefix}.post_attention_layernorm.weight", f"{prefix}.mlp_norm.gain"
-    )
-    attention = _map_attention if model.latent is None else _map_latent_attention
-    yield from attention(names, model, f"{prefix}.attention", f"{foreign_prefix}.self_attn")
-    if model.moe is not None and has_experts(model.moe, layer):
-        yield from _map_experts(names, model, f"{prefix}.moe", foreign_prefix)
-    else:
-        yield from _map_mlp(names, f"{prefix}.mlp", f"{foreign_prefix}.mlp")
+    def _map_empty_shared(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
+        """Yield a matrix without elements, which code has for shared experts without width."""
+        if self.family.has_empty_shared and f"{self.prefix}moe.router.weight" in self.specs:
+            hidden = self.shared["hidden"]
+            shape = (hidden, 0) if module.endswith(".down") else (0, hidden)
+            yield HuggingFaceTensor(name, (), zeros=shape)
 
+    def _find_parts(self, module: str, kind: str, expert: int) -> list[TensorPart]:
+        """Return the parts of ours that a module stands for; none if the model has none."""
+        if module.startswith("latent."):
+            return self._find_latent_parts(module, kind)
+        own, slices = _SLICES.get(module, (module, ()))
+        spec = self.specs.get(f"{self.prefix}{own}.{kind}")
+        if kind == "weight" and spec is None:
+            spec = self.specs.get(f"{self.prefix}{own}.gain")
+        if spec is None:
+            return []
+        of_experts = own.startswith("moe.experts.")
+        if own.endswith(".up") and int(of_experts) not in spec.fused:  # without a gate
+            if module.endswith(".gate"):
+                return []
+            slices = ()
+        if of_experts:
+            slices = (slice(expert, expert + 1), *slices)
+        part = _make_part(spec, slices)
+        if spec.role == "gain":
+            part = replace(part, offset=self.family.norm_offset)
+        if self.family.interleaved and module in ("attention.query", "attention.key"):
+            head = spec.shape[2]
+            share = self.layer.get("mixer.rotary_fraction", 0.0)
+            part = replace(part, head=head, rotated=round(share * head))
+        return [replace(part, scale=self.scales.get(module, 1.0))]
 
-def _map_attention(
-    names: _PartBuilder, model: ModelConfig, prefix: str, foreign_prefix: str
-) -> Iterator[HuggingFaceTensor]:
-    groups = model.heads // model.kv_heads
-    for kind in ("weight", "bias"):
-        qkv = f"{prefix}.qkv.{kind}"
-        if qkv not in names:
-            continue
-        for letter, heads in (("q", slice(0, groups)), ("k", groups), ("v", groups + 1)):
-            yield HuggingFaceTensor(
-                f"{foreign_prefix}.{letter}_proj.{kind}", (names.make_part(qkv, _ALL, heads),)
-            )
-    yield names.map_one(f"{foreign_prefix}.o_proj.weight", f"{prefix}.output.weight")
-    for name, foreign_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-        if f"{prefix}.{name}.gain" in names:
-            yield names.map_one(f"{foreign_prefix}.{foreign_name}.weight", f"{prefix}.{name}.gain")
-
-
-def _map_latent_attention(
-    names: _PartBuilder, model: ModelConfig, prefix: str, foreign_prefix: str
-) -> Iterator[HuggingFaceTensor]:
-    """Map latent attention. In their layout, the rotated part of a head follows the rest of the
-    head, with its pairs interleaved."""
-    latent = model.latent
-    assert latent is not None
-    rank, down = latent.query_rank or 0, f"{prefix}.down.weight"
-    rotated = rank + latent.kv_rank
-    if rank:
-        yield HuggingFaceTensor(
-            f"{foreign_prefix}.q_a_proj.weight", (names.make_part(down, slice(0, rank)),)
+    def _find_latent_parts(self, module: str, kind: str) -> list[TensorPart]:
+        """Return the parts of a module of latent attention. In their layout, the rotated part of a
+        head follows the rest of the head, with its pairs interleaved."""
+        query, down = (
+            self.specs.get(f"{self.prefix}attention.{n}.{kind}") for n in ("query", "down")
         )
-        yield names.map_one(f"{foreign_prefix}.q_a_layernorm.weight", f"{prefix}.query_norm.gain")
-    yield HuggingFaceTensor(
-        f"{foreign_prefix}.kv_a_proj_with_mqa.weight",
-        (
-            names.make_part(down, slice(rank, rotated)),
-            names.make_part(down, slice(rotated, None), pairs=True),
-        ),
-    )
-    yield names.map_one(f"{foreign_prefix}.kv_a_layernorm.weight", f"{prefix}.kv_norm.gain")
-    parts: list[TensorPart] = []
-    for head in range(model.heads):
-        query, turn = f"{prefix}.query.weight", latent.rotary_dim
-        parts.append(names.make_part(query, head, slice(turn, None)))
-        parts.append(names.make_part(query, head, slice(0, turn), pairs=True))
-    yield HuggingFaceTensor(
-        f"{foreign_prefix}.{'q_b_proj' if rank else 'q_proj'}.weight", tuple(parts)
-    )
-    yield names.map_one(f"{foreign_prefix}.kv_b_proj.weight", f"{prefix}.kv.weight")
-    yield names.map_one(f"{foreign_prefix}.o_proj.weight", f"{prefix}.output.weight")
+        if query is None or down is None:
+            return []
+        rank, kv_rank = self.shared["latent.query_rank"] or 0, self.shared["latent.kv_rank"]
+        turn = self.shared["latent.rotary_dim"]
+        pairs = {"head": turn, "rotated": turn if self.family.interleaved else 0}
+        if module == "latent.query_down":
+            return [_make_part(down, (slice(0, rank),))] if rank else []
+        if module == "latent.kv_down":
+            latent, rotated = slice(rank, rank + kv_rank), slice(rank + kv_rank, None)
+            return [_make_part(down, (latent,)), replace(_make_part(down, (rotated,)), **pairs)]
+        if bool(rank) != (module == "latent.query_up"):
+            return []
+        parts: list[TensorPart] = []
+        for number in range(query.shape[0]):
+            head = slice(number, number + 1)
+            parts.append(_make_part(query, (head, slice(turn, None))))
+            parts.append(replace(_make_part(query, (head, slice(0, turn))), **pairs))
+        return parts
 
 
-def _map_mlp(names: _PartBuilder, prefix: str, foreign_prefix: str) -> Iterator[HuggingFaceTensor]:
-    for number, name in enumerate(("gate_proj", "up_proj")):
-        yield HuggingFaceTensor(
-            f"{foreign_prefix}.{name}.weight", (names.make_part(f"{prefix}.up.weight", number),)
-        )
-    yield names.map_one(f"{foreign_prefix}.down_proj.weight", f"{prefix}.down.weight")
-
-
-def _map_experts(
-    names: _PartBuilder, model: ModelConfig, prefix: str, foreign_prefix: str
-) -> Iterator[HuggingFaceTensor]:
-    assert model.moe is not None
-    mixtral = find_family(model) == "mixtral"
-    foreign_prefix += ".block_sparse_moe" if mixtral else ".mlp"
-    yield names.map_one(f"{foreign_prefix}.gate.weight", f"{prefix}.router.weight")
-    if find_family(model) == "deepseek_v3":
-        name = f"{foreign_prefix}.gate.e_score_correction_bias"
-        if model.moe.balance == "bias":
-            yield names.map_one(name, f"{prefix}.router.balance")
-        else:
-            yield HuggingFaceTensor(name, (), zeros=(model.moe.experts,))
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for expert in range(model.moe.experts):
-        name = f"{foreign_prefix}.experts.{expert}"
-        for number, other in enumerate((gate, up)):
-            part = names.make_part(f"{prefix}.experts.up.weight", expert, number)
-            yield HuggingFaceTensor(f"{name}.{other}.weight", (part,))
-        yield HuggingFaceTensor(
-            f"{name}.{down}.weight", (names.make_part(f"{prefix}.experts.down.weight", expert),)
-        )
-    if model.moe.shared:
-        yield from _map_mlp(names, f"{prefix}.shared", f"{foreign_prefix}.shared_experts")
-    elif model.latent is not None:  # DeepSeek's code then has shared experts without width
-        names_and_shapes = {"gate": (0, model.hidden), "up": (0, model.hidden)}
-        for name, shape in {**names_and_shapes, "down": (model.hidden, 0)}.items():
-            foreign_name = f"{foreign_prefix}.shared_experts.{name}_proj.weight"
-            yield HuggingFaceTensor(foreign_name, (), zeros=shape)
+def _make_part(spec: ParamSpec, slices: Sequence[slice] = ()) -> TensorPart:
+    """Return the part of a tensor that slices of its first dims select."""
+    offset, shape = [0] * len(spec.shape), list(spec.shape)
+    for dim, where in enumerate(slices):
+        start, stop, _ = where.indices(spec.shape[dim])
+        offset[dim], shape[dim] = start, stop - start
+    return TensorPart(spec, Box(tuple(offset), tuple(shape)))

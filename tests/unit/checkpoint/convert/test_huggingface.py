@@ -23,11 +23,7 @@ from transformers_models import (
 from megaframe.architecture.window import list_windows
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
-from megaframe.checkpoint.convert.huggingface.families import (
-    ARCHITECTURES,
-    read_model_config,
-    write_model_config,
-)
+from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
 from megaframe.checkpoint.inspect import find_damage
 from megaframe.config import ModelConfig
 from megaframe.errors import UserError
@@ -118,6 +114,10 @@ MODELS = {
 }
 
 
+def read_model(config):
+    return get_family(config["model_type"]).read_model(config)
+
+
 def save_model(name, path):
     """Save a random model of this kind to `path`, and return its logits."""
     return save_random_model(MODELS[name](), path)
@@ -134,7 +134,7 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert type(reloaded).__name__ in ARCHITECTURES.values()
+    assert type(reloaded).__name__ == FAMILIES[reloaded.config.model_type].architecture
     assert torch.equal(compute_logits(reloaded.eval()), expected_logits)
 
 
@@ -230,55 +230,88 @@ OWN_MODELS = {
         ],
     },
 }
+FAMILY_OF = {
+    **{"yarn_mscale": "llama", "predictors": "llama", "blocks": "ministral"},
+    "expert_blocks": "mixtral",
+}
+"""Of those whose name does not begin with it."""
 
 
 @pytest.mark.parametrize("name", OWN_MODELS)
 def test_an_export_computes_the_same(name, tmp_path):
     checkpoint = make_random_checkpoint(tmp_path / "checkpoints", **OWN_MODELS[name])
+    family = FAMILY_OF.get(name) or next(
+        f for f in sorted(FAMILIES, reverse=True) if name.startswith(f)
+    )
     with open_checkpoint(checkpoint) as opened:
-        folders.export_model(opened, tmp_path / "theirs", tokenizer="none")
+        folders.export_model(opened, tmp_path / "theirs", tokenizer="none", family=family)
     assert_same_logits(checkpoint, tmp_path / "theirs")
     again = folders.import_model(tmp_path / "theirs", tmp_path / "again").checkpoint
     assert_same_logits(again, tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("family", "keys", "message"),
     [
         (
+            "mixtral",
             {**OWN, "moe": {"experts": 4, "score": "softmax", "balance": "bias"}},
-            "as mixtral:\n  model.moe.balance='bias' would become 'none', and the bias takes part",
+            "no mixtral of Hugging Face matches this config:\n  model.moe.balance='bias' would "
+            "become 'none', and the bias takes part",
         ),
         (
+            "qwen3_moe",
             {**OWN, "qk_norm": True, "moe": {**OWN_EXPERTS["moe"], "balance": "bias"}},
-            "as qwen3_moe:\n  model.moe.balance='bias' would become 'none'",
+            "\n  model.moe.balance='bias' would become 'none'",
         ),
         (
+            "deepseek_v2",
             {
                 **OWN_LATENT,
                 "moe": {**OWN_LATENT["moe"], "score": "softmax", "normalise": False},
             },
-            "as deepseek_v2:\n  model.moe.balance='bias' would become 'none'",
+            "\n  model.moe.balance='bias' would become 'none'",
         ),
         (
+            "deepseek_v3",
             {**OWN_LATENT, "norm_eps": 1e-5},
             "model.latent.norm_eps=1e-05 would become 1e-06; train with model.latent.norm_eps=1e-6",
         ),
         (
+            "llama",
             {**OWN, "blocks": [{"mixer": {"softcap": 30.0}}, {}]},
-            "no Hugging Face model matches model.blocks: layer 0 has mixer.softcap=30.0",
+            "layer 0: mixer.softcap=30.0 would become None",
         ),
         (
+            "mixtral",
             {**OWN_EXPERTS, "blocks": [{"feed_forward": {"kind": "moe"}}, {}]},
-            "model.blocks: layer 1 has feed_forward",
+            "layer 1: feed_forward.kind='mlp' would become 'moe'",
         ),
-        ({**OWN_EXPERTS, "moe": {**OWN_EXPERTS["moe"], "scale": 1.5}}, "moe.scale=1.5 would"),
+        (
+            "mixtral",
+            {**OWN_EXPERTS, "moe": {**OWN_EXPERTS["moe"], "scale": 1.5}},
+            "moe.scale=1.5 would",
+        ),
+        ("deepseek_v3", OWN, "deepseek_v3: n_routed_experts is missing"),
     ],
 )
-def test_models_that_no_family_computes_are_refused(keys, message):
+def test_models_that_no_family_computes_are_refused(family, keys, message):
     with pytest.raises(UserError) as error:
-        write_model_config(ModelConfig(**keys), 64)
+        get_family(family).write_config(ModelConfig(**keys), 64)
     assert message in str(error.value)
+
+
+def test_a_family_is_named_and_not_guessed(tmp_path):
+    checkpoint = make_random_checkpoint(tmp_path / "checkpoints", **OWN)
+    with open_checkpoint(checkpoint) as opened:
+        with pytest.raises(
+            UserError, match=r"needs --family; .*llama.*mistral.* computes the same"
+        ):
+            folders.export_model(opened, tmp_path / "theirs", tokenizer="none")
+        with pytest.raises(UserError, match="model_type 'lama' is not one of gpt2"):
+            folders.export_model(opened, tmp_path / "theirs", tokenizer="none", family="lama")
+        folders.export_model(opened, tmp_path / "theirs", tokenizer="none", family="mistral")
+    assert json.loads((tmp_path / "theirs/config.json").read_text())["model_type"] == "mistral"
 
 
 @pytest.mark.parametrize(
@@ -295,28 +328,37 @@ def test_models_that_no_family_computes_are_refused(keys, message):
     ],
 )
 def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
-    model = read_model_config(MODELS[name]().to_dict())
+    model = read_model(MODELS[name]().to_dict())
     assert model.window == window
-    assert read_model_config(write_model_config(model, 64)).window == window
+    family = get_family(model.family)
+    assert family.read_model(family.write_config(model, 64)).window == window
     repeated_model = model.model_copy(
         update={"window": (*list_windows(model), *list_windows(model))}
     )
-    assert write_model_config(repeated_model, 64) == write_model_config(model, 64)
+    assert family.write_config(repeated_model, 64) == family.write_config(model, 64)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("family", "keys", "message"),
     [
-        ({"window": (3, 5)}, "as ministral:\n  model.window=(3, 5) would become 3"),
-        ({"window": (3, None, 5, None), "qk_norm": True}, "become (3, None)"),
-        ({"window": (3, None), "moe": {"experts": 4, "score": "softmax"}}, "None) would become 3"),
-        ({"window": 3, "norm": "layernorm", "position": "learned"}, "window=3 would become None"),
+        ("ministral", {"window": (3, 5)}, "layer 1: mixer.window=5 would become 3"),
+        (
+            "qwen3",
+            {"window": (3, None, 5, None), "qk_norm": True},
+            "layer 2: mixer.window=5 would become 3",
+        ),
+        ("mixtral", {"window": (3, None), "moe": {"experts": 4, "score": "softmax"}}, "become 3"),
+        (
+            "gpt2",
+            {"window": 3, "norm": "layernorm", "position": "learned", "bias": True},
+            "window=3 would become None",
+        ),
     ],
 )
-def test_windows_that_no_family_has_are_refused(keys, message):
+def test_windows_that_no_family_has_are_refused(family, keys, message):
     shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
     with pytest.raises(UserError) as error:
-        write_model_config(
+        get_family(family).write_config(
             ModelConfig(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64
         )
     assert message in str(error.value)
@@ -333,7 +375,7 @@ def test_windows_that_no_family_has_are_refused(keys, message):
 )
 def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
     with pytest.raises(UserError) as error:
-        read_model_config({**MODELS[name]().to_dict(), **keys})
+        read_model({**MODELS[name]().to_dict(), **keys})
     assert message in str(error.value)
 
 
@@ -364,7 +406,7 @@ def change_config(folder, **keys):
     [
         ({"model_type": "opt"}, "model_type 'opt' is not one of gpt2, llama"),
         ({"hidden_act": "gelu"}, "llama: hidden_act='gelu' is not supported, only 'silu'"),
-        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ({"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias is missing"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight [32] has no counterpart"),
         ({"vocab_size": 60}, "model.embed_tokens.weight is [61, 32], not [60, 32]"),

@@ -9,9 +9,12 @@ from small_model_folders import CONFIGS, write_small_folder
 from transformers_models import assert_same_logits, compute_logits, load_whole, save_random_model
 
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
-from megaframe.checkpoint.convert.huggingface.families import ARCHITECTURES, read_model_config
-from megaframe.checkpoint.convert.huggingface.family_keys import FAMILY_KEYS, check_family_keys
-from megaframe.checkpoint.convert.huggingface.same_model import find_model_differences
+from megaframe.checkpoint.convert.huggingface.facts import (
+    describe_model,
+    find_differences,
+    start_facts,
+)
+from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
 from megaframe.errors import UserError
 
 pytestmark = pytest.mark.numeric
@@ -65,6 +68,10 @@ MORE = {
     "rope_scaling": {**YARN, "factor": 16.0},
 }
 """Keys that a config may have beside those of its class."""
+
+
+def read_model(config):
+    return get_family(config["model_type"]).read_model(config)
 
 
 def list_values(value):
@@ -130,17 +137,18 @@ def test_every_key_is_read_or_changes_nothing_or_is_refused(family, tmp_path):
     folder = tmp_path / "theirs"
     save_random_model(config_class(**keys), folder)
     config = json.loads((folder / "config.json").read_text())
-    model, weights = read_model_config(config), load_whole(folder).state_dict()
+    row = FAMILIES[family]
+    model, weights = row.read_model(config), load_whole(folder).state_dict()
     expected_logits = compute_their_logits(config, weights)
-    defaults = dict.fromkeys((*config_class.attribute_map, *FAMILY_KEYS[family].read))
+    defaults = dict.fromkeys((*config_class.attribute_map, *row.types))
     for field in dataclasses.fields(config_class):
         defaults[field.name] = None if field.default is dataclasses.MISSING else field.default
     outcomes = {"refused": 0, "without effect": 0, "read": 0}
     for number, (change, changed) in enumerate(list_changed_configs(config, defaults)):
         try:
-            changed_model = read_model_config(changed)
+            changed_model = row.read_model(changed)
             same_rows = model.positions == changed_model.positions
-            if same_rows and not find_model_differences(model, changed_model):
+            if same_rows and not find_differences(*map(describe_model, (model, changed_model))):
                 logits = compute_their_logits(changed, weights)
                 assert logits is None or torch.equal(logits, expected_logits), change
                 outcomes["without effect"] += 1
@@ -267,12 +275,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read(name):
-    model = read_model_config(PUBLISHED[name])
+    model = read_model(PUBLISHED[name])
     assert model.layers == PUBLISHED[name].get("num_hidden_layers", 12)
 
 
 def test_every_family_has_a_published_config():
-    assert {config["model_type"] for config in PUBLISHED.values()} == {*ARCHITECTURES}
+    assert {config["model_type"] for config in PUBLISHED.values()} == {*FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -298,15 +306,18 @@ def test_every_family_has_a_published_config():
 )
 def test_nothing_in_a_config_is_ignored(keys, message):
     with pytest.raises(UserError) as error:
-        read_model_config({**CONFIGS["llama"], **keys})
+        read_model({**CONFIGS["llama"], **keys})
     assert message in str(error.value)
 
 
 def test_two_names_of_one_key_agree():
     config = {**CONFIGS["mixtral"], "num_experts": CONFIGS["mixtral"]["num_local_experts"]}
-    assert read_model_config(config).moe.experts == 4
+    assert read_model(config).moe.experts == 4
     with pytest.raises(UserError, match="num_experts=3 and num_local_experts=4 name the same"):
-        read_model_config({**config, "num_experts": 3})
+        read_model({**config, "num_experts": 3})
+
+
+WIDTHS = ("num_hidden_layers", "num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim")
 
 
 class Recorded(dict):
@@ -327,12 +338,16 @@ class Recorded(dict):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_is_read_is_in_the_list_of_keys(name):
-    from megaframe.checkpoint.convert.huggingface.families import _FAMILIES
-
-    family = PUBLISHED[name]["model_type"]
-    config = Recorded(check_family_keys(family, PUBLISHED[name]))
-    _FAMILIES[family].read(config)
-    assert config.keys_read <= FAMILY_KEYS[family].read
+    family = FAMILIES[PUBLISHED[name]["model_type"]]
+    config = Recorded(family.check_keys(PUBLISHED[name]))
+    facts = start_facts(2)
+    facts.shared |= {"hidden": 8}
+    facts.set("mixer.heads", 2)
+    config |= {"num_hidden_layers": 2, "layer_types": None}  # not one fact for each real layer
+    for key in family.keys:
+        config.keys_read.clear()
+        key.read(config, facts)
+        assert config.keys_read <= {*key.types, *WIDTHS}
 
 
 def test_what_acts_in_training_alone_is_noted(tmp_path):

@@ -1,0 +1,173 @@
+"""What a model computes, as flat facts: those of the whole model, and those of each of its layers.
+
+A `model` section can say the same in several ways: `model.blocks` or its shorthand, a width that is
+given or follows from another, keys that have no effect beside others. Its facts are taken from the
+descriptions of its layers, so they are equal for sections that compute the same, and a section is
+built from facts in the shortest of its forms. Families read and write facts, and two models are
+compared by them.
+
+A fact has the path that its key has in `model` (`norm_eps`, `moe.top_k`) or, for a layer, in a
+block of `model.blocks` (`mixer.window`, `feed_forward.ffn`, `norms`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaframe.architecture.attention import AttentionDescription, SoftmaxAttention
+from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.mlp import MLPDescription
+from megaframe.architecture.moe import MoEDescription
+from megaframe.config import ModelConfig
+from megaframe.config.compare import TRAINING_ONLY
+from megaframe.errors import UserError
+
+FULL_PATHS = ("mixer", "feed_forward", "norms", "parallel", "residual_scale")
+"""Where the paths of layers' facts begin; all others are of the whole model."""
+_SHARED = ("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "tie_embeddings", "init_std")
+_ATTENTION = ("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap")
+_NO_LOGITS = TRAINING_ONLY | {"model.positions"}
+"""Keys that no logit depends on; how many positions there are is a matter of a text's length."""
+_REMEDIES = {
+    "model.moe.balance": ", and the bias takes part in the choice of experts; train with "
+    "model.moe.balance=sequence, global or none, or export a family whose routers have it",
+    "model.latent.norm_eps": "; train with model.latent.norm_eps=1e-6",
+}
+_ROUNDING = 1e-12
+"""Relative distance of two numbers of which one was computed from the other and back."""
+_MOST_LAYERS = 2_000
+
+
+@dataclass
+class Facts:
+    """Facts by their paths.
+
+    Attributes:
+        shared: Those of the whole model.
+        layers: Those of each layer.
+    """
+
+    shared: dict[str, Any] = field(default_factory=dict)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+
+    def set(self, path: str, value: Any) -> None:
+        """Set a fact, that of a layer for all layers."""
+        if path.partition(".")[0] not in FULL_PATHS:
+            self.shared[path] = value
+        else:
+            self.set_layers(path, [value] * len(self.layers))
+
+    def set_layers(self, path: str, values: Sequence[Any]) -> None:
+        """Set a fact of each layer."""
+        for layer, value in zip(self.layers, values, strict=True):
+            layer[path] = value
+
+    def get(self, path: str) -> Any:
+        """Return a fact, that of the first layer that has it; None if there is none."""
+        return next((facts[path] for facts in (self.shared, *self.layers) if path in facts), None)
+
+    def list_values(self, path: str) -> list[Any]:
+        """Return a fact of each layer, None for layers without it."""
+        return [layer.get(path) for layer in self.layers]
+
+
+def start_facts(layers: int) -> Facts:
+    """Return the facts of a model of which only the number of layers is known.
+
+    Raises:
+        UserError: If there are more than a model can have.
+    """
+    if layers > _MOST_LAYERS:
+        raise UserError(f"{layers} layers are more than the {_MOST_LAYERS} that a model can have")
+    return Facts({"layers": layers}, [{} for _ in range(layers)])
+
+
+def describe_model(model: ModelConfig) -> Facts:
+    """Return the facts of a `model` section, and nothing that changes no logit but the width of
+    initial values."""
+    blocks = [describe_block(model, layer) for layer in range(model.layers)]
+    shared: dict[str, Any] = {name: getattr(model, name) for name in _SHARED}
+    shared["norm"], shared["norm_bias"] = model.norm, getattr(blocks[0].norm, "bias", False)
+    shared["logit_softcap"] = model.logit_softcap
+    shared["position"] = "learned" if model.position == "learned" else None
+    layers = [_describe_layer(block) for block in blocks]
+    if any(layer.get("mixer.rotary") for layer in layers):
+        shared |= _flatten(model.rotary_scaling.model_dump(), "rotary_scaling")
+    if model.latent is not None and any(layer["mixer.kind"] == "latent" for layer in layers):
+        latent_eps = model.latent.norm_eps or model.norm_eps
+        shared |= _flatten({**model.latent.model_dump(), "norm_eps": latent_eps}, "latent")
+    experts = [block.feed_forward for block in blocks]
+    moe = next((layer for layer in experts if isinstance(layer, MoEDescription)), None)
+    if moe is not None:
+        shared |= _flatten(_describe_experts(moe), "moe")
+    return Facts(shared, layers)
+
+
+def _describe_experts(layer: MoEDescription) -> dict[str, Any]:
+    moe = layer.moe.model_dump(exclude={"first", "every"})
+    moe |= {"ffn": layer.width, "activation": layer.activation.name}
+    if layer.moe.shared:
+        moe["bias"] = layer.bias
+    if layer.moe.groups == layer.moe.top_groups:  # a token may use them all
+        moe |= {"groups": 1, "top_groups": 1, "group_best": 1}
+    if layer.moe.balance != "bias":  # only its bias takes part in the choice of experts
+        moe["balance"] = "none"
+    return moe
+
+
+def _describe_layer(block: BlockDescription) -> dict[str, Any]:
+    mixer, feed_forward = block.mixer, block.feed_forward
+    facts: dict[str, Any] = {"mixer.kind": mixer.name}
+    if isinstance(mixer, AttentionDescription):
+        facts |= {f"mixer.{name}": getattr(mixer, name) for name in _ATTENTION}
+        facts |= {"mixer.qk_norm": mixer.qk_norm, "mixer.qkv_bias": mixer.qkv_bias}
+        facts |= {"mixer.sinks": mixer.has_sinks, "mixer.output_gate": mixer.output_gate}
+        facts["mixer.rotary"] = mixer.rotary is not None
+        if mixer.rotary is not None:
+            facts["mixer.rotary_base"] = mixer.rotary.base
+            facts["mixer.rotary_fraction"] = mixer.rotary.width / mixer.head_dim
+    elif isinstance(mixer, SoftmaxAttention) and mixer.rotary is not None:
+        facts |= {"mixer.kind": "latent", "mixer.rotary": True}
+        facts |= {f"mixer.{name}": getattr(mixer, name) for name in ("heads", "window", "bias")}
+        facts["mixer.rotary_base"] = mixer.rotary.base
+    facts["feed_forward.kind"] = feed_forward.name
+    if isinstance(feed_forward, MLPDescription):
+        facts["feed_forward.ffn"] = feed_forward.width
+        facts["feed_forward.activation"] = feed_forward.activation.name
+        facts["feed_forward.up_bias"] = feed_forward.up_bias
+        facts["feed_forward.down_bias"] = feed_forward.down_bias
+    facts |= {"norms": block.norms, "parallel": block.parallel}
+    return {**facts, "residual_scale": block.residual_scale}
+
+
+def find_differences(before: Facts, after: Facts) -> list[str]:
+    """Return a line for each fact that a conversion would change, of the first layer for which it
+    would."""
+    if before.shared.get("moe.balance") == "none":  # a family whose routers have biases gets zeros
+        after = Facts({**after.shared, "moe.balance": "none"}, after.layers)
+    lines: dict[str, str] = {}
+    pairs = [("model.", before.shared, after.shared)]
+    if len(before.layers) == len(after.layers):
+        layers = enumerate(zip(before.layers, after.layers, strict=True))
+        pairs += [(f"layer {number}: ", *both) for number, both in layers]
+    for start, old, new in pairs:
+        for path in {**old, **new}:
+            same = _are_same(old.get(path), new.get(path))
+            if f"model.{path}" not in _NO_LOGITS and path not in lines and not same:
+                remedy = _REMEDIES.get(f"model.{path}", "")
+                change = f"{path}={old.get(path)!r} would become {new.get(path)!r}{remedy}"
+                lines[path] = f"{start}{change}"
+    return list(lines.values())
+
+
+def _flatten(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {f"{name}.{key}": value for key, value in values.items()}
+
+
+def _are_same(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, float):
+        return math.isclose(value, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    return bool(value == other)

@@ -1,0 +1,318 @@
+"""Keys of `config.json` as pairs that serve both directions: each reads keys of theirs into facts
+(`facts.py`), and writes them from facts.
+
+What a pair writes need not be checked: an export reads back what it has written and compares.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaframe.checkpoint.convert.huggingface.config_keys import (
+    TYPES_OF_FACTS,
+    Count,
+    Flag,
+    Size,
+    Texts,
+)
+from megaframe.checkpoint.convert.huggingface.facts import Facts
+from megaframe.errors import UserError
+
+Keys = dict[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The values of `layer_types`."""
+DENSE, SPARSE = "dense", "sparse"
+"""The values of `mlp_layer_types`."""
+
+
+class Key(ABC):
+    """One or several keys of theirs that are read and written together."""
+
+    @property
+    @abstractmethod
+    def types(self) -> Mapping[str, Any]:
+        """The keys, each with the type that its value must have."""
+
+    @property
+    def required(self) -> Sequence[str]:
+        """Keys that must have a value."""
+        return ()
+
+    @property
+    def present(self) -> Sequence[str]:
+        """Keys that must be there and may be null, because transformers' own default is another."""
+        return ()
+
+    @abstractmethod
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set facts from the keys."""
+
+    @abstractmethod
+    def write(self, facts: Facts) -> Keys:
+        """Return the keys for facts."""
+
+
+def _keep(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Pair(Key):
+    """A key that has one fact's value, or that of several alike.
+
+    Attributes:
+        name: The key.
+        paths: Of the facts.
+        need: `value` if it must have one, `present` if it may be null but must be there, or
+            nothing.
+        default: Value of a key that is missing or null.
+        to_fact: Turns a value into the fact.
+        to_key: Does the opposite.
+        type: Of a value; that of the fact by default.
+        otherwise: A fact that is written if the first one does not exist.
+    """
+
+    name: str
+    paths: str | tuple[str, ...]
+    need: str = ""
+    default: Any = None
+    to_fact: Callable[[Any], Any] = _keep
+    to_key: Callable[[Any], Any] = _keep
+    type: Any = None
+    otherwise: str = ""
+
+    @property
+    def _paths(self) -> tuple[str, ...]:
+        return (self.paths,) if isinstance(self.paths, str) else self.paths
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The key."""
+        return {self.name: self.type or TYPES_OF_FACTS[self._paths[0]]}
+
+    @property
+    def required(self) -> Sequence[str]:
+        """The key, if it is."""
+        return (self.name,) if self.need == "value" else ()
+
+    @property
+    def present(self) -> Sequence[str]:
+        """The key, if it must be."""
+        return (self.name,) if self.need == "present" else ()
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the facts."""
+        value = config.get(self.name)
+        value = self.default if value is None else value
+        for path in self._paths:
+            facts.set(path, None if value is None else self.to_fact(value))
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the key."""
+        value = facts.get(self._paths[0])
+        if value is None and self.otherwise:
+            value = facts.get(self.otherwise)
+        return {self.name: None if value is None else self.to_key(value)}
+
+
+def choose(name: str, path: str, values: Mapping[Any, Any], **options: Any) -> Pair:
+    """Return a key with a few known values.
+
+    Args:
+        name: The key.
+        path: Of the fact.
+        values: The fact for each value; of several for one fact the first one is written.
+        options: Of the pair.
+    """
+
+    def read(value: Any) -> Any:
+        if value not in values:
+            known = ", ".join(map(repr, values))
+            raise UserError(f"{name}={reprlib.repr(value)} is not supported, only {known}")
+        return values[value]
+
+    def write(fact: Any) -> Any:
+        return next((value for value, own in values.items() if own == fact), next(iter(values)))
+
+    return Pair(name, path, to_fact=read, to_key=write, **{"type": str | None, **options})
+
+
+@dataclass(frozen=True)
+class UniformWindow(Key):
+    """A sliding window that code gives to all layers, whatever `layer_types` says.
+
+    Attributes:
+        need: As that of a pair.
+        switch: A key without which the window is not used; empty if there is none.
+    """
+
+    need: str = ""
+    switch: str = ""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The window and the types of layers."""
+        switch = {self.switch: Flag} if self.switch else {}
+        return {"sliding_window": Size, "layer_types": Texts, **switch}
+
+    @property
+    def present(self) -> Sequence[str]:
+        """The window, if it must be."""
+        return ("sliding_window",) if self.need == "present" else ()
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the window of all layers."""
+        window, kinds = read_window(config, self.switch), config.get("layer_types")
+        if kinds and window is not None and set(kinds) != {SLIDING}:
+            raise UserError(
+                f"layer_types has {FULL} in {kinds.count(FULL)} of {len(kinds)} layers, and its "
+                f"code gives sliding_window={window} to all; ministral and qwen3 heed both"
+            )
+        facts.set("mixer.window", window)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the window of the first layer that has one."""
+        window = find_window(facts)
+        return {
+            "sliding_window": window,
+            **({self.switch: window is not None} if self.switch else {}),
+        }
+
+
+@dataclass(frozen=True)
+class LayerTypes(Key):
+    """Layers that are either `sliding_attention` or `full_attention`.
+
+    Attributes:
+        default: Returns the types of a config without `layer_types`; by default all layers that
+            have a window slide.
+        switch: A key without which the window is not used; empty if there is none.
+        full: Facts of layers that do not slide.
+        sliding: Those of layers that do.
+        need: As that of a pair, of the window.
+        more: Other keys that the default reads, with their types.
+    """
+
+    default: Callable[[Mapping[str, Any], int | None], Sequence[str]] | None = None
+    switch: str = ""
+    full: tuple[tuple[str, Any], ...] = ()
+    sliding: tuple[tuple[str, Any], ...] = ()
+    need: str = ""
+    more: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The window, the types of layers, and what the default reads."""
+        switch = {self.switch: Flag} if self.switch else {}
+        return {"sliding_window": Size, "layer_types": Texts, **switch, **dict(self.more)}
+
+    @property
+    def present(self) -> Sequence[str]:
+        """The window, if it must be."""
+        return ("sliding_window",) if self.need == "present" else ()
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the window of each layer, and the facts of its type."""
+        layers, window = len(facts.layers), read_window(config, self.switch)
+        kinds = config.get("layer_types")
+        if kinds is None and self.default is not None:
+            kinds = self.default(config, window)
+        elif kinds is None:
+            kinds = [FULL if window is None else SLIDING] * layers
+        check_layer_types("layer_types", kinds, layers, (FULL, SLIDING))
+        if window is None and SLIDING in kinds:
+            raise UserError(
+                f"layer_types has {SLIDING} layers, and there is no sliding_window for them"
+            )
+        facts.set_layers("mixer.window", [window if kind == SLIDING else None for kind in kinds])
+        for layer, kind in zip(facts.layers, kinds, strict=True):
+            layer.update(self.sliding if kind == SLIDING else self.full)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the window of the first layer that has one, and the type of each layer."""
+        windows, window = facts.list_values("mixer.window"), find_window(facts)
+        kinds = [FULL if w is None else SLIDING for w in windows]
+        switch = {self.switch: window is not None} if self.switch else {}
+        return {"sliding_window": window, "layer_types": kinds, **switch}
+
+
+def read_window(config: Mapping[str, Any], switch: str = "") -> int | None:
+    """Return the sliding window in tokens; None if it is not used.
+
+    Raises:
+        UserError: If it is used and missing.
+    """
+    if switch and not config.get(switch):
+        return None
+    if switch and "sliding_window" not in config:
+        raise UserError("sliding_window is missing")
+    window: int | None = config.get("sliding_window")
+    return window
+
+
+def find_window(facts: Facts) -> int | None:
+    """Return the window of the first layer that has one. An export refuses models whose layers have
+    several different windows."""
+    windows = facts.list_values("mixer.window")
+    return next((window for window in windows if window is not None), None)
+
+
+def check_layer_types(key: str, kinds: Sequence[str], layers: int, known: Sequence[str]) -> None:
+    """Raise `UserError` unless each layer has a known type."""
+    if len(kinds) != layers:
+        raise UserError(f"{key} has {len(kinds)} layers, and num_hidden_layers is {layers}")
+    for kind in kinds:
+        if kind not in known:
+            raise UserError(f"{key}: {reprlib.repr(kind)} is none of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class ExpertLayers(Key):
+    """Which layers have experts.
+
+    Attributes:
+        types: The keys.
+        find: Returns for each layer whether it has experts.
+        state: Returns the keys for that.
+        needed: Keys that must have a value.
+    """
+
+    keys: tuple[tuple[str, Any], ...]
+    find: Callable[[Mapping[str, Any], int], Sequence[bool]]
+    state: Callable[[Sequence[bool]], Keys]
+    needed: tuple[str, ...] = ()
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The keys."""
+        return dict(self.keys)
+
+    @property
+    def required(self) -> Sequence[str]:
+        """Those that are."""
+        return self.needed
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set what follows the mixer of each layer."""
+        has_experts = self.find(config, len(facts.layers))
+        facts.set_layers("feed_forward.kind", ["moe" if has else "mlp" for has in has_experts])
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the keys."""
+        return self.state([kind == "moe" for kind in facts.list_values("feed_forward.kind")])
+
+
+def make_dense_first(name: str, *, need: str = "") -> ExpertLayers:
+    """Return a key that says how many first layers are dense."""
+
+    def find(config: Mapping[str, Any], layers: int) -> Sequence[bool]:
+        return [layer >= (config.get(name) or 0) for layer in range(layers)]
+
+    def state(has_experts: Sequence[bool]) -> Keys:
+        return {name: [*has_experts, True].index(True)}
+
+    return ExpertLayers(((name, Count),), find, state, (name,) if need else ())
