@@ -118,12 +118,15 @@ def make_export(kind):
         make_checkpoint()
         from megaframe.checkpoint import open_checkpoint
 
-        if kind == "hf":
-            from megaframe.checkpoint.convert.huggingface.model_folder import export_model as export
-        else:
-            from megaframe.checkpoint.convert.dcp import export_checkpoint as export
         with open_checkpoint(Path("saved/step-00000002")) as found:
-            export(found, Path("exported"))
+            if kind == "hf":
+                from megaframe.checkpoint.convert.huggingface.model_folder import export_model
+
+                export_model(found, Path("exported"), family="llama")
+            else:
+                from megaframe.checkpoint.convert.dcp import export_checkpoint
+
+                export_checkpoint(found, Path("exported"))
         shutil.rmtree("run")
 
     return make

@@ -43,7 +43,7 @@ NOT_DRAWN = {
         *("steps", "compile", "cuda_graph", "batch_ramp", "eval_every", "eval_samples"),
         *("sample_every", "sample_prompts", "sample_tokens", "sample_temperature"),
     },
-    "model": {"init_std", "emulate", "blocks", "latent", "moe"},
+    "model": {"init_std", "emulate", "family", "blocks", "latent", "moe"},
     "model.moe": set(),
 }
 """Keys without an effect on these two steps, or drawn on their own; compilation and graphs have
