@@ -26,10 +26,7 @@ worlds."""
 _FOLLOWING_SECONDS = 1.0
 """How long after a failure those of other ranks are waited for."""
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    # torch imports _dynamo in the first step, which would take each process a second.
-    ["torch._dynamo", "megaframe.training.trainer", "megaframe.training.rank_pool"]
-)
+FORKSERVER.set_forkserver_preload(["megaframe.training.trainer", "megaframe.training.rank_pool"])
 
 
 class RankFailure(Exception):
