@@ -44,7 +44,7 @@ def expected(pool):
     return pool.run(1, run, MODEL, FEW)[0]
 
 
-@pytest.mark.quick(when=lambda ranks, parallel: ranks == 2 or "chunks" in parallel)
+@pytest.mark.quick(when=lambda parallel: "context" in parallel or "chunks" in parallel)
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
 def test_layouts_do_not_change_the_answer(ranks, parallel, recompute, pool, expected):
     train = {**FEW, "recompute": recompute}

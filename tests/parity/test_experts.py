@@ -43,7 +43,7 @@ LAYOUTS = [
     ("groups", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}, {}),
     ("groups", 4, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "expert": 2}, {}),
 ]
-QUICK = [LAYOUTS[place][::2] for place in (3, 4, 6, 10, 11, 14)]
+QUICK = [LAYOUTS[place][::2] for place in (3, 6, 10, 11, 14)]
 """Beside tensor (also of experts), context and pipeline ranks; and each other dispatch method."""
 
 

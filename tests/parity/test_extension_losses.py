@@ -36,7 +36,7 @@ def expected(pool):
     return pool.run(1, run_with_loss, AHEAD, {}, {})[0]
 
 
-@pytest.mark.quick(when=lambda layout: layout in ("tensor", "context", "zero 3"))
+@pytest.mark.quick(when=lambda layout: layout in ("tensor", "context"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_is_that_of_one_process_for_tokens_ahead_too(layout, pool, expected):
     ranks, parallel, train = LAYOUTS[layout]

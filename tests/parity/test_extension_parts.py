@@ -40,6 +40,7 @@ def expected(pool):
     return pool.run(1, run_with, *arguments)[0]
 
 
+@pytest.mark.quick(when=lambda layout: layout in ("all", "tensor", "zero 3"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_optimizer_and_a_schedule_are_those_of_one_process(layout, pool, expected):
     ranks, parallel, train = LAYOUTS[layout]

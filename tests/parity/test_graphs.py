@@ -228,8 +228,8 @@ def count_ranks(case):
     return case[2].get("data", 1) * case[2].get("tensor", 1)
 
 
-# One rank, and the collectives of data and of tensor ranks.
-@pytest.mark.quick(when=lambda name: name in ("documents", "zero 3", "two tensor ranks"))
+# One rank, and the collectives of data ranks.
+@pytest.mark.quick(when=lambda name: name in ("documents", "zero 3"))
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
     if CASES[name][4] and torch.cuda.is_available():

@@ -45,8 +45,9 @@ def assert_offload_changes_no_bit(pool, ranks, *sections):
     return actual
 
 
-# Every optimizer, and every stage.
-@pytest.mark.quick(when=lambda optim, zero: zero == list(OPTIMIZERS).index(optim) % 4)
+@pytest.mark.quick(
+    when=lambda optim, zero: (optim, zero) in (("int8", 1), ("nesterov", 0), ("muon", 3))
+)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_no_bit_is_another(optim, zero, pool):
