@@ -23,6 +23,8 @@ _MAX_SIZE = 2**31 - 1
 Size = Annotated[int, Field(ge=1, le=_MAX_SIZE)] | None
 """No model can have more of it than its largest tensor has rows or columns, or than it has
 tensors."""
+Heads = Annotated[int, Field(ge=1, le=1 << 14)] | None
+"""A size of which each is listed; models have up to 192 heads."""
 Count = Annotated[int, Field(ge=0, le=_MAX_SIZE)] | None
 Positive = Annotated[float, Field(gt=0)] | None
 NonNegative = Annotated[float, Field(ge=0)] | None
@@ -57,7 +59,7 @@ class RopeKeys(BaseModel):
 
 
 TYPES_OF_FACTS: dict[str, Any] = {
-    **dict.fromkeys(("layers", "hidden", "vocab", "positions", "mixer.heads"), Size),
+    **dict.fromkeys(("layers", "hidden", "vocab", "positions"), Size),
     **dict.fromkeys(("mixer.kv_heads", "mixer.head_dim", "feed_forward.ffn"), Size),
     **dict.fromkeys((f"moe.{name}" for name in ("experts", "top_k", "ffn", "groups")), Size),
     **dict.fromkeys(("moe.top_groups", "latent.query_rank", "latent.kv_rank"), Size),
@@ -67,6 +69,7 @@ TYPES_OF_FACTS: dict[str, Any] = {
     **dict.fromkeys(("residual_scale", "mixer.rotary_base"), Positive),
     **dict.fromkeys(("mixer.bias", "mixer.qkv_bias", "feed_forward.up_bias"), Flag),
     **dict.fromkeys(("moe.normalise", "norm_bias", "mixer.qk_norm"), Flag),
+    "mixer.heads": Heads,
     "moe.shared": Count,
     "tie_embeddings": bool,
 }
@@ -96,20 +99,23 @@ def check_sizes(
     config: Mapping[str, Any], types: Mapping[str, Any], shapes: Collection[Shape]
 ) -> None:
     """Raise `UserError` if a size or a count is more than tensors of these shapes can hold."""
+    # A tensor without elements can have any number of rows or columns, and holds nothing.
+    shapes = [shape for shape in shapes if 0 not in shape]
     widest = max((max(shape, default=0) for shape in shapes), default=0)
     for key, kind in types.items():
         size = config.get(key) or 0
-        if kind in (Size, Count) and key in LAYERS and size > len(shapes):
+        if kind in _SIZES and key in LAYERS and size > len(shapes):
             raise UserError(f"{size} layers are more than the folder's {len(shapes)} tensors")
     for key, kind in types.items():
         size = config.get(key) or 0
-        if kind in (Size, Count) and key not in _FREE and size > max(widest, len(shapes)):
+        if kind in _SIZES and key not in _FREE and size > max(widest, len(shapes)):
             raise UserError(
                 f"{key}={size} is more than the folder holds: {len(shapes)} tensors, the widest "
                 f"of {widest} rows or columns"
             )
 
 
+_SIZES = (Size, Heads, Count)
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 """The names of the number of layers."""
 _FREE = ("max_position_embeddings", "sliding_window", "max_window_layers", "window_size")

@@ -21,6 +21,10 @@ from megaframe.io.untrusted import open_file, parse_json, read_file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _MAX_JSON = 64 << 20
+_MAX_TENSORS = 1 << 18
+"""Most tensors of a file; the largest models have 100,000 in hundreds of files."""
+_READ_ERRORS = (OSError, MemoryError, RuntimeError, SafetensorError)
+"""What the library raises. It maps a whole file, and torch raises RuntimeError if it cannot."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,18 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
     try:
         with safe_open(path, framework="pt") as file:
             headers = {}
-            for name in file.keys():  # noqa: SIM118
+            names = file.keys()
+            if len(names) > _MAX_TENSORS:
+                raise UserError(
+                    f"{make_printable(path)} has {len(names)} tensors; the most is {_MAX_TENSORS}"
+                )
+            for name in names:
                 tensor_slice = file.get_slice(name)
                 headers[name] = TensorHeader(
                     name, path, tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
                 )
             return headers
-    except (OSError, MemoryError, SafetensorError) as error:  # it maps the whole file
+    except _READ_ERRORS as error:
         raise UserError(f"cannot read {make_printable(path)}: {error}") from None
 
 
@@ -126,7 +135,7 @@ def read_tensor(header: TensorHeader) -> Tensor:
     try:
         with safe_open(header.file, framework="pt") as file:
             tensor = file.get_tensor(header.name).float()
-    except (OSError, MemoryError, SafetensorError) as error:  # it maps the whole file
+    except _READ_ERRORS as error:
         raise UserError(f"cannot read {header.name} from {header.file}: {error}") from None
     check_finite(header.name, tensor, "fp32")
     return tensor

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import struct
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from small_model_folders import CONFIGS, make_weights, write_folder, write_small
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
+from megaframe.checkpoint.convert.huggingface import read_files
 from megaframe.errors import UserError
 
 MEGABYTE = 1 << 20
@@ -127,7 +129,7 @@ def test_changed_bytes_of_any_file_are_refused_or_read(data, tmp_path_factory):
 ABSURD = {
     "num_hidden_layers": "1000000000 layers are more than the folder's 21 tensors",
     "hidden_size": "hidden_size=1000000000 is more than the folder holds: 21 tensors,",
-    "num_attention_heads": "num_attention_heads=1000000000 is more than",
+    "num_attention_heads": "num_attention_heads=1000000000: input should be less than or equal to",
     "vocab_size": "vocab_size=1000000000 is more than",
 }
 
@@ -137,6 +139,53 @@ def test_absurd_sizes_are_refused_before_any_work(key, tmp_path):
     folder = write_small_folder(tmp_path / "theirs", tie_word_embeddings=False)
     (folder / "config.json").write_text(json.dumps({**CONFIGS["llama"], key: 10**9}))
     assert ABSURD[key] in read_refusal(folder, tmp_path / "to")
+
+
+def write_tensors(path, tensors, size):
+    """Write a safetensors file whose elements take no place on the disk.
+
+    tensors: By name the shape and the offsets of F16 elements.
+    """
+    header = {
+        name: {"dtype": "F16", "shape": shape, "data_offsets": offsets}
+        for name, (shape, offsets) in tensors.items()
+    }
+    content = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(content)) + content)
+    os.truncate(path, path.stat().st_size + size)
+
+
+def test_tensors_without_elements_hold_no_size(tmp_path):
+    folder = write_small_folder(tmp_path / "theirs")
+    shapes = {"rows": ([2**31 - 1, 0], [0, 0]), "columns": ([0, 10**12], [0, 0])}
+    write_tensors(folder / "model.safetensors", {**shapes, "one": ([3, 1], [0, 6])}, 6)
+    config = {**CONFIGS["llama"], "num_hidden_layers": 1, "vocab_size": 10**6}
+    (folder / "config.json").write_text(json.dumps(config))
+    message = "vocab_size=1000000 is more than the folder holds: 1 tensors, the widest of 3 rows"
+    assert message in read_refusal(folder, tmp_path / "to")
+
+
+def test_a_file_has_a_largest_number_of_tensors(tmp_path, monkeypatch):
+    folder = write_small_folder(tmp_path / "theirs")
+    monkeypatch.setattr(read_files, "_MAX_TENSORS", 20)
+    message = "model.safetensors has 21 tensors; the most is 20"
+    assert message in read_refusal(folder, tmp_path / "to")
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path, monkeypatch):
+    """As torch has it where the address space is limited."""
+    folder = write_small_folder(tmp_path / "theirs")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    size = 1 << 40
+    write_tensors(folder / "model.safetensors", {"x": ([size // 2], [0, size])}, size)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), hard))
+    try:
+        message = read_refusal(folder, tmp_path / "to")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert "cannot read" in message and "Cannot allocate memory" in message
 
 
 @pytest.mark.parametrize(
@@ -242,6 +291,8 @@ def test_links_to_files_are_followed_as_the_hubs_cache_has_them(tmp_path):
     ("index", "message"),
     [
         ({"model.norm.weight": ".."}, "Is a directory"),
+        ({"model.norm.weight": "../secret"}, "no weight_map of file names in this folder"),
+        ({"model.norm.weight": "/etc/passwd"}, "no weight_map of file names in this folder"),
         ({"model.norm.weight": ""}, "Is a directory"),
         ({"model.norm.weight": "a\0b"}, "No file can have this name"),
         ({"model.norm.weight": "x" * 300}, "File name too long"),
