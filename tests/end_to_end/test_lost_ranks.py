@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE, count_lines, wait_until
-from rank_process import RankProcess, hang_after, list_rank_environments
+from rank_process import RankProcess, fail_at, hang_after, list_rank_environments
 
 from megaframe.distributed.watchdog import blame_for_loss
-from megaframe.errors import EXIT_LOST_RANKS
+from megaframe.errors import EXIT_LOST_RANKS, EXIT_USER_ERROR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -116,6 +116,30 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
     name = "rank 1 (pipeline 1, data 0: stage 1) is alive, but stuck or too slow"
     assert other.startswith(f"error: rank 0: {name}")
     assert stuck.startswith(f"error: rank 1: {name}") and "in hang_forever" in stuck
+
+
+@pytest.mark.quick(when=lambda place, rank: (place[1], rank) == ("Batches", 0))
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("megaframe.training.trainer", "Trainer", "_build_step"),
+        ("megaframe.checkpoint.manager", "CheckpointManager", "create_writers"),
+        ("megaframe.training.batches", "Batches", "take_next"),
+    ],
+)
+def test_a_mistake_that_one_rank_finds_before_it_sends_anything_is_said_once(
+    place, rank, launch, tmp_path
+):
+    program = {rank: partial(fail_at, *place)}
+    processes = launch(range(2), 2, program, parallel__pipeline=2, parallel__timeout=5)
+    statuses = [process.wait(PATIENCE) for process in processes]
+    assert (statuses[rank], statuses[1 - rank]) == (EXIT_USER_ERROR, EXIT_LOST_RANKS)
+    texts = read_errors(tmp_path, processes)
+    prefix = f"rank {rank}: " if rank else ""
+    assert texts[rank] == f"error: {prefix}a mistake that only one rank finds\n"
+    assert texts[1 - rank].startswith(f"error: rank {1 - rank}: rank {rank} (pipeline {rank}, ")
+    assert texts[1 - rank].count("\n") == 1, texts[1 - rank]
 
 
 def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path):

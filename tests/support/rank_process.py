@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 from megaframe.io.local_rendezvous import find_free_port, make_rank_environment
@@ -69,6 +70,19 @@ def hang_after(step):
             hang_forever()
 
     Trainer._train_step = train_or_stop
+    pretrain_gpt.main()
+
+
+def fail_at(module, owner, name):
+    """Run the entry on a rank that finds a mistake where it should call a method of `owner`, a
+    class in `module`."""
+    import pretrain_gpt
+    from megaframe.errors import UserError
+
+    def find_mistake(*arguments, **options):
+        raise UserError("a mistake that only one rank finds")
+
+    setattr(getattr(import_module(module), owner), name, find_mistake)
     pretrain_gpt.main()
 
 
