@@ -17,10 +17,11 @@ from typing import Any
 
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.config import RunConfig
-from megaframe.data.gpt_dataset import SPLITS
 from megaframe.data.preprocessing.corpus_files import add_reading_options, list_readings
+from megaframe.data.split_advice import SPLITS
 from megaframe.data.token_file_record import TokenizerRecord, record_tokenizer
 from megaframe.data.tokenizer import Tokenizer, import_library
+from megaframe.data.training_shares import divide_for_evaluation
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.io.progress import Progress
@@ -45,6 +46,8 @@ def main() -> None:
             raise UserError(
                 "nothing to evaluate on; give --text FILE, --split NAME or --tasks NAME"
             )
+        if arguments.data_split and not arguments.split:
+            raise UserError("--data-split divides what --split names; give --split as well")
         if arguments.tasks:
             import_library("lm_eval", "evaluate")
         load_named_extensions(arguments.extension)
@@ -85,6 +88,9 @@ def _on_texts(
         for given in list_readings(arguments, arguments.text, "--text")
     )
     split = arguments.split
+    if arguments.data_split:
+        data = divide_for_evaluation(config.data, tuple(arguments.data_split))
+        config = config.model_copy(update={"data": data})
     sources = read_split(config, split, tokenizer, record) if split else ()
     for name, passage in chain(files, sources):
         with Progress(name) as progress:
@@ -166,6 +172,13 @@ def _parse_arguments() -> argparse.Namespace:
     add("--checkpoint", required=True, help=ACCEPTED_PATHS)
     add("--text", nargs="+", default=(), metavar="PATH", help="held-out text, or token files")
     add("--split", choices=SPLITS[1:], help="the run's own documents of this part of data.split")
+    add(
+        "--data-split",
+        type=float,
+        nargs=3,
+        metavar=("TRAIN", "VALIDATION", "TEST"),
+        help="for --split: shares in place of data.split; the first is at least that of the run",
+    )
     add(
         "--context", type=_parse_positive, help="tokens of a window (default: train.seq of the run)"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -15,7 +14,7 @@ from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.migration import upgrade_keys
 from megaframe.config.registry import get_registry
-from megaframe.config.schema import DataConfig
+from megaframe.data.training_shares import find_changed_shares
 from megaframe.errors import UserError
 from megaframe.extensions import refuse_missing_extensions
 from megaframe.ops.cpu_routines import CPURoutines
@@ -239,33 +238,12 @@ def describe_resumption(
         yield f"changed since then: {'; '.join(changed)}"
 
 
-def _compare_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
-    """Yield a line for each difference in what is trained on: in the training share of
-    `data.split`, or else in that of a source that both configs have. Sources are matched by file
-    name.
-
-    The training share comes first, so what is held out may be divided otherwise at any time: no
-    sample of training changes, and nothing that was trained on is evaluated.
-    """
-    if saved.split[0] != data.split[0]:
-        yield from find_differences(saved.split, data.split, (), "data.split")
-        return
-    saved_splits, splits = (
-        {Path(source.path).name: source.split or section.split for source in section.sources}
-        for section in (saved, data)
-    )
-    for name in saved_splits.keys() & splits.keys():
-        if saved_splits[name][0] != splits[name][0]:
-            yield from find_differences(
-                saved_splits[name], splits[name], (), f"data.sources, split of {name}"
-            )
-
-
 def check_same_run(
     saved: RunConfig,
     config: RunConfig,
     path: StorePath,
     extensions: Mapping[str, str] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> None:
     """Check that a checkpoint belongs to this run.
 
@@ -274,6 +252,7 @@ def check_same_run(
         config: The config of the run.
         path: The checkpoint, for messages.
         extensions: Those of the checkpoint, with the hashes of their sources.
+        data: The state of the loader in the checkpoint.
 
     Raises:
         UserError: If it is of another run: another model, seed, sequence length, or training
@@ -284,7 +263,7 @@ def check_same_run(
         *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),
         *find_differences(saved.run.seed, config.run.seed, (), "run.seed"),
         *find_differences(saved.train.seq, config.train.seq, (), "train.seq"),
-        *_compare_splits(saved.data, config.data),
+        *find_changed_shares(saved.data, data or {}, config.data),
     ]
     if changes:
         start = f"to start a new run from its weights, where they fit: checkpoint.weights={path}"

@@ -20,15 +20,10 @@ from numpy.typing import NDArray
 from megaframe.config.part_calls import call_part
 from megaframe.config.schema import DataConfig, DataSourceConfig, RunConfig
 from megaframe.config.schema import Split as Shares
-from megaframe.data.gpt_dataset import (
-    SPLITS,
-    GPTDataset,
-    Split,
-    locate_documents,
-    number_documents,
-)
+from megaframe.data.gpt_dataset import GPTDataset, locate_documents, number_documents
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.shuffle import derive_source_key, sample_indices
+from megaframe.data.split_advice import SPLITS, Split, SplitSetting
 from megaframe.data.token_file_record import TokenizerRecord
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.data.transforms import SampleTransforms
@@ -52,12 +47,15 @@ class BlendedDataset:
         config: The run.
         split: The split.
         seed: Determines the order of each source, with the source's file name.
+        is_evaluation: Whether a run that has trained is evaluated, for messages.
 
     Raises:
         UserError: For sources that cannot be used, and if none has a share of the split.
     """
 
-    def __init__(self, config: RunConfig, split: Split, seed: int) -> None:
+    def __init__(
+        self, config: RunConfig, split: Split, seed: int, *, is_evaluation: bool = False
+    ) -> None:
         data = config.data
         if not data.sources:
             raise UserError(NO_SOURCES)
@@ -66,7 +64,8 @@ class BlendedDataset:
         if not used_sources:
             raise UserError(
                 f"no source has a share of the {split} split: data.split={list(data.split)} and "
-                f"data.sources[...].split leave it none; {_advise_split(data.split, split)}"
+                f"data.sources[...].split leave it none; "
+                f"{_advise_shares(data, split, is_evaluation)}"
             )
         self.paths = tuple(source.path for source, _ in used_sources)
         vocab = config.model.vocab or _ANY_TOKEN
@@ -74,8 +73,12 @@ class BlendedDataset:
         self._data = data
         end = find_document_end(data)
         self.sources = [
-            GPTDataset(s.path, split, weights, self._seq, vocab, end) for s, weights in used_sources
-        ]
+            GPTDataset(
+                source.path, split, shares, self._seq, vocab, end,
+                SplitSetting(source.path if source.split else None, is_evaluation),
+            )
+            for source, shares in used_sources
+        ]  # fmt: skip
         self.weights = tuple(source.weight for source, _ in used_sources)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
@@ -242,19 +245,18 @@ def select_sources(data: DataConfig, split: Split) -> list[tuple[DataSourceConfi
     return [pair for pair in zip(data.sources, shares, strict=True) if pair[1][position]]
 
 
-def _advise_split(shares: Shares, split: Split) -> str:
-    """Return how to give a split a share. What is held out may be divided otherwise at any time;
-    what is trained on may not."""
-    train, held_out = shares[0], round(1.0 - shares[0], 6)
-    if split == "train":
-        return "give it one, as [0.98, 0.02, 0]"
-    if not held_out:
-        return "all of it is trained on; a new run may hold some out, as [0.98, 0.01, 0.01]"
-    half = round(held_out / 2, 6)
-    return (
-        f"use data.split={[train, half, round(held_out - half, 6)]}, also at a resume, "
-        "which leaves what is trained on as it is"
-    )
+def _advise_shares(data: DataConfig, split: Split, is_evaluation: bool) -> str:
+    """Return how to give a share to a split that no source has one of."""
+    first = data.sources[0]
+    own = first.path if all(source.split for source in data.sources) else None
+    setting = SplitSetting(own, is_evaluation)
+    train = (first.split if own and first.split else data.split)[0]
+    held_out = round(1.0 - train, 9)
+    if split == "train" or not held_out:
+        divided = (0.98, 0.02, 0.0) if split != "test" else (0.98, 0.01, 0.01)
+        return setting.advise(divided, keeps_training=False)
+    half = round(held_out / 2, 9)
+    return setting.advise((train, half, round(held_out - half, 9)), keeps_training=True)
 
 
 def find_document_end(data: DataConfig) -> int | None:

@@ -12,17 +12,16 @@ Shape suffixes: W windows, S inputs of a sample, T = S + 1 tokens of a window.
 from __future__ import annotations
 
 import os
-from typing import Literal
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.data.indexed_dataset import IndexedDataset
+from megaframe.data.split_advice import SPLITS, Split, SplitSetting, enlarge_split, split_range
 from megaframe.data.token_file_record import TokenFileRecord, read_record
 from megaframe.errors import UserError
 
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 _CHECKED_AT_ONCE = 1 << 20
 _LOOKED_AT = 1 << 20
 
@@ -40,6 +39,7 @@ class GPTDataset:
         seq: Inputs per window, S.
         end: Documents end after each token with this id; None: where the index says.
         vocab: Token ids that are not below this, and negative ones, are refused when they are read.
+        setting: Where the shares are set, for messages; None: in `data.split`.
 
     Raises:
         UserError: If the file cannot be read, or the split is empty, shorter than a window, or not
@@ -54,6 +54,7 @@ class GPTDataset:
         seq: int,
         vocab: int,
         end: int | None = None,
+        setting: SplitSetting | None = None,
     ) -> None:
         self.path, self._end = path, end
         self._vocab = vocab
@@ -63,17 +64,20 @@ class GPTDataset:
         documents = len(self._file.documents) - 1
         self._documents = (0, 1) if documents == 1 else split_range(documents, shares, split)
         if self._documents[0] == self._documents[1]:
-            raise UserError(_describe_empty_split(path, documents, shares, split))
+            raise UserError(
+                f"data.split, or the source's own, {list(shares)} leaves the {split} split of "
+                f"{path} without a document: {shares[SPLITS.index(split)]:g} of {documents} "
+                f"documents; {self._advise(shares, split, seq, setting)}"
+            )
         self._first, tokens = self._read_span()
         if documents == 1:
             begin, end = split_range(tokens, shares, split)
             self._first, tokens = self._first + begin, end - begin
         if tokens < seq + 1:
-            shorter = f"train.seq of at most {tokens - 1}, " if tokens > 1 else ""
+            shorter = f"train.seq={tokens - 1} in a new run, or " if tokens > 1 else ""
             raise UserError(
                 f"train.seq={seq} needs {seq + 1} tokens for one sample, but the {split} split of "
-                f"{path} has {tokens}; use {shorter}more text, or a larger share than "
-                f"{shares[SPLITS.index(split)]:g} (data.split, or the source's own)"
+                f"{path} has {tokens}; {shorter}{self._advise(shares, split, seq, setting)}"
             )
         self.windows = (tokens - 1) // seq
         self._seq = seq
@@ -126,6 +130,23 @@ class GPTDataset:
     def compute_digest(self) -> str:
         """Return what recognises the file in another place; see `IndexedDataset`."""
         return self._file.compute_digest()
+
+    def _advise(
+        self,
+        shares: tuple[float, float, float],
+        split: Split,
+        seq: int,
+        setting: SplitSetting | None,
+    ) -> str:
+        """Return what to do about a split that has no sample."""
+        index = self._file.documents
+        ends: Sequence[int] = range(self._file.tokens.size + 1)
+        if len(index) > 2:
+            sizes = np.concatenate(([0], np.cumsum(self._file.lengths, dtype=np.int64)))
+            ends = sizes[np.asarray(index, np.int64)].tolist()
+        enough = enlarge_split(shares, split, ends, seq + 1)
+        keeps = enough is not None and enough[0] == shares[0]
+        return (setting or SplitSetting()).advise(enough, keeps_training=keeps)
 
     def _read_span(self) -> tuple[int, int]:
         """Return the first token in the file, and the number of tokens, of the split's documents.
@@ -221,37 +242,6 @@ def _open_dataset(path: str) -> IndexedDataset:
             f"data.sources: {error}; tools/preprocess_data.py makes a token file of text: "
             f"--input {text} --output {output}"
         ) from None
-
-
-def split_range(count: int, shares: tuple[float, float, float], split: Split) -> tuple[int, int]:
-    """Return the part [first, last) that a split has of `count` documents or tokens. Its bounds are
-    the rounded cumulative shares.
-
-    Args:
-        count: Number of documents or tokens.
-        shares: Of training, validation and test.
-        split: Which of them.
-    """
-    index = SPLITS.index(split)
-    first, last = (round(min(1.0, sum(shares[:n])) * count) for n in (index, index + 1))
-    return first, last
-
-
-def _describe_empty_split(
-    path: str, documents: int, shares: tuple[float, float, float], split: Split
-) -> str:
-    """Return the message to the user about a split that has no document."""
-    share = shares[SPLITS.index(split)]
-    remedy = f"give it a share of at least 1/{max(1, documents)}"
-    if share:
-        remedy += (
-            ", or make more documents of the text (plain text: --split-blank-lines of "
-            "tools/preprocess_data.py)"
-        )
-    return (
-        f"data.split, or the source's own, {list(shares)} leaves the {split} split of {path} "
-        f"without a document: {share:g} of {documents} documents; {remedy}"
-    )
 
 
 def locate_documents(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:

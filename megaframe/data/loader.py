@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from megaframe.config.batch_ramp import compute_batch_size
 from megaframe.config.schema import RunConfig
 from megaframe.data.blended_dataset import BlendedDataset, select_sources, split_batch
-from megaframe.data.gpt_dataset import Split
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.sampler import Blend, BlendSources, SamplerState, restore_sampler
+from megaframe.data.split_advice import Split
 from megaframe.data.text_bytes import TextBytes
 from megaframe.data.token_file_record import (
     TokenizerRecord,

@@ -23,12 +23,13 @@ from torch import Tensor
 from megaframe.architecture.output_head import count_rows_per_chunk
 from megaframe.config.schema import DataConfig, RunConfig
 from megaframe.data.blended_dataset import BlendedDataset, find_document_end
-from megaframe.data.gpt_dataset import Split, locate_documents, number_documents
+from megaframe.data.gpt_dataset import locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.corpus_files import CorpusFile, list_corpus_files
 from megaframe.data.preprocessing.documents import read_documents
 from megaframe.data.preprocessing.input_shards import split_file
+from megaframe.data.split_advice import Split
 from megaframe.data.text_bytes import TextBytes
 from megaframe.data.token_file_record import TokenizerRecord, check_same_tokenizer, read_record
 from megaframe.data.tokenizer import Tokenizer
@@ -321,7 +322,7 @@ def read_split(
         UserError: For sources that cannot be read or that another tokenizer made, and if no source
             has a share of the split.
     """
-    reader = BlendedDataset(config, split, seed=0)
+    reader = BlendedDataset(config, split, seed=0, is_evaluation=True)
     check_same_tokenizer([("the run", record), *reader.list_tokenizers()], _OTHER_TOKENIZER)
     for name, source in zip(reader.names, reader.sources, strict=True):
         starts = source.find_document_starts()

@@ -169,7 +169,7 @@ class RunCheckpoint:
         config = self._config
         with source as checkpoint:
             state = read_train_state(checkpoint)
-            check_same_run(state.config, config, checkpoint.path, state.extensions)
+            check_same_run(state.config, config, checkpoint.path, state.extensions, state.data)
             slices = self.list_slices(owned_only=False)
             saved = checkpoint.tensors
             residuals = [part for part in self.list_compression_slices() if part.name in saved]

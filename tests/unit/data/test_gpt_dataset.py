@@ -8,13 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_files import make_counting_documents, write_token_file
 
-from megaframe.data.gpt_dataset import (
-    SPLITS,
-    GPTDataset,
-    locate_documents,
-    number_documents,
-    split_range,
-)
+from megaframe.data.gpt_dataset import GPTDataset, locate_documents, number_documents
+from megaframe.data.split_advice import SPLITS, split_range
 from megaframe.errors import UserError
 
 ALL = (1.0, 0.0, 0.0)
@@ -94,11 +89,11 @@ def test_splits_share_out_everything(count, train, validation):
 
 def test_a_split_without_documents_is_refused_with_numbers(tmp_path):
     path = write_token_file(tmp_path / "f", make_counting_documents([40] * 10))
-    message = r"validation split of .*: 0\.02 of 10 documents; .* 1/10, .*--split-blank-lines"
-    with pytest.raises(UserError, match=message):
+    message = r'validation split of .*: 0\.02 of 10 documents; use "data.split=\[0.9, 0.1, 0.0\]"'
+    with pytest.raises(UserError, match=message + " in a new run"):
         GPTDataset(path, "validation", (0.98, 0.02, 0.0), 8, VOCAB)
-    with pytest.raises(UserError, match=r"data\.split.*share of at least 1/10"):
-        GPTDataset(path, "test", (0.98, 0.02, 0.0), 8, VOCAB)
+    with pytest.raises(UserError, match=r'"data.split=\[0.8, 0.1, 0.1\]", also at a resume'):
+        GPTDataset(path, "test", (0.8, 0.2, 0.0), 8, VOCAB)
 
 
 @given(st.integers(200, 900), st.integers(1, 6), st.integers(1, 8), st.integers(1, 8))
@@ -125,7 +120,9 @@ def test_a_single_document_is_split_by_tokens(tokens, sequences, held_out, seq):
 def test_a_source_shorter_than_a_window_is_refused_with_both_numbers(tmp_path):
     path = write_token_file(tmp_path / "f", make_counting_documents([5, 3]))
     assert GPTDataset(path, "train", ALL, 7, VOCAB).windows == 1
-    with pytest.raises(UserError, match=r"train\.seq=8 needs 9 tokens.* has 8; .*at most 7"):
+    with pytest.raises(
+        UserError, match=r"train\.seq=8 needs 9 tokens.* has 8; train\.seq=7 in a new run"
+    ):
         GPTDataset(path, "train", ALL, 8, VOCAB)
 
 

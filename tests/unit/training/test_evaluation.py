@@ -22,6 +22,7 @@ from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.tokenizer import load_tokenizer
+from megaframe.data.training_shares import divide_for_evaluation
 from megaframe.errors import UserError
 from megaframe.training.evaluation import (
     TokenSequence,
@@ -124,9 +125,14 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     ((name, same),) = read_split(config, "validation")
     assert name == "all" and np.array_equal(same.tokens, passage.tokens)
     assert np.array_equal(same.beginnings, passage.beginnings)
-    advice = r"no source has a share of the test split.*use data.split=\[0.8, 0.1, 0.1\]"
-    with pytest.raises(UserError, match=advice):
+    with pytest.raises(UserError, match=r"of the test split.*use --data-split") as error:
         next(read_split(config, "test"))
+    # What it says works.
+    shares = [float(share) for share in str(error.value).split()[-3:]]
+    divided = config.model_copy(update={"data": divide_for_evaluation(config.data, shares)})
+    ((_, rest),) = read_split(divided, "test")
+    ((_, less),) = read_split(divided, "validation")
+    assert np.array_equal([*less.tokens, *rest.tokens], same.tokens)
     _, low = load_stage(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
     assert rounded.loss == pytest.approx(passage_score.loss, rel=0.01) and rounded != passage_score
