@@ -1,8 +1,12 @@
 """Fixtures that several tests share: a small random model, a pool of ranks, a corpus, overrides."""
 
 import gc
+import importlib
 import inspect
 import os
+import sys
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +52,19 @@ from megaframe.training.rank_pool import RARELY, RankPool
 settings.register_profile("full", deadline=None, max_examples=100)
 settings.register_profile("quick", deadline=None, max_examples=15)
 settings.load_profile("full")
+
+
+def pytest_collection(session):
+    """Let each worker begin with its share of the files of a whole run. In a fresh clone pytest
+    compiles them, with their asserts rewritten; otherwise every worker would compile all."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args != session.config.getini("testpaths"):
+        return
+    first = int(worker["workerid"].removeprefix("gw"))
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[first :: worker["workercount"]]:
+        sys.path.insert(0, str(path.parent))
+        with suppress(Exception, pytest.skip.Exception):  # told when it is collected
+            importlib.import_module(path.stem)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks

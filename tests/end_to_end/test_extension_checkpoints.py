@@ -53,6 +53,7 @@ def list_calls(path, text, folder):
     }
 
 
+@pytest.mark.quick(when=lambda name, place: (place == "run") == (name != "evaluate"))
 @pytest.mark.parametrize("place", ["run", "checkpoint"])
 @pytest.mark.parametrize("name", ["generate", "evaluate", "export-hf"])
 def test_a_tool_names_the_extension_that_it_lacks(name, place, trained, tmp_path):

@@ -155,6 +155,7 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     assert len(read_lines(tmp_path / "run")) == 12
 
 
+@pytest.mark.quick(when=lambda elsewhere: elsewhere)
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_run_folder_is_as_good_as_its_checkpoints(elsewhere, pool, overrides, tmp_path):
     """Also if it was moved, and if its checkpoints are in another folder."""

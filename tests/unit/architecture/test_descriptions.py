@@ -165,12 +165,9 @@ def count_ranks(config):
 
 
 QUICK = {
-    "tensor": (
-        *("rotated groups", "whole norms", "gates", "one group", "latent", "clamped"),
-        "balanced experts",
-    ),
-    "ring": ("rotated groups", "latent", "balanced experts"),
-    "exchange": ("one group", "query and key norms", "predictors"),
+    "tensor": (*("rotated groups", "gates", "latent", "balanced experts"),),
+    "ring": ("rotated groups", "latent"),
+    "exchange": ("one group", "predictors"),
     "nested": ("rotated groups",),
 }
 """Measured on several ranks, as are all others in the long tests."""

@@ -121,11 +121,12 @@ def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_pa
     assert tab.locator(".plot .main-svg").count() >= len(PANELS) - 1
     assert "MFU" in tab.locator("#waterfall").inner_text()
     light = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    tab.emulate_media(color_scheme="dark")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != light
     tab.click("#theme")
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != light
-    tab = visit(address, viewport={"width": 360, "height": 740}, color_scheme="dark")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == light
+    tab.set_viewport_size({"width": 360, "height": 740})
+    wait_until(tab, "document.documentElement.scrollWidth <= 360")
 
 
 @pytest.mark.slow

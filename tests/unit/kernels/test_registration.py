@@ -136,6 +136,12 @@ CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dy
 see whether they were written, which torch cannot do in 8 bits."""
 
 
+QUICK = ("norm", "attention", "cross_entropy_parts", "adamw_", "router", "expert_gather")
+QUICK += ("grouped_product", "grouped_gradient_", "quantise", "grouped_scaled_product")
+"""With a gradient, in place, with several results, on integers, and on 8 bits."""
+
+
+@pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_operator(name):
     arguments = CASES[name]()

@@ -88,6 +88,7 @@ TESTS = {
 }
 
 
+@pytest.mark.quick(when=lambda name: name == "bad")
 @pytest.mark.parametrize("name", TESTS)
 def test_a_failing_test_fails_the_whole_and_is_named(name, tmp_path):
     code, verdict = TESTS[name]

@@ -123,6 +123,11 @@ def save_model(name, path):
     return save_random_model(MODELS[name](), path)
 
 
+QUICK = ("gpt2", "llama3", "ministral", "qwen2_last", "qwen3", "mixtral", "deepseek_v3")
+"""Each kind of head, rotation, window, norm and feed-forward part."""
+
+
+@pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_both_ways(name, tmp_path):
     expected_logits = save_model(name, tmp_path / "theirs")
