@@ -278,7 +278,8 @@ class MetricsConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
     wandb: str | None = None
-    """Weights & Biases project; without an API key the run is recorded offline."""
+    """Weights & Biases project. Without an API key each start of the run is recorded offline, in
+    `wandb` in the run folder, for `wandb sync` (docs/guides/dashboard.md)."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Dense peak of one device in TFLOP/s. Default: known chips by name; a CPU is measured."""
 
@@ -293,8 +294,9 @@ class FaultToleranceConfig(Section):
     restarts: NonNegative = 3
     """How often the ranks may restart within their processes, from the newest checkpoint or copies
     in memory, when all are alive and only communication has failed or hangs. They do not if the
-    last restart was at the same step. 0: never. Needs `checkpoint.resume=latest`, and works on CPUs
-    only. Otherwise ranks exit, and the launcher restarts them."""
+    last restart was at the same step. 0: never. Needs `checkpoint.resume=latest`. Where the device
+    or NCCL does not allow it (docs/guides/faults.md), ranks exit, and the launcher restarts
+    them."""
     check_collectives: bool = False
     """Compare collectives across ranks (kind, axes, shape, type, action), and messages with their
     other ends, before starting them, so that a mismatch is reported instead of hanging, with both
