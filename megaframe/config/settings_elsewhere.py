@@ -57,6 +57,8 @@ SETTINGS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "save_total_limit": "checkpoint.keep",
         "resume_from_checkpoint": "checkpoint.resume",
         "head_dim": "model.head_dim",
+        "max_seq_length": "train.seq",
+        "max_length": "train.seq",
         "warmup_ratio": "optim.warmup, in steps",
         "logging_dir": "meter.tensorboard",
         "per_device_eval_batch_size": "train.eval_samples, in all",

@@ -25,6 +25,7 @@ GUIDES = (
     "layout",
     "long_context",
     "resuming",
+    "migrating",
     "extensions",
     "evaluation",
     "schedule",

@@ -250,6 +250,23 @@ def cache():
     Path("cache.json").write_text(json.dumps(entry))
 
 
+def write_foreign_settings():
+    """Write a file of settings of each program that tools/migrate.py reads."""
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --lr 1e-3"
+    more = (
+        "--moe-layer-freq '[0]*1+[1]*1' --micro-batch-size 1 --train-samples 99 --window-size 8,0"
+    )
+    script = f"N=${{N:-2}}\nA=({flags})\nif [ $N = 2 ]; then A+=(--swiglu); fi\n"
+    Path("train.sh").write_text(f"{script}torchrun --nnodes $N t.py ${{A[@]}} \\\n {more}\n")
+    Path("job.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nsteps = 9\n')
+    Path("config.py").write_text("n_head = 6\nn_embd = 64 * n_head\nlearning_rate = 1e-3 / 2\n")
+    arguments = {"max_steps": 9, "warmup_ratio": 0.1, "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+    Path("arguments.json").write_text(json.dumps(arguments))
+    model = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    model |= {"num_hidden_layers": 1, "intermediate_size": 8, "rms_norm_eps": 1e-5}
+    Path("config.json").write_text(json.dumps(model))
+
+
 PRETRAIN, TOOL = load_main("pretrain_gpt.py"), load_main("tools/checkpoint.py")
 SMALL = ("--config", "config.yaml")
 KEYS = tuple(
@@ -344,3 +361,9 @@ def list_targets():
     )
     yield Target("plan", write_cluster, load_main("tools/plan.py"), words, ("cluster.yaml",))
     yield Target("cache", cache, read_cache, files=("cache.json",))
+    migrate, make = load_main("tools/migrate.py"), write_foreign_settings
+    yield Target("megatron", make, migrate, ("megatron", "train.sh", "N=2"), ("*.sh",), fixed=1)
+    yield Target("torchtitan", make, migrate, ("torchtitan", "job.toml"), ("*.toml",), fixed=1)
+    yield Target("nanogpt", make, migrate, ("nanogpt", "config.py"), ("*.py",), fixed=1)
+    words = ("hf", "arguments.json", "--model", "config.json")
+    yield Target("hf", make, migrate, words, ("*.json",), fixed=1)
