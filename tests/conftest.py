@@ -49,7 +49,7 @@ from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.rank_pool import RARELY, RankPool
 
 # Examples of each property, where a test does not ask for fewer. `make test` takes the quick ones.
-settings.register_profile("full", deadline=None, max_examples=100)
+settings.register_profile("full", deadline=None, max_examples=50)
 settings.register_profile("quick", deadline=None, max_examples=15)
 settings.load_profile("full")
 

@@ -48,8 +48,15 @@ def assert_offload_changes_no_bit(pool, ranks, *sections):
 @pytest.mark.quick(
     when=lambda optim, zero: (optim, zero) in (("int8", 1), ("nesterov", 0), ("muon", 3))
 )
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optim", "zero"),
+    [
+        # Every optimizer with every second stage.
+        (optim, zero)
+        for number, optim in enumerate(OPTIMIZERS)
+        for zero in (number % 2, number % 2 + 2)
+    ],
+)
 def test_no_bit_is_another(optim, zero, pool):
     train = {"precision": "bf16", "microbatch": 2}
     assert_offload_changes_no_bit(pool, 2, MODEL, train, {"zero": zero}, OPTIMIZERS[optim])

@@ -80,11 +80,13 @@ def test_others_too_with_a_tied_embedding(optim, parallel, zero, pool, expected)
 
 FEWER_BITS = [
     # int8 has no tensor ranks: if they divide a parameter, its blocks differ from one process.
-    (name, state, *layout, 3 * (number % 2))
+    (name, state, *layout, 3 * (number // 2 % 2))
     for name in ("adamw", "muon")
     for state in ("bf16", "int8")
     for number, layout in enumerate((*LAYOUTS, (2, {}, 1), (2, {"pipeline": 2}, 4)))
     if state == "bf16" or "tensor" not in layout[1]
+    # Every second layout with each optimizer and type, the others with the next one.
+    if (number + (name == "muon") + (state == "int8")) % 2 == 0
 ]
 
 
