@@ -28,7 +28,7 @@ def attend_by_kernel(
     mask: SequenceMask,
     scale: float,
     softcap: float | None = None,
-    has_sinks: bool = False,
+    sinks_N: Tensor | None = None,
 ) -> Tensor | None:
     """Compute attention over whole samples by a kernel.
 
@@ -40,23 +40,21 @@ def attend_by_kernel(
         mask: Which tokens attend to which.
         scale: Factor on the scores.
         softcap: Bound of the scores; None for no bound.
-        has_sinks: Whether the softmax of each head has a logit without a value.
+        sinks_N: A logit without a value in the softmax of each query head; None for none.
 
     Returns:
         The output [B, S, N, V], or None if no kernel takes these arguments.
     """
     if not kernels.has("attention"):
         return None
-    if softcap is not None or has_sinks:
-        _refuse(kernels, "attention", softcap, has_sinks)
-        return None
     # Kernels take one width for all heads; those of values may be narrower.
     value = _pad_heads_like(value_BKGV, query_BQND)
     operands = (query_BQND, key_BKGD, value, mask.spans)
-    kernel = kernels.find("attention", *operands, scale=scale)
+    options = {"scale": scale, "softcap": softcap, "sinks_N": sinks_N}
+    kernel = kernels.find("attention", *operands, **options)
     if kernel is None:
         return None
-    out, _ = kernel(*operands, scale=scale)
+    out, _ = kernel(*operands, **options)
     return out[..., : value_BKGV.shape[-1]]
 
 
@@ -91,15 +89,13 @@ def attend_tile_by_kernel(
     """
     if not (kernels.has("attention") and kernels.has("attention_backward")):
         return None
-    if softcap is not None:
-        _refuse(kernels, "attention", softcap, has_sinks=False)
-        return None
     value = _pad_heads_like(value_BKGV, query_BQND)
     operands = (query_BQND, key_BKGD, value, make_spans())
-    kernel = kernels.find("attention", *operands, scale=scale, need_lse=True)
+    options = {"scale": scale, "softcap": softcap, "need_lse": True}
+    kernel = kernels.find("attention", *operands, **options)
     if kernel is None:
         return None
-    out, lse = kernel(*operands, scale=scale, need_lse=True)
+    out, lse = kernel(*operands, **options)
     return out[..., : value_BKGV.shape[-1]], lse
 
 
@@ -133,27 +129,19 @@ def attend_tile_backward_by_kernel(
         The gradients of queries, keys and values, or None if no kernel takes these arguments.
     """
     # A tile that a kernel computed gets its gradient from one too, so both must be there.
-    if softcap is not None:
-        return None
     if not (kernels.has("attention") and kernels.has("attention_backward")):
         return None
     d_out, out, value = (
         _pad_heads_like(head, query_BQND) for head in (d_out, out_BQNV, value_BKGV)
     )
     operands = (d_out, query_BQND, key_BKGD, value, out, lse_BNQ, make_spans())
-    kernel = kernels.find("attention_backward", *operands, scale=scale)
+    options = {"scale": scale, "softcap": softcap}
+    kernel = kernels.find("attention_backward", *operands, **options)
     if kernel is None:
         return None
-    d_query, d_key, d_value = kernel(*operands, scale=scale)
+    d_query, d_key, d_value = kernel(*operands, **options)
     # Gradients of padding are cut off with it.
     return d_query, d_key, d_value[..., : value_BKGV.shape[-1]]
-
-
-def _refuse(kernels: Kernels, name: str, softcap: float | None, has_sinks: bool) -> None:
-    """Say once why no kernel computes attention with these parts."""
-    parts = [] if softcap is None else [f"scores bounded by softcap={softcap:g}"]
-    parts += ["sinks"] * has_sinks
-    kernels.refuse(name, f"no implementation computes {' and '.join(parts)}")
 
 
 def _pad_heads_like(x: Tensor, like: Tensor) -> Tensor:

@@ -150,25 +150,6 @@ class Kernels:
             return f"{name} has no implementation but the reference here"
         return choice.explain_fallback(*arguments, **options)
 
-    def refuse(self, name: str, reason: str) -> None:
-        """Say once that the caller's plain code computes something that a kernel does not support.
-
-        Args:
-            name: The kernel.
-            reason: What it does not support.
-
-        Raises:
-            UserError: If the config names an implementation.
-        """
-        choice = self._choices[name]
-        if choice.named and choice.active != PLAIN_CODE:
-            raise UserError(
-                f"kernels.{_FAMILY[name]}: {name}={choice.active} cannot run here: {reason}; use "
-                f"{AUTO} or {PLAIN_CODE}"
-            )
-        if choice.active != PLAIN_CODE:
-            self._report_refusal(name, choice.active, reason, PLAIN_CODE)
-
     @property
     def fuses(self) -> bool:
         """Whether to compute a sum and its norm together, because something here can fuse them."""

@@ -26,8 +26,11 @@ SHAPES = {
     "gpt2": {**MODELS["gpt2"], "logit_softcap": 3.0},
     "llama": {**MODELS["llama"], "rotary_fraction": 0.5, "dropout": 0.1},
     "windows": {
-        **{"norm": "rmsnorm", "activation": "relu2", "kv_heads": 1, "bias": True},
-        **{"layers": 2, "window": (4, None)},
+        **{"norm": "rmsnorm", "activation": "relu2", "bias": True, "layers": 2, "init_std": 0.3},
+        "blocks": [
+            {"mixer": {"window": 4, "kv_heads": 1, "softcap": 1.0, "sinks": True}},
+            {"mixer": {"kv_heads": 1, "sinks": True}},
+        ],
     },
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
     "moe, tensor": {"norm": "rmsnorm", "activation": "geglu", "moe": {**MOE, "ffn": 16}},

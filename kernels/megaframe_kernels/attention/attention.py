@@ -187,11 +187,13 @@ def run_reference_backward(
     spans: Spans,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the contributions of these keys to the gradients of queries, keys and values.
 
-    With shares p = exp(scale q k - lse) and dp = d_out v: dv = p d_out, ds = scale p (dp -
-    sum(d_out out)), dq = ds k, dk = ds q.
+    With shares p = exp(s - lse) of scores s = scale q k and dp = d_out v: dv = p d_out, ds =
+    scale p (dp - sum(d_out out)), dq = ds k, dk = ds q. A softcap bounds the scores, and ds has its
+    slope 1 - (s / cap)^2 as another factor.
 
     Args:
         d_out_BQND: Gradient of the output [B, Q, N, D].
@@ -203,6 +205,7 @@ def run_reference_backward(
         lse_BNQ: Log-sum-exp of the scores over all keys that the queries see, [B, N, Q].
         spans: Which of the given keys each query sees.
         scale: Factor of the scores, by default D^(-1/2).
+        softcap: Scores s become cap tanh(s / cap).
 
     Returns:
         The gradients of queries, keys and values, in the shapes and the type of these.
@@ -213,14 +216,18 @@ def run_reference_backward(
     d_out, query, key, value, out = (x.to(wide).transpose(1, 2) for x in arguments)
     groups, scale = key.shape[1], scale_or_default(query_BQND, scale)
     key, value = (x.repeat_interleave(query.shape[1] // groups, 1) for x in (key, value))
-    scores = (query @ key.mT * scale).masked_fill(~spans.mask()[:, None], -math.inf)
+    scores, slope = query @ key.mT * scale, torch.ones((), dtype=wide, device=query.device)
+    if softcap is not None:
+        bounded = torch.tanh(scores / softcap)
+        scores, slope = softcap * bounded, 1.0 - bounded.square()
+    scores = scores.masked_fill(~spans.mask()[:, None], -math.inf)
     known_lse = lse_BNQ[..., None].to(wide)
     # The log-sum-exp is over all keys, so these are the final shares of the given part of the keys.
     shares = (scores - known_lse.masked_fill(known_lse == -math.inf, 0.0)).exp()
     # sum over all keys of p dp, since out is the sum of p v (Dao et al. 2022). The keys given here
     # need not be all of them.
     mean = (d_out * out).sum(-1, keepdim=True)
-    d_scores = shares * (d_out @ value.mT - mean) * scale
+    d_scores = shares * (d_out @ value.mT - mean) * slope * scale
     gradients = d_scores @ key, d_scores.mT @ query, shares.mT @ d_out
     d_query, d_key, d_value = (x.transpose(1, 2) for x in gradients)
     # Query heads that share a head of keys add to the same gradient.
@@ -239,6 +246,7 @@ def run_triton_backward(
     spans: Spans,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `run_reference_backward` in Triton.
@@ -252,12 +260,13 @@ def run_triton_backward(
         lse_BNQ: Log-sum-exp.
         spans: Which keys each query sees.
         scale: Factor of the scores.
+        softcap: Bound of the scores.
         fused: Compute all gradients in one pass over the tiles.
     """
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
-    # None: the log-sum-exp of a ring's tile gets no gradient, and there are neither sinks nor a
-    # softcap.
-    gradients = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
+    # None: the log-sum-exp of a ring's tile gets no gradient, and sinks are added to all tiles
+    # together.
+    gradients = _direct_backward(d_out_BQND, None, *saved, None, scale, softcap, fused)
     d_query, d_key, d_value, _ = gradients
     return d_query, d_key, d_value
 

@@ -210,18 +210,21 @@ def test_a_ring_of_tiles_is_the_whole(fused):
     assert_close(KERNEL, d_query, truth[:, own_places], length, "gradient", scale=0.5)
 
 
-@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
+@pytest.mark.quick(when=lambda dtype, softcap: (dtype == torch.bfloat16) != (softcap is not None))
 @pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_backward_of_a_tile(name, dtype):
+def test_backward_of_a_tile(name, dtype, softcap):
     """The tile has the first of the keys that the outputs are over. Some queries see none of
     them."""
     query, key, value = (x.detach() for x in make_heads(40, batch=2, n=4, g=2, dtype=dtype))
-    out, lse = launch_forward(query, key, value, *find_spans(2, 40, 40, DEVICE).tensors[:2], *NONE)
+    ends = find_spans(2, 40, 40, DEVICE).tensors[:2]
+    out, lse = launch_forward(query, key, value, *ends, None, 0.25, softcap)
     d_out = make_random(*out.shape, dtype=dtype, seed=5)
     spans = find_spans(2, 40, 23, DEVICE, window=11)
     arguments = (d_out, query, key[:, :23], value[:, :23], out, lse, spans)
-    check(attention.BACKWARD, name, arguments, {"scale": 0.25}, 40 * 4, scale=1.0)
+    options = {"scale": 0.25, "softcap": softcap}
+    check(attention.BACKWARD, name, arguments, options, 40 * 4, scale=1.0)
 
 
 def test_gradients_are_bitwise_repeatable():

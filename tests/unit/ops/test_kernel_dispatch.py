@@ -137,18 +137,13 @@ def test_8_bits_on_a_cpu_are_a_warning():
 
 
 @without_gpu
-def test_parts_of_attention_that_no_kernel_computes_are_said_once_with_the_reason():
+def test_scores_are_bounded_and_have_sinks_in_a_kernel_that_computes_them():
     lines = []
     kernels = make_kernels(RunConfig(), GPU, notify=lines.append)
-    heads = torch.zeros(1, 4, 2, 8)
-    mask = SequenceMask(AttentionMask(None, None), 1, 4, CPU)
-    for _ in range(2):
-        parts = {"softcap": 5.0, "has_sinks": True}
-        assert attend_by_kernel(kernels, heads, heads, heads, mask, 1.0, **parts) is None
-    assert lines == [
-        "warning: kernel attention: reference in place of triton, which does not take some of "
-        "this run's inputs: no implementation computes scores bounded by softcap=5 and sinks"
-    ]
-    named = make_kernels(RunConfig(kernels={"attention": "triton"}), GPU)
-    with pytest.raises(UserError, match=r"attention=triton cannot run here: .*; use auto or ref"):
+    heads, mask = torch.zeros(1, 4, 2, 16), SequenceMask(AttentionMask(None, None), 1, 4, CPU)
+    operands = heads, heads, heads, mask.spans
+    found = kernels.find("attention", *operands, scale=1.0, softcap=5.0, sinks_N=torch.zeros(2))
+    assert found.__name__ == "run_triton" and not lines
+    named = make_kernels(RunConfig(kernels={"attention": "torch"}), GPU)
+    with pytest.raises(UserError, match=r"attention=torch cannot run here: .* softcap"):
         attend_by_kernel(named, heads, heads, heads, mask, 1.0, 5.0)
