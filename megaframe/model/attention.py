@@ -85,17 +85,18 @@ class Attention(Module):
             # Neighbouring ranks share a group; each has some of its query heads.
             sharing = tensor.size // self.groups
             query = query.chunk(sharing, 3)[tensor.index % sharing]
-        # Query heads of one group stay adjacent, as grouped-query attention expects them.
-        query_BSND = query.reshape(batch, length, -1, self.width)
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)
         # Before the rotation: the gains of two dims that are rotated against each other differ.
         if self.qk_norms is not None:
-            query_BSND, key_BSGD = self.qk_norms(query_BSND, key_BSGD)
+            query, key_BSGD = self.qk_norms(query.flatten(2, 3), key_BSGD)
         if self.rotary is not None:
             rotate = context.rotary[self.rotary]
-            query_BSND, key_BSGD = rotate(query_BSND), rotate(key_BSGD)
+            # The rotation is the only copy of the queries: it reads them between keys and values.
+            query, key_BSGD = rotate(query), rotate(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
+        # Query heads of one group stay adjacent, as grouped-query attention expects them.
+        query_BSND = query.reshape(batch, length, -1, self.width)
         mask = context.masks[self.window]
         heads_TV = attend_heads(
             query_BSND,
@@ -152,8 +153,7 @@ def attend_heads(
     if isinstance(mask, RingMask):
         out_BSNV = ring_attention(*shared, mask, scale, softcap, sinks_N)
     else:
-        has_sinks = sinks_N is not None
-        by_kernel = attend_by_kernel(run.kernels, *shared, mask, scale, softcap, has_sinks)
+        by_kernel = attend_by_kernel(run.kernels, *shared, mask, scale, softcap, sinks_N)
         if by_kernel is None:
             out_BSNV = attend_locally(*shared, mask, scale, softcap, sinks_N)
         else:

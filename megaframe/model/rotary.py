@@ -104,10 +104,16 @@ class Rotary:
         self.sin = (angle.sin() * factor).to(dtype).unsqueeze(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x [B, S, N, head_dim] with its leading dims rotated."""
+        """Return x with its leading dims rotated, [B, S, N, head_dim].
+
+        Args:
+            x: [B, S, N, head_dim], or in groups [B, S, G, N / G, head_dim], which need not be
+                adjacent: a kernel reads them where they are.
+        """
         tables = self.cos.squeeze(-2), self.sin.squeeze(-2)
         if run := self._kernels.find("rotary", x, *tables):
             return run(x, *tables)
+        x = x.flatten(2, -2)
         return self._kernels.maybe_compile(_rotate, _rotate_for_compiler)(x, self.cos, self.sin)
 
 

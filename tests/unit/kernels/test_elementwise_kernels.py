@@ -1,5 +1,7 @@
 """Activations and rotary positions, against fp64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from kernel_exactness import DTYPES, check, make_random
@@ -58,6 +60,29 @@ def test_rotary(shape, half, dtype):
     x = make_random(*shape, dtype=dtype).requires_grad_()
     check(rotary.KERNEL, "triton", (x, *make_table((shape[1], half))), length=2)
     check(rotary.KERNEL, "triton", (x, *make_table((*shape[:2], half), dtype)), length=2)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_rotary_of_groups_with_something_between_them(name):
+    """As in the product for queries, keys and values: 3 groups of 2 queries, a key and a value."""
+    qkv = make_random(2, 5, 3, 4, 16).requires_grad_()
+    tables = make_table((5, 8))
+
+    class OfQueries:
+        constant, compute_tolerance = rotary.KERNEL.constant, rotary.KERNEL.compute_tolerance
+
+        @staticmethod
+        def reference(x):
+            return rotary.run_reference(x[:, :, :, :2].flatten(2, 3), *tables)
+
+        implementations = {  # noqa: RUF012
+            name: SimpleNamespace(
+                refuses=lambda *_: None,
+                run=lambda x: rotary.KERNEL.implementations[name].run(x[:, :, :, :2], *tables),
+            )
+        }
+
+    check(OfQueries, name, (qkv,), length=2)
 
 
 def test_rotary_of_a_slice_of_fused_heads():
