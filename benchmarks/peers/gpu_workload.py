@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from megaframe.config import RunConfig, load  # noqa: E402
+from megaframe.distributed.allocator_settings import configure_allocator  # noqa: E402
 from megaframe.metrics.overlap_report import measure_overlap  # noqa: E402
 
 WARMUP = 3
@@ -46,6 +47,7 @@ def read() -> tuple[RunConfig, torch.device, Path | None]:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
+    configure_allocator()  # for both contenders alike
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load(arguments.config, arguments.overrides), device, arguments.trace
 

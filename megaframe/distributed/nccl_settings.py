@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megaframe.distributed.allocator_settings import configure_allocator
 from megaframe.errors import UserError
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -56,6 +57,7 @@ class NcclSettings:
         register: Whether to allocate gradients and values in memory that NCCL uses directly, where
             torch offers it.
         lines: For the log.
+        allocator: Likewise, and on one rank too: how memory is allocated.
         warnings: For the console.
     """
 
@@ -63,14 +65,16 @@ class NcclSettings:
     high_priority: bool = True
     register: bool = False
     lines: tuple[str, ...] = ()
+    allocator: str = ""
     warnings: tuple[str, ...] = ()
 
 
-def configure_nccl(streams: int | None) -> NcclSettings:
-    """Set the variables of CUDA and NCCL. Must be called before CUDA starts.
+def configure_nccl(streams: int | None, *, graph: bool = False) -> NcclSettings:
+    """Set the variables of CUDA, NCCL and torch's allocator. Must be called before CUDA starts.
 
     Args:
         streams: Those of the layout (`plan.streams`); None if it is not known yet.
+        graph: Whether steps are CUDA graphs.
 
     Raises:
         UserError: The environment has a value that is out of range.
@@ -89,11 +93,13 @@ def configure_nccl(streams: int | None) -> NcclSettings:
     for name, value in values.items():
         if value is not None:
             chosen[name] = f"{name}={value}, from the environment"
+    register = values[REGISTER] == 1
     return NcclSettings(
         link_ctas=None if values[MAX_CTAS] is not None else LINK_CTAS,
         high_priority=values[PRIORITY] != 0,
-        register=values[REGISTER] == 1,
+        register=register,
         lines=tuple(f"nccl: {line}" for line in chosen.values()),
+        allocator=configure_allocator(register=register, graph=graph),
         warnings=_warn_too_few(queues, default_queues, streams),
     )
 

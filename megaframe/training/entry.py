@@ -30,7 +30,9 @@ def train(config: RunConfig, *, force: bool = False) -> None:
         SystemExit: A signal ended the run early, after a save.
     """
     world = read_world_size()
-    nccl = configure_nccl(count_streams(config, world)) if config.run.device != "cpu" else None
+    nccl = None
+    if config.run.device != "cpu":
+        nccl = configure_nccl(count_streams(config, world), graph=config.train.cuda_graph)
     config, layout, notes = resolve_config(config, world)
     if read_global_rank() >= layout.world:
         return  # the layout that was chosen does not use this rank

@@ -42,7 +42,11 @@ def log_start(
     summary = [*summarize_pipeline(config, schedule)]
     for line in (*summary[:1], *notes):
         logger.note(line)
-    settings = mesh.nccl_settings if mesh.layout.world > 1 else None
+    settings = mesh.nccl_settings
+    if settings is not None and mesh.device.type == "cuda":
+        details = [*details, settings.allocator]
+    if mesh.layout.world == 1:
+        settings = None  # there are no transfers
     for line in (*summary[1:], *details, *(settings.lines if settings else ())):
         logger.log_detail(line)
     for line in settings.warnings if settings else ():

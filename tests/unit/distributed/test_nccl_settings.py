@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import pretrain_gpt
+from megaframe.distributed.allocator_settings import _NAMES as ALLOCATOR
 from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.fake_group import FakeGroup
 from megaframe.distributed.nccl_communicators import allocate
@@ -29,13 +30,36 @@ def environment(monkeypatch):
     """environment(**values): the environment has these of the variables and no others."""
 
     def make(**values):
-        for name in NAMES:
+        for name in (*NAMES, *ALLOCATOR):
             monkeypatch.setenv(name, "")  # so that what a run sets is undone
             monkeypatch.delenv(name)
         for name, value in values.items():
             monkeypatch.setenv(name, value)
 
     return make
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_memory_grow_unless_the_environment_says_otherwise(name, environment):
+    environment()
+    line = "allocator: PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert configure_nccl(3).allocator == line
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    environment(**{name: "max_split_size_mb:64"})
+    assert configure_nccl(3).allocator == (
+        f"allocator: {name}=max_split_size_mb:64, from the environment"
+    )
+    assert os.environ[name] == "max_split_size_mb:64"
+    assert {*ALLOCATOR} & {*os.environ} == {name}
+
+
+@pytest.mark.parametrize(
+    ("graph", "variables"), [(True, {}), (False, {"NCCL_LOCAL_REGISTER": "1"})]
+)
+def test_registered_buffers_have_segments_of_fixed_sizes(graph, variables, environment):
+    environment(**variables)
+    assert "segments of fixed sizes" in configure_nccl(3, graph=graph).allocator
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 @pytest.mark.parametrize(("streams", "queues"), [(3, 8), (8, 8), (17, 17), (32, 32), (None, 32)])
