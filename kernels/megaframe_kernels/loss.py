@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, next_power_of_2
 from megaframe_kernels.device_math import LOG2_E, LOG_2, tanh
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
 from megaframe_kernels.loss_reference import Join, run_reference
@@ -249,8 +250,10 @@ def _(
     return tuple(logits_TV.new_empty(shape, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
 
 
-@torch.library.custom_op("megaframe::cross_entropy_gradient_", mutates_args=("logits_TV",))
-def _gradient_op(
+_direct_parts = bypass_dispatcher(_parts_op, launch_forward)
+
+
+def _compute_gradient(
     d_partition_T: Tensor,
     d_label_T: Tensor,
     logits_TV: Tensor,
@@ -263,6 +266,12 @@ def _gradient_op(
 ) -> None:
     arguments = (d_partition_T, d_label_T, logits_TV, labels_T, partition_T, logits_TV)
     launch_backward(*arguments, start, vocab, label_smoothing, softcap)
+
+
+_gradient_op = torch.library.custom_op(
+    "megaframe::cross_entropy_gradient_", _compute_gradient, mutates_args=("logits_TV",)
+)
+_direct_gradient = bypass_dispatcher(_gradient_op, _compute_gradient)
 
 
 @torch.no_grad()
@@ -282,7 +291,7 @@ def run_triton(
     """Compute the reference in Triton. The gradient is multiplied by the scale in fp32, before it
     is rounded."""
     settings = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
-    own_partition, own_label = _parts_op(logits_TV, labels_T, *settings)
+    own_partition, own_label = _direct_parts(logits_TV, labels_T, *settings)
     # Copies: `join` may work in place.
     joined, label = (
         (own_partition, own_label)
@@ -296,7 +305,7 @@ def run_triton(
         # overwritten by their gradient, in place.
         # exp(z - whole) is the probability over the whole vocabulary: no gradients to exchange.
         weight = valid if scale is None else valid * scale
-        _gradient_op(
+        _direct_gradient(
             weight * (1.0 + 2.0 * z_loss * joined), -weight, logits_TV, labels_T, joined, *settings
         )
     return (joined - label + z_loss * joined.square()) * valid, logits_TV

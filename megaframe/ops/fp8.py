@@ -100,7 +100,8 @@ class Fp8Matmul:
         left, left_scales = self._quantise(left_MK, self._row_block, gradient)
         weight = self._matrix_block if matrix else self._row_block
         right, right_scales = self._quantise(right_NK, weight, False)
-        arguments = left, right, left_scales, right_scales, left_MK.dtype
+        # Gradients are summed in all bits that the matrix units have.
+        arguments = left, right, left_scales, right_scales, left_MK.dtype, not gradient
         return self._find_kernel("scaled_product", *arguments)(*arguments)
 
     def compute_weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> Tensor:
@@ -186,7 +187,7 @@ class Fp8Matmul:
         """Return each row times the transposed matrix of its expert. The matrices are already
         rounded; right_scales: their scales."""
         rows, scales = self._quantise(rows_PK, self._row_block, gradient, ends_E)
-        arguments = rows, right_ENK, scales, right_scales, ends_E, rows_PK.dtype
+        arguments = rows, right_ENK, scales, right_scales, ends_E, rows_PK.dtype, not gradient
         return self._find_kernel("grouped_scaled_product", *arguments)(*arguments)
 
     def _quantise_matrices(self, matrices_EOI: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@ another part is computed.
 
 A part contains some rows of every rank, because that is what one all-gather returns and one
 reduce-scatter takes. Gathered parts are copied to where their rows belong, and parts to be
-scattered are picked from there. If all rows travel at once, nothing is copied.
+scattered are picked from there. If all rows travel at once, nothing is copied. On one rank nothing
+travels, and rows stay together.
 
 Shape legend: R rows of one rank, T = ranks * R rows of all ranks, C = ranks * c rows of one part, X
 width.
@@ -30,7 +31,8 @@ def gather_chunks(x_RX: Tensor, group: Group, chunks: int) -> Iterator[Tensor]:
     Returns:
         The parts [C, X], in order.
     """
-    transfers = (all_gather(part[0], group) for part in _split(x_RX, 1, chunks))
+    parts = _split(x_RX, 1, chunks if group.size > 1 else 1)
+    transfers = (all_gather(part[0], group) for part in parts)
     # Not a generator itself: the first transfer must start now, not when the caller first asks.
     return _wait_one_behind(next(transfers), transfers)
 
@@ -63,7 +65,7 @@ def scatter_chunks(
     """
     return [
         reduce_scatter(compute(part.flatten(0, 1)), group)
-        for part in _split(x_TX, group.size, chunks)
+        for part in _split(x_TX, group.size, chunks if group.size > 1 else 1)
     ]
 
 

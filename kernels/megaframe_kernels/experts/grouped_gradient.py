@@ -151,9 +151,14 @@ def _weight_op(d_y: Tensor, x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> T
     return launch_weight_gradient(d_y, x, weights_ENH, ends_E)
 
 
-@torch.library.custom_op("megaframe::grouped_gradient_", mutates_args=("grads_ENH",))
-def _gradient_op(grads_ENH: Tensor, d_y: Tensor, x: Tensor, ends_E: Tensor, add: bool) -> None:
+def _add_gradient(grads_ENH: Tensor, d_y: Tensor, x: Tensor, ends_E: Tensor, add: bool) -> None:
     launch_weight_gradient_into(grads_ENH, d_y, x, ends_E, add=add)
+
+
+_gradient_op = torch.library.custom_op(
+    "megaframe::grouped_gradient_", _add_gradient, mutates_args=("grads_ENH",)
+)
+_direct_gradient = bypass_dispatcher(_gradient_op, _add_gradient)
 
 
 @_weight_op.register_fake
@@ -191,7 +196,7 @@ def run_triton(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> Tensor:
     """Compute the reference in Triton. The gradient never exists in low precision."""
-    _gradient_op(grads_ENH, d_y_PN, x_PH, ends_E, add)
+    _direct_gradient(grads_ENH, d_y_PN, x_PH, ends_E, add)
     return grads_ENH
 
 

@@ -241,9 +241,10 @@ def _multiply_op(
     return launch_multiply(x, weights_ENH, ends_E, gather_P, scatter_P, chosen)
 
 
-clear_op = torch.library.custom_op(
+_clear_op = torch.library.custom_op(
     "megaframe::grouped_clear_", launch_clear, mutates_args=("out_PN",)
 )
+clear = bypass_dispatcher(_clear_op, launch_clear)
 
 
 @_multiply_op.register_fake
@@ -315,7 +316,7 @@ def run_triton(
 
 def _multiply_by_torch(x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
     out = torch._grouped_mm(x, weights_ENH.transpose(1, 2), offs=ends_E)
-    clear_op(out, ends_E)  # torch leaves rows beyond the last end uninitialised
+    clear(out, ends_E)  # torch leaves rows beyond the last end uninitialised
     return out
 
 

@@ -50,6 +50,7 @@ def run_reference(
     b_scales: Tensor,
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
 ) -> Tensor:
     """y[p] = a[p] b[e]^T for the expert e to which place p belongs, rounded once to `dtype`.
 
@@ -60,6 +61,7 @@ def run_reference(
         b_scales: Per row, [E, N, 1], or per 128 elements, [E, N or ceil(N / 128), ceil(K / 128)].
         ends_E: Where each expert's places end; places beyond the last end give 0.
         dtype: Type of the result.
+        fast: As in `scaled_product.run_reference`.
 
     Returns:
         y [P, N].
@@ -244,8 +246,9 @@ def run_triton(
     b_scales: Tensor,
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
 ) -> Tensor:
-    """Compute `run_reference` in Triton."""
+    """Compute `run_reference` in Triton, whatever `fast` allows."""
     return _direct_multiply(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 
@@ -256,6 +259,7 @@ def run_torch(
     b_scales: Tensor,
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
 ) -> Tensor:
     """Compute `run_reference` by torch's scaled grouped product, for scales of rows."""
     out = torch._scaled_grouped_mm(
@@ -265,8 +269,9 @@ def run_torch(
         b_scales.flatten(1),
         offs=ends_E,
         out_dtype=dtype,
+        use_fast_accum=fast,
     )
-    grouped_product.clear_op(out, ends_E)  # torch leaves rows beyond the last end uninitialised
+    grouped_product.clear(out, ends_E)  # torch leaves rows beyond the last end uninitialised
     return out
 
 
@@ -277,6 +282,7 @@ def refuse_inputs(
     b_scales: Tensor,
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
 ) -> str | None:
     """Return why the kernel cannot run with these arguments of `run_reference`, or None."""
     if ends_E.dtype != torch.int32:
@@ -295,6 +301,7 @@ def _refuse_for_torch(
     b_scales: Tensor,
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
 ) -> str | None:
     if not a_PK.is_cuda or read_capability(a_PK.device.index)[0] != 9:
         return "torch's scaled grouped product is known to run on generation 9 only"

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, next_power_of_2, read_capability
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.fp8.quantize_device import (
     find_largest_of_rows,
     quantise_by,
@@ -290,6 +291,9 @@ def _(
     ), x_RC.new_empty(shape, dtype=torch.float32)
 
 
+_direct_quantise = bypass_dispatcher(_quantise_op, launch_quantise)
+
+
 def run_triton(
     x_RC: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
@@ -298,7 +302,7 @@ def run_triton(
 ) -> tuple[Tensor, Tensor]:
     """Compute the reference in Triton."""
     rows, columns = (0, 0) if block is None else block
-    return _quantise_op(x_RC, dtype, rows, columns, power_of_two)
+    return _direct_quantise(x_RC, dtype, rows, columns, power_of_two)
 
 
 def refuse_chip(x: Tensor) -> str | None:

@@ -20,6 +20,7 @@ def run_reference(
     a_scales: Tensor,
     b_scales: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
 ) -> Tensor:
     """Return a b^T of quantised matrices, rounded once to `dtype`.
 
@@ -30,6 +31,8 @@ def run_reference(
             [M, ceil(K / 128)], as from `quantize.run_reference`.
         b_scales: Likewise, for N rows; in the last case 128 rows of b may share them.
         dtype: Type of the result.
+        fast: Whether a GPU may keep sums in the fewer bits of its matrix units, as is usual for the
+            forward pass and not for gradients (torchao, TransformerEngine). The reference does not.
 
     Returns:
         [M, N].
@@ -55,6 +58,7 @@ def run_torch(
     a_scales: Tensor,
     b_scales: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
 ) -> Tensor:
     """Compute the reference by torch's scaled product."""
     if a_scales.shape == b_scales.shape == (1, 1):
@@ -62,11 +66,17 @@ def run_torch(
     elif a_scales.shape[1] == 1 and b_scales.shape == (b_NK.shape[0], 1):
         scales = a_scales, b_scales.t()
     else:  # scales of blocks: torch expects those of adjacent rows to be adjacent
+        fast = False  # each block is scaled and added in fp32
         # Strides change here, not the numbers.
-        left = a_scales.t().contiguous().t()
-        right = b_scales if b_scales.shape[0] != b_NK.shape[0] else b_scales.t().contiguous().t()
-        scales = left, right.t()
-    return torch._scaled_mm(a_MK, b_NK.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
+        by_block = b_scales.shape[0] != b_NK.shape[0]
+        scales = (
+            a_scales.t().contiguous().t(),
+            b_scales.t() if by_block else b_scales.t().contiguous(),
+        )
+    left, right = scales
+    return torch._scaled_mm(
+        a_MK, b_NK.t(), scale_a=left, scale_b=right, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def _refuse_inputs(
@@ -75,6 +85,7 @@ def _refuse_inputs(
     a_scales: Tensor,
     b_scales: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
 ) -> str | None:
     if not a_MK.is_cuda:
         return "torch's scaled product needs a GPU"

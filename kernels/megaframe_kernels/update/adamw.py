@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch
 from megaframe_kernels.device_math import draw_random_bits, round_stochastically
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import check_apex, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -199,6 +200,7 @@ def launch_step(
 _step_op = torch.library.custom_op(
     "megaframe::adamw_", launch_step, mutates_args=("weights", "mean", "square", "copy")
 )
+_direct_step = bypass_dispatcher(_step_op, launch_step)
 
 
 def run_triton(
@@ -221,7 +223,7 @@ def run_triton(
 ) -> tuple[Tensor, ...]:
     """Compute the reference in Triton. No other implementation rounds stochastically."""
     numbers = (lr, beta1, beta2, eps, weight_decay, step, seed, first)
-    _step_op(weights, grads, mean, square, copy, divisor, skip, *numbers)
+    _direct_step(weights, grads, mean, square, copy, divisor, skip, *numbers)
     return (mean, square, weights) if copy is None else (mean, square, weights, copy)
 
 

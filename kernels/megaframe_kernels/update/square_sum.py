@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, count_processors, launch
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
@@ -60,6 +61,9 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float64)
 
 
+run_triton = bypass_dispatcher(_sum_op, launch_sum)
+
+
 def run_torch(x: Tensor) -> Tensor:
     """Compute the reference by torch's own norm, which holds if no square overflows."""
     # The square is taken of the fp32 norm, which is infinite if a square overflowed.
@@ -71,7 +75,7 @@ KERNEL = Kernel(
     "square_sum",
     run_reference,
     {
-        "triton": Implementation("triton", _sum_op, require_nothing, refuse_types),
+        "triton": Implementation("triton", run_triton, require_nothing, refuse_types),
         "torch": Implementation("torch", run_torch, require_nothing, refuse_nothing),
     },
 )

@@ -272,7 +272,7 @@ def test_what_torch_is_not_given(change, why, monkeypatch):
         implementation = grouped_fp8.KERNEL.implementations["torch"]
         reason = implementation.refuses(*operands)
         if why is None:  # torch checks the rest itself
-            monkeypatch.setattr(grouped_fp8.grouped_product, "clear_op", lambda *_: None)
+            monkeypatch.setattr(grouped_fp8.grouped_product, "clear", lambda *_: None)
             assert reason is None and implementation.run(*operands).shape == (100, 32)
         else:
             assert why in reason

@@ -9,6 +9,7 @@ from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import select
 from tolerances import assert_near
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 ops = torch.ops.megaframe
 CHOICES = select(KERNELS)
@@ -155,6 +156,10 @@ def test_operator(name):
         assert torch.equal(first.view(torch.uint8), other.view(torch.uint8))
 
 
+NUMBERS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
+"""Of a step of AdamW."""
+
+
 def block(x, gain, gate_up, down, logits_weight, labels, spans, cos, sin):
     """Compute what a small transformer computes, with the chosen kernels."""
     normed, total = CHOICES["norm"](x, gain, None, x)
@@ -172,14 +177,33 @@ def block(x, gain, gate_up, down, logits_weight, labels, spans, cos, sin):
     return functional.cross_entropy(logits, labels, reduction="sum")
 
 
+def list_dispatched(function, *arguments):
+    """Return the operators of the library that a call sends through torch's dispatcher."""
+    with profile(activities=[ProfilerActivity.CPU]) as running:
+        function(*arguments)
+    return {event.name for event in running.events() if event.name.startswith("megaframe::")}
+
+
+def test_what_nobody_traces_is_called_directly():
+    def update(weights, grads, mean, square):
+        CHOICES["adamw"](weights, grads, mean, square, None, **NUMBERS)
+        CHOICES["quantise"](weights.view(3, 7), torch.float8_e4m3fn, (1, 0))
+        CHOICES["loss"](weights.view(3, 7).clone(), LABELS, z_loss=0.1)
+        into, rows, y = make_random(3, 4, 8), make_random(6, 8), make_random(6, 4)
+        CHOICES["grouped_gradient"](into, y, rows, ORDER.ends_E, True)
+        return CHOICES["square_sum"](grads)
+
+    assert not list_dispatched(update, *(make_random(21, seed=i).abs() for i in range(4)))
+    assert list_dispatched(ops.square_sum, make_random(8)) == {"megaframe::square_sum"}
+
+
 def test_a_step_compiles_whole():
     def step(weights, grads, mean, square):
-        CHOICES["adamw"](weights, grads, mean, square, None, **numbers)
+        CHOICES["adamw"](weights, grads, mean, square, None, **NUMBERS)
         quantised, scales = CHOICES["quantise"](weights.view(3, 7), torch.float8_e4m3fn, (1, 0))
         losses, d_logits = CHOICES["loss"](weights.view(3, 7).clone(), LABELS, z_loss=0.1)
         return CHOICES["square_sum"](grads), quantised.float() * scales, losses, d_logits
 
-    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
     tensors = [make_random(21, seed=i).abs() for i in range(4)]
     copies = [t.clone() for t in tensors]
     expected = step(*tensors)

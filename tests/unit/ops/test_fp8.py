@@ -52,6 +52,23 @@ def test_the_error_is_that_of_two_roundings(scaling, gradient):
     assert (product != left @ right.t()).all()
 
 
+class WatchedMatmul(Fp8Matmul):
+    """Notes of which products sums may be kept in fewer bits."""
+
+    def _find_kernel(self, name, *arguments):
+        if name == "scaled_product":
+            self.fast = [*getattr(self, "fast", []), arguments[-1]]
+        return super()._find_kernel(name, *arguments)
+
+
+def test_only_sums_of_the_forward_pass_may_be_kept_in_fewer_bits():
+    eight, x = WatchedMatmul("row", NO_KERNELS), torch.ones(16, 16)
+    eight.multiply(x, x, gradient=False, matrix=True)
+    eight.multiply(x, x, gradient=True, matrix=True)
+    eight.compute_weight_gradient(x, x)
+    assert eight.fast == [True, False, False]
+
+
 def test_rounding_is_that_of_quantisation_and_ties_go_to_even():
     eight = Fp8Matmul("row", NO_KERNELS)
     x = torch.full((1, 16), 0.0)
