@@ -47,8 +47,8 @@ def _make_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _launch_norms() -> Iterator[Example]:
-    def call(width: int, center: bool, added: bool, dtype: torch.dtype = torch.bfloat16) -> None:
-        x, gain = _make_tensor(8192, width, dtype=dtype), _make_tensor(width, dtype=torch.float32)
+    def call(width: int, center: bool, added: bool) -> None:
+        x, gain = _make_tensor(8192, width), _make_tensor(width, dtype=torch.float32)
         bias = gain if center else None
         y, total, means, scales = norm.launch_forward(
             x, x if added else None, gain, bias, center, 1e-5
@@ -62,8 +62,6 @@ def _launch_norms() -> Iterator[Example]:
         kind = "layernorm" if center else "rmsnorm"
         name = f"{kind} {width}{' + residual' if added else ''}"
         yield Example(name, partial(call, width, center, added))
-        if width > 8192:
-            yield Example(f"{name}, fp32", partial(call, width, center, added, torch.float32))
 
 
 def _launch_activations() -> Iterator[Example]:
@@ -82,6 +80,12 @@ def _launch_rotary() -> Iterator[Example]:
 
     yield Example("32 heads of 128", partial(call, 64))
     yield Example("a part of each head", partial(call, 32))
+
+    def call_grouped() -> None:
+        qkv, table = _make_tensor(2, 8192, 8, 6, 128), _make_tensor(8192, 64, dtype=torch.float32)
+        rotary.launch_turn(qkv[:, :, :, :4], table, table, False)
+
+    yield Example("8 groups of 4 heads", call_grouped)
 
 
 def _launch_loss() -> Iterator[Example]:

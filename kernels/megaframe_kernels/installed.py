@@ -11,9 +11,12 @@ import functools
 import importlib.util
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import triton
+
+Chosen = TypeVar("Chosen")
 
 
 def require_nothing() -> None:
@@ -26,6 +29,17 @@ def check_triton(least: tuple[int, int]) -> str | None:
     if numbers < least:
         return f"Triton {triton.__version__} does not compile it; {least[0]}.{least[1]} does"
     return None
+
+
+def choose_for_triton(newer: Chosen, before_3_7: Chosen) -> Chosen:
+    """Return what a kernel is compiled with: registers that suffice with one version of Triton may
+    not with another, as `python -m megaframe_kernels.ahead` shows.
+
+    Args:
+        newer: With Triton 3.7 and later.
+        before_3_7: With 3.5 and 3.6.
+    """
+    return newer if check_triton((3, 7)) is None else before_3_7
 
 
 @functools.lru_cache

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaframe_kernels.attention import backward_device, forward_device
 from megaframe_kernels.device import ceil_div, launch, next_power_of_2, read_generation
+from megaframe_kernels.installed import choose_for_triton
 
 PADDING: int = backward_device.PADDING.value
 _CACHED = 32 * 2**20
@@ -50,7 +51,11 @@ FORWARD: dict[int, Table] = {
 BACKWARD_QUERIES: dict[int, Table] = {
     8: {64: Tiling(128, 64, 8, 2), 128: Tiling(128, 64, 8, 2), 256: Tiling(64, 32, 8, 2)},
     9: {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(64, 32, 8, 3)},
-    10: {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(64, 32, 8, 3)},
+    10: {
+        64: Tiling(128, 64, 8, 3),
+        128: choose_for_triton(Tiling(128, 64, 8, 3), before_3_7=Tiling(128, 32, 8, 3)),
+        256: Tiling(64, 32, 8, 3),
+    },
 }
 """With three stages, the loads of a visit are in flight during the whole previous visit. With two,
 they start only at its end and are waited for at once. The smaller chips of generation 8 (Ampere)
@@ -64,18 +69,25 @@ BACKWARD_KEYS: dict[int, Table] = {
 generation."""
 BACKWARD_FUSED: dict[int, Table] = {
     8: {64: Tiling(32, 128, 8, 2), 128: Tiling(64, 64, 8, 2), 256: Tiling(32, 32, 8, 2)},
-    9: {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64, 32, 8, 2)},
+    9: {
+        64: Tiling(64, 128, 8, 3),
+        128: choose_for_triton(Tiling(64, 128, 8, 3), before_3_7=Tiling(64, 64, 8, 3)),
+        256: Tiling(64, 32, 8, 2),
+    },
     10: {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 64, 8, 3), 256: Tiling(32, 64, 8, 1)},
 }
 """For the single pass that computes all three gradients. The more keys a block has, the fewer
 partial sums of query gradients are added in memory. With fewer than 64 queries per block, Hopper
 would compute the product for query gradients with the slower matrix units of the previous
 generation. Blackwell's blocks fill its tensor memory."""
-BACKWARD_FUSED_CAPPED = BACKWARD_FUSED | {9: BACKWARD_FUSED[9] | {128: Tiling(64, 64, 8, 3)}}
+BACKWARD_FUSED_CAPPED = BACKWARD_FUSED | {
+    9: BACKWARD_FUSED[9]
+    | {128: choose_for_triton(Tiling(64, 64, 8, 3), before_3_7=Tiling(64, 64, 8, 2))}
+}
 """The same with a softcap, whose hyperbolic tangent needs registers of its own."""
-WIDE_NUMBERS, WIDE_NUMBERS_BY_QUERIES = Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1)
+WIDE_NUMBERS, WIDE_NUMBERS_OF_GRADIENTS = Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1)
 """Blocks for fp32, whose products use the slow units whatever the block size. The second is for the
-backward pass by queries, which keeps the most in registers."""
+passes that compute gradients of queries, which keep the most in registers."""
 
 
 def scale_or_default(query: Tensor, scale: float | None) -> float:
@@ -259,7 +271,7 @@ def launch_backward(
         # Bitwise repeatable: each gradient is the sum of one program, over keys in ascending order
         # of visits.
         table = BACKWARD_QUERIES[read_generation(query)]
-        by_query = choose_blocks(table, query, WIDE_NUMBERS_BY_QUERIES)
+        by_query = choose_blocks(table, query, WIDE_NUMBERS_OF_GRADIENTS)
         launch(
             backward_device.backward_queries,
             (ceil_div(queries, by_query.queries) * heads * batch,),
@@ -339,8 +351,9 @@ def _prepare(
 
 
 def _choose_key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Tiling:
-    tables = BACKWARD_KEYS
-    if fused:
-        # The tangent of a softcap needs registers of its own, so blocks are smaller with it.
-        tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED
-    return choose_blocks(tables[read_generation(query)], query)
+    generation = read_generation(query)
+    if not fused:
+        return choose_blocks(BACKWARD_KEYS[generation], query)
+    # The tangent of a softcap needs registers of its own, so blocks are smaller with it.
+    tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED
+    return choose_blocks(tables[generation], query, WIDE_NUMBERS_OF_GRADIENTS)

@@ -26,8 +26,10 @@ from megaframe_kernels.installed import check_liger, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 _WIDEST = 16384
+"""Widest row of a 16-bit type."""
 _WHOLE = 8192
-"""Widest row that the backward pass keeps in registers."""
+"""Widest row that the backward pass keeps in registers, and the widest in fp32: a wider one needs
+registers for twice the addresses of loads, and with some versions of Triton it spills."""
 _TILE = 1024
 """Elements of a program's tile if rows are narrow."""
 
@@ -74,8 +76,6 @@ def _choose_tile(x: Tensor) -> tuple[int, int, int]:
     padded = next_power_of_2(max(x.shape[1], 16))
     rows = max(1, _TILE // padded)
     warps = min(16, max(1, rows * padded // 512))
-    if padded > _WHOLE and x.dtype == torch.float32:
-        warps *= 2  # fp32 takes twice the loads of 16 bytes, whose addresses need registers too
     return rows, padded, warps
 
 
@@ -313,8 +313,9 @@ def run_liger(
 def _refuse_inputs(
     x: Tensor, gain: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, **_: Any
 ) -> str | None:
-    if x.shape[-1] > _WIDEST:
-        return f"a row of {x.shape[-1]} does not fit in registers; at most {_WIDEST} does"
+    widest = _WHOLE if x.dtype == torch.float32 else _WIDEST
+    if x.shape[-1] > widest:
+        return f"a row of {x.shape[-1]} does not fit in registers; at most {widest} does"
     return refuse_types(x, gain, bias, residual)
 
 

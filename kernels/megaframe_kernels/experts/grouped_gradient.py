@@ -19,10 +19,13 @@ from megaframe_kernels.device import ceil_div, launch, read_capability, read_gen
 from megaframe_kernels.device_math import multiply_add
 from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.experts.tiles import TILES, Tiles, choose_tiles, walk
-from megaframe_kernels.installed import check_cuda, check_triton
+from megaframe_kernels.installed import check_cuda, check_triton, choose_for_triton
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
-_COLUMNS_OF_ADDING = 128
+_ADDING = {generation: replace(tiles, columns=128) for generation, tiles in TILES.items()}
+_ADDING[9] = choose_for_triton(_ADDING[9], before_3_7=replace(_ADDING[9], rows=64, columns=256))
+"""Tiles of sums that are added to what is there, for 16-bit types, by generation of the chip. The
+old values take as many registers as the sums, so they are smaller than those of `TILES`."""
 
 
 @triton.jit
@@ -117,13 +120,12 @@ def launch_weight_gradient_into(
         x: Rows [P, H], in the order of experts.
         ends_E: Where each expert's places end, int32.
         add: Whether the gradient is added to what is there.
-        tiles: By default those of `TILES`, narrower with `add`.
+        tiles: By default those of `TILES`, with `add` smaller ones.
     """
     d_y, x = make_adjacent(d_y), make_adjacent(x)
     experts, outputs, inputs = d_weights.shape
     if add and tiles is None and x.dtype != torch.float32:
-        # The old values take as many registers as the sums, so tiles are narrower.
-        tiles = replace(TILES[read_generation(x)], columns=_COLUMNS_OF_ADDING)
+        tiles = _ADDING[read_generation(x)]
     tiles, precision = choose_tiles(x, tiles)
     launch(
         _multiply_transposed,

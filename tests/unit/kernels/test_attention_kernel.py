@@ -287,7 +287,7 @@ def test_blocks_of_queries_divide_what_is_kept_of_them():
     fused = launches.BACKWARD_FUSED, launches.BACKWARD_FUSED_CAPPED
     tables = [table for tables in own_tables + fused for table in tables.values()]
     blocks = [block for table in tables for block in table.values()]
-    blocks += [launches.WIDE_NUMBERS, launches.WIDE_NUMBERS_BY_QUERIES]
+    blocks += [launches.WIDE_NUMBERS, launches.WIDE_NUMBERS_OF_GRADIENTS]
     assert all(launches.PADDING % block.queries == 0 for block in blocks)
 
 

@@ -32,7 +32,9 @@ def test_norm(name, kind, added, dtype):
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("shape", [(1, 1), (0, 8), (7, 16), (70, 130), (2, 3, 1025), (4, 9001)])
 def test_odd_sizes(kind, shape):
-    tensors = make_arguments(shape, torch.float32, kind, added=True)
+    """In fp32 as far as it has kernels for so wide a row."""
+    dtype = torch.bfloat16 if shape[-1] > norm._WHOLE else torch.float32
+    tensors = make_arguments(shape, dtype, kind, added=True)
     check(norm.KERNEL, "triton", tensors, {"kind": kind}, shape[-1], 70 * shape[-1], scale=1e-2)
 
 
