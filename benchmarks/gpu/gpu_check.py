@@ -169,8 +169,9 @@ def main() -> int:
     if done:
         print(f"done before, on this device and commit: {', '.join(step.name for step in done)}")
     left = [step for step in steps if step not in done]
-    if len(left) == 1 and (arguments.seconds or arguments.minutes):
-        left = [replace(left[0], seconds=seconds)]
+    if arguments.dry or (len(left) == 1 and (arguments.seconds or arguments.minutes)):
+        # A dry run measures nothing, also not how busy its machine is.
+        left = [replace(step, seconds=seconds) for step in left]
     return run_steps(left, results, begun + seconds, arguments.dry)
 
 

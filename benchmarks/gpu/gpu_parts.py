@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ def run_step(step: Step, results: Results, until: float, dry: bool) -> None:
         check_tests(results, name, until, dry, alone=not (step.kernels or step.rows))
     if step.kernels:
         command = [sys.executable, str(HERE / "kernel_bench.py"), *(["--dry"] if dry else [])]
-        measure_group(command, step.kernels, results, until)
+        quiet = math.inf if dry else QUIET_SECONDS
+        measure_group(command, step.kernels, results, until, quiet)
     if step.rows:
         check_training(results, step.rows, until, dry)
     if step.constants:
@@ -127,10 +129,14 @@ class KernelReader:
 
 
 def measure_group(
-    command: Sequence[str], names: Sequence[str], results: Results, until: float
+    command: Sequence[str],
+    names: Sequence[str],
+    results: Results,
+    until: float,
+    quiet: float = QUIET_SECONDS,
 ) -> None:
-    """Measure some kernels by `command`. If an implementation ends its process, a new process
-    continues after it."""
+    """Measure some kernels by `command`. If an implementation ends its process, or says nothing for
+    `quiet` seconds, a new process continues after it."""
     reader = KernelReader(results, names)
     while (seconds := until - time.monotonic()) > LEAST_SECONDS:
         first, ceilings = reader.at + 1, results.sections["ceilings"]
@@ -138,7 +144,7 @@ def measure_group(
         if ceilings:
             call += ["--ceilings", str(ceilings["copy"]), str(ceilings["product"])]
         reader.running = False
-        completed = run_limited(call, seconds, tell=reader.read_line, quiet=QUIET_SECONDS)
+        completed = run_limited(call, seconds, tell=reader.read_line, quiet=quiet)
         if completed.code == 0:
             return
         lost = [reader.todo[reader.at]] if reader.running else []

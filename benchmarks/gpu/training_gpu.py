@@ -173,7 +173,8 @@ def measure(
         scripts = {"ours": row.script, **({"plain": "gpu_plain.py"} if row.peer else {})}
         for number, (name, script) in enumerate(scripts.items()):
             # One that hangs leaves the other its share.
-            seconds = min((until - time.monotonic()) / (len(scripts) - number), _LONGEST)
+            seconds = (until - time.monotonic()) / (len(scripts) - number)
+            seconds = seconds if dry else min(seconds, _LONGEST)
             result = run_contender(script, row, dry, seconds, trace if name == "ours" else None)
             try:
                 results[name] = add_shares(row, result, dry)
