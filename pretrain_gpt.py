@@ -35,6 +35,12 @@ def main() -> None:
             load_extensions(arguments.config, arguments.overrides)
             print(explain(arguments.explain))
         return
+    if arguments.list_configs:
+        from megaframe.planner.config_list import describe_configs
+
+        with report_errors():
+            print(describe_configs())
+        return
     # megaframe names lost ranks itself; torch's warnings would add pages of C++ stack traces.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
@@ -83,6 +89,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs, here or elsewhere")
     add("--force", action="store_true", help="run even if there is too little memory by the plan")
     add("--explain", metavar="KEY", help="document section.key or section, and exit")
+    add("--list-configs", action="store_true", help="list the shipped configs, and exit")
     add("--version", action="version", version=f"megaframe {__version__}", help="print it and exit")
     add(
         "-h",
@@ -103,7 +110,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     # What argparse does not know is words after an option too, which are as good as those before.
     arguments.overrides += [word for word in rest if not word.startswith("-")]
     unknown = [word for word in rest if word.startswith("-")]
-    if arguments.config is None and not (arguments.overrides or arguments.explain or unknown):
+    asks = arguments.overrides or arguments.explain or arguments.list_configs or unknown
+    if arguments.config is None and not asks:
         parser.exit(EXIT_USER_ERROR, parser.format_usage())
     return arguments, unknown
 

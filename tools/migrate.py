@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaframe.config.load import CONFIGS, load
+from megaframe.config.load import load
+from megaframe.config.shipped import find_shipped_config
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import make_integer_parser, parse_json, parse_yaml, read_file
 from megaframe.migration.config_text import format_config
@@ -81,8 +82,7 @@ def _migrate_nanogpt(text: str, options: argparse.Namespace) -> Conversion:
 def _migrate_torchtitan(text: str, options: argparse.Namespace) -> Conversion:
     table = parse_toml(text)
     name = find_model_name(table)
-    known = {path.stem for path in CONFIGS.glob("*.yaml")}
-    model = _list_model_keys(load(name).model) if name in known else {}
+    model = _list_model_keys(load(name).model) if find_shipped_config(name) else {}
     return migrate_torchtitan(table, model, options.gpus)
 
 

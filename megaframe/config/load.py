@@ -6,7 +6,6 @@ All mistakes are collected and raised as one `UserError`, so that a user can fix
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,10 @@ from megaframe.config.read import (
 )
 from megaframe.config.schema import RunConfig
 from megaframe.config.section import MOST
+from megaframe.config.shipped import find_shipped_config, is_shipped_name, suggest_shipped_configs
 from megaframe.errors import UserError
 from megaframe.io.run_files import CONFIG_FILE
 
-# In a wheel the folder `configs` is named `megaframe_configs` and lies next to the package, because
-# other packages could install a folder named `configs` too.
-_BESIDE = Path(__file__).resolve().parents[2]
-_INSTALLED = _BESIDE / "megaframe_configs"
-CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _BESIDE / "configs"
 MAX_SHOWN = 60
 """Maximum number of characters of a wrong value that a message repeats."""
 
@@ -47,7 +42,7 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     overrides applied.
 
     `path` may also be the name of a shipped config, such as llama3-8b. A file may name others with
-    `extends`, relative to itself, and its keys replace theirs.
+    `extends`, relative to itself or by the name of a shipped config, and its keys replace theirs.
 
     Raises:
         UserError: With all mistakes, each with its file and line.
@@ -123,13 +118,13 @@ def resolve_config_path(name: str) -> str:
     Raises:
         UserError: If no shipped config has that name.
     """
-    if "/" in name or name.endswith((".yaml", ".yml")) or Path(name).exists():
+    if not is_shipped_name(name) or Path(name).exists():
         return name
-    path = CONFIGS / f"{name}.yaml"
-    if not path.is_file():
-        names = sorted(config.stem for config in CONFIGS.glob("*.yaml"))
-        close = get_close_matches(name, names, 3, 0.0)
-        raise UserError(f"--config {name}: no such file or shipped config; use {', '.join(close)}")
+    path = find_shipped_config(name)
+    if path is None:
+        raise UserError(
+            f"--config {name}: no such file or shipped config; use {suggest_shipped_configs(name)}"
+        )
     return str(path)
 
 

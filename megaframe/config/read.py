@@ -17,6 +17,11 @@ from typing import Any
 import yaml
 
 from megaframe.config.keys import get_config_keys, suggest_keys
+from megaframe.config.shipped import (
+    find_shipped_config,
+    is_shipped_name,
+    suggest_shipped_configs,
+)
 from megaframe.config.url import find_text_mistake
 from megaframe.io.untrusted import PlainLoader, open_file, to_plain_data
 
@@ -200,6 +205,8 @@ class ConfigReader:
             self._add_mistake(origin, node, f"extends: {mistake}")
             return {}
         path = os.path.normpath(os.path.join(os.path.dirname(origin), base))
+        shipped = None if os.path.exists(path) else find_shipped_config(base)
+        path = path if shipped is None else str(shipped)
         if os.path.realpath(path) in chain:
             files = [*chain[chain.index(os.path.realpath(path)) :], path]
             circle = " -> ".join(Path(file).name for file in files)
@@ -209,7 +216,9 @@ class ConfigReader:
             self._add_mistake(origin, node, f"extends: more than {MAX_FILES} files are read")
             return {}
         if not os.path.isfile(path):
-            self._add_mistake(origin, node, f"extends: there is no file {path}")
+            near = f", and no shipped config {base}; use {suggest_shipped_configs(base)}"
+            text = f"extends: there is no file {path}" + near * is_shipped_name(base)
+            self._add_mistake(origin, node, text)
             return {}
         return self.read_file(path, chain)
 

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from megaframe.config.load import CONFIGS
 from megaframe.config.section import Positive, Section
+from megaframe.config.shipped import CONFIGS
 from megaframe.errors import UserError, explain_failed_write, join_or
 from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, find_chip, identify_chip, suggest_chips
 from megaframe.io.regular_file import write_file

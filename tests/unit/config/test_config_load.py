@@ -91,6 +91,25 @@ def test_extends_merges_section_by_section_and_later_files_win(write):
     assert (config.model.layers, config.model.heads) == (3, 6)
 
 
+def test_extends_takes_the_name_of_a_shipped_config_too(write):
+    path = write("run.yaml", "extends: llama3-8b\ntrain: {steps: 7}\n")
+    expected = load("llama3-8b", ["train.steps=7"])
+    assert load(path) == expected and expected.model.layers == 32
+    both = write("both.yaml", "extends: [llama3-8b, near.yaml]\n")
+    write("near.yaml", "extends: run.yaml\nmodel: {layers: 3}\n")
+    assert load(both).model.layers == 3 and load(both).train.steps == 7
+    write("llama3-8b", "model: {layers: 5}\n")  # as for --config, a file that is there comes first
+    assert load(path).model.layers == 5
+
+
+def test_a_name_of_no_config_is_said_with_the_nearest(write):
+    (line,) = list_mistakes(write("run.yaml", "extends: lama3-8b\n"))
+    assert "extends: there is no file" in line
+    assert "and no shipped config lama3-8b; use llama3-8b, " in line
+    (line,) = list_mistakes(write("run.yaml", "extends: folder/demo\n"))
+    assert "no shipped config" not in line
+
+
 def test_a_list_is_replaced_whole_and_null_ends_a_section(write):
     write("base.yaml", "data: {sources: [{path: a}, {path: b}]}\ntrain: {batch_ramp: {start: 1}}\n")
     path = write("run.yaml", "extends: base.yaml\ndata: {sources: [{path: c}]}\n")
