@@ -36,8 +36,8 @@ from megaframe.data.tokenizer import load_tokenizer
 T = TypeVar("T")
 _EVALUATION_SEED = 0
 _OTHER_TOKENIZER = (
-    "use the tokenizer that made the token files, or make them again with another "
-    "(tools/preprocess_data.py)"
+    "use the tokenizer that made the token files (data.tokenizer={name}), or make them again with "
+    "another (tools/preprocess_data.py)"
 )
 
 

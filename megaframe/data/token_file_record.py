@@ -26,10 +26,23 @@ _LARGEST_FILE = 1 << 16
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """A tokenizer: its name as a user gave it, and its fingerprint (see `Tokenizer`)."""
+    """A tokenizer: its name as a user gave it, its fingerprint (see `Tokenizer`), and the digest of
+    its vocabulary, which records of earlier versions do not have.
+
+    A model often comes with two files of its tokenizer, such as tokenizer.json and tokenizer.model.
+    Their fingerprints differ, but an id means the same text in both if their vocabularies are one.
+    """
 
     name: str
     fingerprint: str
+    vocabulary: str = ""
+
+    def is_same(self, other: TokenizerRecord) -> bool:
+        """Return whether ids of both mean the same text."""
+        kinds = [record.fingerprint.partition(":")[0] for record in (self, other)]
+        if kinds[0] == kinds[1]:
+            return self.fingerprint == other.fingerprint
+        return bool(self.vocabulary) and self.vocabulary == other.vocabulary
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ class TokenFileRecord:
 
 def record_tokenizer(name: str, tokenizer: Tokenizer) -> TokenizerRecord:
     """Return the record of a tokenizer. name: Its KIND:PATH."""
-    return TokenizerRecord(name, tokenizer.fingerprint)
+    return TokenizerRecord(name, tokenizer.fingerprint, tokenizer.digest_vocabulary())
 
 
 def read_recorded_tokenizer(state: Mapping[str, Any]) -> TokenizerRecord | None:
@@ -124,7 +137,7 @@ def _parse_record(content: Any) -> TokenFileRecord:
 
 
 def _parse_tokenizer(content: Any) -> TokenizerRecord:
-    texts = [content["name"], content["fingerprint"]]
+    texts = [content["name"], content["fingerprint"], content.get("vocabulary", "")]
     if not all(type(text) is str for text in texts):
         raise ValueError
     return TokenizerRecord(*texts)
@@ -137,7 +150,8 @@ def check_same_tokenizer(
 
     Args:
         used: What has a tokenizer, as words for messages, and which one, if it is known.
-        remedy: What to do about different ones, for the message.
+        remedy: What to do about different ones, for the message; {name} becomes the name of the
+            second.
 
     Returns:
         The tokenizer, or None if nothing says which it is.
@@ -151,12 +165,12 @@ def check_same_tokenizer(
             continue
         if first is None:
             first = user, record
-        elif record.fingerprint != first[1].fingerprint:
+        elif not record.is_same(first[1]):
             user_before, before = first
             other = "that file has changed" if record.name == before.name else "they differ"
             raise UserError(
                 f"{user_before} has the tokenizer {before.name}, and {user} has {record.name}: "
                 f"{other} ({before.fingerprint}, {record.fingerprint}), so ids mean other text; "
-                f"{remedy}"
+                f"{remedy.replace('{name}', record.name)}"
             )
     return first[1] if first else None

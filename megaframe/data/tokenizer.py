@@ -19,7 +19,7 @@ import importlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from types import ModuleType
@@ -83,6 +83,11 @@ class Tokenizer(ABC):
         else nothing."""
         return []
 
+    def digest_vocabulary(self) -> str:
+        """Return a digest of the pieces by id and of `eod`, which files of different kinds of one
+        model share; empty if pieces of this kind are not comparable."""
+        return ""
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of one text, without `eod`."""
         return self.encode_batch([text])[0].tolist()
@@ -134,6 +139,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def count_token_bytes(self) -> NDArray[np.int32]:
         return np.array([self._count_bytes(token) for token in range(self.vocab_size)], np.int32)
+
+    def digest_vocabulary(self) -> str:
+        pieces = map(self._model.id_to_piece, range(self.vocab_size))
+        return _digest_pieces(dict(enumerate(pieces)), self.eod)
 
     def _count_bytes(self, token: int) -> int:
         model = self._model
@@ -217,6 +226,9 @@ class HuggingFaceTokenizer(Tokenizer):
             for token, name in self._names.items()
             if name.startswith(spaces) and token not in added
         ]
+
+    def digest_vocabulary(self) -> str:
+        return _digest_pieces(self._names, self.eod)
 
     def _list_essentials(self) -> bytes:
         """Return what of the file decides on ids, in one form however it is written: transformers
@@ -373,3 +385,8 @@ def _report_failures(path: str) -> Iterator[None]:
 
 def _compute_fingerprint(kind: str, content: bytes) -> str:
     return f"{kind}:{hashlib.sha256(content).hexdigest()[:32]}"
+
+
+def _digest_pieces(pieces: Mapping[int, str], eod: int) -> str:
+    content = json.dumps([sorted(pieces.items()), eod]).encode()
+    return hashlib.sha256(content).hexdigest()[:32]

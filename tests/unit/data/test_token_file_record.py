@@ -14,7 +14,7 @@ from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.loader import Loader
 from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.preprocessing.preprocess import PreprocessJob, preprocess
-from megaframe.data.token_file_record import read_record
+from megaframe.data.token_file_record import TokenizerRecord, read_record
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
 from megaframe.training.evaluation import read_sequence, read_split
@@ -167,3 +167,14 @@ def test_evaluation_refuses_token_files_of_another_tokenizer(made):
         read_sequence(CorpusFile(f"{other_path}.bin"), read, None, own)
     with pytest.raises(UserError, match="evaluate on token files that the tokenizer of the run"):
         next(read_split(make_config([other_path]), "validation", read, own))
+
+
+def test_files_of_one_model_are_one_tokenizer_if_their_ids_mean_the_same():
+    def make(kind, digest, vocabulary=""):
+        return TokenizerRecord("name", f"{kind}:{digest}", vocabulary)
+
+    assert make("hf", "a", "v").is_same(make("sentencepiece", "b", "v"))
+    assert not make("hf", "a", "v").is_same(make("sentencepiece", "b", "w"))
+    assert not make("hf", "a").is_same(make("sentencepiece", "b"))  # of earlier versions
+    assert not make("hf", "a", "v").is_same(make("hf", "b", "v"))  # that file has changed
+    assert make("hf", "a").is_same(make("hf", "a", "v"))

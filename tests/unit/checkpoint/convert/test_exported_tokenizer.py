@@ -22,6 +22,7 @@ from megaframe.checkpoint.convert.huggingface.tokenizer import export_tokenizer
 from megaframe.checkpoint.manifest import decode_manifest, encode_manifest
 from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
+from megaframe.data.token_file_record import check_same_tokenizer, record_tokenizer
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
 
@@ -184,6 +185,12 @@ def test_a_tokenizer_of_the_tool_keeps_its_ids(kind, tmp_path):
     loaded, _ = export_and_load(f"sentencepiece:{tmp_path}/m.model", tmp_path / "out")
     for text in ("import os", "  x", "a b", "\n\n\tif", "</s>"):
         assert loaded.encode(text).ids == native.encode(text)
+    # So token files of the one may be trained on with the other.
+    (tmp_path / "out/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    exported = load_tokenizer(f"hf:{tmp_path}/out/tokenizer.json")
+    records = [record_tokenizer("any", tokenizer) for tokenizer in (native, exported)]
+    assert records[0].fingerprint != records[1].fingerprint and records[0].is_same(records[1])
+    assert check_same_tokenizer([("a", records[0]), ("b", records[1])], "") == records[0]
 
 
 def test_the_normalisers_rules_are_exported(tmp_path):
