@@ -61,6 +61,8 @@ class LatestCheckpoints:
         """That the pointer names a checkpoint that is not there, or None."""
         if self.pointer is None or any(path.name == self.pointer for path in self.paths):
             return None
+        if not CHECKPOINT_NAME.fullmatch(self.pointer):  # a link can lead to any file
+            return f"{self.pointer_path} names no checkpoint"
         return f"{self.pointer_path} names {self.pointer!r}, which is not there"
 
 

@@ -126,7 +126,7 @@ def change(target, draw):
     """Change some of a target's inputs, or none without `draw`. Returns its words and variables."""
     if draw is None:
         return list(target.words), {}
-    ways = [way for way in ("files", "words", "variables") if getattr(target, way)]
+    ways = [way for way in ("files", "words", "variables", "planted") if getattr(target, way)]
     if len(target.words) == target.fixed and "words" in ways:
         ways.remove("words")
     way = draw.choice(ways)
@@ -134,7 +134,10 @@ def change(target, draw):
     if way == "files":
         paths = sorted(path for pattern in target.files for path in Path().glob(pattern))
         for path in draw.sample(paths, min(len(paths), draw.choice([1, 1, 1, 2]))):
-            mutators.change_file(draw, path)
+            mutators.change_file(draw, path, bool(target.planted))
+    elif way == "planted":
+        for name in draw.sample(target.planted, draw.choice([1, 1, min(3, len(target.planted))])):
+            mutators.plant(draw, Path(name))
     elif way == "words":
         words[target.fixed :] = mutators.change_arguments(draw, words[target.fixed :])
     else:
@@ -160,6 +163,8 @@ def judge(target, status, report, folder, before):
     outcome = json.loads(report)
     if outcome["guard"]:
         return "outside", outcome["guard"][0]
+    if read_outside(folder.parent) != mutators.SECRETS:
+        return "outside", f"the files beside are now {sorted(read_outside(folder.parent))}"
     if outcome["trace"] or b"Traceback (most" in texts["err"]:
         trace = outcome["trace"] or texts["err"].decode(errors="replace")
         return "traceback", locate(trace)
@@ -178,6 +183,12 @@ def judge(target, status, report, folder, before):
             return "escape", f"in {name}: {text[max(0, text.index(27) - 80) :][:160]!r}"
     message = texts["err"].decode(errors="replace")
     return ("answer", "") if outcome["status"] != 2 else ("refused", message)
+
+
+def read_outside(home):
+    """Return the files beside the working folder."""
+    paths = (home / "outside").rglob("*")
+    return {path.name: path.read_text() for path in paths if path.is_file()}
 
 
 def read_written(folder, before):
@@ -211,6 +222,9 @@ def run_case(target, case, seed, template, folder):
     before = {str(path.relative_to(work)) for path in work.rglob("*")}
     for name in ("out", "err"):
         (folder / name).touch()
+    (folder / "outside/folder").mkdir(parents=True)
+    for name, text in mutators.SECRETS.items():
+        (folder / "outside" / name).write_text(text)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,8 @@
-"""Changes valid inputs: JSON and YAML, bytes, command lines, and what lies under a name."""
+"""Changes valid inputs: JSON and YAML, bytes, command lines, and what lies under a name.
+
+Folders that somebody else hands over can lead out of themselves: to `SECRETS`, files with a secret
+in every form, beside the folder in which a program works.
+"""
 
 import base64
 import json
@@ -6,6 +10,7 @@ import os
 import struct
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 from megaframe.checkpoint.manifest import compute_checksum
 
@@ -52,6 +57,13 @@ TEXTS = [
     ),
     *("*", "&a *a", "!!python/object:os.system x", "@x", "- x", "a: b", "'", '"', "#", "0F0 0B0"),
 ]
+SECRETS = {
+    "text": f"root:{SECRET}:1\n{SECRET} 5\n",
+    "value": json.dumps({"key": SECRET, SECRET: 1, "train": {SECRET: 1}, "eos_token": SECRET}),
+    "lines": json.dumps({"step": 1, "loss": 2.0, "prompt": SECRET, "text": SECRET}) + "\n",
+}
+"""Content of the files beside the working folder, by name."""
+OUTSIDE = "../outside"
 ODD = ["nul\0", "half\ud800"]
 """What no argument can hold, but a file can."""
 
@@ -100,6 +112,86 @@ def _list_places(value):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
             yield from _list_places(value[key])
+
+
+def change_counts(draw, root):
+    """Multiply some integers of a JSON value, as somebody would who knows what they count."""
+    places = [
+        (parent, key) for parent, key in _list_places({"root": root}) if type(parent[key]) is int
+    ]
+    for parent, key in draw.sample(places, min(len(places), draw.choice([1, 1, 2, 5]))):
+        parent[key] = (parent[key] or 1) * draw.choice([1000, 10**6, 10**9, 2**31])
+    return root
+
+
+def change_tokenizer(draw, description):
+    """Put a chain of parts into a tokenizer.json, or a long piece, or a prefix that merges lack."""
+    pattern = draw.choice([{"String": "a"}, {"Regex": "(?=a)"}, {"Regex": "(a+)+b|x*"}])
+    part = draw.choice(
+        [
+            {"type": "Replace", "pattern": pattern, "content": draw.choice(["", "a", "aa", "éé"])},
+            {"type": "Prepend", "prepend": draw.choice(["a", "a" * 10_000])},
+            {"type": "Precompiled", "precompiled_charsmap": draw.choice(["", "AAAA", "CAAAAP//"])},
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
+            {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False},
+            {"type": "Strip", "content": "a", "start": draw.choice([0, 2**40]), "stop": 2},
+            {"type": "FixedLength", "length": draw.choice([0, 1, 2**60])},
+        ]
+    )
+    kinds = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+    place = draw.choice([*kinds, "prefix", "piece", "added"])
+    if place in kinds:
+        chain = [part] * draw.choice([1, 2, 8, 40, 3000])
+        description[place] = {"type": "Sequence", kinds[place]: chain}
+    elif place == "prefix":
+        description["model"]["continuing_subword_prefix"] = draw.choice(["#", "é" * 20])
+    elif place == "piece":
+        description["model"]["vocab"]["a" * draw.choice([100, 10**6])] = 5
+    else:
+        token = {**description["added_tokens"][0], "content": "x" * draw.choice([0, 10**6])}
+        description["added_tokens"] += [{**token, "id": 1000 + number} for number in range(60)]
+    return description
+
+
+def write_repeated_text(draw, path):
+    """Write a Parquet file of a few kilobytes, whose rows are one long text of a dictionary."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = "x" * draw.choice([1 << 10, 1 << 20, 1 << 26, 1 << 29])
+    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * draw.choice([1, 512])), [text])
+    table = pyarrow.table({"text": rows})
+    options = {"store_schema": False, "write_statistics": False}
+    pyarrow.parquet.write_table(table, path, compression="zstd", **options)
+
+
+def plant(draw, path):
+    """Put a link that leads outside, a pipe, a folder or JSON under a name that a program may read
+    or write."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    if path.exists() or not path.parent.is_dir():
+        return
+    choice = draw.randrange(6)
+    if choice == 0:
+        os.mkfifo(path)
+    elif choice == 1:
+        path.mkdir()
+    elif choice == 2:
+        names = draw.choice(
+            ["../outside/text", "/etc/passwd", "model.safetensors", "..", "x" * 300]
+        )
+        path.write_text(format_json({"weight_map": {"a": names}, "eos_token_id": [2**40]}))
+    else:
+        path.symlink_to(draw.choice(_list_outside(path)))
+
+
+def _list_outside(path):
+    """Return names outside of the working folder: files with secrets, one that is missing, and a
+    folder."""
+    outside = Path(OUTSIDE).resolve()
+    names = [outside / name for name in (*SECRETS, "missing", "folder")]
+    return [*names, *(os.path.relpath(name, path.parent.resolve()) for name in names[:2])]
 
 
 def format_json(value):
@@ -169,23 +261,33 @@ def _show(number):
     return _dump(number)
 
 
-def change_file(draw, path):
-    """Change a file, or what lies under its name."""
+def change_file(draw, path, handed_over=False):
+    """Change a file, or what lies under its name. handed_over: whether somebody else has made the
+    folder, so that it may lead out of itself."""
     if draw.random() < 0.1:
-        _replace(draw, path)
+        _replace(draw, path, handed_over)
         return
     data = path.read_bytes()
     kind = "bytes" if draw.random() < 0.25 else path.suffix
+    change = change_counts if draw.random() < 0.25 else change_tree
+    if b"added_tokens" in data and draw.random() < 0.5:
+        change = change_tokenizer
+    if kind == ".parquet":
+        write_repeated_text(draw, path)
+        return
     if path.name == "manifest.json" and kind != "bytes":
         manifest = json.loads(data)
         del manifest["checksum"]
-        changed = change_tree(draw, manifest)
+        changed = change(draw, manifest)
         if isinstance(changed, dict):  # a matching checksum, as an attacker could write it
             body = format_json(changed)[1:].encode()
             path.write_bytes(b'{"checksum":"%s",' % compute_checksum(body).encode() + body)
             return
     if kind in (".json", ".yaml"):
-        path.write_text(format_json(change_tree(draw, json.loads(data))))
+        changed = change(draw, json.loads(data))
+        if handed_over and isinstance(changed, dict) and draw.random() < 0.2:
+            changed["extends"] = str(draw.choice(_list_outside(path)))
+        path.write_text(format_json(changed))
     elif kind == ".jsonl":
         lines = data.decode().splitlines()
         for at in draw.sample(range(len(lines)), min(len(lines), draw.choice([1, 3]))):
@@ -202,7 +304,7 @@ def change_file(draw, path):
         path.write_text("\n".join(lines) + "\n")
     elif kind == ".safetensors":
         size = struct.unpack("<Q", data[:8])[0]
-        head = format_json(change_tree(draw, json.loads(data[8 : 8 + size]))).encode()
+        head = format_json(change(draw, json.loads(data[8 : 8 + size]))).encode()
         path.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
     elif kind == ".tiktoken" and draw.random() < 0.5:
         line = base64.b64encode(draw.randbytes(3)) + b" %s\n" % _show(draw.choice(NUMBERS)).encode()
@@ -211,7 +313,7 @@ def change_file(draw, path):
         path.write_bytes(change_bytes(draw, data))
 
 
-def _replace(draw, path):
+def _replace(draw, path, handed_over):
     """Put something else under the name of a file: a pipe would block a reader, a device never
     ends."""
     path.unlink()
@@ -219,9 +321,8 @@ def _replace(draw, path):
     if choice == 0:
         os.mkfifo(path)
     elif choice == 1:
-        path.symlink_to(
-            draw.choice(["/dev/zero", "/dev/tty", "/proc/self/mem", "/etc/passwd", path])
-        )
+        targets = ["/dev/zero", "/dev/tty", "/proc/self/mem", "/etc/passwd", path]
+        path.symlink_to(draw.choice(_list_outside(path) if handed_over else targets))
     elif choice == 2:
         path.mkdir()
     elif choice == 3:

@@ -40,7 +40,9 @@ CONFIG = {
 class Target:
     """make: writes valid inputs into the working folder. words: a command line that takes them.
     call: what is called, with `sys.argv` set. files: patterns of the files to change; empty if only
-    words and variables are. variables: environment variables to change. statuses: exit statuses
+    words and variables are. planted: names that a program reads if they are there, or writes, in a
+    folder that somebody else hands over; there, links lead to secrets. variables: environment
+    variables to change. statuses: exit statuses
     besides 0 and 2 that are answers. fixed: number of first words that are not changed; a word that
     says where to write stays. passes: whether what is in its files is passed on as it is."""
 
@@ -49,6 +51,7 @@ class Target:
     call: Callable[[], object]
     words: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    planted: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     statuses: tuple[int, ...] = ()
     fixed: int = 0
@@ -109,6 +112,12 @@ def make_checkpoint():
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0, "no checkpoint could be made"
     shutil.copytree("run/checkpoints/step-00000002", "saved/step-00000002")
+
+
+def make_text():
+    """Make a checkpoint and a text."""
+    make_checkpoint()
+    Path("text.txt").write_text("a text that is held out\n" * 20)
 
 
 def make_export(kind):
@@ -276,6 +285,14 @@ KEYS = tuple(
     if not isinstance(inner, list)
 )
 SAVED = ("saved/step-*/manifest.json", "saved/step-*/*.safetensors")
+PLANTED_SAVED = ("saved/latest", "saved/best", "saved/config.yaml", "saved/step-00000002/lock")
+PLANTED_TOKENS = ("out.parts", "out.parts/lock", "out.bin", "out.idx", "out.parts.tmp")
+RUN_FILES = ("config.yaml", "environment.json", "run.log", "metrics.jsonl", "samples.jsonl")
+WRITTEN = ("report.md", "report.html", "dashboard.html", "faults", "checkpoints", "run-id")
+PARTS = tuple(f"{name}.partial" for name in (*RUN_FILES, *WRITTEN[:3]))
+PLANTED_RUN = tuple(f"run/{name}" for name in (*RUN_FILES, *WRITTEN, *PARTS, "faults/ledger.jsonl"))
+MODEL_FILES = ("model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "config.json")
+PLANTED_MODEL = tuple(f"exported/{name}" for name in (*MODEL_FILES, "model.safetensors"))
 LAUNCHED = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WANDB_BASE_URL", "NETRC"),
@@ -298,7 +315,8 @@ def list_targets():
         ("ranks.tiktoken",) * 2,
     ):
         kind = kind.removeprefix("ranks.")
-        yield Target(kind, make_tokenizers, read_tokenizer(f"{kind}:{name}"), files=(name,))
+        call = read_tokenizer(f"{kind}:{name}")
+        yield Target(kind, make_tokenizers, call, files=(name,), planted=(name,))
     beside, call = ("tokenizer_config.json",), read_tokenizer("hf:tokenizer.json")
     yield Target("end of document", make_tokenizers, call, files=beside)
     for command in (
@@ -310,13 +328,23 @@ def list_targets():
         first, *options = command.split()
         words = (first, "saved/step-00000002", *options)
         fixed = 1 if first in ("inspect", "verify") else len(words)
-        yield Target(first, make_checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=fixed)
+        given = {"statuses": (1,), "fixed": fixed, "planted": PLANTED_SAVED}
+        yield Target(first, make_checkpoint, TOOL, words, SAVED, **given)
     words = ("diff", "saved/step-00000002", "run/checkpoints/step-00000002")
     yield Target("diff", make_checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=1)
     words = ("--checkpoint", "saved", "--prompt", "x", "--tokens", "2", "--tokenizer", "bytes")
-    yield Target("generate", make_checkpoint, load_main("tools/generate.py"), words, SAVED)
+    tool = load_main("tools/generate.py")
+    yield Target("generate", make_checkpoint, tool, words, SAVED, PLANTED_SAVED)
+    tool, words = load_main("tools/evaluate.py"), ("--checkpoint", "saved", "--text", "text.txt")
+    words += ("--tokenizer", "bytes", "--batch", "2")
+    yield Target("evaluate", make_text, tool, words, (*SAVED, "text.txt"), PLANTED_SAVED, fixed=4)
+    words = ("--input", "a.jsonl", "--tokenizer", "bytes", "--output", "out", "--workers", "1")
+    tool = load_main("tools/preprocess_data.py")
+    yield Target("preprocess", write_corpus, tool, words, (), PLANTED_TOKENS, fixed=8)
     resume = ("checkpoint.resume=saved/step-00000002", "train.steps=3", "checkpoint.every=0")
-    yield Target("resume", make_checkpoint, PRETRAIN, (*SMALL, *resume), SAVED, fixed=5)
+    yield Target(
+        "resume", make_checkpoint, PRETRAIN, (*SMALL, *resume), SAVED, PLANTED_RUN, fixed=5
+    )
     words = ("import-dcp", "exported", "--to", "new")
     yield Target(
         "import-dcp",
@@ -327,13 +355,14 @@ def list_targets():
         fixed=4,
     )
     words = ("import-hf", "exported", "--to", "new")
-    yield Target("import-hf", make_export("hf"), TOOL, words, ("exported/*",), fixed=4)
+    given = {"planted": PLANTED_MODEL, "fixed": 4}
+    yield Target("import-hf", make_export("hf"), TOOL, words, ("exported/*",), **given)
     runs = ("run/metrics.jsonl", "run/config.yaml", "run/environment.json", "prediction.json")
     texts = ("run/run.log", "run/samples.jsonl")
     words = ("run", "--prediction", "prediction.json")
     dashboard = load_main("tools/dashboard.py")
-    yield Target("dashboard", run_folder, dashboard, words, (*runs, *texts))
-    yield Target("report", run_folder, load_main("tools/report.py"), words, runs)
+    yield Target("dashboard", run_folder, dashboard, words, (*runs, *texts), PLANTED_RUN)
+    yield Target("report", run_folder, load_main("tools/report.py"), words, runs, PLANTED_RUN)
     yield Target("metrics", run_folder, continue_metrics, files=runs[:1], passes=True)
     words = ("one.json", "two.json.gz", "--gaps", "2")
     yield Target("trace", trace, load_main("tools/overlap_report.py"), words, ("*.json*",))

@@ -134,6 +134,11 @@ def test_a_latest_checkpoint_that_is_gone_is_told_and_a_pointer_that_never_was_i
     assert f"{saved}: step 1" in text
     status, text = run(capsys, monkeypatch, "inspect", saved.parent)
     assert status == 2 and f"give {saved}" in text
+    (saved.parent.parent / "elsewhere").write_text("root:secret:1\n")
+    pointer.unlink()
+    pointer.symlink_to("../elsewhere")
+    status, text = run(capsys, monkeypatch, "verify", saved.parent)
+    assert status == 1 and f"{pointer} names no checkpoint" in text and "secret" not in text
     pointer.unlink()
     assert run(capsys, monkeypatch, "verify", saved.parent)[0] == 0
     status, text = run(capsys, monkeypatch, "inspect", saved.parent)
