@@ -31,6 +31,11 @@ def raise_user_error(text):
     raise UserError(text)
 
 
+def write_below(folder, name):
+    """Write by a descriptor, which no audit hook can see."""
+    os.write(os.open(name, os.O_WRONLY, dir_fd=folder), b"x")
+
+
 @pytest.mark.parametrize(
     ("kind", "call"),
     [
@@ -44,6 +49,9 @@ def raise_user_error(text):
         ("outside", lambda: open("../../planted", "w").close()),
         ("outside", lambda: os.mkdir("/tmp/../tmp/planted-by-the-fuzzer")),
         ("outside", lambda: subprocess.run(["true"])),
+        ("outside", lambda: write_below(os.open("../outside", 0), "text")),
+        ("outside", lambda: os.mkdir("planted", dir_fd=os.open("../outside", 0))),
+        ("secret", lambda: print(Path("../outside/text").read_text())),
         ("secret", lambda: print(mutators.SECRET)),
         ("secret", lambda: Path("new").write_text(mutators.SECRET)),
         ("escape", lambda: print("\x1b[31m")),

@@ -202,18 +202,24 @@ def _read_folder(folder: CorpusFile) -> tuple[list[CorpusFile], Counter[str]]:
 
 def _walk(folder: str) -> Iterator[str]:
     """Yield the paths of what may be of a corpus below a folder: files, and links to folders."""
-    try:
-        with os.scandir(folder) as entries:
-            listed = sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise InputError(f"cannot read {folder}: {error.strerror}") from None
-    for entry in listed:
+    waiting = _list_folder(folder)
+    while waiting:
+        entry = waiting.pop()
         if entry.name.startswith(".") or entry.name.endswith(SUFFIX):
             continue
         if not entry.is_dir(follow_symlinks=False):
             yield entry.path
         elif not (entry.name.endswith(PARTS) and os.path.lexists(f"{entry.path}/{JOURNAL}")):
-            yield from _walk(entry.path)
+            waiting += _list_folder(entry.path)
+
+
+def _list_folder(folder: str) -> list[os.DirEntry[str]]:
+    """Return what is in a folder, the last name first."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name, reverse=True)
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror}") from None
 
 
 def _find_format(path: str) -> Format | None:

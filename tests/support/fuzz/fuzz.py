@@ -38,6 +38,7 @@ SECONDS, HANGING, BYTES, FILE_BYTES = 10, 20, 2 << 30, 1 << 28
 space beyond what all of torch takes, and one written file."""
 GOOD = (0, 2)
 _WRITES = {"os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.chmod"}
+_FOLLOWS = {"os.truncate", "os.chmod"}
 _MOVES = {"os.rename", "os.link", "os.symlink"}
 _HARMLESS = ("uname", "git", "lscpu")
 """Programs that describe the machine and the version of the code."""
@@ -59,20 +60,24 @@ class Guard:
             written = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or set(mode or "") & set(
                 "wax+"
             )
-            self.check(event, [path] if written else [])
+            self.check(event, [path] if written else [], follow=not flags & os.O_NOFOLLOW)
         elif event in _WRITES:
-            self.check(event, arguments[:1])
+            self.check(event, arguments[:1], follow=event in _FOLLOWS)
         elif event in _MOVES:
-            self.check(event, arguments[1:2] if event == "os.symlink" else arguments[:2])
+            paths = arguments[1:2] if event == "os.symlink" else arguments[:2]
+            self.check(event, paths, follow=False)
         elif event in _STARTS and arguments[0] not in _HARMLESS:
             self.findings.append(f"{event}: {arguments!r}"[:200])
 
-    def check(self, event, paths):
+    def check(self, event, paths, follow):
+        """Record paths that lie outside. follow: whether a link at the end of one is followed."""
         for path in paths:
             if isinstance(path, int):
                 continue
             with contextlib.suppress(ValueError):
-                real = os.path.realpath(os.path.join(os.getcwd(), os.fsdecode(path)))
+                above, name = os.path.split(os.path.join(os.getcwd(), os.fsdecode(path)))
+                real = os.path.join(os.path.realpath(above), name)
+                real = os.path.realpath(real) if follow or name in (".", "..") else real
                 inside = os.path.commonpath([real, self.folder]) == self.folder
                 if not inside and not real.startswith(
                     ("/dev/null", "/dev/shm/torch", "/proc/self")
@@ -163,7 +168,7 @@ def judge(target, status, report, folder, before):
     outcome = json.loads(report)
     if outcome["guard"]:
         return "outside", outcome["guard"][0]
-    if read_outside(folder.parent) != mutators.SECRETS:
+    if read_outside(folder.parent) != {**mutators.SECRETS, "folder": None}:
         return "outside", f"the files beside are now {sorted(read_outside(folder.parent))}"
     if outcome["trace"] or b"Traceback (most" in texts["err"]:
         trace = outcome["trace"] or texts["err"].decode(errors="replace")
@@ -186,9 +191,9 @@ def judge(target, status, report, folder, before):
 
 
 def read_outside(home):
-    """Return the files beside the working folder."""
+    """Return the files beside the working folder, and None for each folder."""
     paths = (home / "outside").rglob("*")
-    return {path.name: path.read_text() for path in paths if path.is_file()}
+    return {path.name: path.read_text() if path.is_file() else None for path in paths}
 
 
 def read_written(folder, before):

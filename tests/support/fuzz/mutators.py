@@ -158,8 +158,8 @@ def write_repeated_text(draw, path):
     import pyarrow
     import pyarrow.parquet
 
-    text = "x" * draw.choice([1 << 10, 1 << 20, 1 << 26, 1 << 29])
-    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * draw.choice([1, 512])), [text])
+    size, count = draw.choice([(1 << 10, 5000), (1 << 20, 512), (1 << 27, 17), (1 << 29, 512)])
+    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count), ["x" * size])
     table = pyarrow.table({"text": rows})
     options = {"store_schema": False, "write_statistics": False}
     pyarrow.parquet.write_table(table, path, compression="zstd", **options)
@@ -168,9 +168,11 @@ def write_repeated_text(draw, path):
 def plant(draw, path):
     """Put a link that leads outside, a pipe, a folder or JSON under a name that a program may read
     or write."""
+    if not path.parent.is_dir() or not path.parent.resolve().is_relative_to(Path.cwd()):
+        return
     if path.is_symlink() or path.is_file():
         path.unlink()
-    if path.exists() or not path.parent.is_dir():
+    if path.exists():
         return
     choice = draw.randrange(6)
     if choice == 0:

@@ -1,7 +1,9 @@
 """Which files a corpus has: folders, their order, what is left out, and a key for each input."""
 
 import argparse
+import inspect
 import os
+import sys
 
 import pytest
 from hypothesis import given
@@ -114,3 +116,15 @@ def test_the_output_of_a_folder_may_lie_in_it_and_a_run_again_reads_the_same(tmp
         job = PreprocessJob(tuple(files), "bytes", str(tmp_path / "tokens"))
         result = preprocess(job, overwrite=overwrite)
         assert result.total.documents == 2
+
+
+def test_folders_may_be_nested_deeper_than_calls_of_python(tmp_path):
+    deep = f"{'a/' * 150}b.txt"
+    write(tmp_path, deep, "c.txt")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 100)
+    try:
+        names, _ = list_below(tmp_path)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert names == [deep, "c.txt"]
