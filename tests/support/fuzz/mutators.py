@@ -158,7 +158,7 @@ def write_repeated_text(draw, path):
     import pyarrow
     import pyarrow.parquet
 
-    size, count = draw.choice([(1 << 10, 5000), (1 << 20, 512), (1 << 27, 17), (1 << 29, 512)])
+    size, count = draw.choice([(1 << 10, 5000), (1 << 20, 512), (1 << 26, 20), (1 << 29, 512)])
     rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count), ["x" * size])
     table = pyarrow.table({"text": rows})
     options = {"store_schema": False, "write_statistics": False}
