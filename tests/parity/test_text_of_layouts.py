@@ -103,6 +103,7 @@ def test_a_greedy_text_is_that_of_the_tool():
         assert text.prompt + text.text == tokenizer.decode(ids)
 
 
+@pytest.mark.quick(when=lambda experts: experts)
 @pytest.mark.parametrize("experts", [False, True])
 def test_training_does_not_notice_samples(experts, pool, overrides, tmp_path):
     moe = {"model__moe": "{experts: 4, top_k: 2, ffn: 16, balance_rate: 0.01}"} if experts else {}
