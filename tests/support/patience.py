@@ -1,6 +1,7 @@
 """How tests wait for other processes and threads: for what they wait for, not for a time."""
 
 import time
+from pathlib import Path
 
 PATIENCE = 300.0
 """Seconds after which it will not happen any more. A busy machine may need more than one minute to
@@ -25,3 +26,11 @@ def wait_until(condition, *processes, describe=str):
 def count_lines(path):
     """Return how many lines a file has so far, 0 if there is none."""
     return path.read_text().count("\n") if path.exists() else 0
+
+
+def is_running(process):
+    """Return whether a process is still running; a zombie is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

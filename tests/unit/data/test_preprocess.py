@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import wait_until
+from patience import is_running, wait_until
 
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.preprocessing import decompress, input_shards, preprocess
@@ -261,14 +261,6 @@ def test_a_kill_between_the_last_renames_loses_nothing(tmp_path, small_parts, mo
     assert result.resumed == result.total
     assert read_content(tmp_path / "out") == read_content(tmp_path / "whole")
     assert not (tmp_path / "out.parts").exists()
-
-
-def is_running(process):
-    """Return whether a process is still running; a zombie is not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_lines, read_losses
 from fault_runs import begins_once, log, main, send_signal
-from patience import PATIENCE, count_lines, wait_until
+from patience import PATIENCE, count_lines, is_running, wait_until
 from rank_process import RankProcess, hang_after, list_rank_environments
 
 from megaframe.distributed import gloo_sockets
@@ -164,7 +164,7 @@ def launch(folder, environments, fault=None):
 def wait_for_statuses(folder):
     """Wait until all ranks have ended, and return their statuses."""
     ranks = (folder / "ranks").read_text().split()
-    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    wait_until(lambda: not any(map(is_running, ranks)))
     return [(folder / f"status-{number}").read_text() for number in range(len(ranks))]
 
 
