@@ -29,7 +29,8 @@ def save_random_model(config, path):
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or "ln_" in key or key.endswith("bias"):
-                value.add_(0.2 * torch.randn(value.shape))
+                # In steps that fp32 adds exactly to 1, as some families do.
+                value.add_((0.2 * torch.randn(value.shape) * 1024).round() / 1024)
     model.save_pretrained(path)
     return compute_logits(model)
 

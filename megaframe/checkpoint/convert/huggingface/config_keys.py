@@ -70,6 +70,7 @@ TYPES_OF_FACTS: dict[str, Any] = {
     **dict.fromkeys(("mixer.bias", "mixer.qkv_bias", "feed_forward.up_bias"), Flag),
     **dict.fromkeys(("moe.normalise", "norm_bias", "mixer.qk_norm"), Flag),
     "mixer.heads": Heads,
+    **dict.fromkeys(("head_scale", "latent.norm_eps"), Positive),
     "moe.shared": Count,
     "tie_embeddings": bool,
 }

@@ -13,6 +13,7 @@ from megaframe.checkpoint.convert.huggingface.keys import (
     LayerTypes,
     Pair,
     UniformWindow,
+    slide_except,
 )
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 
@@ -94,4 +95,97 @@ QWEN3 = MISTRAL.derive(
     own={"mixer.qk_norm": "head"},
     block=QK_NORMS,
 )
-DENSE_FAMILIES = (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3)
+INTERNLM3 = LLAMA.derive(
+    "internlm3", "LlamaForCausalLM", aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+)
+IQUEST_CODER = LLAMA.derive("iquestcoder", "LlamaForCausalLM")
+ARCEE = LLAMA.derive(
+    "arcee",
+    "ArceeForCausalLM",
+    own={"feed_forward.activation": "relu2"},
+    fixed={"hidden_act": "relu2"},
+    block={"mlp.gate_proj": None},
+)
+HELIUM = LLAMA.derive(
+    "helium",
+    "HeliumForCausalLM",
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "value"),
+    Pair("attention_bias", "mixer.qkv_bias", default=False),
+    RotaryKeys(base=1e5),
+    interleaved=True,
+)
+SEED_OSS = LLAMA.derive(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    Pair("attention_bias", "mixer.qkv_bias", default=True),
+    Pair("attention_out_bias", "mixer.bias", default=False),
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "value"),
+    training=("residual_dropout",),
+)
+ERNIE4_5 = LLAMA.derive(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    Pair("tie_word_embeddings", "tie_embeddings", default=True),
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "present"),
+    RotaryKeys(base=5e5),
+    fixed={**NO_BIASES, "use_bias": False},
+    interleaved=True,
+)
+CWM = LLAMA.derive(
+    "cwm",
+    "CwmForCausalLM",
+    RotaryKeys(base=1e6),
+    LayerTypes(slide_except("", 4, first=True), need="present"),
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "present"),
+    fixed={"attention_bias": False},
+    numbers=("bos_token_id",),
+)
+PHI3 = LLAMA.derive(
+    "phi3",
+    "Phi3ForCausalLM",
+    RotaryKeys(share=1.0, scaled=False),
+    UniformWindow(),
+    fixed=NO_BIASES,
+    training=("embd_pdrop", "resid_pdrop"),
+    neutral=("original_max_position_embeddings",),
+    block={
+        **{f"self_attn.{name}_proj": None for name in "qkv"},
+        "self_attn.qkv_proj": "attention.query attention.key attention.value",
+        **{"mlp.gate_proj": None, "mlp.up_proj": None},
+        "mlp.gate_up_proj": "mlp.gate mlp.up",
+    },
+    code={
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+)
+GLM = LLAMA.derive(
+    "glm",
+    "GlmForCausalLM",
+    Pair("attention_bias", "mixer.qkv_bias", default=True),
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "present"),
+    RotaryKeys(share=0.5),
+    fixed={"mlp_bias": False},
+    block={**{"mlp.gate_proj": None, "mlp.up_proj": None}, "mlp.gate_up_proj": "mlp.gate mlp.up"},
+    interleaved=True,
+)
+GLM4 = GLM.derive(
+    "glm4",
+    "Glm4ForCausalLM",
+    own={"norms": "both"},
+    block={
+        "post_self_attn_layernorm": "attention_post_norm",
+        "post_mlp_layernorm": "mlp_post_norm",
+    },
+)
+
+
+DENSE_FAMILIES = (
+    *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, INTERNLM3, IQUEST_CODER, ARCEE, HELIUM, SEED_OSS),
+    *(ERNIE4_5, CWM, PHI3, GLM, GLM4),
+)

@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from megaframe.checkpoint.convert.huggingface.dense_families import DENSE_FAMILIES
 from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.gpt_families import GPT_FAMILIES
+from megaframe.checkpoint.convert.huggingface.layered_families import LAYERED_FAMILIES
 from megaframe.checkpoint.convert.huggingface.moe_families import MOE_FAMILIES
 from megaframe.config import ModelConfig
 from megaframe.config.registry import get_registry
 from megaframe.errors import UserError
 
-FAMILIES = {family.name: family for family in (*GPT_FAMILIES, *DENSE_FAMILIES, *MOE_FAMILIES)}
+FAMILIES = {
+    family.name: family
+    for family in (*GPT_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES, *MOE_FAMILIES)
+}
 """By `model_type`."""
 
 

@@ -96,6 +96,7 @@ class Family:
         constant: Modules of ours that have no weights there, and must have their initial ones.
         has_empty_shared: Whether code has shared experts of no width where there are none.
         skipped: Parts of the names of tensors that no logit of a text needs.
+        numbers: Keys of ids that may be missing, and may not be null.
         predictors: The key of the number of layers after the last one, which predict tokens.
         prefixes: Beginnings of names in folders of larger models that contain one.
         code: `auto_map` of folders whose code transformers has since taken over.
@@ -120,6 +121,7 @@ class Family:
     constant: tuple[str, ...] = ()
     has_empty_shared: bool = False
     skipped: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
     predictors: str = ""
     prefixes: tuple[str, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)

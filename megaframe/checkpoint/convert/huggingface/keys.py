@@ -74,6 +74,7 @@ class Pair(Key):
         to_key: Does the opposite.
         type: Of a value; that of the fact by default.
         otherwise: A fact that is written if the first one does not exist.
+        absent: What is written if there is no fact.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Pair(Key):
     to_key: Callable[[Any], Any] = _keep
     type: Any = None
     otherwise: str = ""
+    absent: Any = None
 
     @property
     def _paths(self) -> tuple[str, ...]:
@@ -116,7 +118,7 @@ class Pair(Key):
         value = facts.get(self._paths[0])
         if value is None and self.otherwise:
             value = facts.get(self.otherwise)
-        return {self.name: None if value is None else self.to_key(value)}
+        return {self.name: self.absent if value is None else self.to_key(value)}
 
 
 def choose(name: str, path: str, values: Mapping[Any, Any], **options: Any) -> Pair:
@@ -195,6 +197,8 @@ class LayerTypes(Key):
         sliding: Those of layers that do.
         need: As that of a pair, of the window.
         more: Other keys that the default reads, with their types.
+        needs_types: Whether a config with a window must have types of layers.
+        full_if_sliding: Whether the facts of layers that do not slide need a window elsewhere.
     """
 
     default: Callable[[Mapping[str, Any], int | None], Sequence[str]] | None = None
@@ -203,6 +207,8 @@ class LayerTypes(Key):
     sliding: tuple[tuple[str, Any], ...] = ()
     need: str = ""
     more: tuple[tuple[str, Any], ...] = ()
+    needs_types: bool = False
+    full_if_sliding: bool = False
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -219,6 +225,8 @@ class LayerTypes(Key):
         """Set the window of each layer, and the facts of its type."""
         layers, window = len(facts.layers), read_window(config, self.switch)
         kinds = config.get("layer_types")
+        if kinds is None and self.needs_types and window is not None:
+            raise UserError("layer_types is missing, and sliding_window needs it")
         if kinds is None and self.default is not None:
             kinds = self.default(config, window)
         elif kinds is None:
@@ -229,8 +237,9 @@ class LayerTypes(Key):
                 f"layer_types has {SLIDING} layers, and there is no sliding_window for them"
             )
         facts.set_layers("mixer.window", [window if kind == SLIDING else None for kind in kinds])
+        full = self.full if window is not None or not self.full_if_sliding else ()
         for layer, kind in zip(facts.layers, kinds, strict=True):
-            layer.update(self.sliding if kind == SLIDING else self.full)
+            layer.update(self.sliding if kind == SLIDING else full)
 
     def write(self, facts: Facts) -> Keys:
         """Return the window of the first layer that has one, and the type of each layer."""
@@ -238,6 +247,25 @@ class LayerTypes(Key):
         kinds = [FULL if w is None else SLIDING for w in windows]
         switch = {self.switch: window is not None} if self.switch else {}
         return {"sliding_window": window, "layer_types": kinds, **switch}
+
+
+def slide_except(
+    name: str, every: int, *, first: bool = False
+) -> Callable[[Mapping[str, Any], int | None], Sequence[str]]:
+    """Return a default of `LayerTypes`: all layers slide but every n-th.
+
+    Args:
+        name: The key of n; empty if there is none.
+        every: n if the key is missing.
+        first: Whether the first layer of each n does not slide, rather than the last one.
+    """
+
+    def list_types(config: Mapping[str, Any], window: int | None) -> Sequence[str]:
+        size = (config.get(name) if name else None) or every
+        rest = 0 if first else size - 1
+        return [FULL if n % size == rest else SLIDING for n in range(config["num_hidden_layers"])]
+
+    return list_types
 
 
 def read_window(config: Mapping[str, Any], switch: str = "") -> int | None:

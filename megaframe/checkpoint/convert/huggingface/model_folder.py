@@ -110,11 +110,12 @@ def export_model(
     name = tokenizer or check_tokenizer_path(run.data.tokenizer, checkpoint.path)
     recorded = read_recorded_tokenizer(state.data)
     exported_tokenizer = export_tokenizer(name, run.model.vocab or 0, run.train.seq, recorded)
-    token_ids = {"bos_token_id": exported_tokenizer.eod, "eos_token_id": exported_tokenizer.eod}
+    ends = {"bos_token_id": exported_tokenizer.eod, "eos_token_id": exported_tokenizer.eod}
+    token_ids = {k: v for k, v in ends.items() if v is not None or k not in row.numbers}
     learned = run.model.position == "learned" and run.model.positions
     config = {
         **row.write_config(run.model, learned or run.train.seq),
-        **token_ids,
+        **{**token_ids, "pad_token_id": None},
         "dtype": _get_dtype_name(torch_dtype),
     }
     specs = list_model_specs(run)

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from megaframe.architecture.rotary import compute_yarn_mscale
 from megaframe.checkpoint.convert.huggingface.config_keys import Positive, RopeKeys, Share
 from megaframe.checkpoint.convert.huggingface.facts import Facts
-from megaframe.checkpoint.convert.huggingface.keys import Key, Keys
+from megaframe.checkpoint.convert.huggingface.keys import FULL, SLIDING, Key, Keys
 from megaframe.config import RotaryScalingConfig
 from megaframe.errors import UserError
 
@@ -41,12 +43,16 @@ class RotaryKeys(Key):
         base: The base of a config without one.
         share: The share of a config without one; None if code rotates whole heads always.
         share_name: The key of the share.
+        base_name: The key of the base.
+        scaled: Whether wavelengths may be scaled.
         latent: Whether attention is latent, where `mscale_all_dim` also scales the scores.
     """
 
     base: float = 10000.0
     share: float | None = None
     share_name: str = "partial_rotary_factor"
+    base_name: str = "rope_theta"
+    scaled: bool = True
     latent: bool = False
 
     @property
@@ -54,7 +60,7 @@ class RotaryKeys(Key):
         """The sections, and the keys that older configs have outside."""
         share = {} if self.share is None else {self.share_name: Share}
         rope = RopeKeys | None
-        return {"rope_theta": Positive, "rope_parameters": rope, "rope_scaling": rope, **share}
+        return {self.base_name: Positive, "rope_parameters": rope, "rope_scaling": rope, **share}
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set what is rotated, and how.
@@ -67,9 +73,10 @@ class RotaryKeys(Key):
         rope = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
         kind = read_rope_kind(name, rope)
         facts.set("mixer.rotary", True)
-        facts.set(
-            "mixer.rotary_base", rope.get("rope_theta") or config.get("rope_theta") or self.base
-        )
+        if kind != "default" and not self.scaled:
+            raise UserError(f"rope_type {kind!r} is not supported, only 'default'")
+        base = rope.get("rope_theta") or config.get(self.base_name) or self.base
+        facts.set("mixer.rotary_base", base)
         share = rope.get("partial_rotary_factor")
         if self.share is not None:
             outside = config.get(self.share_name)
@@ -87,6 +94,76 @@ class RotaryKeys(Key):
         if self.share is not None and share is not None:
             section["partial_rotary_factor"] = share
         return {"rope_parameters": section}
+
+
+class _RopeKeysOfTypes(BaseModel):
+    """`rope_parameters` with a section for each type of layers."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    full_attention: RopeKeys | None = None
+    sliding_attention: RopeKeys | None = None
+
+
+@dataclass(frozen=True)
+class RotaryKeysOfTypes(Key):
+    """Bases of rotary positions for each type of layers, which are known before. Scaling, which all
+    layers would have here, is refused.
+
+    Attributes:
+        base: That of layers with full attention, of a config without one.
+        sliding_base: That of layers that slide.
+        sliding_name: The key of that; empty if there is none.
+    """
+
+    base: float
+    sliding_base: float
+    sliding_name: str = ""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The sections, and the keys that older configs have outside."""
+        names = {
+            "rope_theta": Positive,
+            **({self.sliding_name: Positive} if self.sliding_name else {}),
+        }
+        return {
+            **names,
+            "rope_scaling": RopeKeys | None,
+            "rope_parameters": _RopeKeysOfTypes | None,
+        }
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the base of each layer."""
+        sections = config.get("rope_parameters") or {}
+        bases: dict[str, float] = {}
+        for kind, name, base in (
+            (FULL, "rope_theta", self.base),
+            (SLIDING, self.sliding_name, self.sliding_base),
+        ):
+            rope = {k: v for k, v in (sections.get(kind) or {}).items() if v is not None}
+            if kind == FULL:
+                rope |= {
+                    k: v for k, v in (config.get("rope_scaling") or {}).items() if v is not None
+                }
+            rope_type = read_rope_kind(f"rope_parameters.{kind}", rope)
+            if rope_type != "default":
+                raise UserError(f"rope_type {rope_type!r} of {kind} layers alone is not supported")
+            bases[kind] = rope.get("rope_theta") or (config.get(name) if name else None) or base
+        windows = facts.list_values("mixer.window")
+        facts.set("mixer.rotary", True)
+        facts.set_layers(
+            "mixer.rotary_base", [bases[FULL if w is None else SLIDING] for w in windows]
+        )
+
+    def write(self, facts: Facts) -> Keys:
+        """Return a section for each type."""
+        bases = {FULL: self.base, SLIDING: self.sliding_base}
+        for layer in reversed(facts.layers):
+            kind = FULL if layer.get("mixer.window") is None else SLIDING
+            bases[kind] = layer.get("mixer.rotary_base", bases[kind])
+        sections = {k: {"rope_type": "default", "rope_theta": base} for k, base in bases.items()}
+        return {"rope_parameters": sections}
 
 
 def read_rope_kind(name: str, rope: Mapping[str, Any]) -> str:

@@ -210,6 +210,9 @@ class _Names:
             elif own[0].startswith("moe.all_experts."):
                 own = [module.replace("all_experts", "experts") for module in own]
                 yield from self._map_module(name, own, experts, len(experts))
+            elif own == ["attention.sinks"]:
+                spec = self.specs.get(f"{self.prefix}attention.sinks.logits")
+                yield from [] if spec is None else [HuggingFaceTensor(name, (_make_part(spec),))]
             elif "{expert}" in name:
                 for expert in experts:
                     yield from self._map_module(name.format(expert=expert), own, [expert])
@@ -261,7 +264,8 @@ class _Names:
         if spec is None:
             return []
         of_experts = own.startswith("moe.experts.")
-        if own.endswith(".up") and int(of_experts) not in spec.fused:  # without a gate
+        weight = self.specs[f"{self.prefix}{own}.weight"] if own.endswith(".up") else spec
+        if own.endswith(".up") and int(of_experts) not in weight.fused:  # without a gate
             if module.endswith(".gate"):
                 return []
             slices = ()
