@@ -60,6 +60,7 @@ format: .venv/ready
 # What documents take from the code.
 docs: .venv/ready
 	$(BIN)/python tools/options.py > docs/reference/options.md
+	$(BIN)/python tools/families.py > docs/reference/families.md
 
 # With the versions of an image for GPUs. Other packages are those of constraints.txt.
 test-versions: .venv-versions/ready

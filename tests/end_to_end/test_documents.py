@@ -157,6 +157,15 @@ def test_the_index_names_every_guide_and_every_command_is_run():
         assert name in GUIDES or not list_commands(document.read_text()), f"{name}.md is not run"
 
 
+def test_the_table_of_families_is_what_their_rows_say():
+    spec = importlib.util.spec_from_file_location("families_tool", ROOT / "tools/families.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert (ROOT / "docs/reference/families.md").read_text() == tool.format_page(), (
+        "run: python tools/families.py > docs/reference/families.md"
+    )
+
+
 def test_the_table_of_options_is_what_the_schema_says():
     spec = importlib.util.spec_from_file_location("options_tool", ROOT / "tools/options.py")
     tool = importlib.util.module_from_spec(spec)

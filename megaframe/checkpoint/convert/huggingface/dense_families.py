@@ -73,7 +73,8 @@ MISTRAL = LLAMA.derive(
 MINISTRAL = MISTRAL.derive("ministral", "MinistralForCausalLM", LayerTypes(need="present"))
 
 
-def _list_qwen_types(config: Mapping[str, Any], window: int | None) -> Sequence[str]:
+def list_qwen_types(config: Mapping[str, Any], window: int | None) -> Sequence[str]:
+    """Return the types of layers of which the last ones slide."""
     full, layers = config.get("max_window_layers"), config["num_hidden_layers"]
     full = 28 if full is None else full
     return [FULL if window is None or n < full else SLIDING for n in range(layers)]
@@ -82,14 +83,14 @@ def _list_qwen_types(config: Mapping[str, Any], window: int | None) -> Sequence[
 QWEN2 = MISTRAL.derive(
     "qwen2",
     "Qwen2ForCausalLM",
-    LayerTypes(_list_qwen_types, "use_sliding_window", more=(("max_window_layers", Count),)),
+    LayerTypes(list_qwen_types, "use_sliding_window", more=(("max_window_layers", Count),)),
     own={"mixer.qkv_bias": True},
     fixed={"use_mrope": False},
 )
 QWEN3 = MISTRAL.derive(
     "qwen3",
     "Qwen3ForCausalLM",
-    LayerTypes(_list_qwen_types, "use_sliding_window", more=(("max_window_layers", Count),)),
+    LayerTypes(list_qwen_types, "use_sliding_window", more=(("max_window_layers", Count),)),
     Pair("head_dim", "mixer.head_dim", "present"),
     Pair("attention_bias", BIASES, default=False),
     own={"mixer.qk_norm": "head"},

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from megaframe.checkpoint.convert.huggingface.dense_families import DENSE_FAMILIES
 from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.gpt_families import GPT_FAMILIES
 from megaframe.checkpoint.convert.huggingface.layered_families import LAYERED_FAMILIES
 from megaframe.checkpoint.convert.huggingface.moe_families import MOE_FAMILIES
+from megaframe.checkpoint.convert.huggingface.sparse_families import SPARSE_FAMILIES
 from megaframe.config import ModelConfig
 from megaframe.config.registry import get_registry
 from megaframe.errors import UserError
 
-FAMILIES = {
-    family.name: family
-    for family in (*GPT_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES, *MOE_FAMILIES)
-}
+_ROWS = (
+    *(*GPT_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES),
+    *(*MOE_FAMILIES, *SPARSE_FAMILIES),
+)
+FAMILIES = {family.name: family for family in _ROWS}
 """By `model_type`."""
 
 
@@ -42,8 +45,13 @@ def get_family(name: object) -> Family:
         UserError: If there is none of this name.
     """
     families = list_families()
+    others = {other: family for family in families.values() for other in family.also}
+    if isinstance(name, str) and name in others:
+        return others[name]
     if not isinstance(name, str) or name not in families:
-        raise UserError(f"model_type {reprlib.repr(name)} is not one of {', '.join(families)}")
+        near = get_close_matches(name, families, 3) if isinstance(name, str) else []
+        known = f"the nearest are {', '.join(near)}" if near else f"known are {', '.join(families)}"
+        raise UserError(f"model_type {reprlib.repr(name)} is not a known family; {known}")
     return families[name]
 
 

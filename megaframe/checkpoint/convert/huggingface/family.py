@@ -86,7 +86,8 @@ class Family:
         positions: The key of the longest text.
         ends: Modules of their embedding and head, and those of ours that are stacked in each.
         block: The same for a layer: `attention.query`, `attention.qkv` for all of a group of heads
-            after another, `mlp.gate`, `moe.experts.up` of one expert, `moe.all_experts.up` of all.
+            after another, `mlp.gate`, `moe.experts.up` of one expert, `moe.all_experts.up` of all
+            in one tensor with this whole name.
         layer: Beginning of the names of a layer's modules.
         transposed: Whether the matrices of layers are.
         interleaved: Whether the rows of rotary pairs are neighbours.
@@ -99,6 +100,7 @@ class Family:
         numbers: Keys of ids that may be missing, and may not be null.
         predictors: The key of the number of layers after the last one, which predict tokens.
         prefixes: Beginnings of names in folders of larger models that contain one.
+        also: Other names of the same code.
         code: `auto_map` of folders whose code transformers has since taken over.
     """
 
@@ -124,21 +126,31 @@ class Family:
     numbers: tuple[str, ...] = ()
     predictors: str = ""
     prefixes: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)
 
-    def derive(self, name: str, architecture: str, *keys: Key, **changes: Any) -> Family:
+    def derive(
+        self,
+        name: str,
+        architecture: str,
+        *keys: Key,
+        without: Collection[str] = (),
+        **changes: Any,
+    ) -> Family:
         """Return a row for a family that differs in a few things.
 
         Args:
             name: Of the new family.
             architecture: Its class.
             keys: Keys in place of those with the same names, or new ones.
+            without: Keys that it does not have.
             changes: Fields. Mappings are added to those of this family, where None removes an item;
                 lists of keys are added; other fields are replaced.
         """
-        added = {foreign for key in keys for foreign in key.types} | {*changes.get("fixed", ())}
+        added = {foreign for key in keys for foreign in key.types}
+        added |= {*changes.get("fixed", ()), *without}
         kept = tuple(key for key in self.keys if not added & {*key.types})
-        merged: dict[str, Any] = {"name": name, "architecture": architecture}
+        merged: dict[str, Any] = {"name": name, "architecture": architecture, "also": ()}
         for attribute, value in changes.items():
             before = getattr(self, attribute)
             if isinstance(before, Mapping):

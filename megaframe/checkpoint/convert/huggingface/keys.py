@@ -334,6 +334,30 @@ class ExpertLayers(Key):
         return self.state([kind == "moe" for kind in facts.list_values("feed_forward.kind")])
 
 
+def make_layer_kinds(first: int = 1, first_name: str = "") -> ExpertLayers:
+    """Return `mlp_layer_types`, which says of each layer whether it is dense or has experts.
+
+    Args:
+        first: Number of first layers that are dense in a config without it.
+        first_name: A key that says this number.
+    """
+
+    def find(config: Mapping[str, Any], layers: int) -> Sequence[bool]:
+        kinds, dense = config.get("mlp_layer_types"), first
+        if first_name and config.get(first_name) is not None:
+            dense = config[first_name]
+        if kinds is None:
+            return [layer >= dense for layer in range(layers)]
+        check_layer_types("mlp_layer_types", kinds, layers, (DENSE, SPARSE))
+        return [kind == SPARSE for kind in kinds]
+
+    def state(has_experts: Sequence[bool]) -> Keys:
+        return {"mlp_layer_types": [SPARSE if has else DENSE for has in has_experts]}
+
+    first_keys = ((first_name, Count),) if first_name else ()
+    return ExpertLayers((("mlp_layer_types", Texts), *first_keys), find, state)
+
+
 def make_dense_first(name: str, *, need: str = "") -> ExpertLayers:
     """Return a key that says how many first layers are dense."""
 

@@ -86,7 +86,7 @@ GEMMA = LLAMA.derive(
     neutral=("hidden_activation",),
     norm_offset=1.0,
 )
-_SCALE_OF_WIDTH = {
+_SCALE_OF_WIDTH: dict[str, Any] = {
     "to_fact": lambda width: width**-0.5,
     "to_key": lambda scale: round(scale**-2),
     "type": Size,
@@ -95,12 +95,16 @@ _SCALE_OF_WIDTH = {
 VAULT_GEMMA = GEMMA.derive(
     "vaultgemma",
     "VaultGemmaForCausalLM",
-    choose("hidden_activation", "feed_forward.activation", {"gelu_pytorch_tanh": "geglu"}),
+    choose(
+        "hidden_activation",
+        "feed_forward.activation",
+        {"gelu_pytorch_tanh": "geglu"},
+        default="gelu_pytorch_tanh",
+    ),
     Pair("query_pre_attn_scalar", "mixer.score_scale", "value", **_SCALE_OF_WIDTH),
     Pair("attn_logit_softcapping", "mixer.softcap", "present"),
     Pair("final_logit_softcapping", "logit_softcap", "present"),
     LayerTypes(slide_except("", 2), need="present"),
-    own={"feed_forward.activation": "geglu"},
     neutral=("hidden_act", "cache_implementation"),
     block={"post_attention_layernorm": None, "pre_feedforward_layernorm": "mlp_norm"},
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.config_keys import Size, Text
+from megaframe.checkpoint.convert.huggingface.config_keys import Count, Counts, Size, Text
 from megaframe.checkpoint.convert.huggingface.dense_families import (
     LLAMA,
     MISTRAL,
@@ -16,41 +16,47 @@ from megaframe.checkpoint.convert.huggingface.dense_families import (
 )
 from megaframe.checkpoint.convert.huggingface.facts import Facts
 from megaframe.checkpoint.convert.huggingface.keys import (
+    ExpertLayers,
     Key,
     Keys,
     Pair,
     UniformWindow,
     make_dense_first,
 )
+from megaframe.checkpoint.convert.huggingface.layered_families import (
+    GRANITE,
+    GRANITE_SWA,
+    OLMO2,
+)
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 from megaframe.errors import UserError
 
-_SOFTMAX = {
+SOFTMAX = {
     **{"feed_forward.kind": "moe", "moe.score": "softmax", "moe.balance": "sequence"},
     "moe.normalise": True,
 }
-_SIGMOID = {**_SOFTMAX, "moe.score": "sigmoid", "moe.balance": "bias"}
-_EXPERTS = {
+SIGMOID = {**SOFTMAX, "moe.score": "sigmoid", "moe.balance": "bias"}
+EXPERTS = {
     "mlp.experts.{expert}.gate_proj": "moe.experts.gate",
     "mlp.experts.{expert}.up_proj": "moe.experts.up",
     "mlp.experts.{expert}.down_proj": "moe.experts.down",
 }
-_SHARED = {
+SHARED = {
     f"mlp.shared_experts.{name}_proj": f"moe.shared.{name}" for name in ("gate", "up", "down")
 }
-_ROUTER = {"mlp.gate": "moe.router"}
-_BIASED_ROUTER = {**_ROUTER, "mlp.gate.e_score_correction_bias": "moe.balance"}
-_TOP_K = Pair("num_experts_per_tok", "moe.top_k", "value")
-_WIDTH = Pair("moe_intermediate_size", "moe.ffn", "value")
+ROUTER = {"mlp.gate": "moe.router"}
+BIASED_ROUTER = {**ROUTER, "mlp.gate.e_score_correction_bias": "moe.balance"}
+TOP_K = Pair("num_experts_per_tok", "moe.top_k", "value")
+WIDTH = Pair("moe_intermediate_size", "moe.ffn", "value")
 MIXTRAL = MISTRAL.derive(
     "mixtral",
     "MixtralForCausalLM",
     Pair("intermediate_size", "moe.ffn", "value"),
     Pair("num_local_experts", "moe.experts", "value"),
-    _TOP_K,
+    TOP_K,
     UniformWindow(),
     RotaryKeys(base=1e6),
-    own=_SOFTMAX,
+    own=SOFTMAX,
     training=("router_aux_loss_coef", "router_jitter_noise"),
     aliases={"num_experts": "num_local_experts"},
     block={
@@ -60,21 +66,38 @@ MIXTRAL = MISTRAL.derive(
         "block_sparse_moe.experts.{expert}.w2": "moe.experts.down",
     },
 )
+
+
+def _find_sparse_steps(config: Mapping[str, Any], layers: int) -> list[bool]:
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    return [(layer + 1) % step == 0 and layer not in dense for layer in range(layers)]
+
+
+def _state_sparse_steps(has_experts: Sequence[bool]) -> Keys:
+    dense = [layer for layer, has in enumerate(has_experts) if not has]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+_SPARSE_STEPS = ExpertLayers(
+    (("decoder_sparse_step", Size), ("mlp_only_layers", Counts)),
+    _find_sparse_steps,
+    _state_sparse_steps,
+)
 QWEN3_MOE = QWEN3.derive(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     Pair("num_experts", "moe.experts", "value"),
-    _TOP_K,
-    _WIDTH,
+    TOP_K,
+    WIDTH,
     Pair("norm_topk_prob", "moe.normalise", default=False),
     UniformWindow(switch="use_sliding_window"),
     Pair("head_dim", "mixer.head_dim"),
-    own=_SOFTMAX | {"moe.balance": "global"},
-    fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+    _SPARSE_STEPS,
+    own=SOFTMAX | {"moe.balance": "global"},
     training=("router_aux_loss_coef",),
     neutral=("max_window_layers",),
     aliases={"num_local_experts": "num_experts"},
-    block={**_ROUTER, **_EXPERTS},
+    block={**ROUTER, **EXPERTS},
 )
 _METHODS = ("greedy", "group_limited_greedy")
 """DeepSeek-V2's ways to choose experts, without and with groups."""
@@ -175,8 +198,8 @@ def _name_code(name: str) -> dict[str, str]:
 
 _DEEPSEEK_EXPERTS = (
     Pair("n_routed_experts", "moe.experts", "value"),
-    _TOP_K,
-    _WIDTH,
+    TOP_K,
+    WIDTH,
 )
 DEEPSEEK_V3 = LLAMA.derive(
     "deepseek_v3",
@@ -194,7 +217,7 @@ DEEPSEEK_V3 = LLAMA.derive(
     Pair("v_head_dim", "latent.value_dim", "value"),
     LatentWidths(present_heads=True),
     RotaryKeys(latent=True),
-    own=_SIGMOID | {"mixer.kind": "latent", "latent.norm_eps": 1e-6},
+    own=SIGMOID | {"mixer.kind": "latent", "latent.norm_eps": 1e-6},
     fixed={
         **{**NO_BIASES, "scoring_func": "sigmoid", "moe_layer_freq": 1},
         **{"rope_interleave": True, "topk_method": "noaux_tc"},
@@ -211,11 +234,12 @@ DEEPSEEK_V3 = LLAMA.derive(
         "self_attn.kv_a_proj_with_mqa": "latent.kv_down",
         "self_attn.kv_a_layernorm": "attention.kv_norm",
         "self_attn.kv_b_proj": "attention.kv",
-        **{**_BIASED_ROUTER, **_EXPERTS, **_SHARED},
+        **{**BIASED_ROUTER, **EXPERTS, **SHARED},
     },
     interleaved=True,
     has_empty_shared=True,
     predictors="num_nextn_predict_layers",
+    also=("kimi_k2",),
     code=_name_code("DeepseekV3"),
 )
 
@@ -241,4 +265,107 @@ DEEPSEEK_V2 = DEEPSEEK_V3.derive(
     block={"mlp.gate.e_score_correction_bias": None},
     code=_name_code("DeepseekV2"),
 )
-MOE_FAMILIES = (MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+EXPERT_ALIASES = {"num_local_experts": "num_experts"}
+_OLMO_EXPERTS: tuple[Key, ...] = (
+    Pair("intermediate_size", "moe.ffn", "value"),
+    Pair("num_experts", "moe.experts", "value"),
+    TOP_K,
+    Pair("norm_topk_prob", "moe.normalise", default=False),
+)
+OLMOE = LLAMA.derive(
+    "olmoe",
+    "OlmoeForCausalLM",
+    *_OLMO_EXPERTS,
+    without=("head_dim",),
+    own=SOFTMAX | {"mixer.qk_norm": "whole"},
+    fixed={"mlp_bias": False, "clip_qkv": None},
+    training=("router_aux_loss_coef",),
+    aliases=EXPERT_ALIASES,
+    block={
+        "self_attn.q_norm": "attention.query_norm",
+        "self_attn.k_norm": "attention.key_norm",
+        **{**ROUTER, **EXPERTS},
+    },
+)
+FLEX_OLMO = OLMO2.derive(
+    "flex_olmo",
+    "FlexOlmoForCausalLM",
+    *_OLMO_EXPERTS,
+    RotaryKeys(base=5e5),
+    own=SOFTMAX,
+    training=("router_aux_loss_coef",),
+    aliases=EXPERT_ALIASES,
+    block={**ROUTER, **EXPERTS},
+)
+GRANITE_MOE = GRANITE.derive(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    Pair("intermediate_size", "moe.ffn", "value"),
+    Pair("num_local_experts", "moe.experts", "value"),
+    TOP_K,
+    own=SOFTMAX,
+    fixed={"mlp_bias": False},
+    training=("router_aux_loss_coef",),
+    block={
+        "block_sparse_moe.router.layer": "moe.router",
+        "block_sparse_moe.input_linear.weight": "moe.all_experts.gate moe.all_experts.up",
+        "block_sparse_moe.output_linear.weight": "moe.all_experts.down",
+    },
+)
+
+
+@dataclass(frozen=True)
+class SharedWidth(Key):
+    """The width of the shared experts, which are as many as it has widths of one."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The key."""
+        return {"shared_intermediate_size": Count}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the number of shared experts."""
+        width, one = config.get("shared_intermediate_size") or 0, config["intermediate_size"]
+        if width % one:
+            raise UserError(
+                f"shared_intermediate_size={width} is no multiple of intermediate_size={one}, and "
+                "shared experts are as wide as others"
+            )
+        facts.set("moe.shared", width // one)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the width."""
+        width = (facts.get("moe.shared") or 0) * (facts.get("moe.ffn") or 0)
+        return {"shared_intermediate_size": width}
+
+
+_SHARED_MLP = {
+    "shared_mlp.input_linear": "moe.shared.gate moe.shared.up",
+    "shared_mlp.output_linear": "moe.shared.down",
+}
+GRANITE_MOE_SHARED = GRANITE_MOE.derive(
+    "granitemoeshared", "GraniteMoeSharedForCausalLM", SharedWidth(), block=_SHARED_MLP
+)
+GRANITE_MOE_SWA = GRANITE_SWA.derive(
+    "granitemoe_swa",
+    "GraniteMoeSWAForCausalLM",
+    Pair("intermediate_size", "moe.ffn", "value"),
+    Pair("num_local_experts", "moe.experts", "value"),
+    Pair("tie_word_embeddings", "tie_embeddings", default=False),
+    Pair("num_key_value_heads", "mixer.kv_heads"),
+    TOP_K,
+    SharedWidth(),
+    own=SOFTMAX,
+    fixed={"mlp_bias": False},
+    training=("router_aux_loss_coef",),
+    block={
+        **_SHARED_MLP,
+        "block_sparse_moe.router": "moe.router",
+        "block_sparse_moe.experts.gate_up_proj": "moe.all_experts.gate moe.all_experts.up",
+        "block_sparse_moe.experts.down_proj": "moe.all_experts.down",
+    },
+)
+MOE_FAMILIES = (
+    *(MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, OLMOE, FLEX_OLMO),
+    *(GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA),
+)

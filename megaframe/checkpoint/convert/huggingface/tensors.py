@@ -91,7 +91,7 @@ class HuggingFaceTensor:
     Attributes:
         transposed: Whether its matrices are.
         matrices: Number of matrices, each of as many parts, along a first dim that others do not
-            have.
+            have; 1 if a vector has one.
         zeros: Shape of a tensor of zeros, which has no parts: it is written, and what a folder has
             under this name is not read.
     """
@@ -109,7 +109,7 @@ class HuggingFaceTensor:
             return self.zeros
         rows = sum(part.rows for part in self.parts)
         if self.parts[0].is_vector:
-            return (rows,)
+            return (self.matrices, rows) if self.matrices else (rows,)
         columns = sum(part.box.size for part in self.parts) // rows
         rows //= self.matrices or 1
         matrix = (columns, rows) if self.transposed else (rows, columns)
@@ -205,8 +205,8 @@ class _Names:
         experts = range(self.shared.get("moe.experts", 0))
         for foreign, modules in names.items():
             name, own = f"{self.foreign_prefix}{foreign}", modules.split()
-            if own == ["moe.balance"]:
-                yield from self._map_balance(name)
+            if own[0] in ("moe.balance", "moe.balance_row"):
+                yield from self._map_balance(name, own[0] == "moe.balance_row")
             elif own[0].startswith("moe.all_experts."):
                 own = [module.replace("all_experts", "experts") for module in own]
                 yield from self._map_module(name, own, experts, len(experts))
@@ -219,12 +219,13 @@ class _Names:
             else:
                 yield from self._map_module(name, own, [0])
 
-    def _map_balance(self, name: str) -> Iterator[HuggingFaceTensor]:
+    def _map_balance(self, name: str, is_row: bool) -> Iterator[HuggingFaceTensor]:
         spec = self.specs.get(f"{self.prefix}moe.router.balance")
         if spec is not None and self.shared["moe.balance"] == "bias":
-            yield HuggingFaceTensor(name, (_make_part(spec),))
+            yield HuggingFaceTensor(name, (_make_part(spec),), matrices=int(is_row))
         elif spec is not None:
-            yield HuggingFaceTensor(name, (), zeros=(self.shared["moe.experts"],))
+            row = (1,) if is_row else ()
+            yield HuggingFaceTensor(name, (), zeros=(*row, self.shared["moe.experts"]))
 
     def _map_module(
         self, name: str, modules: Sequence[str], experts: Sequence[int], matrices: int = 0
@@ -232,7 +233,7 @@ class _Names:
         """Yield weight and bias of a module of theirs, if all its modules of ours have one.
 
         Args:
-            name: Of theirs.
+            name: Of theirs; the whole name of a tensor with several matrices.
             modules: Those of ours.
             experts: Whose matrices they are, if they are of experts.
             matrices: Number of matrices, if theirs has a dim for it.
@@ -242,7 +243,8 @@ class _Names:
             parts = tuple(part for parts_of_module in found for part in parts_of_module)
             if found and all(found):
                 turned = self.family.transposed and bool(self.layer) and not parts[0].is_vector
-                yield HuggingFaceTensor(f"{name}.{kind}", parts, turned, matrices)
+                full_name = name if matrices else f"{name}.{kind}"
+                yield HuggingFaceTensor(full_name, parts, turned, matrices)
             elif kind == "weight" and modules[0].startswith("moe.shared."):
                 yield from self._map_empty_shared(f"{name}.weight", modules[0])
 

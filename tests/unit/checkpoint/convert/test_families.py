@@ -3,11 +3,18 @@
 import json
 
 import pytest
-from transformers_models import assert_same_logits, save_random_model
+from transformers_models import (
+    assert_same_logits,
+    make_random_checkpoint,
+    save_random_model,
+)
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
-from megaframe.checkpoint.convert.huggingface.families import FAMILIES
+from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
+from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
+from megaframe.config.registry import Registry, use_registry
+from megaframe.errors import UserError
 
 pytestmark = pytest.mark.numeric
 
@@ -52,10 +59,104 @@ DENSE = {
     "granite_swa": {**GROUPED, **LOCAL, **MULTIPLIERS},
     "hyperclovax": {**HEADS, **MULTIPLIERS},
 }
-MODELS = {**DENSE}
+FUSED = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61}
+UNGATED = {
+    "gpt_bigcode": {**FUSED, "initializer_range": 0.3},
+    "gpt_neo": {
+        **{"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 61, "window_size": 5},
+        **{"attention_types": [[["global", "local"], 2]], "initializer_range": 0.3},
+    },
+    "gpt_neox": {**SHAPE},
+    "falcon": {
+        **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61},
+        "initializer_range": 0.3,
+    },
+    "starcoder2": {**GROUPED, "sliding_window": 5},
+    "stablelm": {**GROUPED, "use_qkv_bias": True},
+    "nemotron": {**WIDE_HEADS},
+    "jais2": {**HEADS},
+    "cohere": {**GROUPED, "attention_bias": True, "logit_scale": 0.25},
+    "cohere2": {**GROUPED, **LOCAL, "logit_scale": 0.25},
+    "olmo": {**GROUPED},
+}
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
+NARROW = {**ROUTED, "moe_intermediate_size": 12}
+GRANITE_ROUTED = {**MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 2}
+GLM_ROUTED = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    **{"n_shared_experts": 2, "routed_scaling_factor": 1.5, "n_group": 4, "topk_group": 2},
+    "norm_topk_prob": True,
+}
+LATENT = {
+    **{"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
+    **{"v_head_dim": 5, "num_key_value_heads": 4},
+}
+SPARSE = {
+    "olmoe": {**GROUPED, **ROUTED},
+    "flex_olmo": {**GROUPED, **ROUTED, "norm_topk_prob": True},
+    "granitemoe": {**GROUPED, **GRANITE_ROUTED},
+    "granitemoeshared": {**GROUPED, **GRANITE_ROUTED, "shared_intermediate_size": 48},
+    "granitemoe_swa": {**GROUPED, **LOCAL, **GRANITE_ROUTED},
+    "glm4_moe": {**GROUPED, **GLM_ROUTED, "use_qk_norm": True, "attention_bias": True},
+    "solar_open": {**HEADS, **GLM_ROUTED},
+    "glm4_moe_lite": {**SHAPE, **LATENT, **GLM_ROUTED},
+    "dots1": {**GROUPED, **GLM_ROUTED, "first_k_dense_replace": 1},
+    "minimax_m2": {
+        **{**WIDE_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2},
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "ernie4_5_moe": {
+        **{**GROUPED, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 12},
+        "num_hidden_layers": 3,
+    },
+    "hy_v3": {**HEADS, **NARROW},
+    "afmoe": {**HEADS, **LOCAL, **NARROW, "mup_enabled": True, "route_scale": 1.5},
+    "exaone_moe": {**GROUPED, **LOCAL, **NARROW, "n_group": 4, "topk_group": 2},
+    "mellum": {
+        **{**HEADS, **LOCAL, **NARROW},
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+    "qwen3_moe": {**HEADS, **NARROW, "num_hidden_layers": 4, "mlp_only_layers": [2]},
+}
+MODELS = {**DENSE, **UNGATED, **SPARSE}
 """Keys of a tiny config of each family."""
-FIRST = ("gemma2", "glm4")
+OTHERS = (
+    *("gpt2", "llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral"),
+    *("deepseek_v2", "deepseek_v3"),
+)
+"""Families that `test_huggingface.py` compares."""
+FIRST = ("gemma2", "glm4", "cohere2", "granitemoeshared")
 """Families in `make test`; all others repeat what these do."""
+
+
+def test_every_family_is_compared():
+    assert FAMILIES.keys() <= {*MODELS, *OTHERS}
+
+
+def test_another_name_of_a_family_is_read_as_it():
+    assert get_family("kimi_k2") is FAMILIES["deepseek_v3"]
+
+
+def test_a_family_with_weights_that_are_constant_exports_no_others(tmp_path):
+    model = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 11, "activation": "swiglu"}
+    checkpoint = make_random_checkpoint(tmp_path / "own", **model)
+    message = "blocks.0.attention_norm.gain is not 1 everywhere, and olmo has no weights there"
+    with open_checkpoint(checkpoint) as opened, pytest.raises(UserError, match=message):
+        folders.export_model(opened, tmp_path / "theirs", tokenizer="none", family="olmo")
+
+
+def test_an_extension_registers_a_row():
+    row = FAMILIES["llama"].derive("own_llama", "OwnForCausalLM", RotaryKeys(base=5e4))
+    with use_registry(Registry()) as registry:
+        registry.register_family(row)
+        assert get_family("own_llama") is row
+        with pytest.raises(UserError, match="own_llama is registered twice"):
+            registry.register_family(row)
+        registry.register_family(FAMILIES["llama"])
+        with pytest.raises(UserError, match="registers the family llama, which is a name of"):
+            get_family("llama")
+    with pytest.raises(UserError, match="'own_llama' is not a known family"):
+        get_family("own_llama")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -202,7 +202,7 @@ def test_a_file_that_cannot_be_mapped_is_named(tmp_path, monkeypatch):
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs factor, original_max"),
         ({"rope_parameters": {"\x1b[31m": 1}}, r"'rope_parameters.\x1b[31m'=1: extra inputs"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention={}: extra"),
-        ({"model_type": ["llama"]}, "model_type ['llama'] is not one of gpt2, llama"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not a known family; known are gpt2"),
         ({"model_type": "mistral"}, "mistral: sliding_window is missing"),
         ({"num_key_value_heads": 3}, "model.kv_heads=3 does not divide model.heads=4"),
     ],

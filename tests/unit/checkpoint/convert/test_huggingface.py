@@ -313,7 +313,9 @@ def test_a_family_is_named_and_not_guessed(tmp_path):
             UserError, match=r"needs --family; .*llama.*mistral.* computes the same"
         ):
             folders.export_model(opened, tmp_path / "theirs", tokenizer="none")
-        with pytest.raises(UserError, match="model_type 'lama' is not one of gpt2"):
+        with pytest.raises(
+            UserError, match="model_type 'lama' is not a known family; the nearest are llama"
+        ):
             folders.export_model(opened, tmp_path / "theirs", tokenizer="none", family="lama")
         folders.export_model(opened, tmp_path / "theirs", tokenizer="none", family="mistral")
     assert json.loads((tmp_path / "theirs/config.json").read_text())["model_type"] == "mistral"
@@ -409,7 +411,7 @@ def change_config(folder, **keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "opt"}, "model_type 'opt' is not one of gpt2, llama"),
+        ({"model_type": "opt"}, "model_type 'opt' is not a known family; known are gpt2"),
         ({"hidden_act": "gelu"}, "llama: hidden_act='gelu' is not supported, only 'silu'"),
         ({"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias is missing"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),

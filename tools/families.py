@@ -1,0 +1,109 @@
+"""Print the families of Hugging Face models as Markdown: the content of docs/reference/families.md.
+
+python tools/families.py > docs/reference/families.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaframe.checkpoint.convert.huggingface.families import FAMILIES
+from megaframe.checkpoint.convert.huggingface.family import Family
+from megaframe.checkpoint.convert.huggingface.keys import Pair
+
+_BEGIN = """\
+# Families of Hugging Face models
+
+`tools/checkpoint.py import-hf` and `export-hf` convert these, and `tools/families.py` generates \
+this page from their rows. `python -m pytest tests/unit/checkpoint/convert` compares the logits of \
+a tiny model of each with transformers, after an import and after an export. A config with a value \
+that its row does not know is refused by name. Where code adds 1 to gains, or divides logits by a \
+number that is no power of 2, the weights here are those that fp32 rounds to, about 1e-7 beside \
+theirs.
+"""
+_REFUSED = {
+    "gated delta net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
+    "Kimi delta attention": ("kimi_linear",),
+    "a gate of shared experts": ("qwen2_moe",),
+    "biases of experts and routers, YaRN without truncation": ("gpt_oss",),
+    "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
+    "Mamba": ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"),
+    "rope scaling of some layers, towers for images": ("gemma3", "mistral3"),
+    "scaling of queries by position, chunked attention": ("ministral3", "mistral4", "llama4"),
+    "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
+    "hyper-connections": ("deepseek_v4",),
+    "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
+    "values wider or narrower than keys": ("mimo_v2_flash",),
+    "a bias of the output head": ("gptj", "phi", "codegen"),
+    "norms after rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+    "ReLU, positions that begin at 2": ("opt",),
+    "xIELU": ("apertus",),
+    "ALiBi": ("bloom", "mpt"),
+}
+"""Families that are not imported, by the first part that is missing."""
+
+
+def format_page() -> str:
+    """Return the whole page."""
+    lines = [_BEGIN, "| `model_type` | class | parts | layout of weights |", "|---|---|---|---|"]
+    for family in sorted(FAMILIES.values(), key=lambda row: row.name):
+        names = ", ".join(f"`{name}`" for name in (family.name, *family.also))
+        parts, layout = ", ".join(_list_parts(family)), ", ".join(_list_transforms(family))
+        lines.append(f"| {names} | {family.architecture} | {parts} | {layout} |")
+    lines += ["", "## Refused", "", "| missing part | `model_type` |", "|---|---|"]
+    for part, refused in _REFUSED.items():
+        lines.append(f"| {part} | {', '.join(f'`{name}`' for name in refused)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _list_parts(family: Family) -> Iterator[str]:
+    own, keys = family.own, family.types
+    yield {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[own["norm"]]
+    if own.get("norms", "before") != "before":
+        yield {"after": "norms after", "both": "norms before and after"}[own["norms"]]
+    if own.get("parallel", "none") != "none" or {"use_parallel_residual", "parallel_attn"} & {
+        *keys
+    }:
+        yield "parallel halves"
+    if own.get("position") == "learned":
+        yield "learned positions"
+    if own.get("mixer.kind") == "latent":
+        yield "latent attention"
+    elif own.get("mixer.qk_norm", "none") != "none" or "use_qk_norm" in keys:
+        yield "norms of queries and keys"
+    if {"sliding_window", "window_size"} & {*keys}:
+        yield "windows"
+    if own.get("mixer.sinks"):
+        yield "sinks"
+    if own.get("mixer.output_gate"):
+        yield "gated attention"
+    if "moe.score" in own:
+        bias = " with bias" if own.get("moe.balance") == "bias" else ""
+        yield f"experts ({own['moe.score']}{bias})"
+    path = "feed_forward.activation"
+    key = next((k for k in family.keys if isinstance(k, Pair) and k.paths == path), None)
+    yield own[path] if key is None else key.to_fact(key.default)
+
+
+def _list_transforms(family: Family) -> Iterator[str]:
+    if family.interleaved:
+        yield "interleaved rotary pairs"
+    if family.norm_offset:
+        yield f"gains less {family.norm_offset:g}"
+    if family.transposed:
+        yield "transposed"
+    modules = family.block.values()
+    if {"attention.query attention.key attention.value", "attention.qkv"} & {*modules}:
+        yield "fused queries, keys and values"
+    if "mlp.gate mlp.up" in modules:
+        yield "fused gate and up"
+    if any(name.startswith("moe.all_experts") for name in modules):
+        yield "experts in one tensor"
+    if family.scales:
+        yield "factor of logits in the last norm"
+    if family.constant:
+        yield "norms without weights"
+
+
+if __name__ == "__main__":
+    print(format_page(), end="")
