@@ -164,7 +164,7 @@ def score(
         passages: What to score.
         context: Tokens of a window; see `split_windows`.
         stride: Tokens that a window counts; see `split_windows`.
-        batch: Windows that are scored at once.
+        batch: Windows that are scored at once; with `train.fp8`, one at a time.
         data: How document boundaries are treated (`reset_positions`, `reset_attention`,
             `mask_eod`), for passages that have `beginnings`; None uses the defaults.
         report: Called after each batch with the tokens done so far, and all.
@@ -180,6 +180,8 @@ def score(
         for number, passage in enumerate(passages)
         for window in split_windows(passage, context, stride)
     ]
+    if stage.config.train.fp8 != "none":
+        batch = 1  # a scale of 8 bits may follow from all rows and their padding
     # Windows of similar length go into the same batch, to keep padding small.
     windows.sort(key=lambda pair: pair[1].begin - pair[1].end)
     scores = [Score()] * len(passages)

@@ -149,6 +149,14 @@ def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrid
     assert "no evaluation token has a label" in logged
 
 
+@pytest.mark.parametrize("fp8", ["tensor", "row", "block"])
+def test_scales_of_8_bits_do_not_depend_on_the_batch(build, fp8):
+    stage = build(train={"fp8": fp8, "precision": "bf16", "seq": 12}).stage
+    passages = [TokenSequence(make_numbers(n, 9 + 5 * n, 37)) for n in range(3)]
+    by_batch = [score(stage, passages, context=12, stride=12, batch=b) for b in (1, 2, 8)]
+    assert by_batch[0] == by_batch[1] == by_batch[2]
+
+
 def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
     stage = build().stage
     tokens = torch.from_numpy(make_numbers(0, 40, 37))
