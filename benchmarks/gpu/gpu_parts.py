@@ -92,7 +92,8 @@ def check_constants(results: Results, until: float, dry: bool) -> None:
     """Measure the constants that the planner has of this chip."""
     command = [sys.executable, str(ROOT / "tools" / "measure_kernels.py"), "--json"]
     command += ["--largest", "256"] if dry else []
-    completed = run_limited(command, until - time.monotonic())
+    seconds = until - time.monotonic()
+    completed = run_limited(command, seconds, training_gpu.make_environment())
     found = next(filter(None, map(parse_object, reversed(completed.lines))), None)
     if completed.code != 0 or found is None:
         found = {"trouble": completed.explain_failure(), "details": completed.errors}

@@ -98,6 +98,12 @@ MOST_IDLE = 0.005
 """Goal for the share of a step in which the GPU does nothing."""
 
 
+def make_environment() -> dict[str, str]:
+    """Return the variables of a process that finds this checkout where it is not installed."""
+    python_path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
+
+
 def run_contender(
     script: str, row: TrainingCase, dry: bool, seconds: float, trace: Path | None = None
 ) -> dict[str, Any]:
@@ -109,9 +115,7 @@ def run_contender(
     command = [sys.executable, str(PEERS / script), "--config", str(ROOT / row.path)]
     if trace is not None:
         command += ["--trace", str(trace)]
-    python_path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
-    completed = run_limited([*command, *row.list_overrides(dry)], seconds, environment)
+    completed = run_limited([*command, *row.list_overrides(dry)], seconds, make_environment())
     result = next(filter(None, map(parse_object, reversed(completed.lines))), None)
     if completed.code == 0 and result is not None:
         return result
