@@ -18,6 +18,7 @@ from megaframe.config import (
 from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.extensions import load_extensions, load_with_extensions
+from megaframe.io.closed_output import allow_closed_output
 
 _USAGE = """pretrain_gpt.py --config FILE [--dry-run [--gpus N]] [--force] [section.key=value ...]
 
@@ -131,4 +132,5 @@ def refuse_options(arguments: argparse.Namespace, unknown: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import load_extensions, load_with_extensions
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.training.layer_check import Lie, find_lies, list_parts, measure_layers
 from megaframe.training.layer_check.layouts import (
     CheckedLayout,
@@ -160,4 +161,5 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -41,6 +41,7 @@ from megaframe.extensions import (
     load_named_extensions,
     load_with_extensions,
 )
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.untrusted import sanitize_text
 
 EXIT_DIFFERENT = 1
@@ -294,4 +295,5 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -21,6 +21,7 @@ from megaframe.dashboard.summary import read_prediction
 from megaframe.dashboard.wandb_workspace import save_workspace, upload_page
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.http import LOOPBACK
 from megaframe.io.untrusted import make_integer_parser
 from megaframe.planner.compare_run import compare_run_or_reason
@@ -127,4 +128,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megaframe.errors import UserError, explain_failed_write, report_errors
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import replace_file
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -72,5 +73,5 @@ def _read_sources(library: Path) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    with report_errors():
+    with allow_closed_output(), report_errors():
         main()

@@ -286,4 +286,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if (ROOT / "kernels").is_dir():
+        sys.path.insert(0, str(ROOT))
+    from megaframe.io.closed_output import allow_closed_output
+
+    with allow_closed_output():
+        sys.exit(main())

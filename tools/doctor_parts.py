@@ -34,6 +34,7 @@ from megaframe.distributed.collectives import (
 from megaframe.distributed.mesh import read_global_rank, read_local_world_size
 from megaframe.distributed.nccl_settings import allow_abort, configure_nccl
 from megaframe.errors import LostRanks, report_errors
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.training.auto_layout import resolve_config
 from megaframe.training.restart import run_attempts
 
@@ -249,4 +250,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -24,6 +24,7 @@ from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.data.training_shares import divide_for_evaluation
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.progress import Progress
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.evaluation import Score, read_sequence, read_split, score
@@ -210,4 +211,5 @@ def _parse_positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

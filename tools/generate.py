@@ -11,6 +11,7 @@ import sys
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.progress import Progress
 from megaframe.training.generation import SamplingOptions
 from megaframe.training.library import load_model
@@ -91,4 +92,5 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megaframe.errors import UserError, report_errors
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.untrusted import make_integer_parser, parse_json, read_file
 from megaframe.planner.failure_rates import MIXES, PUBLISHED, FailureCosts, FailureMix
 from megaframe.planner.goodput import (
@@ -154,4 +155,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

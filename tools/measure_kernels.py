@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, Chip, suggest_chips
 from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster, write_cluster
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.ops.matmul import multiply
 from megaframe.planner.constants import Constants, get_family_constants
 from megaframe.planner.kernel_times import compute_kernel_rates, estimate_matmul_seconds
@@ -245,5 +246,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with report_errors():
+    with allow_closed_output(), report_errors():
         main()

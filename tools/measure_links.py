@@ -39,6 +39,7 @@ from megaframe.distributed.mesh import (
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, identify_chip, suggest_chips
 from megaframe.hardware.cluster import Cluster, describe_unknown_chip, load_cluster, write_cluster
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.untrusted import make_integer_parser
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import compute_bus_bandwidth
@@ -311,7 +312,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    with report_errors():
-        rank = read_global_rank()
-    with report_errors(rank):
-        run(parse_arguments())
+    with allow_closed_output():
+        with report_errors():
+            rank = read_global_rank()
+        with report_errors(rank):
+            run(parse_arguments())

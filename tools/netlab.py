@@ -29,6 +29,7 @@ from network_lab.hosts import check_links, check_rate
 from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import load_with_extensions
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
 from megaframe.io.run_files import METRICS_FILE
 
@@ -245,4 +246,5 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

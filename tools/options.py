@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megaframe.config.describe import COMMON
 from megaframe.config.keys import ConfigKey, get_config_keys
+from megaframe.io.closed_output import allow_closed_output
 
 _BEGIN = """\
 # Options
@@ -56,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

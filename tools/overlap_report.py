@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.errors import UserError, report_errors
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.untrusted import make_integer_parser
 from megaframe.metrics.overlap_report import DeviceOverlap, measure_overlap
 
@@ -112,4 +113,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

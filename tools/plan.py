@@ -16,6 +16,7 @@ from megaframe.config import RunConfig, dump
 from megaframe.errors import UserError, explain_failed_write, report_errors
 from megaframe.extensions import load_with_extensions
 from megaframe.hardware.cluster import DEFAULT, Cluster, list_cluster_names, load_cluster
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
@@ -318,4 +319,5 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

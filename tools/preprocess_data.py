@@ -18,6 +18,7 @@ from megaframe.data.preprocessing.corpus_files import (
 from megaframe.data.preprocessing.journal import CorpusCounts
 from megaframe.data.preprocessing.preprocess import PreprocessJob, PreprocessResult, preprocess
 from megaframe.errors import UserError, report_errors
+from megaframe.io.closed_output import allow_closed_output
 
 _EPILOG = """\
 Inputs are jsonl (.jsonl .json .ndjson), .csv and .tsv whose first row names the columns, plain
@@ -92,9 +93,10 @@ def _count_cores() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        with report_errors():
-            main()
-    except KeyboardInterrupt:
-        print("interrupted; give the same command again to continue", file=sys.stderr)
-        sys.exit(130)
+    with allow_closed_output():
+        try:
+            with report_errors():
+                main()
+        except KeyboardInterrupt:
+            print("interrupted; give the same command again to continue", file=sys.stderr)
+            sys.exit(130)

@@ -14,6 +14,7 @@ from megaframe.dashboard.run_folder import RunFolder
 from megaframe.dashboard.summary import read_prediction
 from megaframe.errors import report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.planner.compare_run import compare_run_or_reason
 
 
@@ -43,4 +44,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.errors import UserError, explain_failed_write, report_errors
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
 from megaframe.schedule import SCHEDULE_NAMES, Schedule, find_schedule_mistakes, generate, lower
 from megaframe.schedule.check import check
@@ -240,5 +241,5 @@ def _parse_options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with report_errors():
+    with allow_closed_output(), report_errors():
         main()

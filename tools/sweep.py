@@ -35,6 +35,7 @@ from megaframe.dashboard.sweep import (
 )
 from megaframe.dashboard.trials import Trial, make_trials
 from megaframe.errors import UserError, report_errors
+from megaframe.io.closed_output import allow_closed_output
 
 PAGE = "sweep.html"
 _PAUSE = 0.1
@@ -218,4 +219,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -13,6 +13,7 @@ from megaframe.data.preprocessing.corpus_files import (
 )
 from megaframe.data.preprocessing.train_tokenizer import KINDS, train_sentencepiece
 from megaframe.errors import UserError, report_errors
+from megaframe.io.closed_output import allow_closed_output
 
 _EPILOG = """\
 Inputs are read as by preprocess_data.py. The same files give the same model.
@@ -64,5 +65,5 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with report_errors():
+    with allow_closed_output(), report_errors():
         main()

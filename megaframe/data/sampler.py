@@ -25,13 +25,14 @@ from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.errors import UserError
 
+T = TypeVar("T")
 _RESOLUTION = 2**40
 
 
@@ -257,8 +258,7 @@ def restore_sampler(
         blend = replace(blend, base=tuple(base[path] for path in sources.paths))
     else:
         notes.append(_describe_change(weights, sources, state["samples"]))
-    notes += _describe_sizes(sizes, sources)
-    notes += _describe_contents(digests, sources)
+    notes += _describe_files(sizes, digests, sources)
     return SamplerState(sources, blend, state["samples"], removed, numbers), notes
 
 
@@ -344,22 +344,30 @@ def _describe_change(before: Mapping[str, float], sources: BlendSources, samples
     )
 
 
-def _describe_sizes(before: Mapping[str, int], sources: BlendSources) -> Iterator[str]:
-    now = sources.map_by_path(sources.sizes)
-    other = [path for path in now if path in before and now[path] != before[path]]
-    if other:
+def _describe_files(
+    sizes: Mapping[str, int], digests: Mapping[str, str], sources: BlendSources
+) -> Iterator[str]:
+    """Yield lines about sources whose files have changed. sizes, digests: those before, by path."""
+    changed_sizes = _find_changed(sizes, sources.map_by_path(sources.sizes))
+    if changed_sizes:
+        path, before, now = changed_sizes[0]
         yield (
-            f"{len(other)} sources have a different number of samples than before ({other[0]}: "
-            f"{now[other[0]]}, before {before[other[0]]}), because of their files, train.seq or "
-            "data.split; their order is new and may repeat samples"
+            f"{len(changed_sizes)} sources have a different number of samples than before ({path}: "
+            f"{now}, before {before}), because of their files, train.seq or data.split; their "
+            "order is new and may repeat samples"
+        )
+    changed_contents = _find_changed(digests, sources.map_by_path(sources.digests))
+    if changed_contents:
+        yield (
+            f"{len(changed_contents)} sources have other tokens than before, under the same path: "
+            f"{changed_contents[0][0]}; they continue where they were"
         )
 
 
-def _describe_contents(before: Mapping[str, str], sources: BlendSources) -> Iterator[str]:
-    now = sources.map_by_path(sources.digests)
-    other = [path for path in now if path in before and now[path] != before[path]]
-    if other:
-        yield (
-            f"{len(other)} sources have other tokens than before, under the same path: {other[0]}; "
-            "they continue where they were"
-        )
+def _find_changed(before: Mapping[str, T], now: Mapping[str, T]) -> list[tuple[str, T, T]]:
+    """Return the path and both values of each source that has another value than before."""
+    return [
+        (path, before[path], value)
+        for path, value in now.items()
+        if path in before and before[path] != value
+    ]

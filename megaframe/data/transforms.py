@@ -22,8 +22,6 @@ from megaframe.data.microbatch import IGNORE
 from megaframe.errors import UserError
 
 Tokens = NDArray[np.int64]
-_IGNORED = (IGNORE, -1)
-"""Labels by which a transform says that there is no loss."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +111,23 @@ class SampleTransforms:
                 raise UserError(
                     f"{name}: its {key} have shape {shape}; return [{length}], as many as before"
                 )
-            ignored = np.isin(values, _IGNORED) if key == "labels" else np.zeros(length, bool)
-            wrong = ((values < 0) | (values >= self._vocab)) & ~ignored
-            if wrong.any():
-                at = int(wrong.argmax())
-                unless = f", and {IGNORE} for no loss" if key == "labels" else ""
-                raise UserError(
-                    f"{name}: {key}[{at}] is {values[at]}, but model.vocab={self._vocab} allows "
-                    f"0 to {self._vocab - 1}{unless}"
-                )
-        labels = np.where(np.isin(result.labels, _IGNORED), IGNORE, result.labels)
+        labels = np.where(result.labels == -1, IGNORE, result.labels)
+        self._check_range(name, "tokens", result.tokens)
+        self._check_range(name, "labels", labels, ignored=IGNORE)
         return replace(sample, tokens=result.tokens, labels=labels)
+
+    def _check_range(self, name: str, key: str, values: Tokens, ignored: int | None = None) -> None:
+        """Raise `UserError` for a value outside of the vocabulary that is not `ignored`."""
+        wrong = (values < 0) | (values >= self._vocab)
+        if ignored is not None:
+            wrong &= values != ignored
+        if wrong.any():
+            at = int(wrong.argmax())
+            unless = "" if ignored is None else f", and {ignored} for no loss"
+            raise UserError(
+                f"{name}: {key}[{at}] is {values[at]}, but model.vocab={self._vocab} allows "
+                f"0 to {self._vocab - 1}{unless}"
+            )
 
 
 def make_generator(seed: int, number: int, place: int) -> np.random.Generator:

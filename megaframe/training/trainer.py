@@ -43,7 +43,7 @@ from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
 from megaframe.training.callbacks import CallbackRunner
 from megaframe.training.extension_check import check_same_extensions
-from megaframe.training.run_checkpoint import RunCheckpoint
+from megaframe.training.run_checkpoint import Restored, RunCheckpoint
 from megaframe.training.start_notes import log_start
 from megaframe.training.step_metrics import StepMetrics
 from megaframe.training.text_samples import TextSampler
@@ -90,38 +90,7 @@ class Trainer:
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         self.step = restored.step if restored else 0
         state = restored.state if restored else None
-        old_metrics = None
-        if restored is None and mesh.rank == 0:
-            old_metrics = set_metrics_aside(self.folder / METRICS_FILE)
-            set_metrics_aside(self.folder / SAMPLES_FILE)
-        self._routines, routine_details, routine_notes = tune(
-            config, state.routines if state else None, mesh
-        )
-        self._step_metrics = StepMetrics(
-            config,
-            mesh,
-            self.train_step,
-            self.loader,
-            timer,
-            start_step=self.step,
-            previous_loss=state.loss if state else None,
-            files=files,
-        )
-        self.metrics = self._step_metrics.logger
-        log_start(
-            self.metrics,
-            config,
-            mesh,
-            self.train_step.schedule,
-            step=self.step,
-            notes=[*notes, *self.loader.describe_sources(), *routine_notes],
-            details=routine_details,
-            old_metrics=old_metrics,
-            restored_notes=[
-                *(restored.notes if restored else self._checkpoint.initial_notes),
-                *self.checkpointer.take_notes(),
-            ],
-        )
+        self._start_metrics(timer, files, restored, notes)
         self.callbacks = CallbackRunner(
             config, mesh, self.metrics, state.callbacks if state else {}
         )
@@ -164,6 +133,55 @@ class Trainer:
         self._text_sampler: TextSampler | None = None
         if config.train.sample_every:
             self._text_sampler = TextSampler(config, mesh, self.train_step)
+
+    def _start_metrics(
+        self,
+        timer: StepTimer,
+        files: OutputFiles | None,
+        restored: Restored | None,
+        notes: Sequence[str],
+    ) -> None:
+        """Measure the CPU's routines, open the metrics of the run, and log its start.
+
+        Args:
+            timer: Of the steps.
+            files: Those of the run, on the first rank.
+            restored: What was loaded, if the run continues.
+            notes: Lines to log.
+        """
+        config, mesh = self.config, self.mesh
+        state, old_metrics = restored.state if restored else None, None
+        if restored is None and mesh.rank == 0:
+            old_metrics = set_metrics_aside(self.folder / METRICS_FILE)
+            set_metrics_aside(self.folder / SAMPLES_FILE)
+        self._routines, routine_details, routine_notes = tune(
+            config, state.routines if state else None, mesh
+        )
+        self._step_metrics = StepMetrics(
+            config,
+            mesh,
+            self.train_step,
+            self.loader,
+            timer,
+            start_step=self.step,
+            previous_loss=state.loss if state else None,
+            files=files,
+        )
+        self.metrics = self._step_metrics.logger
+        log_start(
+            self.metrics,
+            config,
+            mesh,
+            self.train_step.schedule,
+            step=self.step,
+            notes=[*notes, *self.loader.describe_sources(), *routine_notes],
+            details=routine_details,
+            old_metrics=old_metrics,
+            restored_notes=[
+                *(restored.notes if restored else self._checkpoint.initial_notes),
+                *self.checkpointer.take_notes(),
+            ],
+        )
 
     def run(self) -> str:
         """Train until `train.steps`, with evaluations and saves in between. If a callback asks the

@@ -42,6 +42,7 @@ from chaos_run import (
     write_corpus,
 )
 
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
 from megaframe.io.untrusted import make_integer_parser
 
@@ -392,4 +393,5 @@ def _parse_fault_names(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

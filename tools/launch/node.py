@@ -23,6 +23,7 @@ from pathlib import Path
 from megaframe.config import RunConfig
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.extensions import load_with_extensions
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.local_rendezvous import describe_listener, is_port_in_use
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -227,4 +228,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

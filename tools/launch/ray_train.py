@@ -24,6 +24,7 @@ from typing import Any
 from megaframe.config import RunConfig
 from megaframe.dashboard.sweep import ENTRY, parse_run
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
 
 ENDED = "ray-status"
@@ -214,4 +215,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()

@@ -25,6 +25,7 @@ from ray_train import check_resources, connect
 from megaframe.dashboard.sweep import Sweep, TrialRun, format_value, parse_run, summarize
 from megaframe.dashboard.trials import Range, Trial
 from megaframe.errors import report_errors
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import make_folder
 
 _PAUSE = 0.5
@@ -183,4 +184,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with allow_closed_output():
+        main()
