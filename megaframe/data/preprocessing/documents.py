@@ -33,6 +33,7 @@ _ROWS = 16
 _ROW_BYTES = 1 << 28
 """Most bytes of the rows at once, of which each can have as many as the largest page."""
 _READ = 1 << 20
+_AS_LINES = " (`jq -c '.[]'` makes lines of an array)"
 
 
 def read_documents(shard: InputShard) -> Iterator[str]:
@@ -97,7 +98,10 @@ def _read_jsonl(shard: InputShard, key: str) -> Iterator[str]:
         try:
             record = _parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{_locate_line(shard, number)}: not JSON: {error}") from None
+            raise InputError(
+                f"{_locate_line(shard, number)}: not JSON: {error}; each line must be a whole "
+                f"object{_AS_LINES}"
+            ) from None
         text = record.get(key) if isinstance(record, dict) else None
         if not isinstance(text, str):
             raise InputError(
@@ -131,7 +135,8 @@ def _locate_line(shard: InputShard, number: int) -> str:
 def _describe_missing_text(record: object, key: str) -> str:
     """Return what is wrong with a record, without its values: a link can lead to any file."""
     if not isinstance(record, dict):
-        return f"an object with the key {key!r} is needed, not {_describe_kind(record)}"
+        needed = f"an object with the key {key!r} is needed, not {_describe_kind(record)}"
+        return needed + _AS_LINES * isinstance(record, list)
     if key in record:
         return f"key {key!r} holds {_describe_kind(record[key])}, not a text"
     return f"no key {key!r}; {suggest_keys(key, list(record))}"

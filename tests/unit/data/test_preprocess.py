@@ -305,6 +305,7 @@ BAD = {
     "bad json": ("c.jsonl", GOOD * 2 + b'{"text": \n', r"c\.jsonl:3: not JSON"),
     "bad json, compressed": ("c.jsonl.gz", gzip.compress(GOOD * 2 + b"{"), r"gz:3: not JSON"),
     "missing key": ("c.jsonl", GOOD + b'{"texts": "x"}', r":2: no key 'text'; .*--key texts"),
+    "an array": ("c.json", b'[\n  {"text": "a"}\n]', r":1: not JSON: .*whole object \(`jq -c"),
     "not an object": ("c.jsonl", b"[1]", r":1: an object .* is needed, not an array"),
     "not a text": ("c.jsonl", b'{"text": 5}', r":1: key 'text' holds a number"),
     "not UTF-8": ("c.txt", b"a\nb\xff", r"c\.txt:2: byte 0xff is not UTF-8"),
