@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES
 from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.keys import Pair
+from megaframe.io.closed_output import allow_closed_output
 
 _BEGIN = """\
 # Families of Hugging Face models
@@ -106,4 +107,5 @@ def _list_transforms(family: Family) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(format_page(), end="")
+    with allow_closed_output():
+        print(format_page(), end="")

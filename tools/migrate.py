@@ -12,6 +12,7 @@ from typing import Any
 from megaframe.config.load import load
 from megaframe.config.shipped import find_shipped_config
 from megaframe.errors import UserError, report_errors
+from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.untrusted import make_integer_parser, parse_json, parse_yaml, read_file
 from megaframe.migration.config_text import format_config
 from megaframe.migration.conversion import DECIDE, REFUSED, UNKNOWN, Conversion
@@ -145,5 +146,5 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with report_errors():
+    with allow_closed_output(), report_errors():
         main()
