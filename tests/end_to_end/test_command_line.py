@@ -83,7 +83,7 @@ class TestMistakes:
         mistake("train.seq: 16 there, 8 here", train__seq=8, checkpoint__resume="latest")
         mistake("run.seed: 1234 there, 5 here", run__seed=5, checkpoint__resume="latest")
         held_out = f"[{{path: {corpus}, split: [1, 0, 0]}}]"
-        mistake("data.sources, split of tokens: [0.8, 0.2, 0.0] there, [1.0, 0.0, 0.0] here",
+        mistake(f"data.sources, split of {corpus}: [0.8, 0.2, 0.0] there, [1.0, 0.0, 0.0] here",
                 data__sources=held_out, checkpoint__resume="latest")  # fmt: skip
         inside = {"model__rotary_scaling": "{kind: yarn, factor: 2.0}"}
         text = mistake("model.rotary_scaling.factor: 1.0 there, 2.0 here",
