@@ -26,6 +26,8 @@ tensors."""
 Heads = Annotated[int, Field(ge=1, le=1 << 14)] | None
 """A size of which each is listed; models have up to 192 heads."""
 Count = Annotated[int, Field(ge=0, le=_MAX_SIZE)] | None
+Factor = Annotated[float, Field(gt=0)]
+"""May be missing, and not null, which code takes for something else."""
 Positive = Annotated[float, Field(gt=0)] | None
 NonNegative = Annotated[float, Field(ge=0)] | None
 Share = Annotated[float, Field(gt=0, le=1)] | None

@@ -199,7 +199,7 @@ GPT_NEO = Family(
 
 def _choose_parallel(name: str, form: str, *, default: bool) -> Pair:
     values = {True: form, False: "none"}
-    return choose(name, "parallel", values, default=default, type=Flag)
+    return choose(name, "parallel", values, default=default, type=bool)
 
 
 _NEOX_BLOCK = {
@@ -358,6 +358,7 @@ COHERE = LLAMA.derive(
 COHERE2 = COHERE.derive(
     "cohere2",
     "Cohere2ForCausalLM",
+    Pair("head_dim", "mixer.head_dim"),
     RotaryKeys(),
     LayerTypes(
         slide_except("sliding_window_pattern", 4),
@@ -365,7 +366,7 @@ COHERE2 = COHERE.derive(
         need="present",
         more=(("sliding_window_pattern", Size),),
     ),
-    neutral=("head_dim", "cache_implementation", "order_of_interleaved_layers", "rotary_pct"),
+    neutral=("cache_implementation", "order_of_interleaved_layers", "rotary_pct"),
 )
 OLMO = LLAMA.derive(
     "olmo",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megaframe.checkpoint.convert.huggingface.config_keys import Counts, Flag, Size
+from megaframe.checkpoint.convert.huggingface.config_keys import Counts, Factor, Size
 from megaframe.checkpoint.convert.huggingface.dense_families import LLAMA, NO_BIASES, QK_NORMS
 from megaframe.checkpoint.convert.huggingface.facts import Facts
 from megaframe.checkpoint.convert.huggingface.keys import (
@@ -173,15 +173,23 @@ def _invert(value: float) -> float:
 
 
 MULTIPLIERS = (
-    Pair("embedding_multiplier", "embedding_scale", default=1.0),
-    Pair("residual_multiplier", "residual_scale", default=1.0),
-    Pair("logits_scaling", "head_scale", default=1.0, to_fact=_invert, to_key=_invert, absent=1.0),
+    Pair("embedding_multiplier", "embedding_scale", default=1.0, type=Factor),
+    Pair("residual_multiplier", "residual_scale", default=1.0, type=Factor),
+    Pair(
+        "logits_scaling",
+        "head_scale",
+        default=1.0,
+        to_fact=_invert,
+        to_key=_invert,
+        type=Factor,
+        absent=1.0,
+    ),
 )
 GRANITE = LLAMA.derive(
     "granite",
     "GraniteForCausalLM",
     *MULTIPLIERS,
-    Pair("attention_multiplier", "mixer.score_scale", default=1.0),
+    Pair("attention_multiplier", "mixer.score_scale", default=1.0, type=Factor),
     scales={"head.norm": "head_scale"},
 )
 
@@ -228,8 +236,8 @@ HYPERCLOVAX = GRANITE.derive(
     "hyperclovax",
     "HyperCLOVAXForCausalLM",
     Pair("attention_multiplier", "mixer.score_scale"),
-    Pair("logits_scaling", "head_scale", default=1.0, absent=1.0),
-    choose("use_post_norm", "norms", {True: "both", False: "before"}, default=True, type=Flag),
+    Pair("logits_scaling", "head_scale", default=1.0, type=Factor, absent=1.0),
+    choose("use_post_norm", "norms", {True: "both", False: "before"}, default=True, type=bool),
     block={"post_norm1": "attention_post_norm", "post_norm2": "mlp_post_norm"},
 )
 LAYERED_FAMILIES = (

@@ -131,7 +131,7 @@ class Groups(Key):
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the groups."""
         groups = config.get("n_group") or 1
-        top_groups = config.get("topk_group") or groups
+        top_groups = config.get("topk_group") or (groups if self.methods else 1)
         method = (config.get("topk_method") if self.methods else _METHODS[1]) or _METHODS[0]
         if method not in _METHODS:
             raise UserError(f"topk_method {reprlib.repr(method)} is none of {', '.join(_METHODS)}")

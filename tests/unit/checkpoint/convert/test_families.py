@@ -172,3 +172,14 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     assert_same_logits(checkpoint, tmp_path / "again")
     config = json.loads((tmp_path / "again/config.json").read_text())
     assert (config["model_type"], config["architectures"]) == (name, [FAMILIES[name].architecture])
+
+
+def test_what_is_missing_or_null_is_what_transformers_makes_of_it():
+    rope = {"rope_theta": 1e4, "rms_norm_eps": 1e-6}
+    grouped = {**GROUPED, **GLM_ROUTED, **rope, "first_k_dense_replace": 1}
+    del grouped["topk_group"]
+    model = FAMILIES["glm4_moe"].read_model({**grouped, "model_type": "glm4_moe"})
+    assert (model.moe.groups, model.moe.top_groups) == (4, 1)
+    null = {**GROUPED, **rope, "model_type": "granite", "attention_multiplier": None}
+    with pytest.raises(UserError, match="granite: attention_multiplier=None: input should be"):
+        FAMILIES["granite"].read_model(null)
