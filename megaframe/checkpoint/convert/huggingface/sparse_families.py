@@ -71,7 +71,7 @@ class QueryKeyNorms(Key):
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the norms."""
-        facts.set("mixer.qk_norm", "head" if config.get("use_qk_norm") else "none")
+        facts.set("mixer.qk_norm", "head" if config.get("use_qk_norm") else False)
 
     def write(self, facts: Facts) -> Keys:
         """Return whether they are."""
