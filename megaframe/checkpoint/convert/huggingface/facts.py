@@ -25,7 +25,7 @@ from megaframe.config import ModelConfig
 from megaframe.config.compare import TRAINING_ONLY
 from megaframe.errors import UserError
 
-FULL_PATHS = ("mixer", "feed_forward", "norms", "parallel", "residual_scale")
+_LAYER_PATHS = ("mixer", "feed_forward", "norms", "parallel", "residual_scale")
 """Where the paths of layers' facts begin; all others are of the whole model."""
 _SHARED = ("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "tie_embeddings", "init_std")
 _ATTENTION = ("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap")
@@ -55,7 +55,7 @@ class Facts:
 
     def set(self, path: str, value: Any) -> None:
         """Set a fact, that of a layer for all layers."""
-        if path.partition(".")[0] not in FULL_PATHS:
+        if path.partition(".")[0] not in _LAYER_PATHS:
             self.shared[path] = value
         else:
             self.set_layers(path, [value] * len(self.layers))

@@ -99,7 +99,6 @@ class Family:
         skipped: Parts of the names of tensors that no logit of a text needs.
         numbers: Keys of ids that may be missing, and may not be null.
         predictors: The key of the number of layers after the last one, which predict tokens.
-        prefixes: Beginnings of names in folders of larger models that contain one.
         also: Other names of the same code.
         code: `auto_map` of folders whose code transformers has since taken over.
     """
@@ -125,7 +124,6 @@ class Family:
     skipped: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     predictors: str = ""
-    prefixes: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)
 
