@@ -138,7 +138,7 @@ class DowntimeLedger:
         lost = sum(self._totals.values())
         parts = ", ".join(f"{cause} {self._totals[cause] / elapsed:.1%}" for cause in CAUSES)
         idle = format_duration(self._idle)
-        left_out = f", idle time between commands ({idle}) left out" if self._idle else ""
+        left_out = f", idle time between commands ({idle}) left out" if round(self._idle) else ""
         return (
             f"effective time {max(0.0, 1 - lost / elapsed):.1%} of {elapsed:,.0f} s since the "
             f"first start{left_out}; lost: {parts}"

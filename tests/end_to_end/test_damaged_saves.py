@@ -32,7 +32,7 @@ def test_a_run_continues_from_the_newest_that_all_ranks_can_read(pool, overrides
     )
     text = log(tmp_path / "run")
     for phrase in (
-        f"{home}/latest names 'st",
+        f"{home}/latest names no checkpoint",
         "step-00000012/rank-00001.safetensors is damaged: tensor",
         "step-00000010/rank-00000.safetensors is damaged: its header",
         "step-00000008/rank-00001.safetensors is damaged: 99 bytes instead of",
