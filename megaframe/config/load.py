@@ -118,7 +118,8 @@ def resolve_config_path(name: str) -> str:
     Raises:
         UserError: If no shipped config has that name.
     """
-    if not is_shipped_name(name) or Path(name).exists():
+    given = Path(name)
+    if not is_shipped_name(name) or (given.exists() and not given.is_dir()):
         return name
     path = find_shipped_config(name)
     if path is None:

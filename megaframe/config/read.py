@@ -205,7 +205,9 @@ class ConfigReader:
             self._add_mistake(origin, node, f"extends: {mistake}")
             return {}
         path = os.path.normpath(os.path.join(os.path.dirname(origin), base))
-        shipped = None if os.path.exists(path) else find_shipped_config(base)
+        # A folder of that name, such as that of a run, is no config.
+        is_there = os.path.exists(path) and not os.path.isdir(path)
+        shipped = None if is_there else find_shipped_config(base)
         path = path if shipped is None else str(shipped)
         if os.path.realpath(path) in chain:
             files = [*chain[chain.index(os.path.realpath(path)) :], path]

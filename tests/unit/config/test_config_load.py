@@ -1,6 +1,7 @@
 """Loading a config: files, `extends`, overrides, and all mistakes at once with their places."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +101,13 @@ def test_extends_takes_the_name_of_a_shipped_config_too(write):
     assert load(both).model.layers == 3 and load(both).train.steps == 7
     write("llama3-8b", "model: {layers: 5}\n")  # as for --config, a file that is there comes first
     assert load(path).model.layers == 5
+
+
+def test_a_folder_with_the_name_of_a_shipped_config_is_none(write, monkeypatch):
+    path = write("run.yaml", "extends: demo\n")
+    expected = load("demo")
+    monkeypatch.chdir(Path(write("demo/metrics.jsonl", "")).parents[1])
+    assert load(path) == load("demo") == expected
 
 
 def test_a_name_of_no_config_is_said_with_the_nearest(write):
