@@ -113,7 +113,7 @@ def test_it_writes_nothing_and_says_what_is_left(tmp_path, monkeypatch, capsys):
         (("hf", "empty"), "empty: it has no settings"),
         (("hf", "bad.json"), "bad.json: it is not JSON"),
         (("hf", "good.json", "--model", "bad.json"), "bad.json is not JSON"),
-        (("hf", "good.json", "--model", "good.json"), "model_type None is not one of"),
+        (("hf", "good.json", "--model", "good.json"), "model_type None is not a known family"),
         (("nanogpt", "good.sh"), "good.sh: it is not Python: line 1"),
         (("nanogpt", "empty", "A=1"), "NAME=VALUE is for megatron"),
         (("nanogpt", "empty", "--model", "x"), "--model is for hf"),
