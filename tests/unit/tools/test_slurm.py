@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_losses
+from patience import wait_until
 
 from megaframe.io.local_rendezvous import find_free_port
 
@@ -103,7 +104,9 @@ class SlurmCluster:
         for name in ("n1", "n2"):
             # Each node has its own mounts, so that a test can give it a disk of its own.
             self._start(name, "unshare", "--mount", "slurmd", "-D", "-N", name)
-        wait_until(lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", self.read_logs)
+        wait_until(
+            lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", describe=self.read_logs
+        )
 
     def _start(self, name, *command):
         with open(self.folder / f"{name}.txt", "w") as log_file:
@@ -135,7 +138,7 @@ class SlurmCluster:
     def wait(self, number):
         """Wait for a job to end; return its state."""
         waiting = {"PENDING", "RUNNING", "COMPLETING"}
-        wait_until(lambda: self.job(number)["JobState"] not in waiting, self.read_logs)
+        wait_until(lambda: self.job(number)["JobState"] not in waiting, describe=self.read_logs)
         return self.job(number)["JobState"]
 
     def processes(self, **variables):
@@ -176,13 +179,6 @@ class SlurmCluster:
             time.sleep(0.02)
 
 
-def wait_until(condition, describe=str, seconds=180):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     started = SlurmCluster(tmp_path_factory.mktemp("slurm"))
@@ -210,7 +206,7 @@ def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, over
     run, output_path = tmp_path / "run", tmp_path / "output"
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, RANKS="2")
-    wait_until(lambda: count_steps(run) >= 12, output_path.read_text)
+    wait_until(lambda: count_steps(run) >= 12, describe=output_path.read_text)
     ranks = cluster.ranks(number)
     nodes = {int(variables["RANK"]): variables["SLURMD_NODENAME"] for variables in ranks.values()}
     assert sorted(nodes) == [0, 1, 2, 3]
@@ -222,8 +218,8 @@ def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, over
         next(pid for pid, variables in ranks.items() if variables["RANK"] == "3"), signal.SIGKILL
     )
     starts = run / "faults/ledger.jsonl"
-    wait_until(lambda: starts.read_text().count('"start"') == 2, output_path.read_text)
-    wait_until(lambda: count_steps(run) >= 14, output_path.read_text)
+    wait_until(lambda: starts.read_text().count('"start"') == 2, describe=output_path.read_text)
+    wait_until(lambda: count_steps(run) >= 14, describe=output_path.read_text)
     cluster.ask("scancel", "--batch", "--signal=USR1", number)
     assert cluster.wait(number) == "COMPLETED", output_path.read_text()
     assert cluster.job(number)["Restarts"] == "1"
@@ -242,13 +238,13 @@ def test_a_sick_node_has_no_part_and_a_cancelled_job_leaves_nothing(cluster, ove
     keys = {"train__steps": 10**6, "checkpoint__every": 10**6}
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, NODES="1")
-    wait_until(lambda: count_steps(run) >= 2, output_path.read_text)
+    wait_until(lambda: count_steps(run) >= 2, describe=output_path.read_text)
     assert {variables["SLURMD_NODENAME"] for variables in cluster.ranks(number).values()} == {"n1"}
     assert "nodes that are not fit: n2" in output_path.read_text()
     assert f"{run} has 0.0 GB free; 1 is needed" in output_path.read_text()
 
     cluster.ask("scancel", number)
-    wait_until(lambda: not cluster.processes(SLURM_JOB_ID=number), output_path.read_text)
+    wait_until(lambda: not cluster.processes(SLURM_JOB_ID=number), describe=output_path.read_text)
     assert cluster.wait(number) == "CANCELLED"
     assert (run / "checkpoints/latest").exists()
     assert cluster.ask("squeue", "-h") == ""
