@@ -8,6 +8,7 @@ run. An in-process restart saves starting the program, importing torch and the l
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,6 +25,10 @@ from megaframe.errors import LostRanks, UserError, report_and_exit
 from megaframe.layout import Layout
 from megaframe.resilience.launcher import LauncherProcess
 from megaframe.training.trainer import Trainer
+
+_READ_SECONDS, _PAUSE_SECONDS = 30.0, 0.05
+"""How long the first rank stays for others that have yet to read why the run is refused, and how
+often it looks; a rank that is lost meanwhile must not keep it for ever."""
 
 
 def run_attempts(
@@ -138,8 +143,18 @@ def _take_locks(lock: RunLock, mesh: Mesh) -> list[str]:
         mesh.store.set("lock", message)
     barrier(mesh.world)  # a rank that is lost meanwhile ends this, but not a wait for the store
     if message := mesh.store.get("lock").decode():
+        _wait_for_readers(mesh)
         raise UserError(message)
     return notes
+
+
+def _wait_for_readers(mesh: Mesh) -> None:
+    """Wait on the first rank until all have read what it has written, or have had the time for it:
+    the store may end with this rank."""
+    readers, end = mesh.store.add("lock read", 1), time.monotonic() + _READ_SECONDS
+    while mesh.rank == 0 and readers < mesh.layout.world and time.monotonic() < end:
+        time.sleep(_PAUSE_SECONDS)
+        readers = mesh.store.add("lock read", 0)
 
 
 def _has_made_progress(progress: RankProgress, last_step: int) -> bool:

@@ -1,6 +1,7 @@
 """Two runs never write the same folder; killed runs, restarts and readers are not in the way."""
 
 import signal
+import time
 
 import pytest
 from bitwise import assert_same_losses
@@ -21,10 +22,11 @@ def wait_for_step(folder, step, *runs):
 
 
 def read_refusal(overrides, tmp_path, **changes):
-    """Return the message of a run that is refused, on two ranks that end alike."""
+    """Return the message of a run that is refused, on two ranks that end alike, however late the
+    second one, whose store is the first one's, comes to read it."""
     ranks = [
         RankProcess(
-            run_entry,
+            [run_entry, run_entry_late][rank],
             words=overrides(**changes),
             environment=environment,
             errors=tmp_path / f"errors-{rank}",
@@ -43,6 +45,20 @@ def run_entry():
     import pretrain_gpt
 
     pretrain_gpt.main()
+
+
+def run_entry_late():
+    """Reads a second after the others whether a run has the lock."""
+    from megaframe.training import restart
+
+    wait_for_all = restart.barrier
+
+    def barrier(group):
+        wait_for_all(group)
+        time.sleep(1)
+
+    restart.barrier = barrier
+    run_entry()
 
 
 def test_a_second_run_is_refused_until_the_first_is_dead(pool, overrides, tmp_path):
