@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from megaframe.config.batch_ramp import count_samples, count_steps
+from megaframe.config.schema import BatchRampConfig, TrainConfig
 from megaframe.migration.conversion import DECIDE, DIFFERS, WITHOUT, Conversion, parse_scalar
 
 _STYLES = {"WSD": "wsd", "inverse-square-root": "inverse_sqrt"}
@@ -126,18 +128,15 @@ def _count_steps(c: Conversion, samples: float) -> int:
     """Return how many whole steps some samples are, with the batch's ramp."""
     batch = c.get_value("train.global_batch") or 1
     ramp = [c.get_value(f"train.batch_ramp.{key}") for key in ("start", "increment", "samples")]
-    steps, seen = 0, 0
+    train = TrainConfig.model_construct(global_batch=batch, batch_ramp=None)
+    # Nothing is checked yet: a ramp that no run could have is as none, and is refused elsewhere.
     if all(isinstance(number, int) and number > 0 for number in ramp):
         start, increment, length = ramp
-        rises = (batch - start) // increment
-        for number in range(rises if 0 < rises <= _MOST_RISES else 0):
-            size = start + number * increment
-            end = min(samples, -(-(number + 1) * length // rises))
-            done = max(0, math.ceil((end - seen) / size) if end < samples else (end - seen) // size)
-            steps, seen = steps + int(done), seen + int(done) * size
-            if end == samples:
-                return steps
-    return steps + int(max(0, samples - seen) // batch)
+        if (batch - start) // increment <= _MOST_RISES:
+            rise = BatchRampConfig.model_construct(start=start, increment=increment, samples=length)
+            train = TrainConfig.model_construct(global_batch=batch, batch_ramp=rise)
+    steps = count_steps(train, math.ceil(samples))
+    return steps - (count_samples(train, steps) > samples)
 
 
 def _convert_precision(c: Conversion) -> None:

@@ -1,5 +1,7 @@
 """Megatron-LM's flags become a config that means the same, loads, and can be planned."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +126,15 @@ def test_a_gpt3_script(tmp_path):
     assert train.recompute == "full" and train.precision == "bf16"
     assert conversion.notes[DECIDE] == conversion.notes[REFUSED] == conversion.notes[UNKNOWN] == []
     assert any(note.startswith("--use-flash-attn: ") for note in conversion.notes[WITHOUT])
+
+
+def test_a_step_within_a_ramp_that_samples_do_not_fill_is_none(tmp_path):
+    script = GPT3.replace("--rampup-batch-size 128 128 5859375", "--rampup-batch-size 16 4 5383")
+    script = re.sub(r"--global-batch-size \S+", "--global-batch-size 416", script)
+    script = re.sub(r"--train-samples \S+", "--train-samples 4616", script)
+    train = migrate(script, tmp_path, DATA="/data")[1].train
+    assert train.global_batch == 416 and train.batch_ramp.increment == 4
+    assert count_samples(train, train.steps) <= 4616 < count_samples(train, train.steps + 1)
 
 
 def count_samples(train, steps):
