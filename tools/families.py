@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES
 from megaframe.checkpoint.convert.huggingface.family import Family
-from megaframe.checkpoint.convert.huggingface.keys import Pair
+from megaframe.checkpoint.convert.huggingface.key_pairs import Pair
 from megaframe.io.closed_output import allow_closed_output
 
 _BEGIN = """\

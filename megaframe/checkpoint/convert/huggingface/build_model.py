@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.facts import Facts
+from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 
 _KEYS = {
     **{f"mixer.{name}": name for name in ("heads", "kv_heads", "head_dim", "qk_norm")},

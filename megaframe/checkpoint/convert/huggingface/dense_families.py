@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.config_keys import Count
 from megaframe.checkpoint.convert.huggingface.family import Family
-from megaframe.checkpoint.convert.huggingface.keys import (
+from megaframe.checkpoint.convert.huggingface.key_pairs import (
     FULL,
     SLIDING,
     LayerTypes,
@@ -15,6 +14,7 @@ from megaframe.checkpoint.convert.huggingface.keys import (
     UniformWindow,
     slide_except,
 )
+from megaframe.checkpoint.convert.huggingface.key_types import Count
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 
 BIASES = ("mixer.qkv_bias", "mixer.bias")

@@ -11,14 +11,14 @@ from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.gpt_families import GPT_FAMILIES
 from megaframe.checkpoint.convert.huggingface.layered_families import LAYERED_FAMILIES
 from megaframe.checkpoint.convert.huggingface.moe_families import MOE_FAMILIES
-from megaframe.checkpoint.convert.huggingface.sparse_families import SPARSE_FAMILIES
+from megaframe.checkpoint.convert.huggingface.moe_variants import MOE_VARIANTS
 from megaframe.config import ModelConfig
 from megaframe.config.registry import get_registry
 from megaframe.errors import UserError
 
 _ROWS = (
     *(*GPT_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES),
-    *(*MOE_FAMILIES, *SPARSE_FAMILIES),
+    *(*MOE_FAMILIES, *MOE_VARIANTS),
 )
 FAMILIES = {family.name: family for family in _ROWS}
 """By `model_type`."""

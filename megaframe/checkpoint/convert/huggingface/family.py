@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaframe.checkpoint.convert.huggingface.build_model import build_model
-from megaframe.checkpoint.convert.huggingface.config_keys import (
+from megaframe.checkpoint.convert.huggingface.key_pairs import Key, Keys
+from megaframe.checkpoint.convert.huggingface.key_types import (
     LAYERS,
     Count,
     Shape,
@@ -25,13 +26,12 @@ from megaframe.checkpoint.convert.huggingface.config_keys import (
     check_sizes,
     check_types,
 )
-from megaframe.checkpoint.convert.huggingface.facts import (
+from megaframe.checkpoint.convert.huggingface.model_facts import (
     Facts,
     describe_model,
     find_differences,
     start_facts,
 )
-from megaframe.checkpoint.convert.huggingface.keys import Key, Keys
 from megaframe.checkpoint.convert.huggingface.read_files import make_printable
 from megaframe.config import ModelConfig
 from megaframe.config.registry import list_parts

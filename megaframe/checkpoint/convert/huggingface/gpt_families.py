@@ -8,16 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megaframe.checkpoint.convert.huggingface.config_keys import Flag, Size, Texts
 from megaframe.checkpoint.convert.huggingface.dense_families import (
     BIASES,
     LLAMA,
     MLP_BIASES,
     NO_BIASES,
 )
-from megaframe.checkpoint.convert.huggingface.facts import Facts
 from megaframe.checkpoint.convert.huggingface.family import Family
-from megaframe.checkpoint.convert.huggingface.keys import (
+from megaframe.checkpoint.convert.huggingface.key_pairs import (
     Key,
     Keys,
     LayerTypes,
@@ -28,6 +26,8 @@ from megaframe.checkpoint.convert.huggingface.keys import (
     find_window,
     slide_except,
 )
+from megaframe.checkpoint.convert.huggingface.key_types import Flag, Size, Texts
+from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 from megaframe.errors import UserError
 

@@ -8,10 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megaframe.checkpoint.convert.huggingface.config_keys import Counts, Factor, Size
 from megaframe.checkpoint.convert.huggingface.dense_families import LLAMA, NO_BIASES, QK_NORMS
-from megaframe.checkpoint.convert.huggingface.facts import Facts
-from megaframe.checkpoint.convert.huggingface.keys import (
+from megaframe.checkpoint.convert.huggingface.key_pairs import (
     FULL,
     SLIDING,
     Key,
@@ -21,6 +19,8 @@ from megaframe.checkpoint.convert.huggingface.keys import (
     choose,
     slide_except,
 )
+from megaframe.checkpoint.convert.huggingface.key_types import Counts, Factor, Size
+from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys, RotaryKeysOfTypes
 from megaframe.errors import UserError
 

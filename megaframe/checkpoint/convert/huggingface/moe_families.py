@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.config_keys import Count, Counts, Size, Text
 from megaframe.checkpoint.convert.huggingface.dense_families import (
     LLAMA,
     MISTRAL,
     NO_BIASES,
     QWEN3,
 )
-from megaframe.checkpoint.convert.huggingface.facts import Facts
-from megaframe.checkpoint.convert.huggingface.keys import (
+from megaframe.checkpoint.convert.huggingface.key_pairs import (
     ExpertLayers,
     Key,
     Keys,
@@ -23,11 +21,13 @@ from megaframe.checkpoint.convert.huggingface.keys import (
     UniformWindow,
     make_dense_first,
 )
+from megaframe.checkpoint.convert.huggingface.key_types import Count, Counts, Size, Text
 from megaframe.checkpoint.convert.huggingface.layered_families import (
     GRANITE,
     GRANITE_SWA,
     OLMO2,
 )
+from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 from megaframe.errors import UserError
 

@@ -17,9 +17,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from megaframe.architecture.rotary import compute_yarn_mscale
-from megaframe.checkpoint.convert.huggingface.config_keys import Positive, RopeKeys, Share
-from megaframe.checkpoint.convert.huggingface.facts import Facts
-from megaframe.checkpoint.convert.huggingface.keys import FULL, SLIDING, Key, Keys
+from megaframe.checkpoint.convert.huggingface.key_pairs import FULL, SLIDING, Key, Keys
+from megaframe.checkpoint.convert.huggingface.key_types import Positive, RopeKeys, Share
+from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.config import RotaryScalingConfig
 from megaframe.errors import UserError
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
-from megaframe.checkpoint.convert.huggingface.facts import describe_model
 from megaframe.checkpoint.convert.huggingface.family import Family
+from megaframe.checkpoint.convert.huggingface.model_facts import describe_model
 from megaframe.config import ModelConfig
 
 _ALL = slice(None)

@@ -9,12 +9,12 @@ from small_model_folders import CONFIGS, write_small_folder
 from transformers_models import assert_same_logits, compute_logits, load_whole, save_random_model
 
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
-from megaframe.checkpoint.convert.huggingface.facts import (
+from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
+from megaframe.checkpoint.convert.huggingface.model_facts import (
     describe_model,
     find_differences,
     start_facts,
 )
-from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
 from megaframe.errors import UserError
 
 pytestmark = pytest.mark.numeric

@@ -1,5 +1,5 @@
 """Keys of `config.json` as pairs that serve both directions: each reads keys of theirs into facts
-(`facts.py`), and writes them from facts.
+(`model_facts.py`), and writes them from facts.
 
 What a pair writes need not be checked: an export reads back what it has written and compares.
 """
@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.config_keys import (
+from megaframe.checkpoint.convert.huggingface.key_types import (
     TYPES_OF_FACTS,
     Count,
     Flag,
     Size,
     Texts,
 )
-from megaframe.checkpoint.convert.huggingface.facts import Facts
+from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.errors import UserError
 
 Keys = dict[str, Any]

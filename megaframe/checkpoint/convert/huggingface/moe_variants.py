@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.config_keys import Count, Flag, Size
 from megaframe.checkpoint.convert.huggingface.dense_families import (
     ERNIE4_5,
     LLAMA,
     QWEN3,
     list_qwen_types,
 )
-from megaframe.checkpoint.convert.huggingface.facts import Facts
-from megaframe.checkpoint.convert.huggingface.keys import (
+from megaframe.checkpoint.convert.huggingface.key_pairs import (
     ExpertLayers,
     Key,
     Keys,
@@ -24,7 +22,9 @@ from megaframe.checkpoint.convert.huggingface.keys import (
     make_layer_kinds,
     slide_except,
 )
+from megaframe.checkpoint.convert.huggingface.key_types import Count, Flag, Size
 from megaframe.checkpoint.convert.huggingface.layered_families import EXAONE4
+from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.checkpoint.convert.huggingface.moe_families import (
     BIASED_ROUTER,
     DEEPSEEK_V3,
@@ -308,7 +308,7 @@ MELLUM = QWEN3.derive(
     predictors="num_nextn_predict_layers",
     aliases={"num_local_experts": "num_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 )
-SPARSE_FAMILIES = (
+MOE_VARIANTS = (
     *(GLM4_MOE, SOLAR_OPEN),
     *(GLM4_MOE_LITE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE, HY_V3, AFMOE, EXAONE_MOE, MELLUM),
 )
