@@ -26,7 +26,7 @@ VERSION_TESTS := tests/unit/kernels tests/parity/test_kernels.py tests/parity/te
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-engines test-processors test-versions lint format docs fuzz parity-fuzz gpu-check \
+.PHONY: demo test test-all test-again test-engines test-processors test-versions lint format docs fuzz parity-fuzz gpu-check \
 	wheels clean
 
 demo: $(DEMO)/python.idx
@@ -39,6 +39,10 @@ test: .venv/ready
 
 test-all: .venv/ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# What failed in the last run, alone, one after the other.
+test-again: .venv/ready
+	$(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none
 
 test-engines: .venv/engines
 	$(BIN)/python -m pytest $(ENGINES)
