@@ -69,7 +69,7 @@ COMPARISONS = (
     Comparison(
         "One process, two threads",
         "cpu/train_cpu.py",
-        "../../README.md",
+        "../../benchmarks/README.md",
         peers=(NANOGPT, MEGATRON, HUGGINGFACE),
     ),
     *(

@@ -5,7 +5,8 @@ first loss that is not about ln(vocab) ends the comparison, because then somethi
 In every round the matrix products of a step are timed alone, too (`peers/product_limit.py`): what
 they leave of the step is all that a trainer can save.
 
-`--table` measures nothing, and prints the table of the README from all files in `results/`.
+`--table` measures nothing, and prints the table of benchmarks/README.md from all files in
+`results/`.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def iterate_documents() -> Iterator[dict[str, Any]]:
         yield json.loads(path.read_text(encoding="utf-8"))
 
 
-def format_readme_table() -> str:
-    """Return the table of the README: for each processor and precision, our speed and memory with
-    and without recompute, the fastest peer's, and the products alone."""
+def format_processor_table() -> str:
+    """Return the table of benchmarks/README.md: for each processor and precision, our speed and
+    memory with and without recompute, the fastest peer's, and the products alone."""
     head = f"| processor | | {OURS} | {OURS}, recompute | fastest peer | {LIMIT} | ratio |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     for document in iterate_documents():
@@ -121,14 +122,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
     parser.add_argument("--huggingface-python", type=Path, help="one with transformers, accelerate")
     parser.add_argument("--without-ours", action="store_true", help="run the peers only")
-    parser.add_argument("--table", action="store_true", help="print the README's table")
+    parser.add_argument("--table", action="store_true", help="print the table of all processors")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
     if arguments.table:
-        print(format_readme_table())
+        print(format_processor_table())
         return
     results, limits = {}, {}
     for precision in ("fp32", "bf16") if arguments.precision == "both" else (arguments.precision,):
