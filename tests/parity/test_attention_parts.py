@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 from parity_runs import FEW, assert_same, run
-from test_tensor import measure_block
+from saved_bytes import measure_block
 
 SCORES = {"softcap": 2.0, "sinks": True}
 SHAPES = {

@@ -2,9 +2,8 @@
 fp64. Their blocks keep what is planned, to a byte."""
 
 import pytest
-from parity_runs import LAYOUTS, assert_same
-from test_extension_parts import EXAMPLES, run_with
-from test_tensor import measure_block
+from parity_runs import EXAMPLES, LAYOUTS, assert_same, run_with
+from saved_bytes import measure_block
 
 from megaframe.config.registry import Registry, use_registry
 from megaframe.extensions import load_extensions

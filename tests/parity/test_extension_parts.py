@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from parity_runs import FEW, LAYOUTS, MODELS, assert_same, run
-from repo_copy import ROOT
+from parity_runs import EXAMPLES, FEW, LAYOUTS, MODELS, assert_same, run, run_with
 
 from megaframe.config import RunConfig
 from megaframe.config.registry import Extension, Registry, use_registry
@@ -19,19 +18,11 @@ from megaframe.planner.memory import compute_optimizer_state_bytes
 from megaframe.training.extension_check import check_same_extensions
 from megaframe.training.train_step import TrainStep
 
-EXAMPLES = ROOT / "examples"
 OPTIMIZER = {
     "name": {"kind": "adabelief", "belief_eps": 1e-8},
     "schedule": {"kind": "root_decay", "share": 0.9},
     "warmup": 1,
 }
-
-
-def run_with(example, model, train, parallel, optim):
-    """Train two steps with an example's parts."""
-    with use_registry(Registry()):
-        load_extensions(None, [f"run.extensions=[{example}]"])
-        return run(model, {**FEW, **train}, parallel, optim=optim)
 
 
 @pytest.fixture(scope="module")

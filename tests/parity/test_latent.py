@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 from parity_runs import FEW, assert_same, run
-from test_tensor import measure_block
+from saved_bytes import measure_block
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4}
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}

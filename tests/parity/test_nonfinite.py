@@ -3,32 +3,9 @@
 import pytest
 import torch
 from bitwise import assert_bitwise_equal
-from parity_runs import make_global_batch, share
+from parity_runs import build_train_step
 
-from megaframe.config import RunConfig
-from megaframe.distributed.mesh import Mesh, read_world_size
-from megaframe.layout import Layout
-from megaframe.metrics import StepTimer
 from megaframe.pipeline_parallel.nonfinite import locate_nonfinite
-from megaframe.training.train_step import TrainStep
-
-
-def build_train_step(parallel, precision, microbatch=2, **optim):
-    config = RunConfig(
-        model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2},
-        train={"seq": 10, "global_batch": 8, "microbatch": microbatch, "precision": precision},
-        optim={"lr": 0.01, **optim},
-        parallel=parallel,
-    )
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
-    train_step = TrainStep(config, mesh, StepTimer().time)
-    train_step.optimizer.initialize(1)
-    data = mesh.group("data")
-    return (
-        mesh,
-        train_step,
-        share(make_global_batch(config, 0), microbatch, data.index, data.size, False),
-    )
 
 
 def read_state(train_step):

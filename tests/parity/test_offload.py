@@ -10,8 +10,7 @@ import torch
 from bitwise import assert_bitwise_equal, assert_same_bits, assert_same_files, assert_same_losses
 from entry_runs import read_losses, train
 from fake_streams import offload_on_cpu
-from parity_runs import FEW, MODELS, assert_same, run
-from test_nonfinite import build_train_step
+from parity_runs import FEW, MODELS, assert_same, build_train_step, run
 
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.optim.optimizer_state import Moments

@@ -9,18 +9,13 @@ import pytest
 import torch
 from bitwise import assert_same_bits
 from parity_runs import FEW, MODELS, STEPS, assert_same, run
-from saved_bytes import measure_block_bytes
+from saved_bytes import measure_block
 from torch.distributed import _symmetric_memory
 
-from megaframe.config import RunConfig
-from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.metrics import StepTimer
-from megaframe.planner.activations import compute_block_bytes
 from megaframe.tensor_parallel import symmetric_memory
-from megaframe.training.train_step import TrainStep
 
 SHAPES = {
     **MODELS,
@@ -147,30 +142,6 @@ def is_fused(tensor):
     usable = symmetric_memory.is_available(mesh.group("tensor"), tensor)
     mesh.finish()
     return usable
-
-
-def measure_block(model, recompute, tensor, chunks):
-    """Train one step of one block -> the bytes that it keeps, the planned bytes, and the bytes
-    moved over the tensor axis."""
-    config = RunConfig(
-        model={"layers": 1, "hidden": 64, "heads": 4, "vocab": 64, **model},
-        train={"seq": 16, "global_batch": 2, "microbatch": 2, "recompute": recompute},
-        parallel={"tensor": tensor, "tensor_chunks": chunks},
-    )
-    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
-    train_step = TrainStep(config, mesh, StepTimer().time)
-    train_step.optimizer.initialize(1)
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    microbatch = Microbatch(tokens, tokens, torch.arange(2))
-    saved = measure_block_bytes(
-        train_step.stages[0], microbatch, train_step.sharded_parameters.buckets
-    )
-    group = mesh.group("tensor")
-    group.traffic.take()
-    train_step.train([microbatch], 0, 1.0)
-    bytes_sent, _ = group.traffic.take()
-    mesh.finish()
-    return saved, compute_block_bytes(config, 0) // tensor, bytes_sent
 
 
 @pytest.mark.quick(when=lambda recompute, tensor: (recompute, tensor) == ("selective", 4))

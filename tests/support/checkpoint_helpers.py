@@ -13,6 +13,9 @@ from megaframe.checkpoint import CheckpointWriter, Slice, open_checkpoint
 from megaframe.checkpoint.manifest import compute_checksum
 from megaframe.checkpoint.slices import index_within
 
+FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+"""What `save` of two ranks writes."""
+
 
 def make_slice(name, tensor):
     return Slice(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
@@ -81,3 +84,21 @@ def draw_partition(draw, shape, max_cuts=5):
 
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
+
+
+def reheaded(path, edit):
+    """Change a rank file's header, and update its size and checksum in the manifest."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    head = len(text).to_bytes(8, "little") + text
+    path.write_bytes(head + content[8 + length :])
+    manifest = json.loads((path.parent / "manifest.json").read_bytes())
+    del manifest["checksum"]
+    manifest["files"][path.name] = {
+        "bytes": path.stat().st_size,
+        "header": compute_checksum(head),
+    }
+    write_sealed(path.parent / "manifest.json", manifest)

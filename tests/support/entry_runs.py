@@ -6,11 +6,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import pytest
 import yaml
 from bitwise import RunLosses
 
 import pretrain_gpt
 from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
+from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.training.auto_layout import resolve_config
 from megaframe.training.trainer import Trainer
@@ -48,3 +50,12 @@ def rewrite_config(path, change):
     manifest = decode_manifest((path / MANIFEST).read_bytes(), path)
     change(manifest.state["config"])
     (path / MANIFEST).write_bytes(encode_manifest(manifest))
+
+
+def run_prepared(overrides, prepare):
+    """Train alone, after `prepare` has patched what is to be patched for this run."""
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(patch)
+        trainer = make_trainer(load(None, overrides))
+        trainer.run()
+    trainer.mesh.close()

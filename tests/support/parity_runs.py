@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
+from repo_copy import ROOT
 from tolerances import PROMISE, assert_within, promised
 
 from megaframe.config import RunConfig
@@ -21,6 +22,7 @@ from megaframe.training.layer_check.parity import make_global_batch
 from megaframe.training.train_step import TrainStep
 
 GLOBAL_BATCH, STEPS = 8, 2
+EXAMPLES = ROOT / "examples"
 FEW = {"global_batch": 4}
 """Fewer samples, for layouts that communicate much in each microbatch; enough for two data ranks
 with two microbatches each."""
@@ -215,3 +217,28 @@ def find_size(kind, expected):
         return 1.0
     moments = [name for name in expected.weights if name.startswith(f"{kind}/")]
     return max(float(expected.whole(name).abs().max()) for name in moments)
+
+
+def build_train_step(parallel, precision, microbatch=2, **optim):
+    config = RunConfig(
+        model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2},
+        train={"seq": 10, "global_batch": 8, "microbatch": microbatch, "precision": precision},
+        optim={"lr": 0.01, **optim},
+        parallel=parallel,
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
+    data = mesh.group("data")
+    return (
+        mesh,
+        train_step,
+        share(make_global_batch(config, 0), microbatch, data.index, data.size, False),
+    )
+
+
+def run_with(example, model, train, parallel, optim):
+    """Train two steps with an example's parts."""
+    with use_registry(Registry()):
+        load_extensions(None, [f"run.extensions=[{example}]"])
+        return run(model, {**FEW, **train}, parallel, optim=optim)

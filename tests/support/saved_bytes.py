@@ -2,6 +2,14 @@
 
 import torch
 
+from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.mesh import Mesh
+from megaframe.layout import Layout
+from megaframe.metrics import StepTimer
+from megaframe.planner.activations import compute_block_bytes
+from megaframe.training.train_step import TrainStep
+
 
 def measure_block_bytes(stage, microbatch, buckets):
     """Return the bytes that the first block keeps, not counting its input, its weights, the rotary
@@ -26,3 +34,27 @@ def measure_block_bytes(stage, microbatch, buckets):
     storages.pop(output.untyped_storage().data_ptr(), None)
     turned = {table.shape for table in tables}  # also skips the negated table for backward
     return sum(size for size, tensor in storages.values() if tensor.shape not in turned)
+
+
+def measure_block(model, recompute, tensor, chunks):
+    """Train one step of one block -> the bytes that it keeps, the planned bytes, and the bytes
+    moved over the tensor axis."""
+    config = RunConfig(
+        model={"layers": 1, "hidden": 64, "heads": 4, "vocab": 64, **model},
+        train={"seq": 16, "global_batch": 2, "microbatch": 2, "recompute": recompute},
+        parallel={"tensor": tensor, "tensor_chunks": chunks},
+    )
+    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    microbatch = Microbatch(tokens, tokens, torch.arange(2))
+    saved = measure_block_bytes(
+        train_step.stages[0], microbatch, train_step.sharded_parameters.buckets
+    )
+    group = mesh.group("tensor")
+    group.traffic.take()
+    train_step.train([microbatch], 0, 1.0)
+    bytes_sent, _ = group.traffic.take()
+    mesh.finish()
+    return saved, compute_block_bytes(config, 0) // tensor, bytes_sent

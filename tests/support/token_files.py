@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer, models
 
 CODES = {"u1": 1, "i4": 4, "f4": 7, "u2": 8}
 
@@ -39,3 +41,16 @@ def make_counting_documents(lengths: Sequence[int], first: int = 0) -> list[list
     """Return one-sequence documents whose tokens count up from `first` across all documents."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]) + first
     return [[list(range(a, b))] for a, b in pairwise(bounds)]
+
+
+def write_tokenizer(folder, special=(), added=(), file="tokenizer.json", **beside):
+    """Write a tokenizer.json with these added tokens, and JSON files beside it."""
+    names = [*special, *added, "a", "b"]
+    vocab = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="a"))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
+    tokenizer.save(str(folder / file))
+    for name, content in beside.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return f"hf:{folder / file}"

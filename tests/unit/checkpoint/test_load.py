@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import load_all, make_slice, save, write_sealed
+from checkpoint_helpers import FILES, load_all, make_slice, reheaded, save, write_sealed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +24,6 @@ from megaframe.checkpoint.train_state import (
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
-
-FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 @pytest.fixture(scope="module")
@@ -188,24 +186,6 @@ def test_a_huge_manifest_is_not_read(copy):
     os.truncate(copy / "manifest.json", MAX_MANIFEST_BYTES + 1)
     with pytest.raises(UserError, match=f"larger than the {MAX_MANIFEST_BYTES} bytes"):
         open_checkpoint(copy)
-
-
-def reheaded(path, edit):
-    """Change a rank file's header, and update its size and checksum in the manifest."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    edit(header)
-    text = json.dumps(header).encode()
-    head = len(text).to_bytes(8, "little") + text
-    path.write_bytes(head + content[8 + length :])
-    manifest = json.loads((path.parent / "manifest.json").read_bytes())
-    del manifest["checksum"]
-    manifest["files"][path.name] = {
-        "bytes": path.stat().st_size,
-        "header": compute_checksum(head),
-    }
-    write_sealed(path.parent / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import load_all, make_slice, save, write_sealed
+from checkpoint_helpers import FILES, load_all, make_slice, reheaded, save, write_sealed
 from hypothesis import given
 from hypothesis import strategies as st
-from test_load import FILES, reheaded
 
 from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.checkpoint.manifest import compute_checksum

@@ -1,9 +1,7 @@
 """The end of a document of a tokenizer.json: from the files beside it, or from the user."""
 
-import json
-
 import pytest
-from tokenizers import AddedToken, Tokenizer, models
+from token_files import write_tokenizer
 
 from megaframe.data.preprocessing.preprocess import encode_documents
 from megaframe.data.tokenizer import load_tokenizer
@@ -11,19 +9,6 @@ from megaframe.errors import UserError
 
 GEMMA = {"special": ("<pad>", "<eos>", "<bos>", "<unk>"), "added": ("<s>", "</s>")}
 """In this vocabulary </s> is an HTML tag."""
-
-
-def write_tokenizer(folder, special=(), added=(), file="tokenizer.json", **beside):
-    """Write a tokenizer.json with these added tokens, and JSON files beside it."""
-    names = [*special, *added, "a", "b"]
-    vocab = {name: number for number, name in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="a"))
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
-    tokenizer.save(str(folder / file))
-    for name, content in beside.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return f"hf:{folder / file}"
 
 
 FOLDERS = {

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import xxhash
-from test_preprocess import decode_documents, interrupt_run, run, small_parts  # noqa: F401
+from preprocess_runs import decode_documents, interrupt_run, run
 
 from megaframe.errors import UserError
 
@@ -71,7 +71,7 @@ def test_a_journal_whose_first_line_is_damaged_is_one_message(corpus, line):
 VALUES = (None, True, -1, 0, 2**70, 0.5, float("nan"), "x", [], {}, [None, None])
 
 
-def test_a_damaged_part_is_done_again(corpus, small_parts):  # noqa: F811 (the fixture)
+def test_a_damaged_part_is_done_again(corpus, small_parts):
     output, folder = corpus.parent / "out", corpus.parent / "out.parts"
     interrupt_run(corpus, output, 1500)
     copy = corpus.parent / "copy"
@@ -90,7 +90,7 @@ def test_a_damaged_part_is_done_again(corpus, small_parts):  # noqa: F811 (the f
             os.unlink(f"{output}{suffix}")
 
 
-def test_a_part_is_not_longer_than_its_file(corpus, small_parts):  # noqa: F811 (the fixture)
+def test_a_part_is_not_longer_than_its_file(corpus, small_parts):
     interrupt_run(corpus, corpus.parent / "out", 1500)
     path = corpus.parent / JOURNAL
     first, line = path.read_text().splitlines()

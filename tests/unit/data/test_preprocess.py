@@ -19,6 +19,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import is_running, wait_until
+from preprocess_runs import decode_documents, interrupt_run, run
 
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.preprocessing import decompress, input_shards, preprocess
@@ -59,19 +60,8 @@ def write_as(path, documents):
     return path
 
 
-def run(inputs, output, workers=1, overwrite=False, tokenizer="bytes", append_eod=True, **options):
-    files = tuple(CorpusFile(str(path), CorpusFormat(**options)) for path in inputs)
-    job = PreprocessJob(files, tokenizer, str(output), append_eod)
-    return preprocess.preprocess(job, workers, overwrite)
-
-
 def read_content(prefix):
     return tuple(Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx"))
-
-
-def decode_documents(prefix):
-    file = IndexedDataset(str(prefix))
-    return [bytes(file.get_sequence(n)[:-1].tolist()).decode() for n in range(len(file))]
 
 
 def read(path, size, **options):
@@ -161,11 +151,6 @@ def test_marks_and_lone_surrogates_do_not_stop_a_run(tmp_path):
     assert decode_documents(tmp_path / "out") == ["a😀", "b\ufffd"]
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    monkeypatch.setattr(preprocess, "_SMALLEST_PART", 1500)
-
-
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.zst", "c.parquet", "c.csv"])
 def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
     documents = [f"document {n} " * (n % 7) for n in range(300)]
@@ -176,19 +161,6 @@ def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
     assert single_worker == two
     assert single_worker.total.empty == 2 * sum(not text for text in documents)
     assert decode_documents(tmp_path / "one") == [text for text in documents if text] * 2
-
-
-def interrupt_run(path, output, bytes_done):
-    """Start a run on `path` and interrupt it once `bytes_done` bytes are read; return its job."""
-
-    def stop(done, disk_bytes):
-        if done.disk_bytes >= bytes_done:
-            raise KeyboardInterrupt
-
-    job = PreprocessJob((CorpusFile(str(path)),), "bytes", str(output))
-    with pytest.raises(KeyboardInterrupt):
-        preprocess.preprocess(job, report=stop)
-    return job
 
 
 @pytest.mark.parametrize("damaged", [".bin", ".idx", "nothing"])

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from loader_runs import make_config
-from test_end_of_document import write_tokenizer
-from token_files import write_token_file
+from token_files import write_token_file, write_tokenizer
 
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.loader import Loader

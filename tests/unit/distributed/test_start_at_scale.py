@@ -12,6 +12,7 @@ import pytest
 import store_clients as scale_runs
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from megaframe.distributed import gloo_sockets
 from megaframe.distributed.failure_verdict import (
@@ -21,6 +22,7 @@ from megaframe.distributed.failure_verdict import (
     decode_ranks,
     encode_ranks,
 )
+from megaframe.distributed.rendezvous import find_fresh_store
 from megaframe.errors import UserError
 from megaframe.io.local_rendezvous import find_free_port
 from megaframe.layout import Layout
@@ -87,8 +89,6 @@ def test_a_start_costs_rank_0_one_answer_to_all(pool):
 
 
 def test_who_does_not_come_is_named():
-    from test_rendezvous import HashStore, find_fresh_store
-
     store = HashStore()
     store.append("never", "")
     with pytest.raises(RuntimeError, match=r"^ranks 1, 2, 3 did not answer within 0.05 s$"):

@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 import torch
 from entry_runs import make_trainer
-from test_metrics_logger import make, step
+from logger_runs import make, step
 
 from megaframe.config import load
 from megaframe.errors import UserError

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from entry_runs import make_trainer
+from entry_runs import run_prepared
 
-from megaframe.config import load
 from megaframe.data.loader import Loader
 from megaframe.distributed.collectives import Pending
 from megaframe.distributed.mesh import read_global_rank
@@ -143,14 +142,6 @@ class Delays:
         return call
 
 
-def run(overrides, prepare):
-    with pytest.MonkeyPatch.context() as patch:
-        prepare(patch)
-        trainer = make_trainer(load(None, overrides))
-        trainer.run()
-    trainer.mesh.close()
-
-
 def read(folder):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
 
@@ -164,7 +155,7 @@ def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
         parallel__tensor=2,
         meter__ranks_every=2,
     )
-    pool.run(4, run, keys, Delays)
+    pool.run(4, run_prepared, keys, Delays)
     lines = read(tmp_path)
     usual = {part: median(line["time"][part] for line in lines[2:]) for part in lines[0]["time"]}
     assert {*PLACES, "bubble"} <= usual.keys()
@@ -180,9 +171,8 @@ def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
 
 
 def test_rows_have_every_rank_and_sum_to_the_step(pool, overrides, tmp_path):
-    pool.run(
-        4, run, overrides(train__steps=8, parallel__tensor=2, meter__ranks_every=2), delay_rank
-    )
+    keys = overrides(train__steps=8, parallel__tensor=2, meter__ranks_every=2)
+    pool.run(4, run_prepared, keys, delay_rank)
     lines = read(tmp_path)
     assert ["ranks" in line for line in lines] == [False, True] * 4
     for line in lines[1::2]:
@@ -240,7 +230,12 @@ def delay_stage(patch):
 def test_a_wait_for_a_neighbour_is_bubble_and_for_a_slow_link_communication(
     prepare, pool, overrides, tmp_path
 ):
-    pool.run(2, run, overrides(train__steps=6, parallel__pipeline=2, meter__ranks_every=1), prepare)
+    pool.run(
+        2,
+        run_prepared,
+        overrides(train__steps=6, parallel__pipeline=2, meter__ranks_every=1),
+        prepare,
+    )
     for line in read(tmp_path)[2:]:
         check_told_apart(line, prepare)
         bubble = line["ranks"]["bubble"][1]

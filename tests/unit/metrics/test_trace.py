@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from test_step_breakdown import run
+from entry_runs import run_prepared
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.config import load
@@ -47,7 +47,7 @@ def test_a_trace_has_the_actions_of_the_schedule_and_what_was_sent_arrives_later
     pool, overrides, tmp_path
 ):
     keys = overrides(train__steps=4, parallel__pipeline=2, meter__trace="[2,3]")
-    pool.run(2, run, keys, shift_clock)
+    pool.run(2, run_prepared, keys, shift_clock)
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     threads = {
         (event["pid"], event["tid"]): event["args"]["name"]

@@ -3,9 +3,9 @@ autograd, their descriptions are exact, and the run says where they have no kern
 
 import pytest
 import torch
+from autograd_comparison import TERMS, TRAIN, compare_with_autograd
 from pydantic import ValidationError
 from repo_copy import ROOT
-from test_model import TERMS, TRAIN, compare_with_autograd
 from tolerances import assert_near
 
 from megaframe.architecture.activation import describe_activation

@@ -2,30 +2,13 @@
 
 import pytest
 import torch
+from optimizer_steps import copy_weights, take_step
 from tolerances import assert_near, estimate_growth, near
 
 from megaframe.config import RunConfig
 from megaframe.optim.loss_scale import LossScale
 
 pytestmark = pytest.mark.numeric
-
-
-def take_step(built, microbatch, step, scale=1.0):
-    built.sharded_parameters.start_step()
-    scale = torch.as_tensor(scale * built.optimizer.loss_scale, dtype=torch.float64)
-    built.stage.start_step(step)
-    loss = built.stage.forward(0, microbatch, scale, last=True)
-    built.stage.backward(0, last=True)
-    built.sharded_parameters.wait_for_gradients()
-    return loss, built.optimizer.update()
-
-
-def copy_weights(built):
-    return {
-        parameter.spec.name: piece
-        for bucket in built.sharded_parameters.buckets
-        for parameter, _, piece in bucket.iterate_pieces(bucket.weights, bucket.master_span)
-    }
 
 
 def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbatch):

@@ -8,7 +8,7 @@ import torch
 from fake_streams import LateOffload, delay_streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_optimizer import take_step
+from optimizer_steps import take_step
 
 from megaframe.config import RunConfig
 from megaframe.ops.kernel_dispatch import make_kernels

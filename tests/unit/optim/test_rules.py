@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_optimizer import copy_weights, take_step
+from optimizer_steps import copy_weights, take_step
 from tolerances import assert_near, compute_allowance
 
 from megaframe.errors import UserError

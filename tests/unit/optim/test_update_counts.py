@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_optimizer import copy_weights, take_step
+from optimizer_steps import copy_weights, take_step
 from tolerances import assert_near
 
 from megaframe.architecture.spec import Box

@@ -53,6 +53,22 @@ def test_a_class_name_has_one_meaning():
     assert not repeated
 
 
+def list_imported_modules(path):
+    """Yield the modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_what_tests_share_is_in_support():
+    """No test module imports another one, and what is in `support` imports none."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = [name for name in list_imported_modules(path) if name.startswith("test_")]
+        assert not imported, f"{path.relative_to(ROOT)} imports {imported}"
+
+
 def test_no_module_lies_outside_the_rooms():
     beside = {path.name for path in (ROOT / "megaframe").iterdir() if path.is_file()}
     assert beside == {"__init__.py", "errors.py", "layout.py", "py.typed"}

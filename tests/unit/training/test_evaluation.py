@@ -1,24 +1,21 @@
 """Evaluation on held-out text: every token counts once, and the loss equals the trainer's."""
 
 import base64
-import importlib.util
 import json
 import math
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from entry_runs import make_trainer, read_lines, train
+from entry_runs import read_lines, train
+from evaluation_runs import make_numbers, run, write
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import near
 
 from megaframe.checkpoint import parse_path
-from megaframe.config import RunConfig
-from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.tokenizer import load_tokenizer
@@ -35,53 +32,9 @@ from megaframe.training.generation import load_run_tokenizer, load_stage
 
 pytestmark = pytest.mark.numeric
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 LOGITS = 4
 """Roundings to fp32 of a token's loss, whose logits and partition are about as large as itself."""
-
-
-def load_tool():
-    spec = importlib.util.spec_from_file_location("evaluate_tool", ROOT / "tools/evaluate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
-    load_tool().main()
-
-
-def write(prefix, documents):
-    with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
-        for document in documents:
-            writer.append(np.array(document, np.uint16))
-    return str(prefix)
-
-
-def make_numbers(seed, length, below):
-    return np.random.default_rng(seed).integers(0, below, length)
-
-
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory):
-    """Return checkpoints of a byte-level model after one step on one rank."""
-    folder = tmp_path_factory.mktemp("saved_run")
-    data = write(folder / "data", [make_numbers(n, 40, 257) for n in range(10)])
-    config = RunConfig(
-        run={"dir": str(folder / "run"), "device": "cpu"},
-        model={"layers": 1, "hidden": 16, "heads": 2, "vocab": 257, "position": "learned"},
-        train={"seq": 16, "steps": 1, "global_batch": 1, "precision": "fp32"},
-        data={"sources": [{"path": data}], "split": [0.8, 0.2, 0.0], "tokenizer": "bytes"},
-        checkpoint={"every": 1},
-        meter={"peak_tflops": 1.0, "console": "quiet"},
-    )
-    trainer = make_trainer(config)
-    trainer.run()
-    trainer.mesh.close()
-    return folder / "run/checkpoints"
 
 
 @given(st.integers(2, 60), st.integers(1, 20), st.data())

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_evaluation import saved_run  # noqa: F401
 
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
@@ -109,7 +108,7 @@ def test_text_is_shown_as_soon_as_it_is_known():
     assert [(next(pieces), len(counts_asked)) for _ in range(2)] == [("a", 1), ("é", 3)]
 
 
-def test_several_samples_are_those_of_their_seeds(saved_run, monkeypatch, capsys):  # noqa: F811
+def test_several_samples_are_those_of_their_seeds(saved_run, monkeypatch, capsys):
     common = ("--checkpoint", saved_run, "--prompt", "ab", "--tokens", 20, "--top-p", 0.9)
     generate(monkeypatch, *common, "--samples", 3, "--seed", 5)
     together = capsys.readouterr().out
@@ -122,7 +121,7 @@ def test_several_samples_are_those_of_their_seeds(saved_run, monkeypatch, capsys
     assert len({*apart}) == 3
 
 
-def test_a_prompt_may_fill_the_context_or_be_left_out(saved_run, monkeypatch, capsys):  # noqa: F811
+def test_a_prompt_may_fill_the_context_or_be_left_out(saved_run, monkeypatch, capsys):
     generate(monkeypatch, "--checkpoint", saved_run, "--prompt", "x" * 16, "--tokens", 2)
     assert capsys.readouterr().out.startswith("x" * 16)
     generate(monkeypatch, "--checkpoint", saved_run, "--tokens", 2)
@@ -151,7 +150,7 @@ def test_a_prompt_may_fill_the_context_or_be_left_out(saved_run, monkeypatch, ca
 def test_what_cannot_be_sampled_is_said_in_one_line(
     words,
     expected,
-    saved_run,  # noqa: F811
+    saved_run,
     monkeypatch,
     capsys,
 ):

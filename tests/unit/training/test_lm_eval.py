@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_evaluation import run, saved_run  # noqa: F401
+from evaluation_runs import run
 from tolerances import near
 
 from megaframe.checkpoint import parse_path
@@ -58,7 +58,7 @@ def tasks(tmp_path_factory):
 
 
 def test_tasks_from_local_files_give_what_our_own_scores_give(
-    saved_run,  # noqa: F811
+    saved_run,
     tasks,
     monkeypatch,
     capsys,
@@ -84,13 +84,13 @@ def test_tasks_from_local_files_give_what_our_own_scores_give(
     assert results["generate"]["exact_match,none"] == 0
 
 
-def test_an_unknown_task_is_named_with_those_that_are_there(saved_run, tasks, monkeypatch, capsys):  # noqa: F811
+def test_an_unknown_task_is_named_with_those_that_are_there(saved_run, tasks, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, "--checkpoint", saved_run, "--tasks", "chose", "--include", tasks)
     assert "no such task; there are: choose, generate, roll" in capsys.readouterr().err
 
 
-def test_a_text_is_generated_up_to_the_end_that_a_task_names(saved_run):  # noqa: F811
+def test_a_text_is_generated_up_to_the_end_that_a_task_names(saved_run):
     from megaframe.training.lm_eval import HarnessModel
 
     _, stage = load_stage(parse_path(str(saved_run)))
