@@ -15,7 +15,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests"
-sys.path[:0] = [str(TESTS / "support"), str(TESTS / "unit/data"), str(ROOT / "tools"), str(ROOT)]
+sys.path[:0] = [str(TESTS / "support"), str(ROOT / "tools"), str(ROOT)]
 
 from run_folders import make_lines, write  # noqa: E402
 
@@ -142,7 +142,7 @@ def make_export(kind):
 
 
 def make_tokenizers():
-    import test_tokenizer as made
+    import made_tokenizers as made
 
     Path("corpus.txt").write_text(made.CORPUS)
     from megaframe.data.preprocessing.corpus_files import CorpusFile
