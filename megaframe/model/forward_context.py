@@ -8,7 +8,7 @@ block, so they are made once and passed to every block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.architecture.block import list_mixers
+from megaframe.architecture.layer import MixerDescription
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
@@ -181,6 +182,7 @@ def make_microbatch_context(
     dtype: torch.dtype,
     dropout_keys: DropoutKeys | None = None,
     gradient_scale: Tensor | None = None,
+    mixers: Sequence[MixerDescription] | None = None,
 ) -> MicrobatchContext:
     """Make the context of `microbatch`.
 
@@ -191,11 +193,12 @@ def make_microbatch_context(
         dtype: Type of the activations.
         dropout_keys: Keys of the dropout masks; None in evaluation and if nothing is random.
         gradient_scale: As in `MicrobatchContext`.
+        mixers: The layers that it is made for; None for all of the model.
     """
     batch, length = microbatch.tokens_BS.shape
     rows = RowPartition(batch * length, run.tensor.group.size, run.tensor.group.index)
     dropout = None
-    mixers = list_mixers(model)
+    mixers = list_mixers(model) if mixers is None else mixers
     positions_BS = get_token_positions(microbatch)
     rotary = {
         kind: Rotary(kind, positions_BS, dtype, run.kernels)
@@ -214,7 +217,7 @@ def make_microbatch_context(
         length,
         rows,
         microbatch.labels_BS.flatten(),
-        _make_masks(model, microbatch, run),
+        _make_masks(mixers, microbatch, run),
         run.context,
         microbatch.whole,
         microbatch.positions_BS,
@@ -236,9 +239,9 @@ def get_token_positions(microbatch: Microbatch) -> Tensor:
 
 
 def _make_masks(
-    model: ModelConfig, microbatch: Microbatch, run: RunContext
+    mixers: Sequence[MixerDescription], microbatch: Microbatch, run: RunContext
 ) -> Mapping[int | None, SequenceMask | RingMask]:
-    """Return what tokens attend to through each window of the model."""
+    """Return what tokens attend to through each window of the mixers."""
     batch, length = microbatch.tokens_BS.shape
     context = run.context
     sample_length, documents = length * context.size, microbatch.documents_BS
@@ -250,7 +253,7 @@ def _make_masks(
         window: AttentionMask(
             None if window is None or window >= sample_length else window, documents
         )
-        for window in {mixer.window for mixer in list_mixers(model) if mixer.has_scores}
+        for window in {mixer.window for mixer in mixers if mixer.has_scores}
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device

@@ -18,8 +18,8 @@ from megaframe.config.schema import KernelsConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
+from megaframe.ops.meta_tensors import AllocationTracker, MetaTensorMode
 from megaframe.schedule import Action, ActionKind
-from megaframe.training.meta_step.meta_tensors import AllocationTracker, MetaTensorMode
 from megaframe.training.train_step import TrainStep
 
 

@@ -25,7 +25,7 @@ from fake_cuda.nccl_rules import (
 from megaframe.distributed import collectives
 from megaframe.distributed.fake_group import FakeGroup, FinishedWork
 from megaframe.distributed.mesh import Mesh
-from megaframe.training.meta_step.meta_tensors import MetaTensorMode
+from megaframe.ops.meta_tensors import MetaTensorMode
 
 COMPUTE, POOL = 0, 32
 """The stream of kernels; and the number of torch's streams, which communicators take in turn."""

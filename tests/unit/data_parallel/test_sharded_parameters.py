@@ -10,8 +10,8 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
+from megaframe.ops.meta_tensors import MetaTensorMode
 from megaframe.planner.parameter_counts import count_parameters
-from megaframe.training.meta_step.meta_tensors import MetaTensorMode
 from megaframe.training.train_step import TrainStep
 
 LAYERS = 8

@@ -7,8 +7,8 @@ from torch import Tensor
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
+from megaframe.ops.meta_tensors import MetaTensorMode
 from megaframe.training.meta_step import AllocationTracker, measure_step, run_meta_step
-from megaframe.training.meta_step.meta_tensors import MetaTensorMode
 
 MODEL = {"hidden": 64, "heads": 4, "vocab": 320}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
