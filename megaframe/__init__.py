@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaframe.errors import UserError as UserError
+    from megaframe.inference.library import build_model as build_model
+    from megaframe.inference.library import load_config as load_config
+    from megaframe.inference.library import load_model as load_model
+    from megaframe.inference.library import open_checkpoint as open_checkpoint
+    from megaframe.inference.model import Model as Model
     from megaframe.training.entry import train as train
-    from megaframe.training.library import build_model as build_model
-    from megaframe.training.library import load_config as load_config
-    from megaframe.training.library import load_model as load_model
-    from megaframe.training.library import open_checkpoint as open_checkpoint
-    from megaframe.training.model import Model as Model
 
 __version__ = "0.1.0"
 """Defined only here: pyproject.toml reads it, and CHANGELOG.md lists what each version changes."""
 
 _MODULES = {
-    "Model": "megaframe.training.model",
+    "Model": "megaframe.inference.model",
     "UserError": "megaframe.errors",
-    "build_model": "megaframe.training.library",
-    "load_config": "megaframe.training.library",
-    "load_model": "megaframe.training.library",
-    "open_checkpoint": "megaframe.training.library",
+    "build_model": "megaframe.inference.library",
+    "load_config": "megaframe.inference.library",
+    "load_model": "megaframe.inference.library",
+    "open_checkpoint": "megaframe.inference.library",
     "train": "megaframe.training.entry",
 }
 """Where each name is defined."""

@@ -24,11 +24,11 @@ from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.data.training_shares import divide_for_evaluation
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.inference.evaluation import Score, read_sequence, read_split, score
+from megaframe.inference.generation import load_run_tokenizer, load_stage, read_run_tokenizer
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.progress import Progress
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.training.evaluation import Score, read_sequence, read_split, score
-from megaframe.training.generation import load_run_tokenizer, load_stage, read_run_tokenizer
 
 _EPILOG = """\
 A text is a file or folder as for preprocess_data.py, or a token file, PREFIX.bin, of which all
@@ -130,7 +130,7 @@ def _on_tasks(
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
         os.environ.setdefault(name, "1")  # must be set before the libraries are imported
-    from megaframe.training.lm_eval import TaskOptions, evaluate_tasks
+    from megaframe.inference.lm_eval import TaskOptions, evaluate_tasks
 
     names = arguments.tasks.split(",")
     tasks = TaskOptions(names, arguments.include, arguments.shots, arguments.limit)

@@ -11,10 +11,10 @@ import sys
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.inference.generation import SamplingOptions
+from megaframe.inference.library import load_model
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.progress import Progress
-from megaframe.training.generation import SamplingOptions
-from megaframe.training.library import load_model
 
 _LARGEST_SEED = 2**63 - 1
 

@@ -32,13 +32,12 @@ from megaframe.architecture import output_head
 from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.device import tune_host_allocator
-from megaframe.model import loss
+from megaframe.model import autotune, loss
 from megaframe.ops import cpu_attention, matmul
 from megaframe.optim import optimizer_state
 from megaframe.optim.state_dtype import MasterCodec
 from megaframe.optim.update_rule import UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
-from megaframe.training import autotune
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 Work = Callable[[], object]

@@ -29,12 +29,12 @@ from megaframe.config import ModelConfig, MoEConfig, RunConfig, TrainConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
 from megaframe.expert_parallel.transfer import ExpertRows, SelectRows
+from megaframe.model.autotune import tune
 from megaframe.model.block import TransformerBlock
 from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import PRECISIONS, Module
 from megaframe.pipeline_parallel.stage import build_whole_model
-from megaframe.training.autotune import tune
 
 _ROUNDS = 4
 """How often the layer and its experts alone take turns."""

@@ -3,7 +3,7 @@
 On a CPU torch multiplies fp32 matrices with MKL, and bf16 ones with oneDNN where the processor has
 instructions for them, otherwise with a routine that is ten times slower than its products in fp32.
 Which library is faster differs between processors, even of one maker, so nothing here assumes it:
-`use_libraries` is called after a measurement (`training/autotune.py`), by a resumed run, or with
+`use_libraries` is called after a measurement (`model/autotune.py`), by a resumed run, or with
 what the config names. On GPUs, in fp64 and for empty operands it is always torch.
 
 What a library returns in memory of its own is computed in pieces that stay in cache until they are

@@ -1,1 +1,1 @@
-"""The training loop, and what is built on it: evaluation, generation, dry run."""
+"""The training loop, dry runs, and the checks of layers."""

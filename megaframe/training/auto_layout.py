@@ -22,7 +22,7 @@ import torch
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.config.load import load_from_run
-from megaframe.data.tokenizer import load_tokenizer
+from megaframe.data.vocabulary_size import resolve_vocab
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.errors import UserError
@@ -229,25 +229,3 @@ def _load_saved_config(config: RunConfig) -> RunConfig | None:
         return load_from_run(folder)
     except UserError:
         return None  # written by another version; its checkpoints can be loaded at any layout
-
-
-def resolve_vocab(config: RunConfig) -> RunConfig:
-    """Return the config with `model.vocab` taken from the tokenizer if it was left out.
-
-    Raises:
-        UserError: If there is no tokenizer either, or if it has more ids than `model.vocab`.
-    """
-    model, name = config.model, config.data.tokenizer
-    if name is None:
-        if model.vocab is None:
-            raise UserError("model.vocab is not set and there is no data.tokenizer to take it from")
-        return config
-    size = load_tokenizer(name).vocab_size
-    if model.vocab is None:
-        return config.model_copy(update={"model": model.model_copy(update={"vocab": size})})
-    if size > model.vocab:
-        raise UserError(
-            f"model.vocab={model.vocab} is smaller than the {size} ids of data.tokenizer={name}; "
-            f"use {size} or more, or leave model.vocab out"
-        )
-    return config

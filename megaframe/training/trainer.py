@@ -30,6 +30,7 @@ from megaframe.io.run_files import (
 from megaframe.metrics import StepTimer
 from megaframe.metrics.memory import explain_out_of_memory
 from megaframe.metrics.sinks import set_metrics_aside
+from megaframe.model.autotune import tune
 from megaframe.resilience.downtime import DowntimeLedger
 from megaframe.resilience.launcher import LauncherProcess
 from megaframe.resilience.recovery import FaultHandler
@@ -39,7 +40,6 @@ from megaframe.resilience.signals import (
     resume_command,
 )
 from megaframe.training.auto_layout import refuse_undecided
-from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
 from megaframe.training.callbacks import CallbackRunner
 from megaframe.training.extension_check import check_same_extensions

@@ -15,7 +15,7 @@ from megaframe.checkpoint.train_state import (
     prepare_slices,
 )
 from megaframe.errors import UserError
-from megaframe.training.generation import load_stage
+from megaframe.inference.generation import load_stage
 
 EVERY = {"optim__schedule": "constant", "checkpoint__every": 6, "train__precision": "fp32"}
 

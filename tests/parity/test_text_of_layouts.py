@@ -9,14 +9,14 @@ from entry_runs import read_lines, read_losses, train
 from megaframe.config import RunConfig
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.mesh import Mesh, read_world_size
-from megaframe.layout import Layout
-from megaframe.pipeline_parallel.stage import build_whole_model
-from megaframe.training.generation import (
+from megaframe.inference.generation import (
     SamplingOptions,
     allocate_parameters,
     encode_prompt,
     sample,
 )
+from megaframe.layout import Layout
+from megaframe.pipeline_parallel.stage import build_whole_model
 from megaframe.training.text_samples import TextSampler
 from megaframe.training.train_step import TrainStep
 

@@ -11,8 +11,8 @@ from megaframe.checkpoint.shard_file import TensorBox
 from megaframe.checkpoint.train_state import make_initial_train_state
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.inference.generation import load_stage
 from megaframe.model.model_chunk import list_model_specs
-from megaframe.training.generation import load_stage
 
 SUMS = 4 * (6 * 32 + 18) + 32
 """Lengths of the sums from a token to a logit: in four layers, six products with sums over 32

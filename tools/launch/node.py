@@ -138,7 +138,7 @@ def run_dry_run(words: Sequence[str], world: int, local_world: int) -> int:
 def check_data(config: RunConfig) -> None:
     """Raise `UserError` if the tokenizer or the sources of a run cannot be used on this node."""
     from megaframe.data.loader import Loader
-    from megaframe.training.auto_layout import resolve_vocab
+    from megaframe.data.vocabulary_size import resolve_vocab
 
     Loader(resolve_vocab(config), 0, 1)
 

@@ -249,7 +249,7 @@ def schedule():
 
 
 def read_cache():
-    from megaframe.training import autotune
+    from megaframe.model import autotune
 
     autotune.read_cache(Path("cache.json"), {"cpu": "x"})
 

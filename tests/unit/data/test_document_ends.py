@@ -18,7 +18,7 @@ from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE
 from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.errors import UserError
-from megaframe.training.evaluation import read_sequence, read_split
+from megaframe.inference.evaluation import read_sequence, read_split
 from megaframe.validate.data import find_source_mistakes
 
 END = 0

@@ -18,7 +18,7 @@ from megaframe.data.loader import Loader
 from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.text_bytes import TextBytes
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.training.evaluation import read_sequence
+from megaframe.inference.evaluation import read_sequence
 
 WORDS = ["some", "ranks", "share", "each", "layer", "of", "a", "model", "and", "its", "data"]
 CORPUS = [" ".join(np.random.default_rng(n).choice(WORDS, 8)) for n in range(300)]

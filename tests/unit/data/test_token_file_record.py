@@ -16,7 +16,7 @@ from megaframe.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megaframe.data.token_file_record import TokenizerRecord, read_record
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.training.evaluation import read_sequence, read_split
+from megaframe.inference.evaluation import read_sequence, read_split
 
 TEXT = "abba" * 60
 

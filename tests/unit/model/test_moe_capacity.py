@@ -15,8 +15,8 @@ from tolerances import PROMISE, near
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch, select_context_part
 from megaframe.expert_parallel.dispatch import DROPPED
+from megaframe.inference.evaluation import TokenSequence, score
 from megaframe.tensor_parallel.context import RowPartition
-from megaframe.training.evaluation import TokenSequence, score
 
 pytestmark = pytest.mark.numeric
 

@@ -18,21 +18,21 @@ from megaframe.data.preprocessing.corpus_files import CorpusFile, CorpusFormat
 from megaframe.data.token_file_record import TokenizerRecord
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
-from megaframe.pipeline_parallel.stage import Stage
-from megaframe.training.evaluation import (
+from megaframe.inference.evaluation import (
     Score,
     check_ids,
     compute_log_probabilities,
     read_sequence,
     score,
 )
-from megaframe.training.generation import (
+from megaframe.inference.generation import (
     SamplingOptions,
     encode_prompt,
     load_run_tokenizer,
     sample,
     stream_text,
 )
+from megaframe.pipeline_parallel.stage import Stage
 
 
 class Model:

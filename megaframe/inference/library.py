@@ -13,12 +13,12 @@ from megaframe.architecture.spec import Box
 from megaframe.checkpoint import Checkpoint, StorePath, locate_checkpoint
 from megaframe.checkpoint.load import open_checkpoint as open_located
 from megaframe.config import RunConfig
+from megaframe.data.vocabulary_size import resolve_vocab
 from megaframe.extensions import load_with_extensions
+from megaframe.inference.generation import allocate_parameters, load_stage, read_run_tokenizer
+from megaframe.inference.model import Model
 from megaframe.parameters.initialization import fill_initial_values
 from megaframe.pipeline_parallel.stage import build_whole_model
-from megaframe.training.auto_layout import resolve_vocab
-from megaframe.training.generation import allocate_parameters, load_stage, read_run_tokenizer
-from megaframe.training.model import Model
 
 
 def load_config(

@@ -10,8 +10,8 @@ from tolerances import near
 
 from megaframe.checkpoint import parse_path
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.training.evaluation import TokenSequence, score
-from megaframe.training.generation import load_stage
+from megaframe.inference.evaluation import TokenSequence, score
+from megaframe.inference.generation import load_stage
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'megaframe[evaluate]'")
 
@@ -91,7 +91,7 @@ def test_an_unknown_task_is_named_with_those_that_are_there(saved_run, tasks, mo
 
 
 def test_a_text_is_generated_up_to_the_end_that_a_task_names(saved_run):
-    from megaframe.training.lm_eval import HarnessModel
+    from megaframe.inference.lm_eval import HarnessModel
 
     _, stage = load_stage(parse_path(str(saved_run)))
     model = HarnessModel(stage, load_tokenizer("bytes"), context=16, batch=2)

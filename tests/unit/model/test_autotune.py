@@ -15,10 +15,8 @@ from entry_runs import make_trainer, read_losses
 from megaframe.config import RunConfig, load
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.ops import cpu_attention, matmul
-from megaframe.ops.cpu_routines import CPURoutines
-from megaframe.training import autotune
-from megaframe.training.autotune import (
+from megaframe.model import autotune
+from megaframe.model.autotune import (
     RoutineChoice,
     describe_machine,
     find_fastest,
@@ -27,6 +25,8 @@ from megaframe.training.autotune import (
     read_waiting_seconds,
     tune,
 )
+from megaframe.ops import cpu_attention, matmul
+from megaframe.ops.cpu_routines import CPURoutines
 
 FP32 = torch.float32
 TORCH = make_named_routines(FP32, "torch")

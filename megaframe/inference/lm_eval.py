@@ -19,10 +19,10 @@ from lm_eval.tasks import TaskManager
 
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
+from megaframe.inference.evaluation import Score, TokenSequence, score
+from megaframe.inference.generation import SamplingOptions, sample
 from megaframe.io.progress import Progress
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.training.evaluation import Score, TokenSequence, score
-from megaframe.training.generation import SamplingOptions, sample
 
 _MOST_GENERATED = 256
 """Tokens to generate if a task gives no number."""

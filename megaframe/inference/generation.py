@@ -27,8 +27,8 @@ from megaframe.data.token_file_record import (
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.distributed.device import read_host_memory
 from megaframe.errors import UserError
+from megaframe.model.autotune import tune
 from megaframe.pipeline_parallel.stage import Stage, build_whole_model
-from megaframe.training.autotune import tune
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 """What decoders put in place of bytes that are no whole character."""

@@ -21,14 +21,14 @@ from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.data.training_shares import divide_for_evaluation
 from megaframe.errors import UserError
-from megaframe.training.evaluation import (
+from megaframe.inference.evaluation import (
     TokenSequence,
     read_sequence,
     read_split,
     score,
     split_windows,
 )
-from megaframe.training.generation import load_run_tokenizer, load_stage
+from megaframe.inference.generation import load_run_tokenizer, load_stage
 
 pytestmark = pytest.mark.numeric
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.training.generation import SamplingOptions, stream_text
+from megaframe.inference.generation import SamplingOptions, stream_text
 
 ROOT = Path(__file__).resolve().parents[3]
 BYTES = load_tokenizer("bytes")
