@@ -1,0 +1,27 @@
+"""Activations in host memory come back as they were, in whatever order they are taken."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaframe.pipeline_parallel.activation_offload import ActivationOffload
+
+SHAPES = st.sampled_from([(3,), (2, 4), (3, 1)])
+TYPES = st.sampled_from([torch.float64, torch.bfloat16])
+
+
+@given(st.lists(st.tuples(SHAPES, TYPES, st.booleans()), max_size=12))
+def test_every_tensor_comes_back_in_any_order(tensors):
+    """The third value says whether the oldest stored tensor is taken before the next is stored."""
+    offload = ActivationOffload(torch.device("cpu"))
+    stored, taken = [], []
+    for number, (shape, dtype, takes) in enumerate(tensors):
+        x = torch.full(shape, float(number), dtype=dtype)
+        stored.append((x.clone(), offload.store(x)))
+        if takes:
+            taken.append(stored.pop(0))
+            expected, activation = taken[-1]
+            assert torch.equal(activation.take(), expected)
+    for expected, activation in reversed(stored):
+        activation.fetch()
+        assert torch.equal(activation.take(), expected)
