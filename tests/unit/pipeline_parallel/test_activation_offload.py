@@ -1,4 +1,5 @@
-"""Activations in host memory come back as they were, in whatever order they are taken."""
+"""Activations in host memory come back as they were, in whatever order they are taken, and stay so
+when others are stored in the memory that they had on the host."""
 
 import torch
 from hypothesis import given
@@ -19,9 +20,10 @@ def test_every_tensor_comes_back_in_any_order(tensors):
         x = torch.full(shape, float(number), dtype=dtype)
         stored.append((x.clone(), offload.store(x)))
         if takes:
-            taken.append(stored.pop(0))
-            expected, activation = taken[-1]
-            assert torch.equal(activation.take(), expected)
+            expected, activation = stored.pop(0)
+            taken.append((expected, activation.take()))
     for expected, activation in reversed(stored):
         activation.fetch()
-        assert torch.equal(activation.take(), expected)
+        taken.append((expected, activation.take()))
+    assert len(taken) == len(tensors)
+    assert all(torch.equal(result, expected) for expected, result in taken)
