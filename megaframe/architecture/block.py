@@ -336,7 +336,7 @@ def _describe_mixer(
         bias=model.bias if config.bias is None else config.bias,
         norm_eps=model.norm_eps,
         score_scale=config.score_scale or 1.0 / math.sqrt(head_dim),
-        rotary=describe_rotary(model, rotated, config.rotary_base),
+        rotary=describe_rotary(model, rotated, config.rotary_base, config.rotary_scaling),
         init_std=model.init_std,
         output_std=output_std,
         kv_heads=config.kv_heads or model.kv_heads,

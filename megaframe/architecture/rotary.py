@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megaframe.config.model import ModelConfig, RotaryScalingConfig
+from megaframe.config.blocks import RotaryScalingConfig
+from megaframe.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class RotaryDescription:
 
 
 def describe_rotary(
-    model: ModelConfig, width: int, base: float | None = None
+    model: ModelConfig,
+    width: int,
+    base: float | None = None,
+    scaling: RotaryScalingConfig | None = None,
 ) -> RotaryDescription | None:
     """Return the tables for heads with `width` rotated dims, None if there are none.
 
@@ -32,10 +36,11 @@ def describe_rotary(
         model: Has the base and the scaling.
         width: Rotated dims of a head.
         base: Base of the wavelengths in place of `model.rotary_base`.
+        scaling: In place of `model.rotary_scaling`.
     """
     if not width:
         return None
-    return RotaryDescription(width, base or model.rotary_base, model.rotary_scaling)
+    return RotaryDescription(width, base or model.rotary_base, scaling or model.rotary_scaling)
 
 
 def compute_scores_factor(model: ModelConfig) -> float:

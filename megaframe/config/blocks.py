@@ -24,6 +24,29 @@ def get_qk_norm_form(value: bool | str) -> str:
     return value
 
 
+class RotaryScalingConfig(Section):
+    """How rotary wavelengths are stretched for samples longer than those of training."""
+
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How to scale rotary frequencies to contexts longer than the model was trained on. linear:
+    all are divided by the factor."""
+    factor: Annotated[float, Field(ge=1.0)] = 1.0
+    """Context length after scaling divided by `original_length`."""
+    original_length: Positive = 8192
+    """llama3, yarn: context length in tokens before scaling."""
+    low_frequency: Annotated[float, Field(gt=0)] = 1.0
+    """llama3: wavelengths above original_length / low_frequency are fully scaled. yarn: number of
+    rotations up to which a frequency is fully scaled (beta_slow)."""
+    high_frequency: Annotated[float, Field(gt=0)] = 4.0
+    """llama3: wavelengths below original_length / high_frequency are unchanged. yarn: number of
+    rotations from which a frequency is unchanged (beta_fast, usually 32)."""
+    mscale: Annotated[float, Field(ge=0)] = 1.0
+    """yarn: m in the factor 0.1 * m * ln(factor) + 1 on rotated queries and keys."""
+    mscale_all_dim: Annotated[float, Field(ge=0)] = 0.0
+    """yarn with `model.latent`: m of a similar factor on all dimensions of queries and keys, by
+    which the factor on rotated dimensions is divided."""
+
+
 class AttentionConfig(Section):
     """Attention over heads, as the mixer of a block."""
 
@@ -41,6 +64,8 @@ class AttentionConfig(Section):
     """Whether queries and keys are rotated. Default: whether `model.position` is rotary."""
     rotary_base: Annotated[float, Field(gt=0)] | None = None
     """Base of the rotary wavelengths. Default: `model.rotary_base`."""
+    rotary_scaling: RotaryScalingConfig | None = None
+    """How they are stretched for longer samples. Default: `model.rotary_scaling`."""
     rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of each head's width that is rotated. Default: `model.rotary_fraction`."""
     qk_norm: QKNorm | None = None

@@ -6,32 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaframe.config.blocks import BlockConfig, QKNorm
+from megaframe.config.blocks import BlockConfig, QKNorm, RotaryScalingConfig
 from megaframe.config.parts import Activation, ActivationPart, NormPart
 from megaframe.config.registry import Extensible
 from megaframe.config.section import NonNegative, Positive, Section
-
-
-class RotaryScalingConfig(Section):
-    """How rotary wavelengths are stretched for samples longer than those of training."""
-
-    kind: Literal["none", "llama3", "yarn"] = "none"
-    """How to scale rotary frequencies to contexts longer than the model was trained on."""
-    factor: Annotated[float, Field(ge=1.0)] = 1.0
-    """Context length after scaling divided by `original_length`."""
-    original_length: Positive = 8192
-    """Context length in tokens before scaling."""
-    low_frequency: Annotated[float, Field(gt=0)] = 1.0
-    """llama3: wavelengths above original_length / low_frequency are fully scaled. yarn: number of
-    rotations up to which a frequency is fully scaled (beta_slow)."""
-    high_frequency: Annotated[float, Field(gt=0)] = 4.0
-    """llama3: wavelengths below original_length / high_frequency are unchanged. yarn: number of
-    rotations from which a frequency is unchanged (beta_fast, usually 32)."""
-    mscale: Annotated[float, Field(ge=0)] = 1.0
-    """yarn: m in the factor 0.1 * m * ln(factor) + 1 on rotated queries and keys."""
-    mscale_all_dim: Annotated[float, Field(ge=0)] = 0.0
-    """yarn with `model.latent`: m of a similar factor on all dimensions of queries and keys, by
-    which the factor on rotated dimensions is divided."""
 
 
 class LatentAttentionConfig(Section):

@@ -1,4 +1,5 @@
-"""Rotary positions (Su et al. 2021), with the Llama-3 and YaRN methods for longer contexts.
+"""Rotary positions (Su et al. 2021), with methods for longer contexts: positions that are divided
+(Chen et al. 2023), that of Llama 3, and YaRN.
 
 The two halves of a head are rotated against each other (dim i with dim i + D/2), as in the Hugging
 Face Llama weights. Shape legend: B samples, S positions, N heads, D rotated width of a head.
@@ -25,6 +26,8 @@ def compute_frequencies(description: RotaryDescription) -> tuple[Tensor, float]:
     # In fp64, because an angle is a large position times a small rate.
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
     plain = base**-exponent
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
     if scaling.kind == "llama3":
         return _scale_as_llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":

@@ -20,6 +20,7 @@ _REPLACED = {
     "kv_heads": "kv_heads",
     "head_dim": "head_dim",
     "rotary_fraction": "rotary_fraction",
+    "rotary_scaling": "rotary_scaling",
     "qk_norm": "qk_norm",
     "qkv_bias": "qkv_bias",
 }

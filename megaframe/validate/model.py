@@ -75,9 +75,10 @@ def _find_rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
     if scaling.kind == "none" and scaling.factor != 1:
         yield (
             f"model.rotary_scaling.factor={scaling.factor:g} has no effect with "
-            f"model.rotary_scaling.kind=none; use kind llama3 or yarn, or factor=1"
+            f"model.rotary_scaling.kind=none; use kind linear, llama3 or yarn, or "
+            "factor=1"
         )
-    if scaling.kind != "none" and scaling.low_frequency >= scaling.high_frequency:
+    if scaling.kind in ("llama3", "yarn") and scaling.low_frequency >= scaling.high_frequency:
         yield (
             f"model.rotary_scaling.low_frequency={scaling.low_frequency:g} must be less than "
             f"model.rotary_scaling.high_frequency={scaling.high_frequency:g}"

@@ -169,12 +169,12 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         key, value = qkv[:, :, group, -2], qkv[:, :, group, -1]
         if qk_norm is True:
             key = _norm(weights, model, f"{name}.attention.key_norm", key, "rmsnorm")
-        key = _rotate(model, key, positions, rotated, base)
+        key = _rotate(model, key, positions, rotated, base, mixer.rotary_scaling)
         for member in range(per_group):
             query = qkv[:, :, group, member]
             if qk_norm is True:
                 query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
-            query = _rotate(model, query, positions, rotated, base)
+            query = _rotate(model, query, positions, rotated, base, mixer.rotary_scaling)
             scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
             if mixer.softcap is not None:
                 scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
@@ -228,10 +228,11 @@ def _mix_by_example(kind, weights, model, mixer, name, y, mask, positions):
     return MIXERS[kind](weights, model, mixer, name, y, mask, positions, rotate)
 
 
-def _rotate(model, x, positions, width, base):
+def _rotate(model, x, positions, width, base, scaling=None):
     if not width:
         return x
-    rate, factor = compute_frequencies(RotaryDescription(width, base, model.rotary_scaling))
+    scaling = scaling or model.rotary_scaling
+    rate, factor = compute_frequencies(RotaryDescription(width, base, scaling))
     pairs = len(rate)
     turned = torch.polar(
         torch.full_like(positions, factor, dtype=torch.float64)[..., None],

@@ -15,6 +15,7 @@ from megaframe.config.blocks import (
     LatentMixerConfig,
     MLPConfig,
     MoEMixtureConfig,
+    RotaryScalingConfig,
 )
 from megaframe.config.keys import find_nearest_keys, get_config_keys
 from megaframe.config.migration import translate_setting
@@ -61,6 +62,8 @@ def make_strategy(annotation, bounds=()):
         return st.tuples(*map(make_strategy, args)).map(list)
     if annotation is BlockConfig:
         return BLOCKS
+    if annotation is RotaryScalingConfig:
+        return section(annotation)
     if annotation is DataSourceConfig:
         return st.fixed_dictionaries({"path": TEXT}, optional={"weight": st.floats(1e-3, 1e3)})
     limits = {n: getattr(b, n) for b in bounds for n in ("gt", "ge", "lt", "le") if hasattr(b, n)}

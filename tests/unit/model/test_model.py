@@ -106,6 +106,15 @@ MODELS |= {
         ],
         "layers": 3,
     },
+    "scaling_of_blocks": {
+        "layers": 3,
+        "rotary_scaling": {**YARN, "original_length": 8},
+        "blocks": [
+            {"mixer": {"rotary_scaling": {"kind": "linear", "factor": 8.0}}},
+            {"mixer": {"rotary_scaling": {"kind": "none"}}},
+            {},
+        ],
+    },
     "olmo_2": {"norm": "rmsnorm", "blocks": [{"norms": "after", "mixer": {"qk_norm": "whole"}}]},
     "whole_norms": {
         "qk_norm": "whole",

@@ -47,6 +47,13 @@ def test_plain_frequencies():
     assert float(rate[32]) == near(500000.0**-0.5, POWER)
 
 
+def test_linear_scaling_divides_all_frequencies():
+    plain, _ = frequencies_of(make_model(rotary_base=500000.0))
+    scaling = {"kind": "linear", "factor": 8}
+    rate, factor = frequencies_of(make_model(rotary_base=500000.0, rotary_scaling=scaling))
+    assert factor == 1.0 and torch.equal(rate, plain / 8)
+
+
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
     scaling = {"kind": "llama3", "factor": 8, "original_length": 8192}
     plain, _ = frequencies_of(make_model(rotary_base=500000.0))

@@ -28,6 +28,8 @@ def build_model(facts: Facts) -> dict[str, Any]:
     keys = _build_shared_keys(facts)
     for path, key in _KEYS.items():
         keys[key] = facts.get(path)
+    rotated = (layer for layer in facts.layers if layer.get("mixer.rotary"))
+    keys["rotary_scaling"] = _get_scaling(next(rotated, {})) or None
     has_experts = [layer.get("feed_forward.kind") == "moe" for layer in facts.layers]
     if any(has_experts):
         keys["ffn"] = keys["ffn"] or keys["moe"].get("ffn")
@@ -117,6 +119,8 @@ def _build_attention(layer: dict[str, Any], keys: dict[str, Any], bias: bool) ->
         needed = rotary or not name.startswith("rotary_")
         if needed and value is not None and value != keys.get(name):
             mixer[name] = value
+    if rotary and (scaling := _get_scaling(layer)) != keys.get("rotary_scaling", {}):
+        mixer["rotary_scaling"] = scaling or {"kind": "none"}
     for name, default in (("bias", bias), ("qkv_bias", keys.get("qkv_bias", bias))):
         if bool(layer.get(f"mixer.{name}")) != default:
             mixer[name] = not default
@@ -130,6 +134,13 @@ def _build_attention(layer: dict[str, Any], keys: dict[str, Any], bias: bool) ->
         if layer.get(f"mixer.{name}", value) != value:
             mixer[name] = layer[f"mixer.{name}"]
     return mixer
+
+
+def _get_scaling(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a layer's scaling of rotary positions."""
+    start = "mixer.rotary_scaling."
+    found = {path.removeprefix(start): v for path, v in layer.items() if path.startswith(start)}
+    return {} if found.get("kind", "none") == "none" else found
 
 
 def _is_plain(block: dict[str, Any], keys: dict[str, Any]) -> bool:

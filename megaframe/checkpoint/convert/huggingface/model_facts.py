@@ -21,7 +21,8 @@ from megaframe.architecture.attention import AttentionDescription, SoftmaxAttent
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
-from megaframe.config import ModelConfig
+from megaframe.architecture.rotary import RotaryDescription
+from megaframe.config import ModelConfig, RotaryScalingConfig
 from megaframe.config.compare import TRAINING_ONLY
 from megaframe.errors import UserError
 
@@ -29,6 +30,13 @@ _LAYER_PATHS = ("mixer", "feed_forward", "norms", "parallel", "residual_scale")
 """Where the paths of layers' facts begin; all others are of the whole model."""
 _SHARED = ("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "tie_embeddings", "init_std")
 _ATTENTION = ("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap")
+_SCALING: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_length", "low_frequency", "high_frequency"),
+    "yarn": tuple(name for name in RotaryScalingConfig.model_fields if name != "kind"),
+}
+"""The keys that each kind of scaling of rotary positions reads."""
 _NO_LOGITS = TRAINING_ONLY | {"model.positions"}
 """Keys that no logit depends on; how many positions there are is a matter of a text's length."""
 _REMEDIES = {
@@ -94,8 +102,6 @@ def describe_model(model: ModelConfig) -> Facts:
     shared["logit_softcap"] = model.logit_softcap
     shared["position"] = "learned" if model.position == "learned" else None
     layers = [_describe_layer(block) for block in blocks]
-    if any(layer.get("mixer.rotary") for layer in layers):
-        shared |= _flatten(model.rotary_scaling.model_dump(), "rotary_scaling")
     if model.latent is not None and any(layer["mixer.kind"] == "latent" for layer in layers):
         latent_eps = model.latent.norm_eps or model.norm_eps
         shared |= _flatten({**model.latent.model_dump(), "norm_eps": latent_eps}, "latent")
@@ -127,12 +133,12 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts |= {"mixer.sinks": mixer.has_sinks, "mixer.output_gate": mixer.output_gate}
         facts["mixer.rotary"] = mixer.rotary is not None
         if mixer.rotary is not None:
-            facts["mixer.rotary_base"] = mixer.rotary.base
+            facts |= _describe_rotary(mixer.rotary)
             facts["mixer.rotary_fraction"] = mixer.rotary.width / mixer.head_dim
     elif isinstance(mixer, SoftmaxAttention) and mixer.rotary is not None:
         facts |= {"mixer.kind": "latent", "mixer.rotary": True}
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in ("heads", "window", "bias")}
-        facts["mixer.rotary_base"] = mixer.rotary.base
+        facts |= _describe_rotary(mixer.rotary)
     facts["feed_forward.kind"] = feed_forward.name
     if isinstance(feed_forward, MLPDescription):
         facts["feed_forward.ffn"] = feed_forward.width
@@ -141,6 +147,12 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["feed_forward.down_bias"] = feed_forward.down_bias
     facts |= {"norms": block.norms, "parallel": block.parallel}
     return {**facts, "residual_scale": block.residual_scale}
+
+
+def _describe_rotary(rotary: RotaryDescription) -> dict[str, Any]:
+    names = _SCALING[rotary.scaling.kind]
+    scaling = {name: getattr(rotary.scaling, name) for name in ("kind", *names)}
+    return {"mixer.rotary_base": rotary.base, **_flatten(scaling, "mixer.rotary_scaling")}
 
 
 def find_differences(before: Facts, after: Facts) -> list[str]:

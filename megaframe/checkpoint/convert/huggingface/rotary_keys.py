@@ -25,6 +25,7 @@ from megaframe.errors import UserError
 
 _NEEDED = {
     "default": (),
+    "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
@@ -85,12 +86,13 @@ class RotaryKeys(Key):
         elif share not in (None, 1):
             raise UserError(f"{name}.partial_rotary_factor={share} is not supported, only 1.0")
         for key, value in _read_scaling(kind, rope, self.latent).items():
-            facts.set(f"rotary_scaling.{key}", value)
+            facts.set(f"mixer.rotary_scaling.{key}", value)
 
     def write(self, facts: Facts) -> Keys:
         """Return the section `rope_parameters`."""
         share = facts.get("mixer.rotary_fraction")
-        section = {"rope_theta": facts.get("mixer.rotary_base"), **write_scaling(facts)}
+        rotated = next((layer for layer in facts.layers if layer.get("mixer.rotary")), {})
+        section = {"rope_theta": facts.get("mixer.rotary_base"), **write_scaling(rotated)}
         if self.share is not None and share is not None:
             section["partial_rotary_factor"] = share
         return {"rope_parameters": section}
@@ -107,8 +109,8 @@ class _RopeKeysOfTypes(BaseModel):
 
 @dataclass(frozen=True)
 class RotaryKeysOfTypes(Key):
-    """Bases of rotary positions for each type of layers, which are known before. Scaling, which all
-    layers would have here, is refused.
+    """Bases and scaling of rotary positions for each type of layers, which are known before. A
+    section outside of those of the types is that of layers with full attention.
 
     Attributes:
         base: That of layers with full attention, of a config without one.
@@ -137,6 +139,7 @@ class RotaryKeysOfTypes(Key):
         """Set the base of each layer."""
         sections = config.get("rope_parameters") or {}
         bases: dict[str, float] = {}
+        scalings: dict[str, Keys] = {}
         for kind, name, base in (
             (FULL, "rope_theta", self.base),
             (SLIDING, self.sliding_name, self.sliding_base),
@@ -147,22 +150,23 @@ class RotaryKeysOfTypes(Key):
                     k: v for k, v in (config.get("rope_scaling") or {}).items() if v is not None
                 }
             rope_type = read_rope_kind(f"rope_parameters.{kind}", rope)
-            if rope_type != "default":
-                raise UserError(f"rope_type {rope_type!r} of {kind} layers alone is not supported")
             bases[kind] = rope.get("rope_theta") or (config.get(name) if name else None) or base
-        windows = facts.list_values("mixer.window")
+            scalings[kind] = _read_scaling(rope_type, rope, latent=False)
         facts.set("mixer.rotary", True)
-        facts.set_layers(
-            "mixer.rotary_base", [bases[FULL if w is None else SLIDING] for w in windows]
-        )
+        for layer in facts.layers:
+            kind = FULL if layer.get("mixer.window") is None else SLIDING
+            layer["mixer.rotary_base"] = bases[kind]
+            for key, value in scalings[kind].items():
+                layer[f"mixer.rotary_scaling.{key}"] = value
 
     def write(self, facts: Facts) -> Keys:
         """Return a section for each type."""
         bases = {FULL: self.base, SLIDING: self.sliding_base}
+        sections = {k: {"rope_type": "default", "rope_theta": base} for k, base in bases.items()}
         for layer in reversed(facts.layers):
             kind = FULL if layer.get("mixer.window") is None else SLIDING
-            bases[kind] = layer.get("mixer.rotary_base", bases[kind])
-        sections = {k: {"rope_type": "default", "rope_theta": base} for k, base in bases.items()}
+            base = layer.get("mixer.rotary_base", bases[kind])
+            sections[kind] = {**write_scaling(layer), "rope_theta": base}
         return {"rope_parameters": sections}
 
 
@@ -200,6 +204,8 @@ _FIELDS = tuple(RotaryScalingConfig.model_fields)
 def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
     if kind == "default":
         return {}
+    if kind == "linear":
+        return {"kind": "linear", "factor": rope["factor"]}
     shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
     if kind == "llama3":
         frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}
@@ -244,13 +250,15 @@ def _read_strengths(rope: Mapping[str, Any], latent: bool) -> Keys:
     return {"mscale": own_mscale, "mscale_all_dim": own_over_all}
 
 
-def write_scaling(facts: Facts) -> Keys:
-    """Return the keys of the scaling."""
-    keys = {name: facts.shared.get(f"rotary_scaling.{name}") for name in _FIELDS}
+def write_scaling(layer: Mapping[str, Any]) -> Keys:
+    """Return the keys of the scaling of a layer with these facts."""
+    keys = {name: layer.get(f"mixer.rotary_scaling.{name}") for name in _FIELDS}
     given = {name: value for name, value in keys.items() if value is not None}
     scaling = RotaryScalingConfig.model_validate(given)
     if scaling.kind == "none":
         return {"rope_type": "default"}
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
     shared = {
         "rope_type": scaling.kind,
         "factor": scaling.factor,

@@ -41,7 +41,10 @@ DENSE = {
     "iquestcoder": {**HEADS},
     "arcee": {**HEADS, "mlp_bias": True, "rope_parameters": YARN},
     "helium": {**HEADS, "attention_bias": True},
-    "seed_oss": {**HEADS, "attention_out_bias": True},
+    "seed_oss": {
+        **{**HEADS, "attention_out_bias": True},
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    },
     "ernie4_5": {**WIDE_HEADS},
     "cwm": {**HEADS, **LOCAL},
     "phi3": {**GROUPED, "sliding_window": 5, "partial_rotary_factor": 0.5},
@@ -51,9 +54,21 @@ DENSE = {
     "gemma": {**WIDE_HEADS},
     "vaultgemma": {**GEMMA2},
     "gemma2": {**GEMMA2},
-    "gemma3_text": {**GEMMA2, "sliding_window_pattern": 3, "attn_logit_softcapping": None},
+    "gemma3_text": {
+        **{**GEMMA2, "sliding_window_pattern": 3, "attn_logit_softcapping": None},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "olmo2": {**GROUPED, "attention_bias": True},
-    "olmo3": {**GROUPED, **LOCAL},
+    "olmo3": {
+        **{**GROUPED, **LOCAL},
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "exaone4": {**GROUPED, **LOCAL},
     "granite": {**GROUPED, **MULTIPLIERS, "attention_bias": True, "tie_word_embeddings": True},
     "granite_swa": {**GROUPED, **LOCAL, **MULTIPLIERS},
