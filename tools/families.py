@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES
 from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.key_pairs import Pair
+from megaframe.checkpoint.convert.huggingface.nested_models import NESTED_MODELS
 from megaframe.io.closed_output import allow_closed_output
 
 _BEGIN = """\
@@ -29,7 +30,6 @@ _REFUSED = {
     "biases of experts and routers, YaRN without truncation": ("gpt_oss",),
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
     "Mamba": ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"),
-    "rope scaling of some layers, towers for images": ("gemma3", "mistral3"),
     "scaling of queries by position, chunked attention": ("ministral3", "mistral4", "llama4"),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
     "hyper-connections": ("deepseek_v4",),
@@ -51,6 +51,9 @@ def format_page() -> str:
         names = ", ".join(f"`{name}`" for name in (family.name, *family.also))
         parts, layout = ", ".join(_list_parts(family)), ", ".join(_list_transforms(family))
         lines.append(f"| {names} | {family.architecture} | {parts} | {layout} |")
+    lines += ["", "Of models with towers for images, the model for texts is imported:", ""]
+    for name, nested in sorted(NESTED_MODELS.items()):
+        lines.append(f"- `{name}` as `{nested.text}`")
     lines += ["", "## Refused", "", "| missing part | `model_type` |", "|---|---|"]
     for part, refused in _REFUSED.items():
         lines.append(f"| {part} | {', '.join(f'`{name}`' for name in refused)} |")

@@ -32,6 +32,7 @@ from megaframe.checkpoint.convert.huggingface.match_tensors import (
     refuse_left_out,
     restore_prefix,
 )
+from megaframe.checkpoint.convert.huggingface.nested_models import unwrap_config, unwrap_names
 from megaframe.checkpoint.convert.huggingface.read_files import (
     INDEX,
     SINGLE,
@@ -243,11 +244,13 @@ def import_model(folder: Path, target: StorePath) -> ImportedModel:
     config_file = target / CONFIG_FILE if isinstance(target, Path) else None
     if config_file is not None and os.path.lexists(config_file):
         raise UserError(f"{config_file} already exists; remove it or give another folder")
-    config = read_json(folder / _CONFIG)
+    whole_config = read_json(folder / _CONFIG)
+    config = unwrap_config(whole_config)
     family = get_family(config.get("model_type"))
-    headers = restore_prefix(family, read_headers(folder))
+    bare_headers, notes_on_towers = unwrap_names(whole_config, read_headers(folder))
+    headers = restore_prefix(family, bare_headers)
     model = family.read_model(config, [header.shape for header in headers.values()])
-    notes = [*family.list_training_keys(config)]
+    notes = [*notes_on_towers, *family.list_training_keys(config)]
     if model.tie_embeddings and has_other_head(family, headers):
         model = model.model_copy(update={"tie_embeddings": False})
         notes.append(

@@ -1,0 +1,101 @@
+"""Of a model for texts and images the model for texts is imported, and computes the same."""
+
+import json
+
+import pytest
+import torch
+from tolerances import assert_near
+from transformers_models import SUMS, InFp64, compute_logits, compute_own_logits
+
+from megaframe.checkpoint.convert.huggingface import model_folder as folders
+from megaframe.checkpoint.convert.huggingface.nested_models import NESTED_MODELS, unwrap_config
+from megaframe.errors import UserError
+
+pytestmark = pytest.mark.numeric
+
+TEXT = {
+    **{"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 24, "vocab_size": 61},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5},
+    **{"initializer_range": 0.3, "max_position_embeddings": 64, "pad_token_id": 0},
+}
+LAYERS_OF_GEMMA = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+TOWER = {
+    **{"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "image_size": 28},
+    **{"num_attention_heads": 2, "patch_size": 14},
+}
+MODELS = {
+    "gemma3": {
+        "text_config": {**TEXT, **LAYERS_OF_GEMMA, "query_pre_attn_scalar": 20},
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {"text_config": {**TEXT, "model_type": "mistral"}, "tie_word_embeddings": False},
+}
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Return a function that saves a random model with towers, and returns its folder, the model
+    and its logits in fp64."""
+
+    def save_model(name):
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
+        torch.manual_seed(1)
+        config = AutoConfig.for_model(name, **MODELS[name], vision_config=TOWER)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+        model.save_pretrained(tmp_path / "theirs")
+        with InFp64():
+            loaded = AutoModelForImageTextToText.from_pretrained(
+                tmp_path / "theirs", dtype=torch.float64
+            )
+            return tmp_path / "theirs", compute_logits(loaded.eval())
+
+    return save_model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_for_texts_computes_the_same(name, save, tmp_path):
+    folder, expected_logits = save(name)
+    imported = folders.import_model(folder, tmp_path / "own")
+    assert expected_logits.dtype is torch.float64
+    assert_near(compute_own_logits(imported.checkpoint), expected_logits, SUMS, sums=torch.float64)
+    assert any("tensors of towers for images are left out" in note for note in imported.notes)
+
+
+def test_every_model_is_compared():
+    assert MODELS.keys() == NESTED_MODELS.keys()
+
+
+@pytest.mark.parametrize("name", NESTED_MODELS)
+def test_what_a_section_leaves_out_is_what_its_class_has(name):
+    from transformers import AutoConfig
+
+    row = NESTED_MODELS[name]
+    theirs = AutoConfig.for_model(name).text_config.to_dict()
+    own = unwrap_config({"model_type": name, "text_config": {}})
+    assert own == {**row.defaults, "model_type": row.text}
+    assert {key: theirs[key] for key in own} == own
+
+
+@pytest.mark.parametrize("section", [None, [], {"model_type": "qwen3"}])
+def test_another_section_is_refused(section):
+    with pytest.raises(UserError, match=r"^gemma3: text_config.* is not "):
+        unwrap_config({"model_type": "gemma3", "text_config": section})
+
+
+def test_a_tensor_that_is_no_tower_and_no_text_is_refused(save, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder, _ = save("mistral3")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "audio_tower.weight": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"audio_tower.weight \[1\] has no counterpart"):
+        folders.import_model(folder, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "mistral3" and not (tmp_path / "own").exists()
