@@ -21,7 +21,8 @@ NEWER_PYTHON ?= $(firstword $(shell for python in python3.12 "$$(pyenv root 2> /
 	$(PYTHON); do "$$python" -c 'import venv' 2> /dev/null && echo "$$python"; done))
 # Tests of what runs on a GPU and of what differs between versions.
 VERSION_TESTS := tests/unit/kernels tests/parity/test_kernels.py tests/parity/test_graphs.py \
-	tests/parity/test_shared.py
+	tests/parity/test_shared.py tests/unit/support/test_fake_cuda.py tests/unit/support/test_fake_nccl.py \
+	tests/end_to_end/test_fake_gpu_runs.py tests/end_to_end/test_fake_gpu_faults.py
 
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
@@ -115,7 +116,7 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --upgrade pip
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile torch
-	{ $(BIN)/python tests/support/fake_cuda/build.py; \
+	{ PYTHONPATH=tests/support $(BIN)/python -m fake_cuda.build; \
 	$(BIN)/python -m compileall -q -j 0 .venv/lib/python*/site-packages/torch; } > /dev/null 2>&1 & \
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
 	touch $@

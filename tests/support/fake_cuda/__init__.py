@@ -21,17 +21,23 @@ interpreter and collectives over gloo, both on the device's memory and in the or
 Where NCCL makes ranks wait for each other is modelled apart from that (`nccl_rules.py`), also for
 ranks that run alone and without these devices (`recorder.py`).
 
-    build.py        compiles the C++ part, where it can
-    clocks.h        vector clocks, memory, captures: what is reported
-    device.h        memory, streams and events, as torch's C++ part asks for them
-    dispatch.h      operators
-    fake_cuda.cpp     the functions that Python calls
-    machine.py      the same as Python calls of that library, and what it reports
-    cuda.py         torch.cuda on top of it
-    kernels.py      Triton's kernels, and an operator that only GPUs have
-    collectives.py  NCCL's process groups
-    rules.py        NCCL's and CUDA's rules, for the recorded calls of all ranks
-    recorder.py     the calls of a rank that runs alone
-    layouts.py      layouts of every kind to record
-    server.py       runs programs on the ranks of a stand-in
+    build.py            compiles the C++ part, where it can
+    stubs.py, stubs.h   make a build of torch with CUDA one without
+    clocks.h            vector clocks, memory, captures: what is reported
+    device.h            memory, streams and events, as torch's C++ part asks for them
+    dispatch.h          operators
+    fake_cuda.cpp       the functions that Python calls
+    machine.py          the same as Python calls of that library, and what it reports
+    cuda.py             torch.cuda on top of it
+    fake_kernels.py     Triton's kernels, and an operator that only GPUs have
+    collectives.py      NCCL's process groups
+    aborts.py           how they fail and end
+    fake_failures.py    programs in which they do
+    flight_records.py   what NCCL's groups write down about their transfers
+    nccl_rules.py       NCCL's and CUDA's rules, for the recorded calls of all ranks
+    recorder.py         the calls of a rank that runs alone
+    nccl_layouts.py     layouts of every kind to record
+    programs.py         programs, right and wrong, for its tests
+    fake_server.py      runs programs on the ranks of a stand-in
+    client.py           asks it to, and reads what was reported
 """

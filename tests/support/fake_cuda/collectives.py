@@ -352,6 +352,10 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
         parts, self._group = self._group, None
         return self._messages(parts)
 
+    # What torch 2.11 calls them.
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
+
     def barrier(self, opts=None):
         def launch(reads, writes):
             return [dist.barrier(self.gloo, async_op=True)], lambda: host_waits(self._stream)

@@ -180,6 +180,8 @@ _COMPILED = {
     "_cuda_memoryStats": _memory_stats,
     "_cuda_resetPeakMemoryStats": lambda device: library.reset_peak_memory(),
     "_cuda_canDeviceAccessPeer": lambda device, other: False,
+    "_can_use_flash_attention": lambda parameters, debug: False,
+    "_can_use_cudnn_attention": lambda parameters, debug: False,
     "_nccl_version": lambda: 2 << 32 | 29 << 16 | 7,
     "_nccl_version_suffix": lambda: b"",
 }

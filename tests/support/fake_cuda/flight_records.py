@@ -8,8 +8,15 @@ from functools import partial
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch.distributed.flight_recorder.components.types import COLLECTIVES
 
-_NAMES = {kind: f"{kind}_single" for kind in ("all_gather", "reduce_scatter", "all_to_all")}
+_NAMES = {
+    "all_gather": ("all_gather_single", "_all_gather_base"),
+    "reduce_scatter": ("reduce_scatter_single", "_reduce_scatter_base"),
+    "all_to_all": ("all_to_all_single", "all_to_all"),
+    "barrier": ("barrier", "all_reduce_barrier"),
+}
+"""Of a kind of transfer: as torch 2.13 writes it, and as torch 2.11 does."""
 _entries, _groups, _numbers = deque(maxlen=2000), {}, Counter()
 
 
@@ -51,7 +58,7 @@ def _note(group, name, reads, writes, done, message=False):
                 "collective_seq_id": _numbers[key[0], "collective_seq_id"],
                 "p2p_seq_id": _numbers[key[0], "p2p_seq_id"],
                 "op_id": _numbers[key[0], "op_id"],
-                "profiling_name": f"nccl:{_NAMES.get(name, name)}",
+                "profiling_name": f"nccl:{_name_transfer(name)}",
                 "time_created_ns": time.time_ns(),
                 "input_sizes": [list(x.shape) for x in reads],
                 "input_dtypes": [_name_type(x) for x in reads],
@@ -85,6 +92,11 @@ def dump(includeCollectives=True, includeStackTraces=True, onlyActive=False):
 def reset():
     for records in (_entries, _groups, _numbers):
         records.clear()
+
+
+def _name_transfer(kind):
+    """Return the name that this torch knows."""
+    return next((name for name in _NAMES.get(kind, ()) if name in COLLECTIVES), kind)
 
 
 def _name_type(x):
