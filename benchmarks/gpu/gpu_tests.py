@@ -88,8 +88,9 @@ def run_tests(
 
 
 def find_counts(completed: TimedResult) -> str:
-    """Return the last line of pytest, which has the counts of its tests."""
-    return next((line for line in reversed(completed.lines) if line.strip()), "no output")
+    """Return the last line of pytest, which has the counts of its tests, or why there is none."""
+    lines = [line for line in completed.lines if line.strip()]
+    return lines[-1] if lines else completed.explain_failure()
 
 
 def sum_counts(lines: Sequence[str]) -> str:
@@ -100,4 +101,4 @@ def sum_counts(lines: Sequence[str]) -> str:
     for line in lines:
         for count, outcome in re.findall(r"(\d+) (passed|failed|skipped|errors?|xfailed)", line):
             total[outcome.rstrip("s") if outcome == "errors" else outcome] += int(count)
-    return ", ".join(f"{count} {outcome}" for outcome, count in total.items()) or "no output"
+    return ", ".join(f"{count} {outcome}" for outcome, count in total.items()) or lines[0]

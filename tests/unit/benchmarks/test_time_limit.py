@@ -3,6 +3,7 @@
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import gpu_parts  # noqa: E402
 import gpu_tests  # noqa: E402
 import time_limit  # noqa: E402
 from gpu_results import Results  # noqa: E402
-from time_limit import parse_object, run_limited  # noqa: E402
+from time_limit import TimedResult, parse_object, run_limited  # noqa: E402
 
 
 @pytest.mark.slow
@@ -75,6 +76,17 @@ def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
         while status.exists() and status.read_text().split()[2] != "Z":
             assert time.monotonic() < until
             time.sleep(0.05)
+
+
+def test_tests_without_counts_say_why():
+    silent = TimedResult(
+        4, [""], "conftest.py\nE   ModuleNotFoundError: No module named 'x'\n", 1.0
+    )
+    assert gpu_tests.find_counts(silent) == "E   ModuleNotFoundError: No module named 'x'"
+    assert gpu_tests.find_counts(replace(silent, code=None)) == "not finished after 1 s"
+    assert (
+        gpu_tests.find_counts(replace(silent, lines=["1 failed in 2 s", ""])) == "1 failed in 2 s"
+    )
 
 
 def test_a_line_is_an_object_or_nothing():
