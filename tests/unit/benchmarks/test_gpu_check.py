@@ -44,7 +44,7 @@ def run_check(*arguments):
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     path = tmp_path_factory.mktemp("check") / "result.json"
-    process = run_check("--seconds", "1500", "--write", str(path))
+    process = run_check("--seconds", "7200", "--write", str(path))
     assert process.returncode == 0, process.stdout + process.stderr
     return json.loads(path.read_text())
 

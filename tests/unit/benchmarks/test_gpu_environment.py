@@ -92,7 +92,7 @@ def test_what_is_missing_is_said_first(node):
 def test_it_runs_with_what_an_image_with_torch_has(node, tmp_path):
     write_wheels(node.checkout / ".wheels")
     steps = ("smoke", "products", "graphs", "constants")
-    process = node("--seconds", "900", "--write", str(tmp_path), "--steps", *steps)
+    process = node("--seconds", "3600", "--write", str(tmp_path), "--steps", *steps)
     assert process.returncode == 0, process.stdout + process.stderr
     first = process.stdout.splitlines()[0]
     assert first.startswith("not in this environment, used from .wheels/: ")
