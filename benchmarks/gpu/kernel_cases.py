@@ -263,37 +263,32 @@ def _make_experts(s: CaseSizes) -> Iterator[KernelCase]:
             order_P, places_TK, _ = expert_order.run_reference_order(draw_choices(), s.experts)
             if not grown:
                 return draw_normal(s.tokens, s.hidden, grad=True), order_P, places_TK
-            weights = torch.rand(s.tokens, k).requires_grad_()
-            return draw_normal(s.tokens * k, s.hidden, grad=True), weights, order_P, places_TK
+            return draw_normal(s.tokens * k, s.hidden, grad=True), order_P, places_TK
 
         return arguments
 
     row = 2.0 * s.tokens * s.hidden
     few = LeastWork((1 + k) * row)
     yield KernelCase("permute", f"{k} of {s.experts}", make_rows(False), few, few, length=k)
-    back = LeastWork((1 + 2 * k) * row)
-    yield KernelCase(
-        "unpermute", f"{k} of {s.experts}", make_rows(True), few, back, length=s.hidden
-    )
+    yield KernelCase("unpermute", f"{k} of {s.experts}", make_rows(True), few, few, length=k)
 
-    def make_grouped(gathers: bool) -> Callable[[], tuple[Any, ...]]:
-        def arguments() -> tuple[Any, ...]:
-            order_P, places_TK, ends = expert_order.run_reference_order(draw_choices(), s.experts)
-            x = draw_normal(s.tokens if gathers else s.tokens * k, s.hidden, grad=True)
-            weights = draw_normal(s.experts, s.ffn, s.hidden).div_(s.hidden**0.5).requires_grad_()
-            return (x, weights, ends, order_P, places_TK) if gathers else (x, weights, ends)
-
-        return arguments
+    def make_grouped() -> tuple[Any, ...]:
+        _, _, ends = expert_order.run_reference_order(draw_choices(), s.experts)
+        x = draw_normal(s.tokens * k, s.hidden, grad=True)
+        weights = draw_normal(s.experts, s.ffn, s.hidden).div_(s.hidden**0.5).requires_grad_()
+        return x, weights, ends
 
     places = s.tokens * k
     product = count_products((places, s.ffn, s.hidden))
     backward = count_products((places, s.hidden, s.ffn), (s.ffn, s.hidden, places))
-    for name, gathers in ((f"{s.experts} experts", False), (f"{s.experts} experts, gather", True)):
-        options = {"gather": True} if gathers else {}
-        length = max(s.hidden, s.ffn, s.tokens)
-        yield KernelCase(
-            "grouped_product", name, make_grouped(gathers), product, backward, options, length
-        )
+    yield KernelCase(
+        "grouped_product",
+        f"{s.experts} experts",
+        make_grouped,
+        product,
+        backward,
+        length=max(s.hidden, s.ffn, s.tokens),
+    )
 
     def make_gradient() -> tuple[Any, ...]:
         _, _, ends = expert_order.run_reference_order(draw_choices(), s.experts)

@@ -39,27 +39,3 @@ def tanh(x: tl.tensor) -> tl.tensor:
     # The Taylor series up to x^7. Near 0 the quotient would cancel.
     near = x * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
     return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
-def draw_random_bits(
-    seed: tl.tensor, index: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return four tiles of 32 random bits as a function of seed and 64-bit index (Salmon et al.
-    2011)."""
-    # The words of the index are the counter of Philox, so the bits depend on nothing but seed and
-    # index.
-    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
-    return tl.philox(seed, low, high, low * 0, low * 0)
-
-
-@triton.jit
-def round_stochastically(x: tl.tensor, bits: tl.tensor) -> tl.tensor:
-    """Round fp32 to bf16, up with the probability that makes the expected value exact."""
-    pattern = x.to(tl.uint32, bitcast=True)
-    # bf16 keeps the upper 16 bits of fp32. Adding 16 random bits carries into them with the
-    # probability of the part that is cut off.
-    raised = (pattern + (bits & 0xFFFF)) & 0xFFFF0000
-    # Infinity and NaN have all exponent bits set; a carry would change them.
-    finite = (pattern & 0x7F800000) != 0x7F800000
-    return tl.where(finite, raised.to(tl.float32, bitcast=True), x).to(tl.bfloat16)

@@ -136,7 +136,7 @@ class SortByExpert:
         return x.index_select(0, order // self._places.shape[1])
 
     def transpose(self, y: Tensor) -> Pending[Tensor]:
-        arguments = y, None, self._order, self._places
+        arguments = y, self._order, self._places
         if kernel := self._kernels.find("unpermute", *arguments):
             return Pending(kernel(*arguments))
         # Summed over the choices of a row, in the order of its choices.

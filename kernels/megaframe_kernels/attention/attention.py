@@ -66,7 +66,7 @@ def run_reference(
 
     Returns:
         The output [B, Q, N, D] and, if `need_lse`, the log-sum-exp of the scores (sinks included),
-        [B, N, Q] in at least fp32.
+        [B, N, Q] in at least fp32, which has no gradient.
     """
     # fp32 at least; fp64 stays fp64, in which layouts are compared.
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
@@ -91,7 +91,7 @@ def run_reference(
     shift = lse.masked_fill(sees_nothing, 0.0)
     probabilities = (scores - shift[..., None]).exp()[..., : key.shape[2]]
     out = (probabilities @ value).transpose(1, 2).to(query_BQND.dtype)
-    return out, lse if need_lse else None
+    return out, lse.detach() if need_lse else None
 
 
 def _forward(
@@ -114,7 +114,6 @@ def _forward(
 
 def _backward(
     d_out: Tensor,
-    d_lse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -130,7 +129,7 @@ def _backward(
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     saved = (query, key, value, out, lse, starts, stops, first, last, sinks)
-    return launch_backward(d_out, d_lse, *saved, scale, softcap, fused)
+    return launch_backward(d_out, *saved, scale, softcap, fused)
 
 
 _forward_op = torch.library.custom_op("megaframe::attention", _forward, mutates_args=())
@@ -145,9 +144,7 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward_op.register_fake
-def _(
-    d_out: Tensor, d_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *others: Any
-) -> tuple[Tensor, ...]:
+def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
     sinks = others[6]
     gradients = tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
@@ -158,16 +155,12 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, starts, stops, first, last, sinks, *ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, starts, stops, first, last, sinks)
-    # Without a gradient of the log-sum-exp, d_lse is None instead of zeros, and is not read.
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _compute_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    d_out, d_lse = gradients
+def _compute_gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    # saved[3] is the output, which has no gradient if only the log-sum-exp is used.
-    d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
-    *d_inputs, d_sinks = _direct_backward(d_out, d_lse, *saved, *ctx.numbers)
+    *d_inputs, d_sinks = _direct_backward(gradients[0], *saved, *ctx.numbers)
     # None for the four tensors of the spans, and for scale, softcap and fused.
     return *d_inputs, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
 
@@ -264,9 +257,8 @@ def run_triton_backward(
         fused: Compute all gradients in one pass over the tiles.
     """
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
-    # None: the log-sum-exp of a ring's tile gets no gradient, and sinks are added to all tiles
-    # together.
-    gradients = _direct_backward(d_out_BQND, None, *saved, None, scale, softcap, fused)
+    # None: sinks are added to all tiles together.
+    gradients = _direct_backward(d_out_BQND, *saved, None, scale, softcap, fused)
     d_query, d_key, d_value, _ = gradients
     return d_query, d_key, d_value
 

@@ -36,7 +36,6 @@ def prepare_backward(
     d_out: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    d_lse: tl.tensor,
     shift: tl.tensor,
     delta: tl.tensor,
     queries: tl.tensor,
@@ -56,10 +55,9 @@ def prepare_backward(
         d_out: Gradient of the output, [B, Q, N, D].
         out: The output, [B, Q, N, D], contiguous.
         lse: Log-sum-exp, [B, N, Q].
-        d_lse: Its gradient, [B, N, Q], or None.
         shift: Receives the log-sum-exp in units of log 2; infinite for a query that sees nothing,
             so that p is 0.
-        delta: Receives sum(d_out out) - d_lse.
+        delta: Receives sum(d_out out).
         queries: Number of queries, Q.
         heads: Number of query heads, N.
         width: Of a head, D.
@@ -84,9 +82,6 @@ def prepare_backward(
     # sum over keys of p d_p equals d_out . out, because out = sum of p v (Dao et al. 2022). In
     # fp32.
     mean = tl.sum(d_values * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
-    if d_lse is not None:
-        # The slope of the log-sum-exp is p, which adds p d_lse to d_s = p (d_p - delta).
-        mean -= tl.load(d_lse + pair * queries + query, mask=real, other=0.0)
     tl.store(delta + pair * padded + query, mean)
     total = tl.load(lse + pair * queries + query, mask=real, other=-float("inf"))
     # Padding was loaded as -inf, so it gets an infinite shift like queries that see nothing.

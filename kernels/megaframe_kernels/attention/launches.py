@@ -209,7 +209,6 @@ def launch_forward(
 
 def launch_backward(
     d_out: Tensor,
-    d_lse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -230,7 +229,6 @@ def launch_backward(
 
     Args:
         d_out: Gradient of the output, [B, Q, N, D].
-        d_lse: Gradient of the log-sum-exp, [B, N, Q], or None.
         query: [B, Q, N, D].
         key: [B, K, G, D].
         value: [B, K, G, D].
@@ -250,7 +248,7 @@ def launch_backward(
     """
     query, key, value, d_out = (_make_adjacent(x) for x in (query, key, value, d_out))
     batch, queries, heads, width = query.shape
-    shift, delta = _prepare(d_out, d_lse, out, lse)
+    shift, delta = _prepare(d_out, out, lse)
     groups, per_group = key.shape[2], heads // key.shape[2]
     strides = (s for x in (query, key, value, d_out) for s in x.stride()[:3])
     lengths = queries, key.shape[1]
@@ -321,9 +319,7 @@ def launch_backward(
     return d_query, d_key, d_value, d_sinks
 
 
-def _prepare(
-    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return what the scores of each query need in the backward pass, fp32 [B, N, padded queries]:
     the shift of its exponents, and what is subtracted from the gradients of its shares."""
     batch, queries, heads, width = d_out.shape
@@ -337,7 +333,6 @@ def _prepare(
         d_out,
         out.contiguous(),
         lse,
-        None if d_lse is None else d_lse.contiguous(),
         shift,
         delta,
         queries,

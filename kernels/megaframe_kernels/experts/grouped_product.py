@@ -1,9 +1,8 @@
 """Grouped matrix product: each expert's rows times its own matrix, in one launch.
 
 Tiles are assigned on the device, from where the experts' rows end, so the host never waits to learn
-how many tokens an expert got. Rows can be gathered from their tokens, and scattered to their
-choices, within the kernel; each saves a pass over memory. Shape legend: T tokens, K experts chosen
-by each, P = T K places (choices in the order of experts), E experts, N outputs, H inputs.
+how many tokens an expert got. Shape legend: P places (rows in the order of experts), E
+experts, N outputs, H inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import Tensor
 from megaframe_kernels.device import ceil_div, launch, next_power_of_2
 from megaframe_kernels.device_math import multiply_add
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.experts import permute
 from megaframe_kernels.experts.grouped_gradient import (
     compute_weight_gradient,
     make_adjacent,
@@ -33,43 +31,25 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 _CLEARED = 64
 
 
-def run_reference(
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    order_P: Tensor | None = None,
-    places_TK: Tensor | None = None,
-    *,
-    gather: bool = False,
-    scatter: bool = False,
-) -> Tensor:
+def run_reference(x_PH: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
     """y[p] = x[p] weights[e]^T for the expert e to which place p belongs.
 
     Args:
-        x: Rows [P, H], or with `gather` tokens [T, H].
+        x_PH: The rows.
         weights_ENH: One matrix per expert.
         ends_E: Where each expert's places end; places beyond the last end give 0.
-        order_P: Choice at each place, as in `expert_order.ExpertOrder`.
-        places_TK: Place of each choice.
-        gather: Place p reads x[order[p] // K].
-        scatter: y[p] is written to y[order[p]], so that y is ordered by token and choice.
 
     Returns:
         y [P, N].
     """
-    rows = x
-    if gather and order_P is not None and places_TK is not None:
-        rows = x[order_P.long() // max(places_TK.shape[1], 1)]
     # Masked, so that places beyond the last end keep the 0 that `out` starts with.
-    place = torch.arange(rows.shape[0], device=rows.device)
-    out = rows.new_zeros(rows.shape[0], weights_ENH.shape[1])
+    place = torch.arange(x_PH.shape[0], device=x_PH.device)
+    out = x_PH.new_zeros(x_PH.shape[0], weights_ENH.shape[1])
     start = 0
     for weight, end in zip(weights_ENH, ends_E.tolist(), strict=True):
         inside = (place >= start) & (place < end)
-        out = out + torch.where(inside[:, None], rows, 0.0) @ weight.t()
+        out = out + torch.where(inside[:, None], x_PH, 0.0) @ weight.t()
         start = end
-    if scatter and order_P is not None:
-        return torch.zeros_like(out).index_copy(0, order_P.long(), out)
     return out
 
 
@@ -78,14 +58,11 @@ def _multiply(
     x: tl.tensor,
     weights: tl.tensor,
     ends: tl.tensor,
-    gather: tl.tensor,
-    scatter: tl.tensor,
     out: tl.tensor,
     places: tl.tensor,
     experts: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
-    chosen: tl.tensor,
     x_stride: tl.tensor,
     expert_stride: tl.tensor,
     output_stride: tl.tensor,
@@ -96,7 +73,7 @@ def _multiply(
     EXPERTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """out[scatter[p]] = x[gather[p] // chosen] weights[e]^T for a tile of places of one expert."""
+    """out[p] = x[p] weights[e]^T for a tile of places of one expert."""
     across = tl.cdiv(outputs, COLUMNS)
     # Tiles of the same rows and matrices run at the same time, so the cache serves both operands.
     tile, right = walk(tl.program_id(0), tl.num_programs(0) // across, across)
@@ -110,9 +87,6 @@ def _multiply(
     place = first + tl.arange(0, ROWS)
     inside = place < end
     row = place.to(tl.int64)
-    if gather is not None:
-        # A choice is t K + k, so its token is the quotient.
-        row = (tl.load(gather + place, mask=inside, other=0) // chosen).to(tl.int64)
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     # 64-bit: all matrices together may exceed 32 bits of offsets.
@@ -128,11 +102,7 @@ def _multiply(
         within = in_depth[:, None] & (column[None, :] < outputs)
         b = tl.load(right + start * input_stride, mask=within, other=0.0)
         total = multiply_add(a, b, total, PRECISION)
-    to = place.to(tl.int64)
-    if scatter is not None:
-        # Each choice has one place, so no two rows are written to the same one.
-        to = tl.load(scatter + place, mask=inside, other=0).to(tl.int64)
-    at = out + to[:, None] * outputs + column[None, :]
+    at = out + row[:, None] * outputs + column[None, :]
     written = inside[:, None] & (column[None, :] < outputs)
     tl.store(at, total.to(out.dtype.element_ty), mask=written)
 
@@ -164,30 +134,20 @@ def _clear(
 
 
 def launch_multiply(
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    gather_P: Tensor | None,
-    scatter_P: Tensor | None,
-    chosen: int = 1,
-    tiles: Tiles | None = None,
+    x_PH: Tensor, weights_ENH: Tensor, ends_E: Tensor, tiles: Tiles | None = None
 ) -> Tensor:
     """Multiply the rows of all experts in one launch.
 
     Args:
-        x: Rows [P, H], or tokens [T, H] with `gather_P`.
+        x_PH: The rows.
         weights_ENH: One matrix per expert; may be a transposed view.
         ends_E: Where each expert's places end, int32.
-        gather_P: Place p reads row gather[p] // chosen, unless it is None.
-        scatter_P: Place p writes row scatter[p], unless it is None.
-        chosen: Experts per token.
         tiles: By default those of `TILES`.
 
     Returns:
         y [P, N].
     """
-    x = make_adjacent(x)
-    places = x.shape[0] if gather_P is None else gather_P.shape[0]
+    x, places = make_adjacent(x_PH), x_PH.shape[0]
     experts, outputs, inputs = weights_ENH.shape
     out = x.new_empty(places, outputs)
     tiles, precision = choose_tiles(x, tiles)
@@ -198,14 +158,11 @@ def launch_multiply(
         x,
         weights_ENH,
         ends_E,
-        gather_P,
-        scatter_P,
         out,
         places,
         experts,
         outputs,
         inputs,
-        chosen,
         x.stride(0),
         # All three strides, so a transposed view needs no copy.
         *weights_ENH.stride(),
@@ -230,15 +187,8 @@ def launch_clear(out_PN: Tensor, ends_E: Tensor) -> None:
 
 
 @torch.library.custom_op("megaframe::grouped_product", mutates_args=())
-def _multiply_op(
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    gather_P: Tensor | None,
-    scatter_P: Tensor | None,
-    chosen: int,
-) -> Tensor:
-    return launch_multiply(x, weights_ENH, ends_E, gather_P, scatter_P, chosen)
+def _multiply_op(x_PH: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
+    return launch_multiply(x_PH, weights_ENH, ends_E)
 
 
 _clear_op = torch.library.custom_op(
@@ -248,16 +198,8 @@ clear = bypass_dispatcher(_clear_op, launch_clear)
 
 
 @_multiply_op.register_fake
-def _(
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    gather_P: Tensor | None,
-    scatter_P: Tensor | None,
-    chosen: int,
-) -> Tensor:
-    places = x.shape[0] if gather_P is None else gather_P.shape[0]
-    return x.new_empty(places, weights_ENH.shape[1])
+def _(x_PH: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
+    return x_PH.new_empty(x_PH.shape[0], weights_ENH.shape[1])
 
 
 _direct_multiply = bypass_dispatcher(_multiply_op, launch_multiply)
@@ -265,53 +207,24 @@ _direct_multiply = bypass_dispatcher(_multiply_op, launch_multiply)
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        ends: Tensor,
-        order: Tensor | None,
-        places: Tensor | None,
-        gather: bool,
-        scatter: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weights, ends, order, places)
-        ctx.chosen = 1 if places is None else max(places.shape[1], 1)
-        ctx.gather, ctx.scatter = gather, scatter
-        orders = order if gather else None, order if scatter else None
-        return _direct_multiply(x, weights, ends, *orders, ctx.chosen)
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, ends)
+        return _direct_multiply(x, weights, ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, ends, order, places = ctx.saved_tensors
+        x, weights, ends = ctx.saved_tensors
         d_y, d_x, d_weights = gradients[0], None, None
-        if ctx.scatter:
-            # The gradient of a scatter is a gather: back to the order of experts.
-            d_y = permute.gather(d_y, order, None, 1)
         if ctx.needs_input_grad[0]:
-            d_x = _direct_multiply(d_y, weights.transpose(1, 2), ends, None, None, 1)
-            # The choices of a token are summed in a fixed order.
-            d_x = permute.combine(d_x, None, places) if ctx.gather else d_x
+            d_x = _direct_multiply(d_y, weights.transpose(1, 2), ends)
         if ctx.needs_input_grad[1]:
-            # Rows are gathered first. The kernel reads each row once per tile of the other operand,
-            # and for contiguous rows it needs no registers or loads for their places.
-            x = permute.gather(x, order, None, ctx.chosen) if ctx.gather else x
             d_weights = compute_weight_gradient(d_y, x, weights, ends)
-        return d_x, d_weights, None, None, None, None, None
+        return d_x, d_weights, None
 
 
-def run_triton(
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    order_P: Tensor | None = None,
-    places_TK: Tensor | None = None,
-    *,
-    gather: bool = False,
-    scatter: bool = False,
-) -> Tensor:
+def run_triton(x_PH: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
     """Compute the reference in Triton."""
-    return _Product.apply(x, weights_ENH, ends_E, order_P, places_TK, gather, scatter)
+    return _Product.apply(x_PH, weights_ENH, ends_E)
 
 
 def _multiply_by_torch(x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
@@ -339,48 +252,21 @@ class _TorchProduct(torch.autograd.Function):
         return d_x, d_weights, None
 
 
-def run_torch(
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    order_P: Tensor | None = None,
-    places_TK: Tensor | None = None,
-    *,
-    gather: bool = False,
-    scatter: bool = False,
-) -> Tensor:
-    """Compute the reference by torch's grouped product, with separate passes that move rows."""
-    if gather and order_P is not None and places_TK is not None:
-        # A pass over memory that the Triton kernel saves.
-        x = x.index_select(0, order_P // max(places_TK.shape[1], 1))
-    out = _TorchProduct.apply(x, weights_ENH, ends_E)
-    if scatter and order_P is not None:
-        return torch.empty_like(out).index_copy(0, order_P.long(), out)
-    return out
+def run_torch(x_PH: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
+    """Compute the reference by torch's grouped product."""
+    return _TorchProduct.apply(x_PH, weights_ENH, ends_E)
 
 
-def _refuse_inputs(
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    order_P: Tensor | None = None,
-    places_TK: Tensor | None = None,
-    *,
-    gather: bool = False,
-    scatter: bool = False,
-) -> str | None:
-    arguments = (ends_E, order_P, places_TK)
-    if any(t is not None and t.dtype != torch.int32 for t in arguments):
-        return "ends, order and places must be int32"
-    if (gather or scatter) and (order_P is None or places_TK is None):
-        return "rows can be moved only by an order and places"
-    if x.dtype != weights_ENH.dtype:
-        return f"rows in {x.dtype} and weights in {weights_ENH.dtype}"
-    return refuse_types(x, weights_ENH)
+def _refuse_inputs(x_PH: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> str | None:
+    if ends_E.dtype != torch.int32:
+        return f"ends must be int32, not {ends_E.dtype}"
+    if x_PH.dtype != weights_ENH.dtype:
+        return f"rows in {x_PH.dtype} and weights in {weights_ENH.dtype}"
+    return refuse_types(x_PH, weights_ENH)
 
 
-def _refuse_for_torch(x: Tensor, weights_ENH: Tensor, *_: Any, **__: Any) -> str | None:
-    return refuse_place_for_torch(x) or refuse_strides_for_torch(x, weights_ENH)
+def _refuse_for_torch(x_PH: Tensor, weights_ENH: Tensor, *_: Any) -> str | None:
+    return refuse_place_for_torch(x_PH) or refuse_strides_for_torch(x_PH, weights_ENH)
 
 
 KERNEL = Kernel(

@@ -135,7 +135,7 @@ def _find_largest_of_columns(
         inside = (place < end)[:, None] & (column < width)[None, :]
         at = x + place.to(tl.int64)[:, None] * stride + column[None, :]
         top = tl.maximum(top, read_magnitude_bits(tl.load(at, mask=inside, other=0.0)))
-    scale = scale_of(tl.max(top, 0), MOST, False)
+    scale = scale_of(tl.max(top, 0), MOST)
     tl.store(scales + expert * width + column, scale, mask=column < width)
 
 
@@ -175,7 +175,7 @@ def _quantise_columns(
             known + expert * width + column, mask=in_width & (expert < experts), other=1.0
         )
     else:
-        scale = scale_of(tl.max(read_magnitude_bits(value), 0), MOST, False)
+        scale = scale_of(tl.max(read_magnitude_bits(value), 0), MOST)
         tl.store(scales + tile.to(tl.int64) * width + column, scale, mask=in_width)
     result = round_to_fp8(value, scale[None, :], MOST, out.dtype.element_ty)
     to = tile * ROWS + tl.arange(0, ROWS)

@@ -1,10 +1,9 @@
 """Quantisation to 8-bit floats, with one scale per tensor, per row or per block.
 
 A scale is the factor that restores the original numbers: the exact quotient of the largest
-magnitude and the largest number of the type, optionally rounded up to a power of two, which makes
-multiplying by it exact. Each scale is inverted once, and numbers are multiplied by the inverse. A
-tensor takes two passes, because its scale depends on all of it, and so do rows that do not fit in
-registers; other rows and blocks take one pass.
+magnitude and the largest number of the type. Each scale is inverted once, and numbers are
+multiplied by the inverse. A tensor takes two passes, because its scale depends on all of it, and so
+do rows that do not fit in registers; other rows and blocks take one pass.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ def run_reference(
     x_RC: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
     block: tuple[int, int] | None = None,
-    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return x in 8 bits, and the scales that restore it: x = quantised * scale.
 
@@ -51,7 +49,6 @@ def run_reference(
         dtype: The 8-bit type.
         block: (rows, columns) that share a scale; a number of at most 0 means all. None: one scale
             for all.
-        power_of_two: Round scales up to a power of two.
 
     Returns:
         [R, C] in 8 bits, and fp32 scales [ceil(R / rows), ceil(C / columns)], or [1, 1] without a
@@ -64,9 +61,6 @@ def run_reference(
     padding = (0, across * columns - x_RC.shape[1], 0, down * rows - x_RC.shape[0])
     blocks = torch.nn.functional.pad(wide, padding).view(down, rows, across, columns)
     scale = scale_by(blocks.abs().amax((1, 3)), dtype)
-    if power_of_two:
-        # Up, not to nearest: a smaller scale would push the largest number out of range.
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
     # Inverted once per scale; the kernel does the same, so both round alike.
     by = (1.0 / scale).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     by = by[: x_RC.shape[0], : x_RC.shape[1]]
@@ -104,7 +98,6 @@ def _quantise_blocks(
     columns: tl.tensor,
     stride: tl.tensor,
     MOST: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
     DOWN: tl.constexpr,
     ROWS: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -123,7 +116,7 @@ def _quantise_blocks(
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     # A maximum of integers, the bits of magnitudes, because one of floats may lose NaN.
     largest = tl.max(tl.max(read_magnitude_bits(value), 3, keep_dims=True), 1, keep_dims=True)
-    scale = scale_of(largest, MOST, POWER_OF_TWO)
+    scale = scale_of(largest, MOST)
     # Only blocks that exist have a scale.
     exists = (down * rows < height) & (right < blocks)
     tl.store(scales + down * blocks + right, scale, mask=exists)
@@ -139,7 +132,6 @@ def _quantise_row(
     width: tl.tensor,
     stride: tl.tensor,
     MOST: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Quantise one row per program that does not fit in registers. It is read a second time from
@@ -151,7 +143,7 @@ def _quantise_row(
         column = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * stride + column, mask=column < width, other=0.0)
         top = tl.maximum(top, read_magnitude_bits(value))
-    scale = scale_of(tl.max(top, 0), MOST, POWER_OF_TWO)
+    scale = scale_of(tl.max(top, 0), MOST)
     tl.store(scales + row, scale)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -161,7 +153,7 @@ def _quantise_row(
 
 
 def launch_quantise(
-    x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int, power_of_two: bool
+    x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     """Quantise x like the reference.
 
@@ -170,11 +162,10 @@ def launch_quantise(
         dtype: The 8-bit type.
         rows: Rows that share a scale; at most 0 means all.
         columns: Columns that share a scale; at most 0 means all.
-        power_of_two: Round scales up to a power of two.
     """
     x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
     if rows <= 0 and columns <= 0:
-        return _launch_whole(x, dtype, power_of_two)
+        return _launch_whole(x, dtype)
     height, width = x.shape
     rows, columns = _block(x, (rows, columns))
     out = torch.empty(height, width, dtype=dtype, device=x.device)
@@ -192,7 +183,6 @@ def launch_quantise(
             width,
             x.stride(0),
             MOST=most,
-            POWER_OF_TWO=power_of_two,
             BLOCK=_TILE,
             warps=8,
         )
@@ -213,7 +203,6 @@ def launch_quantise(
         columns,
         x.stride(0),
         MOST=most,
-        POWER_OF_TWO=power_of_two,
         DOWN=down,
         ROWS=tall,
         ACROSS=across,
@@ -223,12 +212,10 @@ def launch_quantise(
     return out, scales
 
 
-def _launch_whole(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _launch_whole(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # The scale depends on the whole tensor, hence two passes. It stays on the device.
     parts = launch_largest(x, max(1, min(len(x), _PARTS)))
     scale = scale_by(parts.amax(), dtype)
-    if power_of_two:
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
     return launch_quantise_by(x, scale.view(1), dtype), scale.view(1, 1)
 
 
@@ -279,9 +266,7 @@ _quantise_op = torch.library.custom_op("megaframe::quantise", launch_quantise, m
 
 
 @_quantise_op.register_fake
-def _(
-    x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int, power_of_two: bool
-) -> tuple[Tensor, Tensor]:
+def _(x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     down, across = _block(x_RC, (rows, columns))
     shape = ceil_div(x_RC.shape[0], down), ceil_div(x_RC.shape[1], across)
     if rows <= 0 and columns <= 0:
@@ -298,11 +283,10 @@ def run_triton(
     x_RC: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
     block: tuple[int, int] | None = None,
-    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the reference in Triton."""
     rows, columns = (0, 0) if block is None else block
-    return _direct_quantise(x_RC, dtype, rows, columns, power_of_two)
+    return _direct_quantise(x_RC, dtype, rows, columns)
 
 
 def refuse_chip(x: Tensor) -> str | None:
@@ -330,7 +314,6 @@ def _refuse_inputs(
     x_RC: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
     block: tuple[int, int] | None = None,
-    power_of_two: bool = False,
 ) -> str | None:
     rows, columns = _block(x_RC, block)
     fits = block is None or next_power_of_2(rows) * next_power_of_2(columns) <= _WIDEST

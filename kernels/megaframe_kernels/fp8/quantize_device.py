@@ -51,24 +51,16 @@ def read_magnitude_bits(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
+def scale_of(largest: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
     """Return the scale for the bits of the largest magnitude.
 
     Args:
         largest: Bits of the largest magnitude.
         MOST: The largest number of the 8-bit type.
-        POWER_OF_TWO: Whether the scale is one.
     """
     largest = largest.to(tl.float32, bitcast=True)
     # The bound gives a block of zeros a scale. MOST's inverse is a constant of the kernel.
-    scale = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)
-    if POWER_OF_TWO:  # the exponent, plus one unless the mantissa is zero
-        bits = scale.to(tl.int32, bitcast=True)
-        up = tl.where((bits & 0x7FFFFF) != 0, 1, 0)
-        power = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
-        # NaN stays NaN, so that it is not hidden by a scale.
-        scale = tl.where(scale == scale, power, scale)
-    return scale
+    return tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """AdamW over a flat shard in one pass: master weights, moments, and the copy that the model reads.
 
 The clipping factor and the flag that skips a step stay on the device, so no step waits for the host
-to read a norm. The random bits of stochastic rounding are a function of the seed and of the
-element's number in the whole span, so they do not depend on how the span is divided into shards.
+to read a norm.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch
-from megaframe_kernels.device_math import draw_random_bits, round_stochastically
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import check_apex, require_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 _BLOCK = 2048
@@ -39,8 +37,6 @@ def run_reference(
     step: int,
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
-    seed: int | None = None,
-    first: int = 0,
 ) -> tuple[Tensor, ...]:
     """Do one step in place (Loshchilov and Hutter 2019) and return what changed.
 
@@ -61,8 +57,6 @@ def run_reference(
         step: Number of this step, from 1.
         divisor: Scalar on the device.
         skip: Scalar on the device; if it is 1, nothing changes.
-        seed: Round bf16 results stochastically (the reference does not).
-        first: Number of the first element in the whole span.
 
     Returns:
         Mean, square, weights, and copy if there is one.
@@ -86,17 +80,6 @@ def run_reference(
 
 
 @triton.jit
-def _store(
-    at: tl.tensor, value: tl.tensor, bits: tl.tensor, inside: tl.tensor, STOCHASTIC: tl.constexpr
-) -> None:
-    if STOCHASTIC and at.dtype.element_ty == tl.bfloat16:
-        # Rounded to nearest, a weight in bf16 would lose every update below half its last place.
-        value = round_stochastically(value, bits)
-    tl.store(at, value.to(at.dtype.element_ty), mask=inside)
-
-
-# These change with the step or the shard. If specialised, several kernels would be compiled.
-@triton.jit(do_not_specialize=("seed", "first"))
 def _step(
     weights: tl.tensor,
     grads: tl.tensor,
@@ -106,8 +89,6 @@ def _step(
     divisor: tl.tensor,
     skip: tl.tensor,
     length: tl.tensor,
-    seed: tl.tensor,
-    first: tl.tensor,
     mean_share: tl.tensor,
     beta2: tl.tensor,
     square_share: tl.tensor,
@@ -115,7 +96,6 @@ def _step(
     keep: tl.tensor,
     rate: tl.tensor,
     unbias: tl.tensor,
-    STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """mean_share, square_share: 1 - beta1 and 1 - beta2, computed on the host because fp32 would
@@ -139,17 +119,12 @@ def _step(
     w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
     # sqrt(v / (1 - beta2^step)) = sqrt(v) unbias, and rate holds the bias correction of m.
     w = w * keep - rate * m / (tl.sqrt(v) * unbias + eps)
-    # Placeholders: without STOCHASTIC, `_store` does not read them.
-    bits, mean_bits, square_bits = place, place, place
-    if STOCHASTIC:
-        # Numbered in the whole span, so rounding does not depend on its division into shards.
-        bits, mean_bits, square_bits, _ = draw_random_bits(seed, place + first)
-    _store(mean + place, m, mean_bits, inside, STOCHASTIC)
-    _store(square + place, v, square_bits, inside, STOCHASTIC)
-    _store(weights + place, w, bits, inside, STOCHASTIC)
+    tl.store(mean + place, m.to(mean.dtype.element_ty), mask=inside)
+    tl.store(square + place, v.to(square.dtype.element_ty), mask=inside)
+    tl.store(weights + place, w.to(weights.dtype.element_ty), mask=inside)
     if copy is not None:
-        # The copy is rounded from the fp32 result, with the bits of the weights.
-        _store(copy + place, w, bits, inside, STOCHASTIC)
+        # The copy is rounded from the fp32 result, not from weights that may be rounded already.
+        tl.store(copy + place, w.to(copy.dtype.element_ty), mask=inside)
 
 
 def launch_step(
@@ -166,8 +141,6 @@ def launch_step(
     eps: float,
     weight_decay: float,
     step: int,
-    seed: int | None,
-    first: int,
 ) -> None:
     """Do the step of the reference by the Triton kernel. Arguments are those of `run_reference`."""
     launch(
@@ -181,8 +154,6 @@ def launch_step(
         divisor,
         skip,
         weights.numel(),
-        seed or 0,
-        first,
         1.0 - beta1,
         beta2,
         1.0 - beta2,
@@ -191,7 +162,6 @@ def launch_step(
         # Bias corrections are computed on the host in fp64.
         lr / (1.0 - beta1**step),
         1.0 / math.sqrt(1.0 - beta2**step),
-        STOCHASTIC=seed is not None,
         BLOCK=_BLOCK,
         warps=8,
     )
@@ -218,11 +188,9 @@ def run_triton(
     step: int,
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
-    seed: int | None = None,
-    first: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Compute the reference in Triton. No other implementation rounds stochastically."""
-    numbers = (lr, beta1, beta2, eps, weight_decay, step, seed, first)
+    """Compute the reference in Triton."""
+    numbers = (lr, beta1, beta2, eps, weight_decay, step)
     _direct_step(weights, grads, mean, square, copy, divisor, skip, *numbers)
     return (mean, square, weights) if copy is None else (mean, square, weights, copy)
 
@@ -270,33 +238,6 @@ def run_torch(
     return mean, square, weights, copy
 
 
-def run_apex(
-    weights: Tensor,
-    grads: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    copy: Tensor | None = None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> tuple[Tensor, ...]:
-    """Compute the reference by NVIDIA apex and a copy."""
-    import amp_C
-
-    overflow = torch.zeros(1, dtype=torch.int32, device=weights.device)
-    lists = [[grads], [weights], [mean], [square]]
-    numbers = (lr, beta1, beta2, eps, step, 1, 1, weight_decay)  # decoupled decay, bias corrected
-    amp_C.multi_tensor_adam(65536, overflow, lists, *numbers)
-    if copy is None:
-        return mean, square, weights
-    copy.copy_(weights)
-    return mean, square, weights, copy
-
-
 def _refuse_inputs(
     weights: Tensor,
     grads: Tensor,
@@ -314,39 +255,14 @@ def _refuse_inputs(
     return refuse_types(*tensors, divisor, skip)
 
 
-def _refuse_for_library(
-    *spans: Tensor | None,
-    seed: int | None = None,
-    **_: Any,
+def _refuse_for_torch(
+    *spans: Tensor | None, divisor: Tensor | None = None, skip: Tensor | None = None, **_: Any
 ) -> str | None:
     """spans: weights, gradients, both moments, and maybe the copy."""
-    if seed is not None:
-        return "it does not round stochastically"
-    kinds = {span.dtype for span in spans[:4] if span is not None}
-    return None if len(kinds) == 1 else "weights, gradients and moments must be of one type"
-
-
-def _refuse_for_torch(
-    *spans: Tensor | None,
-    divisor: Tensor | None = None,
-    skip: Tensor | None = None,
-    **options: Any,
-) -> str | None:
     if any(number is not None and number.dtype != torch.float32 for number in (divisor, skip)):
         return "torch's fused AdamW takes divisor and skip in fp32, whatever the weights are"
-    return _refuse_for_library(*spans, **options)
-
-
-def _refuse_for_apex(
-    weights: Tensor,
-    *buffers: Any,
-    divisor: Tensor | None = None,
-    skip: Tensor | None = None,
-    **options: Any,
-) -> str | None:
-    if divisor is not None or skip is not None:
-        return "it neither divides gradients nor skips a step"
-    return _refuse_for_library(weights, *buffers, **options)
+    kinds = {span.dtype for span in spans[:4] if span is not None}
+    return None if len(kinds) == 1 else "weights, gradients and moments must be of one type"
 
 
 KERNEL = Kernel(
@@ -355,7 +271,6 @@ KERNEL = Kernel(
     {
         "triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs),
         "torch": Implementation("torch", run_torch, require_nothing, _refuse_for_torch),
-        "apex": Implementation("apex", run_apex, check_apex, _refuse_for_apex),
     },
     constant=8.0,
 )

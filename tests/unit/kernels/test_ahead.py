@@ -75,15 +75,6 @@ def assert_keeps_nan(folder):
     assert instructions and all(".NaN." in name for name in instructions)
 
 
-@pytest.mark.slow
-def test_no_number_that_changes_with_the_step_makes_a_kernel_of_its_own(tmp_path):
-    compile_kernels(
-        tmp_path, "--kernels", "adamw", "--examples", "bf16, stochastic", "--chips", "90"
-    )
-    (text,) = (path.read_text() for path in tmp_path.rglob("*.ttir"))
-    assert "%seed: i32 loc" in text and "%first: i32 loc" in text
-
-
 def test_what_does_not_fit_is_told():
     fits = Usage("k", "e", 90, 255, 0, 200 * 1024, 0, 0, "wgmma")
     assert fits.clean

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from megaframe_kernels.cuda_build import (
     list_sources,
 )
 from megaframe_kernels.experts import expert_order
+from megaframe_kernels.kernel import refuse_nothing
+
+from megaframe.config import RunConfig
+from megaframe.ops.kernel_dispatch import make_kernels
 
 try:
     NVCC = find_nvcc()
@@ -75,6 +80,25 @@ def test_expert_order(library, tokens, k, experts):
         expert_order.launch_order_cuda(chosen, experts), expected, strict=True
     ):
         assert actual.dtype == torch.int32 and torch.equal(actual, exact)
+
+
+def test_a_config_reaches_every_function(library, monkeypatch):
+    """But for the probe, by which the library is tried when it is loaded."""
+    names = {"megaframe_probe"}
+    sources = "".join(source.read_text() for source in list_sources())
+    for function in ("call", "count"):
+        ask = getattr(cuda_library, function)
+        monkeypatch.setattr(
+            cuda_library, function, lambda name, *rest, ask=ask: names.add(name) or ask(name, *rest)
+        )
+    implementations = expert_order.ORDER.implementations
+    on_any_device = replace(implementations["cuda"], refuses=refuse_nothing)
+    monkeypatch.setitem(implementations, "cuda", on_any_device)
+    config = RunConfig(model={"moe": {"experts": 4}}, kernels={"experts": "cuda"})
+    chosen = torch.tensor([[0, 2], [1, 0]], dtype=torch.int32, device=DEVICE)
+    order = make_kernels(config, torch.device(DEVICE)).find("expert_order", chosen, 4)
+    order(chosen, 4)
+    assert names == set(re.findall(r"^MEGAFRAME_EXPORT \w+ (\w+)\(", sources, re.MULTILINE))
 
 
 @pytest.mark.parametrize("stranger", [-1, 5, 4096])

@@ -92,23 +92,15 @@ def test_permute_and_unpermute(dtype, tokens, width):
     x = make_random(tokens, width, dtype=dtype).requires_grad_()
     check(permute.PERMUTE, "triton", (x, order.order_P, order.places_TK), length=2)
     y = make_random(2 * tokens, width, dtype=dtype).requires_grad_()
-    weights = make_random(tokens, 2, seed=3).requires_grad_()
-    indices = (order.order_P, order.places_TK)
-    check(permute.UNPERMUTE, "triton", (y, weights, *indices), {}, 2, width)
-    check(permute.UNPERMUTE, "triton", (y, None, *indices), {}, 2)
+    check(permute.UNPERMUTE, "triton", (y, order.order_P, order.places_TK), {}, 2)
 
 
-@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("scatter", [False, True])
-def test_grouped_product(dtype, gather, scatter):
+def test_grouped_product(dtype):
     _, order = order_of(37, 2, 6, skipped=(0, 3))
-    x = make_random(37 if gather else 74, 40, dtype=dtype).requires_grad_()
+    x = make_random(74, 40, dtype=dtype).requires_grad_()
     weights = make_random(6, 21, 40, dtype=dtype, seed=1).requires_grad_()
-    arguments = (x, weights, order.ends_E, order.order_P, order.places_TK)
-    options = {"gather": gather, "scatter": scatter}
-    check(grouped_product.KERNEL, "triton", arguments, options, 40, 74, scale=4.0)
+    check(grouped_product.KERNEL, "triton", (x, weights, order.ends_E), {}, 40, 74, scale=4.0)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(0, 8, 8), (1, 1, 1), (140, 150, 70)])
@@ -169,13 +161,12 @@ def test_torch_is_given_strides_of_whole_16_bytes(shape, change, taken):
 def test_gradients_are_bitwise_repeatable():
     _, order = order_of(50, 4, 8)
     x, weights = (
-        make_random(50, 16).requires_grad_(),
+        make_random(200, 16).requires_grad_(),
         make_random(8, 24, 16, seed=1).requires_grad_(),
     )
-    moved = (order.ends_E, order.order_P, order.places_TK)
 
     def gradients():
-        y = grouped_product.run_triton(x, weights, *moved, gather=True, scatter=True)
+        y = grouped_product.run_triton(x, weights, order.ends_E)
         return torch.autograd.grad(y.square().sum(), (x, weights))
 
     for first, other in zip(gradients(), gradients(), strict=True):

@@ -12,11 +12,10 @@ BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 
 @pytest.mark.parametrize("dtype", quantize.TYPES)
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_quantise(dtype, block, power_of_two):
+def test_quantise(dtype, block):
     x = make_random(9, 200, scale=30.0)
-    actual, scales = quantize.run_triton(x, dtype, block, power_of_two)
-    expected, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
+    actual, scales = quantize.run_triton(x, dtype, block)
+    expected, true_scales = quantize.run_reference(x, dtype, block)
     assert torch.equal(scales, true_scales)
     assert actual.dtype == dtype and torch.equal(
         actual.view(torch.uint8), expected.view(torch.uint8)
@@ -44,27 +43,25 @@ def test_empty(block):
     assert actual.shape == (0, 5)
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_rows_that_registers_do_not_hold(power_of_two):
+def test_rows_that_registers_do_not_hold():
     x = make_random(3, 20000, dtype=torch.bfloat16)
     implementation = quantize.QUANTISE.implementations["triton"]
     assert "3 x 20000" in implementation.refuses(x, block=(3, 0))
     assert implementation.refuses(x, block=(1, 0)) is None
-    actual, scales = quantize.run_triton(x, block=(1, 0), power_of_two=power_of_two)
-    expected, true_scales = quantize.run_reference(x, block=(1, 0), power_of_two=power_of_two)
+    actual, scales = quantize.run_triton(x, block=(1, 0))
+    expected, true_scales = quantize.run_reference(x, block=(1, 0))
     assert torch.equal(scales, true_scales)
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", quantize.TYPES)
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_what_is_not_finite_shows(dtype, block, power_of_two):
+def test_what_is_not_finite_shows(dtype, block):
     for width in (200, 20000) if block == (1, 0) else (200,):
         x = make_random(9, width)
         x[1, 3], x[7, 150] = float("nan"), float("inf")
-        actual, scales = quantize.run_triton(x, dtype, block, power_of_two)
-        expected, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
+        actual, scales = quantize.run_triton(x, dtype, block)
+        expected, true_scales = quantize.run_reference(x, dtype, block)
         assert actual[1, 3].float().isnan() and actual[7, 150].float().isnan()
         exact = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
         torch.testing.assert_close(scales, true_scales, **exact)
@@ -77,13 +74,6 @@ def test_the_largest_number_survives():
     # The scale is a quotient, and what it gives a product: two roundings.
     assert_near(quantize.restore(actual, scales)[0, 0], x[0, 0], 2)
     assert torch.isfinite(actual.float()).all()
-
-
-@pytest.mark.parametrize("block", [None, (1, 0)])
-def test_a_scale_that_is_a_power_of_two_stays(block):
-    x = torch.tensor([[448.0, 1.0], [448.0, -448.0]])
-    actual, scales = quantize.run_triton(x, torch.float8_e4m3fn, block, True)
-    assert (scales == 1).all() and torch.equal(actual.float(), x)
 
 
 @pytest.mark.parametrize(
