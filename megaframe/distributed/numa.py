@@ -5,6 +5,9 @@ What is next to what is read from /sys (the Linux kernel's `sysfs-bus-pci` and
 Every rank works out the same for all ranks of its machine, so ranks divide cores without
 communicating, and the first one can log it. Whatever is not known or not allowed leaves a process
 as the launcher started it, with a line that says so.
+
+`torchrun --numa-binding` needs `numactl`, ends the job where it cannot bind, and is not there under
+Slurm, MPI and Ray, whose ranks are bound here too.
 """
 
 from __future__ import annotations

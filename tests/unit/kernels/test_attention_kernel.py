@@ -204,7 +204,7 @@ def test_a_ring_of_tiles_is_the_whole(fused):
     d_query = 0
     for spans, part, _ in results:
         gradients = launch_backward(
-            d_out[:, own_places], None, *part, out, lse, *spans.tensors, *NONE, fused
+            d_out[:, own_places], *part, out, lse, *spans.tensors, *NONE, fused
         )
         d_query = d_query + gradients[0]
     assert_close(KERNEL, d_query, truth[:, own_places], length, "gradient", scale=0.5)

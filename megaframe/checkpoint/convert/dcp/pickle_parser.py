@@ -3,6 +3,9 @@
 A pickle is a program whose instructions import and call whatever they name. Only the few
 instructions that metadata and tensors need are interpreted here. A class or function stays a name,
 a call becomes a record of name and arguments, and a name that is not expected is an error.
+
+torch's loader with `weights_only` is safe too, but has no limit: 4 MB of empty lists take 275 MB
+there before it ends (torch 2.13), and it calls the classes that it knows.
 """
 
 from __future__ import annotations

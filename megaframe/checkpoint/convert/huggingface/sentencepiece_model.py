@@ -1,7 +1,9 @@
 """Reads a SentencePiece model file as data: its pieces, and how it normalises text.
 
 The library does not tell how a model normalises. The file is a protocol buffer
-(sentencepiece_model.proto), of whose wire format this is the part that such files use.
+(sentencepiece_model.proto), of whose wire format this is the part that such files use. The module
+for it in sentencepiece's wheel refuses a protobuf older than the one it was made with (7.36.1 for
+0.2.3), which sentencepiece does not install and other programs of an environment may not take.
 """
 
 from __future__ import annotations
