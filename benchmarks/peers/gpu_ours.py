@@ -12,7 +12,7 @@ import torch
 from gpu_workload import make_batches, profile_steps, read, run
 from torch import Tensor
 
-from megaframe.architecture.spec import Normal
+from megaframe.architecture.spec import Constant, Normal
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
@@ -38,6 +38,7 @@ class Training:
                 if isinstance(init, Normal):
                     weights.normal_(0.0, init.std)
                 else:
+                    assert isinstance(init, Constant), "no layer comes from outside"
                     weights.fill_(init.value)
         train_step.optimizer.begin()
         self._make = make_batches(config, device)

@@ -29,26 +29,35 @@ class SavedActivations:
         values: Elements in the precision of the model.
         statistics: Elements in at least fp32.
         other_bytes: Bytes of integers and masks.
+        pairs: What is kept for each pair of tokens of a sample, such as scores; None for nothing.
     """
 
     values: Number = 0
     statistics: Number = 0
     other_bytes: Number = 0
+    pairs: SavedActivations | None = None
 
     def __add__(self, other: SavedActivations) -> SavedActivations:
         return SavedActivations(
             self.values + other.values,
             self.statistics + other.statistics,
             self.other_bytes + other.other_bytes,
+            self.pairs if other.pairs is None else other.pairs + (self.pairs or SavedActivations()),
         )
 
-    def count_bytes(self, width: int) -> Number:
+    def count_bytes(self, width: int, seq: int) -> Number:
         """Return the bytes per token.
 
         Args:
             width: Bytes of a value.
+            seq: Tokens of a sample.
         """
-        return self.values * width + self.statistics * max(4, width) + self.other_bytes
+        per_token = self.values * width + self.statistics * max(4, width) + self.other_bytes
+        return (
+            per_token
+            if self.pairs is None
+            else per_token + seq * self.pairs.count_bytes(width, seq)
+        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,11 @@ class LayerDescription(ABC):
     keeps_normed_input = False
     """Whether it normalises its input for several uses, so that recompute cannot leave the norm to
     a linear."""
+
+    @property
+    def origin(self) -> object:
+        """An object of a class of whoever brings the layer, for messages that name its file."""
+        return self
 
     @property
     @abstractmethod
@@ -261,6 +275,21 @@ class MixerDescription(LayerDescription):
     context_kinds: ClassVar[tuple[str, ...]] = ()
     """The values of `parallel.context_kind` under which ranks may have parts of a sample."""
 
+    @property
+    def sees_documents(self) -> bool:
+        """Whether it can keep tokens from seeing other documents than their own."""
+        return True
+
+    @property
+    def repeated(self) -> bool:
+        """Whether every tensor rank computes all tokens and all widths."""
+        return False
+
+    @property
+    def label(self) -> str:
+        """What a message calls it."""
+        return type(self).__name__
+
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
         """Yield a message for each reason why the layer cannot be divided like this, also because
         it needs whole samples."""
@@ -269,7 +298,7 @@ class MixerDescription(LayerDescription):
         if parallel.context > 1 and kind not in kinds:
             yield (
                 f"parallel.context={parallel.context} divides samples, which "
-                f"{type(self).__name__} cannot mix with parallel.context_kind={kind}; use "
+                f"{self.label} cannot mix with parallel.context_kind={kind}; use "
                 + (f"parallel.context_kind={join_or(kinds)}, or " if kinds else "")
                 + "parallel.context=1"
             )

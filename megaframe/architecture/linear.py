@@ -120,6 +120,11 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
+class RepeatedLinearSpec(LinearSpec):
+    """A product that every tensor rank computes for the rows of all of them."""
+
+
+@dataclass(frozen=True)
 class TensorTraffic:
     """Elements per token that are gathered or scattered over the tensor axis.
 

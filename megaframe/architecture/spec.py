@@ -8,11 +8,12 @@ from it. No code looks at names or attaches attributes to tensors.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 Role = Literal["matrix", "embedding", "head", "gain", "bias", "balance"]
 """matrix, head: multiplied once per token. embedding: looked up. gain, bias: of norms and linears.
@@ -33,6 +34,18 @@ class Constant:
     """The same initial value everywhere."""
 
     value: float
+
+
+class DrawnByLayer(ABC):
+    """Initial values that the code of a layer from outside draws. A frozen dataclass."""
+
+    @abstractmethod
+    def draw(self, seed: int) -> Any:
+        """Return the whole tensor, the same on all ranks.
+
+        Args:
+            seed: Seed of the run.
+        """
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    init: Normal | Constant
+    init: Normal | Constant | DrawnByLayer
     role: Role
     decay: bool = False
     axes: Mapping[int, str] = field(default_factory=dict)

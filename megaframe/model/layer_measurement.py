@@ -9,7 +9,6 @@ divide it are pretended (`Mesh(alone=)`); memory is what is allocated, not what 
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.layer import LayerDescription, MixerDescription
 from megaframe.config import ModelConfig, ParallelConfig, TrainConfig
+from megaframe.config.part_calls import describe_failure
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch, select_context_part
 from megaframe.distributed.mesh import Mesh
@@ -124,8 +124,9 @@ def measure_layer(
         except Exception as error:
             raise UserError(
                 f"{_name_layer(description)} cannot be measured: "
-                f"{_find_place(description, error)}; it is run on tensors without content, so it "
-                "must not read values of tensors, and it must return one tensor like its input"
+                f"{describe_failure(description.origin, error)}; it is run on tensors without "
+                "content, so it must not read values of tensors, and it must return one tensor "
+                "like its input"
             ) from error
 
 
@@ -181,6 +182,12 @@ class _Counter(MetaTensorMode):
     def protect(self) -> None:
         """From now on, notice what is written to storages that exist already."""
         self._older = {*self._known}
+
+    def _leave(self, key: int, size: int) -> None:
+        # New memory may have the address of what is freed.
+        if self._older is not None:
+            self._older.discard(key)
+        super()._leave(key, size)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, and record it."""
@@ -402,14 +409,6 @@ def _get_flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
 def _name_layer(description: LayerDescription) -> str:
     """Return the class of a description and its place, for a message."""
-    kind = type(description)
+    kind = type(description.origin)
     source = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return f"{kind.__name__} ({source or kind.__module__})"
-
-
-def _find_place(description: LayerDescription, error: Exception) -> str:
-    """Return an exception in one line, with the place where it left the code of the layer."""
-    source = getattr(sys.modules.get(type(description).__module__), "__file__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in reversed(frames) if f.filename == source), frames[-1])
-    return f"{frame.filename}:{frame.lineno}: {traceback.format_exception_only(error)[-1].strip()}"

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from megaframe.architecture.spec import Box, Normal, ParamSpec
+from megaframe.architecture.spec import Box, Constant, DrawnByLayer, ParamSpec
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -29,8 +29,12 @@ def fill_initial_values(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> No
         box: The piece of the parameter.
         seed: Seed of the run; with the parameter's name it fixes the values.
     """
-    if not isinstance(spec.init, Normal):
+    if isinstance(spec.init, Constant):
         out.fill_(spec.init.value)
+        return
+    if isinstance(spec.init, DrawnByLayer):
+        if not out.is_meta:
+            out.copy_(spec.init.draw(seed)[box.slices])
         return
     width = math.prod(spec.shape[1:])
     # Depends on the whole shape, not on the piece, so blocks are the same on all ranks.

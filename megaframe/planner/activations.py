@@ -121,8 +121,8 @@ def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
 def _count_saved_bytes(config: RunConfig, part: SavingPart) -> int:
     """Return the bytes that a part keeps of a microbatch besides its input."""
     train, width = config.train, DTYPE_BYTES[config.train.precision]
-    saved = part.count_saved(config.parallel, train.recompute).count_bytes(width)
-    return round(train.microbatch * train.seq * saved)
+    saved = part.count_saved(config.parallel, train.recompute)
+    return round(train.microbatch * train.seq * saved.count_bytes(width, train.seq))
 
 
 def _compute_stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
@@ -138,8 +138,8 @@ def _count_left_bytes(config: RunConfig, part: BlockDescription | PredictorDescr
     """Return the bytes that the backward pass of a part leaves of a microbatch for a weight pass:
     the inputs of all linears, and the gradients of their outputs."""
     train, width = config.train, DTYPE_BYTES[config.train.precision]
-    left = part.count_saved_for_weights(config.parallel, train.recompute).count_bytes(width)
-    return round(train.microbatch * train.seq * left)
+    left = part.count_saved_for_weights(config.parallel, train.recompute)
+    return round(train.microbatch * train.seq * left.count_bytes(width, train.seq))
 
 
 def compute_weight_pass_bytes(config: RunConfig, layer: int) -> int:

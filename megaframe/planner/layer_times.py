@@ -16,7 +16,7 @@ from megaframe.architecture.layer import (
     FeedForwardDescription,
     MixerDescription,
 )
-from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
+from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec, RepeatedLinearSpec
 from megaframe.planner.communication_times import (
     estimate_context_parallel_times,
     estimate_expert_parallel_times,
@@ -111,7 +111,7 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
         choices = machine.tokens / sizes.tensor * linear.top_k
         rows = choices * sizes.expert * sizes.expert_tensor / linear.experts
         divided_by = sizes.expert_tensor
-    elif linear.split is None:
+    elif linear.split is None and not isinstance(linear, RepeatedLinearSpec):
         rows = machine.tokens / sizes.tensor  # a rank multiplies its own rows
     outputs, inputs = linear.compute_local_sizes(divided_by)
     forward, backward, weight = estimate_linear_seconds(
@@ -154,7 +154,8 @@ def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> Pass
     sizes, rate, seq = machine.sizes, machine.rate, machine.config.train.seq
     software, products = machine.software, mixer.list_batched_products(seq)
     if not mixer.has_scores:
-        return _estimate_chunk_times(machine, products)
+        times = _estimate_chunk_times(machine, products)
+        return times.scale(sizes.tensor) if mixer.repeated else times
     if software.fused_attention:
         skips = software.causal_skip
         flops = sum(p.flops * (p.causal_share if skips else 1.0) for p in products) / seq

@@ -28,6 +28,12 @@ def find_limit_mistakes(config: RunConfig) -> Iterator[str]:
                 if message not in seen:
                     seen.add(message)
                     yield place + message
+        mixer = block.mixer
+        if config.data.reset_attention and not mixer.sees_documents:
+            yield (
+                f"{place}data.reset_attention=true keeps documents apart, which {mixer.label} does "
+                "not; use data.reset_attention=false, or give its forward an argument `documents`"
+            )
     if model.vocab is not None:
         for limit in describe_token_table(model).limits:
             yield from limit.find_mistakes(parallel)

@@ -59,3 +59,16 @@ def test_a_mixer_goes_on_under_other_layouts_on_documents(name, pool, overrides,
     resume = {**extension, "checkpoint__resume": "latest"}
     pool.run(4, train, overrides(parallel__tensor=2, parallel__zero=3, **resume))
     assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
+
+
+def test_a_torch_module_goes_on_under_another_layout_on_documents(pool, overrides, tmp_path):
+    """Its parameters and their optimizer state are in checkpoints like all others."""
+    extension = {
+        **{"run__extensions": f"[{ROOT / 'examples/torch_module.py'}]", **RUN, **PACKED},
+        "model__blocks": "[{mixer: short_convolution}, {mixer: attention}]",
+    }
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **extension))
+    pool.run(2, train, overrides(train__steps=6, parallel__tensor=2, **extension))
+    resume = {**extension, "checkpoint__resume": "latest"}
+    pool.run(2, train, overrides(parallel__zero=3, **resume))
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))

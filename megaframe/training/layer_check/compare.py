@@ -169,7 +169,7 @@ class _Comparison:
     def _compare_bytes(self, measured: str, purpose: str, claim: Any, member: str) -> None:
         self._compare(
             f"bytes kept for {purpose} {self._situation}",
-            round(claim.count_bytes(self._width) * self._tokens),
+            round(claim.count_bytes(self._width, self.config.train.seq) * self._tokens),
             sum(getattr(measurement, measured) for measurement in self.measured),
             member,
         )

@@ -26,8 +26,10 @@ from megaframe.extensions import load_extensions
 from megaframe.schedule import SCHEDULE_NAMES, find_schedule_mistakes
 from megaframe.validate.run import find_mistakes
 
-EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples/library.py"})
-"""Extensions whose parts are drawn, too: all but the program that uses the library."""
+_NOT_DRAWN = {ROOT / "examples" / name for name in ("library.py", "transformers_layer.py")}
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - _NOT_DRAWN)
+"""Extensions whose parts are drawn, too: all but the program that uses the library, and the one
+whose import takes every process seconds."""
 RANKS = (1, *(2,) * 5, 3, *(4,) * 6, *(6,) * 2, *(8,) * 3, 5, 7)
 """Numbers of ranks; the more often one is here, the more often it is drawn."""
 AXES = ("data", "tensor", "context", "pipeline")

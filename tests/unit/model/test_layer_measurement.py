@@ -51,9 +51,9 @@ def test_what_our_layers_keep_compute_and_send_is_what_their_formulas_say(
     width, block = DTYPE_BYTES[train.precision], describe_block(model, 0)
     for layer in (block.mixer, block.feed_forward):
         measured = measure_layer(layer, model.hidden, parallel, train)
-        saved = layer.count_saved(parallel, recompute).count_bytes(width)
+        saved = layer.count_saved(parallel, recompute).count_bytes(width, train.seq)
         assert measured.saved_bytes * ranks == saved * tokens
-        left = layer.count_saved_for_weights(parallel, recompute).count_bytes(width)
+        left = layer.count_saved_for_weights(parallel, recompute).count_bytes(width, train.seq)
         assert measured.weight_pass_bytes * ranks == left * tokens
         moved, rows = layer.tensor_traffic, tokens * width * (parallel.tensor - 1)
         for passed, elements in (
