@@ -34,6 +34,7 @@ if not torch.cuda.is_available():
 
 from fake_cuda.build import explain_obstacle
 from fake_cuda.client import FakeCuda
+from patience import report_at_once
 
 from megaframe.config import RunConfig
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
@@ -161,7 +162,7 @@ def make_microbatch():
 @pytest.fixture(scope="session")
 def pool():
     """Return a pool of up to four ranks."""
-    workers = RankPool(4)
+    workers = RankPool(4, report_at_once)
     yield workers
     workers.close()
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaframe.ops.operator_mode import OperatorMode
 
 _META = torch.device("meta")
 _REAL = (torch.int64, torch.int32, torch.bool)
@@ -27,7 +28,7 @@ _CHOICES = (_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable)
 _BY_INDEX = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default)
 
 
-class AllocationTracker(TorchDispatchMode):
+class AllocationTracker(OperatorMode):
     """Counts the bytes of all storages that are allocated while it is entered, on any device, until
     they are freed. Copies from a device to host memory do not count. live: bytes now. peak: the
     most since `mark`."""

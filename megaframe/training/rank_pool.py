@@ -49,7 +49,7 @@ class RankPool:
         self,
         ranks: int,
         prepare: Callable[[], object] | None = None,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
     ) -> None:
         """Remember what to start; nothing is started yet.
 

@@ -161,6 +161,6 @@ def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
 
 def test_a_slow_rank_is_named(run, tmp_path):
     keys = {"faults__straggler_factor": 3.0, "train__steps": 21}
-    assert run("run", 2, slow_data_down, 1, 0.02, **keys) == [0, 0]
-    slow_ranks = re.findall(r"rank (\d) is slow: 0.0\d+ s of (\w+) per step", log(tmp_path / "run"))
+    assert run("run", 2, slow_data_down, 1, 0.05, **keys) == [0, 0]
+    slow_ranks = re.findall(r"rank (\d) is slow: [\d.]+ s of (\w+) per step", log(tmp_path / "run"))
     assert ("1", "data") in slow_ranks

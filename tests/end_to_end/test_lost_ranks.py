@@ -19,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 
-"""Seconds after the timeout within which all ranks must end."""
-
 
 @pytest.fixture
 def launch(overrides, tmp_path):
@@ -75,7 +73,7 @@ def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, fault, name, l
     """This includes ranks that communicate only with ranks that have left, and the loss of rank 0,
     which has the store."""
     pipeline, data, chunks = axes
-    timeout = 5 if fault is signal.SIGSTOP else 15
+    timeout = 5 if fault is signal.SIGSTOP else PATIENCE
     world = pipeline * data
     processes = launch(
         range(world),
@@ -132,7 +130,7 @@ def test_a_mistake_that_one_rank_finds_before_it_sends_anything_is_said_once(
     place, rank, launch, tmp_path
 ):
     program = {rank: partial(fail_at, *place)}
-    processes = launch(range(2), 2, program, parallel__pipeline=2, parallel__timeout=5)
+    processes = launch(range(2), 2, program, parallel__pipeline=2, parallel__timeout=PATIENCE)
     statuses = [process.wait(PATIENCE) for process in processes]
     assert (statuses[rank], statuses[1 - rank]) == (EXIT_USER_ERROR, EXIT_LOST_RANKS)
     texts = read_errors(tmp_path, processes)

@@ -7,7 +7,7 @@ import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_losses
 from fault_runs import log, main
-from patience import count_lines, wait_until
+from patience import PATIENCE, count_lines, wait_until
 from rank_process import RankProcess, hang_after, list_rank_environments
 
 from megaframe.checkpoint import open_checkpoint
@@ -34,7 +34,7 @@ def read_refusal(overrides, tmp_path, **changes):
         for rank, environment in enumerate(list_rank_environments(2))
     ]
     try:
-        assert [rank.wait(60) for rank in ranks] == [2, 2]
+        assert [rank.wait(PATIENCE) for rank in ranks] == [2, 2]
     finally:
         for rank in ranks:
             rank.kill()
@@ -103,7 +103,7 @@ def test_a_rank_that_leaves_because_another_is_lost_unlocks_its_folders(override
         wait_for_step(tmp_path / "run", 3, *ranks)
         assert (tmp_path / "run" / LOCK).exists()
         ranks[1].send_signal(signal.SIGKILL)
-        assert ranks[0].wait(60) == 3
+        assert ranks[0].wait(PATIENCE) == 3
     finally:
         for rank in ranks:
             rank.kill()
@@ -128,7 +128,7 @@ def test_two_runs_at_the_same_time_are_one(overrides, tmp_path):
         keys = overrides(run__dir=tmp_path / str(number), checkpoint__every=4, train__steps=40)
         runs = [RankProcess(run_entry, words=keys) for _ in range(4)]
         try:
-            assert sorted(run.wait(60) for run in runs) == [0, 2, 2, 2]
+            assert sorted(run.wait(PATIENCE) for run in runs) == [0, 2, 2, 2]
         finally:
             for run in runs:
                 run.kill()

@@ -12,6 +12,7 @@ from itertools import chain
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
@@ -52,7 +53,7 @@ def measure_saved_bytes(layers, recompute, tensor, dropout):
         },
         parallel={"tensor": tensor},
     )
-    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=PATIENCE)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     storages = {}
@@ -121,7 +122,7 @@ def measure_stage(name, recompute, tensor):
         parallel={"tensor": tensor},
         kernels={"matmul": "torch"},
     )
-    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=PATIENCE)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     tokens, storages = torch.zeros(2, 8, dtype=torch.int64), {}

@@ -10,6 +10,7 @@ import zlib
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from megaframe.checkpoint import CheckpointWriter, Slice, open_checkpoint
 from megaframe.config import RunConfig
@@ -75,7 +76,9 @@ def build_model(model, parallel):
         train={"seq": 12, "global_batch": 12, "precision": precision},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(
+        Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=PATIENCE
+    )
     return mesh, TrainStep(config, mesh, StepTimer().time).optimizer, precision
 
 
@@ -92,7 +95,7 @@ def save(model, parallel, folder):
     for name, spec, box, tensor in optimizer.list_tensors():
         tensor.copy_(draw_tensor(name, spec.shape)[box.slices])
     rank_arguments = {"rank": mesh.rank, "world": mesh.layout.world, "store": mesh.store}
-    writer = CheckpointWriter(folder, **rank_arguments, keep=1, timeout=60)
+    writer = CheckpointWriter(folder, **rank_arguments, keep=1, timeout=PATIENCE)
     pieces = optimizer.list_tensors(owned=True)
     writer.save(1, [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces], {})
     writer.wait()

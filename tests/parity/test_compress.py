@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from parity_runs import MODELS, assert_same, run
+from patience import PATIENCE
 from tolerances import compute_roundoff
 
 from megaframe.config import RunConfig
@@ -58,7 +59,7 @@ def test_bf16_messages_cost_their_rounding(replicas, node_size, zero, pool, expe
         assert result.losses == pytest.approx(expected.losses, rel=half)
 
 
-RUN_STEPS, TAIL = 140, 20
+RUN_STEPS, TAIL = 70, 10
 
 
 def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
@@ -66,10 +67,12 @@ def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
     config = RunConfig(
         model={"layers": 1, "hidden": 32, "heads": 4, "vocab": 61},
         train={"seq": 16, "global_batch": 8, "microbatch": 4, "precision": "fp32"},
-        optim={"lr": 6e-3, "schedule": "constant", "warmup": 10, **(optim or {})},
+        optim={"lr": 0.012, "schedule": "constant", "warmup": 10, **(optim or {})},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(
+        Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=PATIENCE
+    )
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(0)
     if not feedback:
@@ -113,7 +116,7 @@ def uncompressed(pool):
 )
 def test_compressed_training_converges(keys, share, pool, uncompressed):
     """In as many steps, the loss falls by at least `share` of its fall without compression."""
-    assert uncompressed < 1.0
+    assert uncompressed < START / 2
     loss = pool.run(2, learn, keys)[0]
     assert START - loss > share * (START - uncompressed)
 

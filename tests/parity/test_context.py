@@ -10,6 +10,7 @@ import pytest
 from bitwise import assert_same_bits
 from entry_runs import make_trainer
 from parity_runs import FEW, MODELS, assert_same, make_global_batch, run, share
+from patience import PATIENCE
 from tolerances import promised
 
 from megaframe.config import RunConfig, load
@@ -154,7 +155,7 @@ def measure_traffic(parallel):
         train={"seq": SEQ, "global_batch": BATCH, "microbatch": 2, "precision": "fp64"},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=PATIENCE)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     train_step.train(share(make_global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)

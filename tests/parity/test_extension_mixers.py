@@ -8,6 +8,7 @@ import reference_model as reference
 import torch
 from parity_runs import FEW, assert_same, make_global_batch, run, share, with_documents
 from parity_runs import LAYOUTS as SHARED_LAYOUTS
+from patience import PATIENCE
 from reference_mixers import FILES
 from repo_copy import ROOT
 from tolerances import assert_near
@@ -122,7 +123,7 @@ def make_config(name, train, parallel, layers=2, **model):
 def build(config):
     """Build what this rank runs."""
     layout = Layout.from_parallel(config.parallel, read_world_size())
-    mesh = Mesh(layout, device="cpu", timeout=60)
+    mesh = Mesh(layout, device="cpu", timeout=PATIENCE)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     return mesh, train_step

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from parity_runs import EXAMPLES, FEW, LAYOUTS, MODELS, assert_same, run, run_with
+from patience import PATIENCE
 
 from megaframe.config import RunConfig
 from megaframe.config.registry import Extension, Registry, use_registry
@@ -58,7 +59,7 @@ def test_the_plan_counts_the_state_to_a_byte():
             train={"seq": 8, "precision": "fp32"},
             optim={"name": "adabelief"},
         )
-        mesh = Mesh(Layout(), device="cpu", timeout=60)
+        mesh = Mesh(Layout(), device="cpu", timeout=PATIENCE)
         optimizer = TrainStep(config, mesh, StepTimer().time).optimizer
         mesh.finish()
         memory = optimizer.count_memory_bytes()
@@ -69,7 +70,9 @@ def test_the_plan_counts_the_state_to_a_byte():
 def differ_by_rank():
     """Pretend that each rank has loaded another source."""
     mesh = Mesh(
-        Layout.from_parallel(RunConfig().parallel, read_world_size()), device="cpu", timeout=60
+        Layout.from_parallel(RunConfig().parallel, read_world_size()),
+        device="cpu",
+        timeout=PATIENCE,
     )
     registry = Registry()
     messages = []
@@ -100,7 +103,7 @@ def test_a_wrong_number_of_moments_is_named(tmp_path, pool):
         config = RunConfig(
             model={"layers": 1, "hidden": 16, "heads": 2, "vocab": 32}, optim=OPTIMIZER
         )
-        mesh = Mesh(Layout(), device="cpu", timeout=60)
+        mesh = Mesh(Layout(), device="cpu", timeout=PATIENCE)
         with pytest.raises(UserError, match=r"count_moments says 1 and make_transforms keeps 2"):
             TrainStep(config, mesh, StepTimer().time)
         mesh.finish()

@@ -9,7 +9,6 @@ import torch
 from bitwise import assert_bitwise_equal, assert_same_bits
 from host_waits import forbid_host_waits
 from parity_runs import MODELS, assert_same, run
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
@@ -18,6 +17,7 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MAX_KINDS, Compiled
+from megaframe.ops.operator_mode import OperatorMode
 from megaframe.pipeline_parallel.activation_offload import ActivationOffload
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
@@ -107,7 +107,7 @@ def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
     assert len(messages) == 1 and "double has met" in messages[0]
 
 
-class _Moves(TorchDispatchMode):
+class _Moves(OperatorMode):
     """Counts operators that move a tensor from the host to a device."""
 
     def __init__(self):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from bitwise import assert_bitwise_equal
 from parity_runs import MODELS, deterministic, make_global_batch, on, share, with_documents
+from patience import PATIENCE
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE
@@ -57,7 +58,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     )
     layout = Layout.from_parallel(config.parallel, read_world_size())
     assert not [*find_graph_obstacles(config, layout.sizes)]
-    mesh = Mesh(layout, device=device, timeout=60)
+    mesh = Mesh(layout, device=device, timeout=PATIENCE)
 
     def mark():
         assert mesh.progress._captured_waits is None, "an event in a graph"

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from bitwise import assert_same_bits
 from parity_runs import MODELS, assert_same, make_global_batch, run, share
+from patience import PATIENCE
 
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
@@ -111,7 +112,7 @@ def measure_step(schedule, chunks):
         train={"seq": 10, "global_batch": 8, "microbatch": 1, "precision": "fp64"},
         parallel={"pipeline": 2, "chunks": chunks, "schedule": schedule},
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu", timeout=PATIENCE)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     stages = train_step.stages.values()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from bitwise import assert_same_bits
 from parity_runs import MODELS, assert_same, deterministic, run
+from patience import PATIENCE
 
 from megaframe.distributed.collectives import (
     all_gather,
@@ -78,7 +79,9 @@ def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
 
 def run_collectives():
     """Return each collective's result on this rank of three; inputs encode rank and position."""
-    mesh = Mesh(Layout(data=read_world_size()), device="shared", timeout=60, check_collectives=True)
+    mesh = Mesh(
+        Layout(data=read_world_size()), device="shared", timeout=PATIENCE, check_collectives=True
+    )
     group, device = mesh.group("data"), mesh.device
     assert isinstance(group.handle, HostStagedGroup)
 

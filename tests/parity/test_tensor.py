@@ -9,6 +9,7 @@ import pytest
 import torch
 from bitwise import assert_same_bits
 from parity_runs import FEW, MODELS, STEPS, assert_same, run
+from patience import PATIENCE
 from saved_bytes import measure_block
 from torch.distributed import _symmetric_memory
 
@@ -138,7 +139,7 @@ def test_nothing_is_fused_without_gpus(pool):
 
 
 def is_fused(tensor):
-    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=PATIENCE)
     usable = symmetric_memory.is_available(mesh.group("tensor"), tensor)
     mesh.finish()
     return usable

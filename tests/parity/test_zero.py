@@ -8,6 +8,7 @@ import pytest
 import torch
 from bitwise import assert_same_bits
 from parity_runs import MODELS, assert_same, run
+from patience import PATIENCE
 
 from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
@@ -111,7 +112,7 @@ def test_with_one_data_rank_the_default_changes_no_bit(stages, precision, pool):
 def update_tiny_tensors(zero):
     """Update a tensor of three elements twice by SGD with rate 1; each rank's gradient is the rank
     plus one -> after each update, its values and those of a tensor without gradients."""
-    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=PATIENCE)
     used, unused = (
         Parameter(ParamSpec(name, (3,), Constant(100.0), role="matrix")) for name in ("a", "b")
     )

@@ -5,6 +5,7 @@ when overlapped, and bytes follow the closed forms, separately for slow links.
 import pytest
 from bitwise import assert_same_bits
 from parity_runs import MODELS, make_global_batch, run, share
+from patience import PATIENCE
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, read_world_size
@@ -55,7 +56,9 @@ def measure_traffic(model, train, parallel, axes):
         train={"seq": 10, "global_batch": 8, "precision": "fp64", "steps": 9, **train},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(
+        Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=PATIENCE
+    )
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(config.run.seed)
     group = mesh.group("data")

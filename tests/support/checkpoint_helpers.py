@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
+from patience import PATIENCE
 from torch.distributed import HashStore
 
 from megaframe.checkpoint import CheckpointWriter, Slice, open_checkpoint
@@ -37,7 +38,7 @@ def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None, **argum
             world=len(ranks),
             store=store,
             keep=keep,
-            timeout=20,
+            timeout=PATIENCE,
             **arguments,
         )
         for rank in range(len(ranks))

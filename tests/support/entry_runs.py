@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from patience import PATIENCE
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pytest
@@ -28,7 +30,7 @@ def make_trainer(config):
     """Return this rank's trainer of what the entry would run, for a test that looks inside; closing
     its mesh is left to the test."""
     config, layout, notes = resolve_config(config, read_world_size())
-    return Trainer(config, Mesh(layout, device="cpu", timeout=60), notes)
+    return Trainer(config, Mesh(layout, device="cpu", timeout=PATIENCE), notes)
 
 
 def read_lines(folder):

@@ -15,14 +15,15 @@ import pytest
 import torch
 from host_waits import forbid_host_waits
 from megaframe_kernels import device
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megaframe.distributed import pending
 from megaframe.distributed.pending import Pending
+from megaframe.ops.operator_mode import OperatorMode
 
 
-class GraphRecording(TorchDispatchMode):
+class GraphRecording(OperatorMode):
     """Writes down what is launched. steps: what is replayed. works: transfers in flight, by number.
     order: the axes of all transfers, in the order in which they were started."""
 

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from megaframe_kernels import device
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaframe.ops.operator_mode import OperatorMode
 
 
-class _Waits(TorchDispatchMode):
+class _Waits(OperatorMode):
     """Fails on operators whose result the host must know before it can go on."""
 
     NAMES = (

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
+from patience import PATIENCE
 from repo_copy import ROOT
 from tolerances import PROMISE, assert_within, promised
 
@@ -92,7 +93,7 @@ def run(
         kernels=kernels or {},
     )
     layout = Layout.from_parallel(config.parallel, read_world_size())
-    mesh = Mesh(layout, device=device, serial=serial, timeout=60)
+    mesh = Mesh(layout, device=device, serial=serial, timeout=PATIENCE)
     group, everywhere = mesh.group("data"), mesh.world
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(config.run.seed)
@@ -226,7 +227,9 @@ def build_train_step(parallel, precision, microbatch=2, **optim):
         optim={"lr": 0.01, **optim},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(
+        Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=PATIENCE
+    )
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     data = mesh.group("data")

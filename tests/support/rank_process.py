@@ -8,6 +8,8 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+from patience import report_at_once
+
 from megaframe.io.local_rendezvous import find_free_port, make_rank_environment
 from megaframe.training.rank_pool import FORKSERVER
 
@@ -96,4 +98,5 @@ def _run_as_entry(function, arguments, words, environment, errors):
         with open(path, "w") as file:
             os.dup2(file.fileno(), number)
     sys.argv = ["pretrain_gpt.py", *words]
+    report_at_once()
     function(*arguments)

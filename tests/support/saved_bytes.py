@@ -1,6 +1,7 @@
 """The bytes that autograd really keeps of one block, counted in storages."""
 
 import torch
+from patience import PATIENCE
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
@@ -44,7 +45,7 @@ def measure_block(model, recompute, tensor, chunks):
         train={"seq": 16, "global_batch": 2, "microbatch": 2, "recompute": recompute},
         parallel={"tensor": tensor, "tensor_chunks": chunks},
     )
-    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=PATIENCE)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     tokens = torch.zeros(2, 16, dtype=torch.int64)

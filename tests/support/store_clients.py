@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 
 from megaframe.distributed import gloo_sockets, rendezvous, watchdog
 from megaframe.distributed.collectives import all_reduce
@@ -86,7 +87,11 @@ def end_thread(status):
 
 def connect(port, master=False):
     return dist.TCPStore(
-        "127.0.0.1", port, is_master=master, timeout=timedelta(seconds=30), wait_for_workers=False
+        "127.0.0.1",
+        port,
+        is_master=master,
+        timeout=timedelta(seconds=PATIENCE),
+        wait_for_workers=False,
     )
 
 
@@ -104,7 +109,7 @@ def start(world):
     counted = {rank: RequestLog(connect(host.port)) for rank in range(world)}
     prefixed, rendezvous.PrefixStore = rendezvous.PrefixStore, lambda prefix, store: prefix
     try:
-        run_in_threads(lambda rank: find_fresh_store(counted[rank], rank, world, 30.0), counted)
+        run_in_threads(lambda rank: find_fresh_store(counted[rank], rank, world, PATIENCE), counted)
     finally:
         rendezvous.PrefixStore = prefixed
     return [store.asked for store in counted.values()]
@@ -166,7 +171,7 @@ def make_groups():
     from megaframe.distributed.object_collectives import gather_json
 
     before = gloo_sockets.count_sockets()
-    mesh = Mesh(Layout(data=4), device="cpu", timeout=20.0)
+    mesh = Mesh(Layout(data=4), device="cpu", timeout=PATIENCE)
     socket_counts = [gloo_sockets.count_sockets() - before]
     all_reduce(torch.ones(()), mesh.data_control_group).wait()
     socket_counts.append(gloo_sockets.count_sockets() - before)
@@ -205,7 +210,7 @@ class GlooRequestCounter(dist.Store):
         self.requests += 2
         return self.store.get(key)
 
-    def wait(self, keys, timeout=timedelta(seconds=20)):
+    def wait(self, keys, timeout=timedelta(seconds=PATIENCE)):
         self.requests += 1
         return self.store.wait(keys, timeout)
 
@@ -214,9 +219,9 @@ def count_gloo_requests(lazily, port):
     """Return the requests to the store of one rank for a group of all ranks: when it is made, and
     for a sum over it."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=PATIENCE))
     counting = GlooRequestCounter(store)
-    limit = timedelta(seconds=20)
+    limit = timedelta(seconds=PATIENCE)
     arguments = {"rank": rank, "world_size": world, "store": counting, "timeout": limit}
     if lazily:
         with gloo_sockets.connect_lazily():

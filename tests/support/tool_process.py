@@ -8,10 +8,11 @@ import tempfile
 from pathlib import Path
 from subprocess import CompletedProcess
 
+from patience import PATIENCE
+
 from megaframe.training.rank_pool import FORKSERVER
 
 ROOT = Path(__file__).resolve().parents[2]
-_SECONDS = 120
 
 
 def run_tool(path, *words, environment=None):
@@ -25,10 +26,10 @@ def run_tool(path, *words, environment=None):
             target=_run_file, args=(str(ROOT / path), words, variables, [*map(str, outputs)])
         )
         process.start()
-        process.join(_SECONDS)
+        process.join(PATIENCE)
         if process.exitcode is None:
             process.kill()
-            raise TimeoutError(f"{path} has not ended in {_SECONDS} s")
+            raise TimeoutError(f"{path} has not ended in {PATIENCE:g} s")
         stdout, stderr = (output.read_text() for output in outputs)
     return CompletedProcess([path, *words], process.exitcode, stdout, stderr)
 

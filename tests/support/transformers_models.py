@@ -4,7 +4,6 @@ import zlib
 
 import torch
 from tolerances import assert_near
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.checkpoint.reshard import assemble_checkpoint
 from megaframe.checkpoint.shard_file import TensorBox
@@ -13,6 +12,7 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.inference.generation import load_stage
 from megaframe.model.model_chunk import list_model_specs
+from megaframe.ops.operator_mode import OperatorMode
 
 SUMS = 4 * (6 * 32 + 18) + 32
 """Lengths of the sums from a token to a logit: in four layers, six products with sums over 32
@@ -43,7 +43,7 @@ def compute_logits(model):
     return model(TOKENS).logits
 
 
-class InFp64(TorchDispatchMode):
+class InFp64(OperatorMode):
     """Makes fp64 of what code asks for in fp32: transformers' norms, routers and rotary angles."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -16,14 +16,13 @@ import traceback
 os.environ["TRITON_INTERPRET"] = "1"
 from fake_cuda import machine  # noqa: I001  (before torch)
 from fake_cuda import collectives, cuda, fake_kernels
+from patience import PATIENCE, report_at_once
 
 _PRELOADED = (
     "megaframe.training.trainer",
     "megaframe.training.restart",
     "megaframe.training.auto_layout",
 )
-_SECONDS = 120
-"""Until a rank that hangs is ended."""
 
 
 def main():
@@ -31,6 +30,7 @@ def main():
         part.install()
     for name in _PRELOADED:
         importlib.import_module(name)
+    report_at_once()
     gc.freeze()  # no rank collects what was imported
     for line in sys.stdin:
         request = json.loads(line)
@@ -48,7 +48,7 @@ def _fork(rank, function, words, world, port, folder):
         return process
     status = 1
     try:
-        signal.alarm(_SECONDS)
+        signal.alarm(round(PATIENCE))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         with open(f"{folder}/rank-{rank}.log", "w") as log:

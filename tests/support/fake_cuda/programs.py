@@ -7,6 +7,7 @@ import threading
 import torch
 import triton
 import triton.language as tl
+from patience import PATIENCE
 from torch import Tensor
 from torch.cuda import Event, Stream, current_stream
 
@@ -337,7 +338,9 @@ def transfer():
 def layout_of_a_test():
     """Do with real ranks what is recorded of ranks that run alone."""
     config = make_config(*LAYOUTS[int(sys.argv[2])])
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cuda", timeout=60)
+    mesh = Mesh(
+        Layout.from_parallel(config.parallel, read_world_size()), device="cuda", timeout=PATIENCE
+    )
     make_training(config)(mesh)
     mesh.close()
 

@@ -1,6 +1,7 @@
 """The number of communicators by the config against those that a mesh and a pipeline make."""
 
 import pytest
+from patience import PATIENCE
 
 from megaframe.architecture.cuda_streams import count_communicators, count_streams
 from megaframe.config import RunConfig
@@ -15,7 +16,7 @@ EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}
 
 def count_groups(config):
     """Return how many communicators this rank is in."""
-    mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=PATIENCE)
     TrainStep(config, mesh, StepTimer().time)
     num_communicators = mesh.num_communicators
     mesh.finish()

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from checkpoint_helpers import load_all, make_slice, save
+from patience import PATIENCE
 from torch.distributed import HashStore
 
 from megaframe.checkpoint import CheckpointWriter, Slice, find_checkpoint, open_checkpoint
@@ -97,7 +98,7 @@ class TestKeeping:
 
 
 class TestAgreement:
-    def writers(self, folder, store, timeout=20.0, world=2):
+    def writers(self, folder, store, timeout=PATIENCE, world=2):
         return [
             CheckpointWriter(folder, rank=rank, world=world, store=store, keep=2, timeout=timeout)
             for rank in range(world)
@@ -170,7 +171,7 @@ class TestFailures:
         good = save(tmp_path, [make_half(0), make_half(1)], step=1)
         store = HashStore()
         first, second = (
-            CheckpointWriter(tmp_path, rank=rank, world=2, store=store, keep=1, timeout=20)
+            CheckpointWriter(tmp_path, rank=rank, world=2, store=store, keep=1, timeout=PATIENCE)
             for rank in range(2)
         )
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -229,7 +230,7 @@ class TestBackground:
         first, start_copy = threading.Event(), background._start_copy
 
         def copy(tensor, start):
-            assert start == 0 or first.wait(20)
+            assert start == 0 or first.wait(PATIENCE)
             return start_copy(tensor, start)
 
         def work(planned, data):

@@ -3,6 +3,7 @@ forward and backward, and sends what is written."""
 
 import pytest
 import torch
+from patience import PATIENCE
 from tolerances import assert_near
 
 from megaframe.architecture.attention import count_exchanging_ranks
@@ -24,7 +25,7 @@ KINDS = [
 
 def make_mesh(kind):
     world = read_world_size()
-    mesh = Mesh(Layout(context=world), device="cpu", timeout=60)
+    mesh = Mesh(Layout(context=world), device="cpu", timeout=PATIENCE)
     parallel = ParallelConfig(context=world, **kind)
     return mesh, ContextParallel(*mesh.divide_context(count_exchanging_ranks(parallel)))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bitwise import assert_bitwise_equal
+from patience import PATIENCE
 from tolerances import assert_near, assert_within, compute_roundoff, estimate_growth
 
 from megaframe.data_parallel.buffers import BufferPool
@@ -236,7 +237,7 @@ def test_coded_sums_are_the_quantised_ones_bit_by_bit(ranks, pool):
 
 def run_each(function, cases):
     """Return function(mesh, *case) for all cases, in one world."""
-    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=PATIENCE)
     results = [function(mesh, *case) for case in cases]
     mesh.finish()
     return results

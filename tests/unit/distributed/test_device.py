@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from megaframe.distributed import device
 from megaframe.distributed.device import (
@@ -55,7 +56,7 @@ print(offset, os.environ["THP_MEM_ALLOC_ENABLE"], flush=True)
 def read_thread_policies():
     """Return the scheduling policies of the threads that a mesh starts to carry messages."""
     before = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
-    mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=2), device="cpu", timeout=PATIENCE)
     new_threads = set(os.listdir("/proc/self/task")) - before
     policies = [os.sched_getscheduler(int(thread)) for thread in new_threads]
     mesh.finish()

@@ -3,6 +3,7 @@ at that time, or torch would name the group differently on them."""
 
 import pytest
 import torch.distributed as dist
+from patience import PATIENCE
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
@@ -28,7 +29,7 @@ class Counting(Mesh):
 
 
 def make_groups(config):
-    mesh = Counting(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
+    mesh = Counting(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=PATIENCE)
     TrainStep(config, mesh, StepTimer().time)
     mesh.finish()
     return mesh.splits

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from patience import PATIENCE
 
 from megaframe.architecture.spec import locate_shard
 from megaframe.distributed.interleaving import InterleaveHook
@@ -15,6 +15,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.expert_parallel.dispatch import DROPPED, ExpertParallel, route_tokens
 from megaframe.expert_parallel.transfer import combine_along, dispatch_along
 from megaframe.layout import EXPERT_SETS, Layout
+from megaframe.ops.operator_mode import OperatorMode
 
 RANKS, NEAR, EXPERTS, ROWS, CHOICES, WIDTH = 4, 2, 6, 9, 2, 3
 KINDS = ("all_to_all", "all_gather", "hierarchical", "deduplicated")
@@ -44,7 +45,7 @@ def make_rows(rank, count):
 def send_rows(kind):
     """Send rows by every routing -> the rows of each own expert, their sums back on their ranks,
     the returned gates, and the bytes of the way out over the whole axis, near and far."""
-    mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=PATIENCE)
     mesh.add_groups(EXPERT_SETS)
     near_group, far = mesh.divide_experts(NEAR)
     parallel = ExpertParallel(
@@ -122,7 +123,7 @@ def predict_bytes(kind, rank, chosen, owner):
 def count_waits(kind):
     """Return how often the host waits for the device to make a second route: it reads lists, and
     results whose size it cannot know."""
-    mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=PATIENCE)
     mesh.add_groups(EXPERT_SETS)
     near_group, far = mesh.divide_experts(NEAR)
     parallel = ExpertParallel(
@@ -130,7 +131,7 @@ def count_waits(kind):
     )
     chosen, reads = choose_experts("random", mesh.rank), []
 
-    class Unknown(TorchDispatchMode):
+    class Unknown(OperatorMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function.__name__.split(".")[0] in ("nonzero", "_local_scalar_dense"):
                 reads.append(function)

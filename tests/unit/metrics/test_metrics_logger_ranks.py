@@ -7,6 +7,7 @@ from io import StringIO
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
@@ -24,7 +25,7 @@ def log_metrics(folder):
 
 
 def run_ranks(folder):
-    mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=2), device="cpu", timeout=PATIENCE)
     rank, world, cpu = mesh.rank, mesh.world, mesh.device
     results = []
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.distributed.collectives import Group
 from megaframe.metrics.records import StepRecords
+from megaframe.ops.operator_mode import OperatorMode
 
 ALONE = Group(("data",), (0,), 0, None)
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def test_a_tensor_is_taken_as_it_is_now():
     assert records.reduce(ALONE, CPU).wait() == {"x": 1.0}
 
 
-class Arrivals(TorchDispatchMode):
+class Arrivals(OperatorMode):
     """Counts the operators that copy numbers between the host and another device."""
 
     count = 0

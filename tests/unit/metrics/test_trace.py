@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from entry_runs import run_prepared
+from patience import PATIENCE
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.config import load
@@ -26,7 +27,7 @@ def shift_clock(patch):
 
 
 def measure_offset(seconds):
-    mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=2), device="cpu", timeout=PATIENCE)
     with pytest.MonkeyPatch.context() as patch:
         shift_clock(patch)
         offsets = (

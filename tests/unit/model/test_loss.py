@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from patience import PATIENCE
 from tolerances import assert_near, assert_within, compute_roundoff, estimate_growth
 
 from megaframe.architecture import output_head
@@ -89,7 +90,7 @@ def predict_surely(dtype, options):
     """Return the loss of increasingly sure predictions, and the gradient of this rank's logits
     [T, V]. The hidden states are the identity matrix, so the logits are the weight (transposed) and
     have the weight's gradient."""
-    mesh = Mesh(Layout(tensor=read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(tensor=read_world_size()), device="cpu", timeout=PATIENCE)
     tensor, tokens = mesh.group("tensor"), len(SURE)
     start, count = locate_shard(VOCAB, tensor.index, tensor.size)
     first, rows = locate_shard(tokens, tensor.index, tensor.size)

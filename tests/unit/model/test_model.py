@@ -11,9 +11,9 @@ from autograd_comparison import (
     compute_gradients,
 )
 from tolerances import assert_near
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.data.microbatch import IGNORE, look_ahead
+from megaframe.ops.operator_mode import OperatorMode
 
 pytestmark = pytest.mark.numeric
 
@@ -232,7 +232,7 @@ def test_initial_loss_is_that_of_a_uniform_guess(build, make_microbatch):
     assert loss == pytest.approx(math.log(37), rel=1e-3)
 
 
-class Operators(TorchDispatchMode):
+class Operators(OperatorMode):
     """Notes which operators are called."""
 
     def __init__(self):

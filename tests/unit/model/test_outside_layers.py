@@ -4,6 +4,7 @@ autograd, their descriptions are exact, and the run says where they have no kern
 import pytest
 import torch
 from autograd_comparison import TERMS, TRAIN, compare_with_autograd
+from patience import PATIENCE
 from pydantic import ValidationError
 from repo_copy import ROOT
 from tolerances import assert_near
@@ -162,7 +163,7 @@ def count_rank_parameters(model, tensor):
         load_extensions(None, [f"run.extensions=[{EXAMPLE}]"])
         keys = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 38, "ffn": 30, **model}
         config = RunConfig(model=keys, train={"seq": 8}, parallel={"tensor": tensor})
-        mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+        mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=PATIENCE)
         stage = TrainStep(config, mesh, StepTimer().time).stages[0]
         sizes = [p.box.size for p in stage.parameters() if p.spec.role != "balance"]
         mesh.finish()

@@ -4,6 +4,7 @@ from typing import Literal
 
 import pytest
 import torch
+from patience import PATIENCE
 from tolerances import assert_near, promised
 
 from megaframe.architecture import output_head
@@ -112,7 +113,7 @@ def compute_on_rank(part, softcap, most):
 
 
 def _compute_on_rank(part, softcap):
-    mesh = Mesh(Layout(tensor=read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(tensor=read_world_size()), device="cpu", timeout=PATIENCE)
     tensor = mesh.group("tensor")
     hidden, labels, whole = make_tensors()
     start, count = locate_shard(VOCAB, tensor.index, tensor.size)

@@ -103,6 +103,8 @@ def list_documented_commands():
                     yield pytest.param(line.lstrip("$# "), id=f"{document.stem}: {line[:80]}")
 
 
+# Searches take most of the time; that they find something is seen where all commands run.
+@pytest.mark.quick(when=lambda line: "--search" not in line)
 @pytest.mark.parametrize("line", list_documented_commands())
 def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     command = Command(line)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from patience import PATIENCE
 from saved_bytes import measure_block_bytes
 
 from megaframe.architecture.stages import plan_stages
@@ -106,7 +107,7 @@ def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="au
         optim=optim or {},
     )
     layout = Layout.from_parallel(config.parallel, read_world_size())
-    mesh = Mesh(layout, device="cpu", timeout=60)
+    mesh = Mesh(layout, device="cpu", timeout=PATIENCE)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     tokens = torch.zeros(1, 8, dtype=torch.int64)

@@ -18,7 +18,7 @@ import doctor_transfers  # noqa: E402
 from doctor_ranks import RankFinding, check_ranks, list_part_names, merge_findings  # noqa: E402
 
 
-def run_doctor(names, folder, timeout=60.0):
+def run_doctor(names, folder, timeout=PATIENCE):
     """Do these parts on one rank of a pool."""
     doctor_parts.run(names, 0, doctor_transfers.Doctor("cpu", timeout, folder, large=2**16))
 

@@ -26,7 +26,7 @@ XEON = (
     [
         (XEON, 0),
         (ZEN3, 3),  # one with AVX-512, and two of MKL, which Intel's processors alone follow
-        ("", 6),  # an unknown processor runs what needs no instruction: threads and torch's default
+        ("", 5),  # an unknown processor runs what needs no instruction: threads and torch's default
     ],
 )
 def test_settings_that_a_processor_lacks_are_skipped_by_name(text, skipped):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from patience import PATIENCE
 from token_files import make_counting_documents, write_token_file
 
 from megaframe.config import RunConfig
@@ -26,7 +27,7 @@ def make(path, *, masked=True, **data):
         train={"seq": SEQ, "global_batch": BATCH, "microbatch": 1},
         data={"sources": [{"path": path}], "split": (1, 0, 0), "mask_eod": masked, **data},
     )
-    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=PATIENCE)
     loader = Loader(config, mesh.rank, read_world_size())
     return mesh, loader, Batches(loader, mesh.data_control_group, masked=masked)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from patience import PATIENCE
 from torch import Tensor
 
 from megaframe.config import RunConfig
@@ -28,7 +29,9 @@ def make_config(model, train, parallel, optim=None):
 def measure_among_others(*sections):
     """Return what a rank of a real world counts."""
     config = make_config(*sections)
-    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
+    mesh = Mesh(
+        Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=PATIENCE
+    )
     with AllocationTracker() as ledger:
         step = measure_step(config, mesh, ledger)
     mesh.finish()

@@ -9,6 +9,7 @@ import pytest
 from entry_runs import make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE
 from token_files import write_token_file
 
 from megaframe.config import dump, load
@@ -127,7 +128,7 @@ def test_lengths_that_no_run_has_are_refused(decide, overrides):
 def test_a_trainer_refuses_epochs_without_steps(overrides):
     words = [word for word in overrides(data__epochs=1) if word != "train.steps=12"]
     config = load(None, words)
-    mesh = Mesh(resolve_config(config, 1)[1], device="cpu", timeout=60)
+    mesh = Mesh(resolve_config(config, 1)[1], device="cpu", timeout=PATIENCE)
     with pytest.raises(UserError, match=r"data\.epochs=1: not decided"):
         Trainer(config, mesh)
     mesh.close()

@@ -59,12 +59,12 @@ def test_a_full_and_a_read_only_disk_are_named_and_survived(tmp_path):
 
 def test_two_processes_save_through_a_real_store(tmp_path):
     store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
     )
     errors = tmp_path / "errors"
     child = RankProcess(checkpoint_child.second_rank, store.port, str(tmp_path), errors=errors)
     try:
-        writer = CheckpointWriter(tmp_path, rank=0, world=2, store=store, keep=2, timeout=60)
+        writer = CheckpointWriter(tmp_path, rank=0, world=2, store=store, keep=2, timeout=PATIENCE)
         full = torch.arange(12.0).view(4, 3)
         for step in (1, 2):
             rows = [Slice("a", (4, 3), (row, 0), full[row : row + 1] * step) for row in (0, 2)]
@@ -74,7 +74,7 @@ def test_two_processes_save_through_a_real_store(tmp_path):
         with open_checkpoint(find_checkpoint(tmp_path, "latest")) as checkpoint:
             checkpoint.load([Slice("a", (4, 3), (0, 1), target)])
         assert torch.equal(target, 2 * full[:, 1:])
-        assert child.wait(60) == 0, errors.read_text()
+        assert child.wait(PATIENCE) == 0, errors.read_text()
     finally:
         child.kill()
     assert store.get("second rank") == b"loaded"

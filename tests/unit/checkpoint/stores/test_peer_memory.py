@@ -10,7 +10,7 @@ from checkpoint_helpers import cut_slice
 from entry_runs import make_trainer, read_losses
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import wait_until
+from patience import PATIENCE, wait_until
 from rank_process import RankProcess, hang_after, list_rank_environments
 from tolerances import promised
 
@@ -138,8 +138,8 @@ GONE = "not resumed from copies in memory: "
 FROM_MEMORY = "resumed from step 8 of copies in memory"
 
 
-# The largest loss, after which other ranks go on.
-@pytest.mark.quick(when=lambda loss: loss is lose_a_node)
+# Above, ranks are killed and a node is lost.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "ranks", "messages"),
     [
@@ -200,7 +200,7 @@ def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(sizes, r
 
 def find_nodes_in(memory):
     """Return the nodes of four ranks, of which the first and the last share a folder."""
-    mesh = Mesh(Layout(data=4), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=4), device="cpu", timeout=PATIENCE)
     memory_folder = MemoryFolder.create(memory / str(mesh.rank % 3 // 2), memory)
     (memory_folder.folder / "mark-of-a-killed-process").touch()
     nodes = find_nodes(memory_folder, mesh.make_control_group())
@@ -282,7 +282,7 @@ def lose_own_memory(words, nodes):
 
 def copy_without_room(memory):
     """Save with a second rank that cannot write; return its messages and what is recalled."""
-    mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=2), device="cpu", timeout=PATIENCE)
     memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
     group, run, full = mesh.make_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
     writer = PeerMemoryWriter(

@@ -19,6 +19,7 @@ from object_stores import (
     make_weight,
     save_steps,
 )
+from patience import PATIENCE
 from torch.distributed import HashStore
 
 from megaframe.checkpoint import (
@@ -108,7 +109,7 @@ class TestInterruptions:
         good = save_steps(s3, 1.0)
         store = HashStore()
         writers = [
-            CheckpointWriter(s3, rank=rank, world=2, store=store, keep=1, timeout=20)
+            CheckpointWriter(s3, rank=rank, world=2, store=store, keep=1, timeout=PATIENCE)
             for rank in range(2)
         ]
         half = [[cut_slice("a", make_weight(2.0), ((at,), (500,)))] for at in (0, 500)]
