@@ -1,7 +1,8 @@
 """Generation: loads a trained model from a checkpoint, without training state, and samples from it.
 
-Sampling runs the whole context again for every token. This is slow for long texts, but it needs no
-second form of attention. It is meant to show what a run has learned, not to serve a model.
+The keys and values of tokens are kept, so each token is computed once. Models with mixers that need
+more of the past than that, and samples that have grown beyond what the model sees, are computed
+again for every token.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.distributed.device import read_host_memory
 from megaframe.errors import UserError
 from megaframe.model.autotune import tune
+from megaframe.model.key_value_cache import KeyValueCache
 from megaframe.pipeline_parallel.stage import Stage, build_whole_model
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
@@ -224,18 +226,47 @@ def sample(
     """
     head = stage.head
     assert head is not None, "the whole model has a head"
-    ids, device = list(start), stage.parameters()[0].value.device
+    ids, reader = list(start), _SampleReader(stage, min(context, len(start) + tokens))
     for _ in range(tokens):
-        window = torch.tensor([ids[-context:]], device=device)
-        microbatch = Microbatch(window, window, window.new_zeros(1))
-        ids.append(
-            sampling.choose(
-                head.compute_logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator
-            )
-        )
+        hidden = reader.compute_last(ids[-context:], len(ids) > context)
+        ids.append(sampling.choose(head.compute_logits(hidden).cpu(), generator))
         yield ids
         if ids[-1] == stop:
             return
+
+
+class _SampleReader:
+    """Computes the stream of the last token of a sample that grows."""
+
+    def __init__(self, stage: Stage, capacity: int) -> None:
+        """Read nothing yet.
+
+        Args:
+            stage: The whole model.
+            capacity: Most ids of the sample that the model sees at a time.
+        """
+        self._stage, self._device = stage, stage.parameters()[0].value.device
+        self._cache: KeyValueCache | None = KeyValueCache(len(stage.blocks), capacity)
+
+    def compute_last(self, ids: Sequence[int], has_moved: bool) -> Tensor:
+        """Return the stream [hidden] of the last of these ids.
+
+        Args:
+            ids: What the model sees: those of the call before with one more id.
+            has_moved: Whether the first ids of the sample are no longer seen, so that every
+                position is another than before.
+        """
+        cache = None if has_moved else self._cache
+        new = ids if cache is None else ids[cache.length :]
+        tokens_1S = torch.tensor([new], device=self._device)
+        microbatch = Microbatch(tokens_1S, tokens_1S, tokens_1S.new_zeros(1))
+        if cache is not None and cache.length:
+            positions_1S = tokens_1S.new_full((1, 1), cache.length)
+            microbatch = replace(microbatch, positions_BS=positions_1S)
+        hidden = self._stage.compute_hidden(microbatch, cache=cache)[-1]
+        if cache is not None and not cache.advance(len(new)):
+            self._cache = None
+        return hidden
 
 
 def encode_prompt(

@@ -17,6 +17,7 @@ from megaframe.architecture.attention import AttentionDescription
 from megaframe.context_parallel.ring import ring_attention
 from megaframe.context_parallel.ring_mask import RingMask
 from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.key_value_cache import LayerCache
 from megaframe.model.pass_state import PassState
 from megaframe.model.query_key_norm import make_query_key_norms
 from megaframe.ops.attention_kernel import attend_by_kernel
@@ -107,6 +108,8 @@ class Attention(Module):
             self.run,
             softcap=self.softcap,
             sinks_N=None if self.sinks is None else self.sinks.use(),
+            window=self.window,
+            cache=None if state.cache is None else state.cache.get(self),
         )
         if self.gate is not None:
             gates_TN1 = context.rows.remove_padding(self.gate(x, state.deferred, norm)).sigmoid()
@@ -126,6 +129,8 @@ def attend_heads(
     *,
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
+    window: int | None = None,
+    cache: LayerCache | None = None,
 ) -> Tensor:
     """Compute this tensor rank's heads for this context rank's tokens, which attend to those of the
     same sample on other context ranks too.
@@ -140,10 +145,18 @@ def attend_heads(
         softcap: Bound of the scores; None for no bound.
         sinks_N: A logit without a value in the softmax of each of this tensor rank's query heads;
             None for none.
+        window: How many tokens a token sees, with itself; read with a cache only.
+        cache: Gets the keys and values. If it has others already, the queries are of the token
+            after them; None where all tokens of a sample are here.
 
     Returns:
         The outputs of the heads, [B * S, N * V].
     """
+    if cache is not None:
+        is_first = cache.length == 0
+        keys, values = cache.extend(key_BSGD, value_BSGV, window)
+        if not is_first:
+            return _attend_to_past(query_BSND, keys, values, scale, softcap, sinks_N)
     # The two ways of context parallelism nest: heads are exchanged within a group of neighbours,
     # and the ring passes keys around between groups.
     shared = run.context.scatter_heads(query_BSND, key_BSGD, value_BSGV)
@@ -160,6 +173,25 @@ def attend_heads(
             out_BSNV = by_kernel
     out_BSNV = run.context.gather_heads(out_BSNV)
     return out_BSNV.reshape(out_BSNV.shape[0] * out_BSNV.shape[1], -1)
+
+
+def _attend_to_past(
+    query_B1ND: Tensor,
+    key_BTGD: Tensor,
+    value_BTGV: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Compute the outputs of one token for all that it sees, [B, N * V]."""
+    assert query_B1ND.shape[1] == 1, "after the first pass tokens come one by one"
+    out_B1NV, lse_BN1 = attend(
+        query_B1ND, key_BTGD, value_BTGV, None, causal=False, scale=scale, softcap=softcap
+    )
+    if sinks_N is not None:
+        out_B1NV = out_B1NV.contiguous()
+        add_sinks(out_B1NV, lse_BN1, sinks_N)
+    return out_B1NV.reshape(len(out_B1NV), -1)
 
 
 def attend_locally(

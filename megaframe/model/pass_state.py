@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.interleaving import InterleaveHook
+from megaframe.model.key_value_cache import KeyValueCache
 from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
@@ -109,6 +110,7 @@ class PassState:
         boundary: Crossed between the two halves of a block.
         deferred: Computes or keeps the weight gradients of this microbatch.
         interleave_hook: Layers call it before they wait for a transfer.
+        cache: Keys and values of the tokens before those of the microbatch; None in training.
     """
 
     statistics: LayerStatistics = field(default_factory=LayerStatistics)
@@ -116,3 +118,4 @@ class PassState:
     boundary: BlockBoundary = field(default_factory=BlockBoundary)
     deferred: DeferredGradients = field(default_factory=DeferredGradients)
     interleave_hook: InterleaveHook = field(default_factory=InterleaveHook)
+    cache: KeyValueCache | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,6 +29,7 @@ from megaframe.model.forward_context import (
     make_microbatch_context,
     make_run_context,
 )
+from megaframe.model.key_value_cache import KeyValueCache
 from megaframe.model.model_chunk import ModelChunk, build_whole_model_chunk
 from megaframe.model.output_head import OutputHead, PostProcessActivations, UnitValues
 from megaframe.model.pass_state import BlockBoundary, LayerStatistics, PassState
@@ -317,9 +318,21 @@ class Stage:
         return self.post_process.evaluate(x, microbatch, self.make_context(microbatch), values)
 
     @torch.no_grad()
-    def compute_hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
-        """Return the stream [rows, hidden] after the last block, without dropout and gradients."""
+    def compute_hidden(
+        self,
+        microbatch: Microbatch,
+        x: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Return the stream [rows, hidden] after the last block, without dropout and gradients.
+
+        Args:
+            microbatch: The tokens.
+            x: The stream before the first block; None if this stage has the embedding.
+            cache: Of the tokens before those of the microbatch, which are added to it.
+        """
         context, state = self.make_context(microbatch), self.make_pass_state()
+        state = state if cache is None else replace(state, cache=cache)
         values = self._make_value_contexts(self.units, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):

@@ -10,9 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaframe.config.registry import Registry, use_registry
+from megaframe.data.microbatch import Microbatch
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.inference.generation import SamplingOptions, stream_text
+from megaframe.extensions import load_extensions
+from megaframe.inference.generation import SamplingOptions, sample, stream_text
 
 ROOT = Path(__file__).resolve().parents[3]
 BYTES = load_tokenizer("bytes")
@@ -106,6 +109,35 @@ def test_text_is_shown_as_soon_as_it_is_known():
 
     pieces = stream_text(samples(), BYTES)
     assert [(next(pieces), len(counts_asked)) for _ in range(2)] == [("a", 1), ("é", 3)]
+
+
+def sample_again(stage, start, tokens, context):
+    """Return a greedy sample, computed again from all that the model sees for each token."""
+    ids = list(start)
+    for _ in range(tokens):
+        seen = torch.tensor([ids[-context:]])
+        hidden = stage.compute_hidden(Microbatch(seen, seen, seen.new_zeros(1)))[-1]
+        ids.append(int(stage.head.compute_logits(hidden).argmax()))
+    return ids
+
+
+@pytest.mark.parametrize("mixer", ["attention", "gated_linear"])
+def test_a_sample_is_what_the_model_says_of_all_that_it_sees(mixer, build):
+    """Also where the sample outgrows the context, and of layers that keep more than keys."""
+    with use_registry(Registry()):
+        load_extensions(None, [f"run.extensions=[{ROOT / 'examples/gated_linear_attention.py'}]"])
+        stage = build({"blocks": [{"mixer": {"window": 4}}, {"mixer": mixer}]}).stage
+        lengths, passes = [], stage.compute_hidden
+        stage.compute_hidden = lambda batch, **keys: (
+            lengths.append(batch.tokens_BS.shape[1]),
+            passes(batch, **keys),
+        )[1]
+        options = {"sampling": SamplingOptions(), "stop": -1, "generator": torch.Generator()}
+        *_, ids = sample(stage, [3, 1, 4], tokens=12, context=9, **options)
+    once, growing = [3, 1, 1, 1, 1, 1, 1], [3, 4, 5, 6, 7, 8, 9]
+    assert lengths == (once if mixer == "attention" else growing) + [9] * 5
+    stage.compute_hidden = passes
+    assert ids == sample_again(stage, [3, 1, 4], 12, 9) and len({*ids[3:]}) > 1
 
 
 def test_several_samples_are_those_of_their_seeds(saved_run, monkeypatch, capsys):

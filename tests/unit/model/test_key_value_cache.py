@@ -1,0 +1,61 @@
+"""Tokens that come one by one, with the keys and values of those before, give what they give at
+once."""
+
+import pytest
+import torch
+from tolerances import assert_near
+
+from megaframe.data.microbatch import Microbatch
+from megaframe.model.key_value_cache import KeyValueCache
+
+pytestmark = pytest.mark.numeric
+
+LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5, "query_rank": 12}
+MODELS = {
+    "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True},
+    "grouped": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
+    "windows": {"window": (2, None, 5), "layers": 4, "kv_heads": 2},
+    "latent": {"latent": LATENT, "window": (None, 3)},
+    "experts": {"moe": {"experts": 4, "ffn": 10, "shared": 1}, "position": "none"},
+    "softcaps and sinks": {
+        "layers": 3,
+        "blocks": [
+            {"mixer": {"softcap": 2.0, "window": 4}},
+            {"mixer": {"sinks": True, "window": 3}, "norms": "both"},
+            {"mixer": {"sinks": True, "softcap": 1.5, "output_gate": "head"}},
+        ],
+    },
+}
+TERMS = 4 * (6 * 16 + 12)
+"""Lengths of the sums from a token to the last stream: up to four blocks with six products over 16
+channels, and 12 tokens."""
+
+
+def read_one_by_one(stage, tokens_BS, first):
+    """Return the streams [B, S - first + 1, hidden] of the tokens from the last of the first pass
+    on, with a cache."""
+    batch, length = tokens_BS.shape
+    cache = KeyValueCache(len(stage.blocks), length)
+    samples, streams = torch.arange(batch), []
+    for start, end in ((0, first), *((at, at + 1) for at in range(first, length))):
+        part, positions = tokens_BS[:, start:end], torch.arange(start, end)[None]
+        hidden = stage.compute_hidden(Microbatch(part, part, samples, positions), cache=cache)
+        streams.append(hidden.view(batch, end - start, -1)[:, -1])
+        assert cache.advance(end - start)
+    return torch.stack(streams, 1)
+
+
+@pytest.mark.parametrize("first", [1, 7, 12])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_sees_what_it_sees_in_the_whole_text(name, first, build, make_microbatch):
+    built = build(MODELS[name])
+    tokens_BS = make_microbatch(built.config).tokens_BS
+    assert tokens_BS.shape[1] == 12
+    samples = torch.arange(len(tokens_BS))
+    whole = built.stage.compute_hidden(Microbatch(tokens_BS, tokens_BS, samples))
+    expected = whole.view(*tokens_BS.shape, -1)[:, first - 1 :]
+    assert_near(read_one_by_one(built.stage, tokens_BS, first), expected, TERMS)
+
+
+def test_a_mixer_that_adds_nothing_makes_the_cache_useless():
+    assert not KeyValueCache(layers=2, capacity=4).advance(1)
