@@ -14,7 +14,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megaframe.architecture.attention import SoftmaxAttention
-from megaframe.architecture.layer import SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import RMSNormDescription
@@ -25,6 +24,7 @@ from megaframe.config.section import Positive
 from megaframe.extensions import MixerPart, Registry
 from megaframe.model.attention import attend_heads
 from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.measured import Measured
 from megaframe.model.norm import Norm
 from megaframe.ops.autograd import recompute
 from megaframe.parameters.parameter import Module, Parameter
@@ -65,7 +65,7 @@ class Factors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DifferentialDescription(SoftmaxAttention):
+class DifferentialDescription(Measured, SoftmaxAttention):
     """A pair has two heads of queries and of keys, and values of their width together."""
 
     width: int
@@ -99,10 +99,6 @@ class DifferentialDescription(SoftmaxAttention):
             "norm": RMSNormDescription(value, self.norm_eps),
             "output": LinearSpec(values, stream, self.output_std, split=1, bias=self.bias),
         }
-
-    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return what attention keeps, and the input of the last product."""
-        return self.count_saved_by_heads(parallel) + SavedActivations(self.parts["output"].terms)
 
     def make_layer(self, name: str, run: RunContext) -> DifferentialAttention:
         """Return the layer."""

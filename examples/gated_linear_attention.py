@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.layer import BatchedProduct, MixerDescription, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import RMSNormDescription
-from megaframe.config import ModelConfig, ParallelConfig
+from megaframe.config import ModelConfig
 from megaframe.config.section import Positive
 from megaframe.context_parallel.states import join_chunks, pass_states, split_chunks
 from megaframe.extensions import MixerPart, Registry
 from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.measured import MeasuredMixer
 from megaframe.model.norm import Norm
 from megaframe.ops.autograd import recompute
 from megaframe.parameters.parameter import Module
@@ -47,7 +47,7 @@ class GatedLinearConfig(MixerPart):
 
 
 @dataclass(frozen=True)
-class GatedLinearDescription(MixerDescription):
+class GatedLinearDescription(MeasuredMixer):
     """One product makes queries, keys, values, gates of the output and decays."""
 
     hidden: int
@@ -74,27 +74,6 @@ class GatedLinearDescription(MixerDescription):
             "norm": RMSNormDescription(self.width, 1e-6),
             "output": LinearSpec(values, stream, self.stds[1], split=1),
         }
-
-    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return the results of the first product and the inputs of the last one."""
-        return SavedActivations(self.parts["input"].results + self.parts["output"].terms)
-
-    @property
-    def widest(self) -> int:
-        """Half of what exists while the backward pass computes all that is between the products."""
-        return 10 * self.heads * self.width
-
-    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
-        """Return those of each chunk: two within it, what it adds to the state and reads there."""
-        length, width = min(self.chunk, seq), self.width
-        shapes = (length, length, width), (length, width, length), (width, width, length)
-        number = self.heads * -(-seq // length)
-        return tuple(BatchedProduct(number, *each) for each in (*shapes, (length, width, width)))
-
-    @property
-    def passed_elements(self) -> int:
-        """The state of each head, and its decay."""
-        return self.heads * (self.width**2 + 1)
 
     def make_layer(self, name: str, run: RunContext) -> GatedLinearAttention:
         """Return the layer."""

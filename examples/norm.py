@@ -15,17 +15,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megaframe.architecture.layer import HasParameters, SavedActivations
+from megaframe.architecture.layer import HasParameters
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.mlp import MLPDescription, describe_mlp
 from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import Constant, ParamSpec
-from megaframe.config import ModelConfig, ParallelConfig
+from megaframe.config import ModelConfig
 from megaframe.config.blocks import MLPConfig
 from megaframe.config.section import Positive
-from megaframe.extensions import ActivationPart, FeedForwardPart, NormPart, Registry
+from megaframe.extensions import FeedForwardPart, NormPart, Registry
 from megaframe.model.activation import activate
 from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.measured import Measured, MeasuredActivation, MeasuredNorm
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Elementwise, Linear
@@ -43,8 +44,8 @@ class DynamicTanhConfig(NormPart):
 
 
 @dataclass(frozen=True)
-class DynamicTanhDescription(NormDescription):
-    """Its parameters, and what it keeps."""
+class DynamicTanhDescription(MeasuredNorm):
+    """Its parameters, and what computes it."""
 
     slope: float
 
@@ -54,24 +55,15 @@ class DynamicTanhDescription(NormDescription):
         yield ParamSpec(f"{name}.gain", (self.width,), Constant(1.0), role="gain")
         yield ParamSpec(f"{name}.bias", (self.width,), Constant(0.0), role="bias")
 
-    @property
-    def saved_statistics(self) -> SavedActivations:
-        """The tanh, from which its gradient follows."""
-        return SavedActivations(values=self.width)
-
     def compute(self, x: Tensor, slope: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
         """Autograd differentiates it."""
         return torch.tanh(slope * x) * gain + bias
 
 
-class ReGLUConfig(ActivationPart):
+class ReGLUConfig(MeasuredActivation):
     kind: Literal["reglu"] = "reglu"
     """relu(gate) * up."""
     gated: ClassVar[bool] = True
-
-    def count_saved(self) -> int:
-        """Return one: relu(gate)."""
-        return 1
 
     def compute(self, gate: Tensor, up: Tensor) -> Tensor:
         """Autograd differentiates it."""
@@ -91,7 +83,7 @@ class LowRankConfig(FeedForwardPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankDescription(MLPDescription):
+class LowRankDescription(Measured, MLPDescription):
     """hidden -> rank -> width -> hidden. Tensor ranks multiply their own rows by the whole first
     matrix, so that only `rank` elements per token are gathered."""
 
@@ -112,10 +104,6 @@ class LowRankDescription(MLPDescription):
     def parts(self) -> Mapping[str, HasParameters]:
         """All three products."""
         return {"narrow": self.narrow, "up": self.up, "down": self.down}
-
-    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return what an MLP keeps, and the narrow rows."""
-        return super().count_saved(parallel, recompute) + SavedActivations(values=self.rank)
 
     def make_layer(self, name: str, run: RunContext) -> Module:
         """Return the torch layer."""

@@ -20,15 +20,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.layer import LayerDescription, MixerDescription
+from megaframe.architecture.norm import NormDescription
 from megaframe.config import ModelConfig, ParallelConfig, TrainConfig
 from megaframe.config.part_calls import describe_failure
+from megaframe.config.parts import ActivationPart
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch, select_context_part
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.model.block import build_layer
-from megaframe.model.forward_context import RunContext, make_microbatch_context
+from megaframe.model.forward_context import MicrobatchContext, RunContext, make_microbatch_context
+from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.ops.autograd import backward
 from megaframe.ops.meta_tensors import MetaTensorMode
@@ -67,6 +70,7 @@ class MeasuredLayer:
     Attributes:
         saved_bytes: What is allocated after the forward pass and kept for the backward pass: all
             but the layer's input, its parameters and, unless the layer keeps it, its output.
+        keeps_output: Whether its output is kept.
         weight_pass_bytes: What a backward pass leaves for a separate weight pass.
         forward_peak_bytes: The most that exists at a time in the forward pass, with what it keeps
             and its output.
@@ -81,6 +85,7 @@ class MeasuredLayer:
     """
 
     saved_bytes: int
+    keeps_output: bool
     weight_pass_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
@@ -130,6 +135,21 @@ def measure_layer(
             ) from error
 
 
+class OperationLayer(Module):
+    """A norm, or an activation, as a layer of its own."""
+
+    def __init__(self, name: str, part: NormDescription | ActivationPart) -> None:
+        self.norm = Norm(name, part) if isinstance(part, NormDescription) else None
+        self.part = part
+
+    def __call__(self, x: Tensor, norm: None, context: MicrobatchContext, state: PassState) -> Any:
+        """Return the norm of x; or the activation, with x as gate and as up."""
+        if self.norm is not None:
+            return self.norm(x)
+        assert isinstance(self.part, ActivationPart)
+        return self.part.compute(*[x] * (1 + self.part.gated))
+
+
 @dataclass
 class _Record:
     """What one pass did: FLOPs, products and operators, and of these the names of such as write to
@@ -150,6 +170,7 @@ class _Numbers:
     forward: _Record
     backward: _Record
     saved: int
+    keeps_output: bool
     left: int
     forward_peak: int
     backward_peak: int
@@ -178,6 +199,10 @@ class _Counter(MetaTensorMode):
         self.record = _Record()
         self.mark()
         return self.record
+
+    def has(self, storage: int) -> bool:
+        """Return whether a storage exists, by its key."""
+        return storage in self._known
 
     def protect(self) -> None:
         """From now on, notice what is written to storages that exist already."""
@@ -299,6 +324,7 @@ class _Passes:
             raise UserError(f"{_name_layer(self._description)} {problem}")
         return MeasuredLayer(
             saved_bytes=first.saved,
+            keeps_output=first.keeps_output,
             weight_pass_bytes=split.left,
             forward_peak_bytes=first.forward_peak,
             backward_peak_bytes=first.backward_peak,
@@ -317,7 +343,8 @@ class _Passes:
         leaf = torch.empty(self._shape, dtype=dtype).requires_grad_()
         before = counter.live
         forward = counter.start()
-        edge = self._run_forward(leaf, state)
+        edge, output = self._run_forward(leaf, state)
+        keeps_output = counter.has(output)
         saved, forward_peak = counter.live - before, counter.peak - before
         forward_bytes = self._take_traffic()
         state.deferred.deferring = split
@@ -334,16 +361,25 @@ class _Passes:
             queue.compute_next()
         backward_bytes = self._take_traffic()
         return _Numbers(
-            forward, record, saved, left, forward_peak, backward_peak, forward_bytes, backward_bytes
+            forward=forward,
+            backward=record,
+            saved=saved,
+            keeps_output=keeps_output,
+            left=left,
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes,
         )
 
-    def _run_forward(self, leaf: Tensor, state: PassState) -> GradientEdge:
+    def _run_forward(self, leaf: Tensor, state: PassState) -> tuple[GradientEdge, int]:
+        """Return the edge of the output, and the key of its storage: the output itself is not
+        kept, as between blocks."""
         output = self._layer(leaf, None, self._context, state)
         if not isinstance(output, Tensor) or output.shape != leaf.shape:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"it returns {shape}, and its input is {tuple(leaf.shape)}")
-        # The edge keeps the graph and not the output, as between blocks.
-        return get_gradient_edge(output)
+        return get_gradient_edge(output), output.untyped_storage()._cdata
 
     def _take_traffic(self) -> Mapping[str, int]:
         return {axes: size for axes, size in self._mesh.take_traffic().items() if size}

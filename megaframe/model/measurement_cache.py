@@ -1,0 +1,137 @@
+"""Measurements of layers that are kept: in the process, and for others in the user's cache.
+
+A file of the cache holds what was measured of one layer in one situation. Its name is a digest of
+both and of all code that could change the numbers, so it is never wrong, only unused; a damaged one
+is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from megaframe.architecture.layer import LayerDescription
+from megaframe.config import ParallelConfig, TrainConfig
+from megaframe.config.registry import get_registry
+from megaframe.io.regular_file import delete_file, list_folder, write_file
+from megaframe.io.untrusted import read_file
+from megaframe.model.layer_measurement import MeasuredLayer, measure_layer
+
+_MOST_BYTES = 1 << 20
+_MOST_FILES = 4096
+_PACKAGE = Path(__file__).resolve().parents[1]
+_PARALLEL = ("tensor", "context", "context_kind", "context_heads", "tensor_chunks")
+_TRAIN = ("seq", "microbatch", "precision", "recompute")
+
+
+def find_measurement(
+    description: LayerDescription,
+    hidden: int,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    *,
+    rank: int = 0,
+) -> MeasuredLayer:
+    """Return what `measure_layer` returns, measured once for each layer and situation. The
+    arguments are those of `measure_layer`.
+
+    Raises:
+        UserError: As it does.
+    """
+    sizes = {name: getattr(parallel, name) for name in _PARALLEL}
+    keys = {name: getattr(train, name) for name in _TRAIN}
+    keys |= {"global_batch": train.microbatch}
+    keys["recompute"] = "selective" if train.recompute == "selective" else "none"
+    situation = tuple(sizes.items()), tuple(keys.items()), rank
+    return _find_in_process(description, hidden, *situation)
+
+
+@lru_cache(maxsize=4096)
+def _find_in_process(
+    description: LayerDescription,
+    hidden: int,
+    sizes: tuple[tuple[str, object], ...],
+    keys: tuple[tuple[str, object], ...],
+    rank: int,
+) -> MeasuredLayer:
+    code = _digest_code(description)
+    situation = json.dumps([repr(description), hidden, sizes, keys, rank])
+    # What has no lasting text or no source cannot be recognised by another process.
+    path = None if code is None or " at 0x" in situation else _find_file(code, situation)
+    kept = None if path is None else _read(path)
+    if kept is not None:
+        return kept
+    parallel = ParallelConfig.model_validate(dict(sizes))
+    train = TrainConfig.model_validate(dict(keys))
+    measured = measure_layer(description, hidden, parallel, train, rank=rank)
+    if path is not None:
+        _write(path, measured)
+    return measured
+
+
+_FORMAT = TypeAdapter(MeasuredLayer)
+
+
+def _find_file(code: str, situation: str) -> Path | None:
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        return None
+    digest = hashlib.sha256(f"{code} {situation}".encode()).hexdigest()[:32]
+    return home / "megaframe" / "layers" / f"{digest}.json"
+
+
+def _read(path: Path) -> MeasuredLayer | None:
+    try:
+        return _FORMAT.validate_json(read_file(path, _MOST_BYTES))
+    except (OSError, ValidationError):
+        return None
+
+
+def _write(path: Path, measured: MeasuredLayer) -> None:
+    """Write a file, if that is possible: without it the next process measures again."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files = list_folder(path.parent)
+        for name in files if len(files) >= _MOST_FILES else ():  # most are of code that has changed
+            delete_file(path.parent / name)
+        write_file(path, _FORMAT.dump_json(measured))
+
+
+def _digest_code(description: LayerDescription) -> str | None:
+    """Return a digest of what could change a measurement: our code, that of all extensions and of
+    the description, and the names and versions of what is installed. None if the description has
+    no source file."""
+    file = getattr(sys.modules.get(type(description).__module__), "__file__", None)
+    if file is None:
+        return None
+    try:
+        own = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
+    extensions = [extension.digest for extension in get_registry().extensions]
+    return " ".join((_digest_package(), torch.__version__, own, *extensions))
+
+
+@cache
+def _digest_package() -> str:
+    digest = hashlib.sha256(" ".join(sorted(_list_installed())).encode())
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _list_installed() -> Iterator[str]:
+    """Yield the names and versions of installed packages, as their folders say."""
+    for folder in map(Path, sys.path):
+        if folder.is_dir():
+            yield from (name for name in os.listdir(folder) if name.endswith(".dist-info"))
