@@ -260,13 +260,24 @@ def _follow_pointer(path: StorePath, key: str) -> LatestCheckpoints:
 
 def _list_candidate_folders(path: StorePath) -> Iterator[StorePath]:
     """Yield the folders in which checkpoints may be if `path` is no checkpoint: itself, and if it
-    is a run folder, where the run saves."""
+    is a run folder, where the run saves. Raises `UserError` after them if that is an URL: somebody
+    else's run must not choose whom this machine talks to."""
     yield path
+    url = None
     if isinstance(path, Path) and (path / CONFIG_FILE).is_file():
         run = load_from_run(path, _LOCATION_KEYS)
         if run.checkpoint.folder is not None:
-            yield resolve_checkpoint_folder(run)
+            saved = resolve_checkpoint_folder(run)
+            if isinstance(saved, Path):
+                yield saved
+            else:
+                url = saved
     yield path / RUN_SUBFOLDER  # also of a run folder that was moved
+    if url is not None:
+        raise UserError(
+            f"{path} has no checkpoint, and its {CONFIG_FILE} says that they are in {url}; if you "
+            "trust it, give that URL"
+        )
 
 
 def _make_unreachable_error(path: StorePath, error: OSError) -> UserError:

@@ -7,6 +7,7 @@ save is tried. Only the last save of a run must succeed.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import time
@@ -310,7 +311,7 @@ def list_written_folders(config: RunConfig) -> dict[str, StorePath]:
     if config.checkpoint.folder is None and own.is_symlink():
         raise UserError(
             f"{own} is a link, and links in a run folder are not followed; set "
-            f"checkpoint.folder={own.resolve()} if checkpoints belong there"
+            f"checkpoint.folder={os.path.realpath(own)} if checkpoints belong there"
         )
     folders: dict[str, StorePath] = {"run.dir": Path(config.run.dir)}
     if config.checkpoint.every:

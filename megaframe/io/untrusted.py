@@ -22,6 +22,8 @@ from megaframe.io.regular_file import Name, open_regular
 
 MAX_DEPTH = 32
 """Deepest nesting of YAML and JSON that is read."""
+MAX_NODES = 50_000
+"""Most keys, values and lists of a YAML text; a second of reading."""
 _LONGEST_INTEGER = 19
 """Digits of the longest integers that stay integers; Python refuses to print ones of thousands."""
 _SECRET_NAMES = re.compile(r"secret|token|passw|credential|key|sas|auth", re.IGNORECASE)
@@ -122,9 +124,10 @@ def parse_yaml(data: bytes) -> Any:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Makes node trees only; refuses deep nesting, and aliases, which can grow without bound."""
+    """Makes node trees only; refuses deep nesting, very many nodes, and aliases, which can grow
+    without bound."""
 
-    depth = 0
+    depth = nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -133,9 +136,12 @@ class PlainLoader(yaml.SafeLoader):
             problem = f"alias *{event.anchor} refused; share keys by extends"
         elif self.depth == MAX_DEPTH:
             problem = f"nested more than {MAX_DEPTH} deep"
+        elif self.nodes == MAX_NODES:
+            problem = f"more than {MAX_NODES:,} keys and values"
         if problem:
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         self.depth += 1
+        self.nodes += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node

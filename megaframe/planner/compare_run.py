@@ -6,10 +6,10 @@ prediction rather than that of another chip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
@@ -19,12 +19,15 @@ from megaframe.layout import Layout
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
 from megaframe.planner.prediction import predict
+from megaframe.schedule.limits import FILE_PREFIX
+from megaframe.schedule.schedule import Schedule, read_schedule
 from megaframe.validate.run import validate_config
 
 _SIMULATED = 8
 """Number of layouts that are simulated; few, so that a report is quick."""
 _WORTH = 0.02
 """Share of a step that another layout must save to be named."""
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,9 @@ def compare_run(
         run_cluster = load_cluster(cluster)
     else:
         run_cluster = _find_cluster_of_run(run_config, environment)
+    schedule = run_config.parallel.schedule
+    if schedule.startswith(FILE_PREFIX):
+        _read_named("parallel.schedule", schedule, _read_schedule_file, "no schedule here")
     validate_config(run_config, ranks, data=False)
     layout = Layout.from_parallel(run_config.parallel, ranks)
     prediction = predict(run_config, layout, run_cluster, get_cluster_constants(run_cluster))
@@ -120,13 +126,21 @@ def _find_cluster_of_run(config: RunConfig, environment: Mapping[str, Any]) -> C
     name = config.parallel.cluster
     if not name:
         return _find_cluster_of_device(environment)
+    problem = "no cluster here; name one with --cluster"
+    return _read_named("parallel.cluster", name, load_cluster, problem)
+
+
+def _read_schedule_file(name: str) -> Schedule:
+    return read_schedule(Path(name.removeprefix(FILE_PREFIX)))
+
+
+def _read_named(key: str, name: str, read: Callable[[str], Content], problem: str) -> Content:
+    """Return what `read` reads from a file that a run's config names. Its mistakes are not
+    repeated: the run may be somebody else's, and the file any file of this machine."""
     try:
-        return load_cluster(name)
+        return read(name)
     except UserError:
-        # Not repeated: the run may be somebody else's, and the file any file of this machine.
-        raise UserError(
-            f"parallel.cluster={name} of the run is no cluster here; name one with --cluster"
-        ) from None
+        raise UserError(f"{key}={name} of the run is {problem}") from None
 
 
 def _find_cluster_of_device(environment: Mapping[str, Any]) -> Cluster:

@@ -70,7 +70,7 @@ class MemoryFolder:
         Raises:
             UserError: If it cannot be created or is not private to this user.
         """
-        digest = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(os.fsencode(os.path.realpath(run)), digest_size=8).hexdigest()
         memory_folder = MemoryFolder(memory / f"megaframe-{os.getuid()}-{digest}")
         try:
             memory_folder.make()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import (
     MAX_DEPTH,
+    MAX_NODES,
     escape_unprintable,
     make_integer_parser,
     mask_secrets,
@@ -53,6 +54,9 @@ def test_json_and_yaml_are_bounded():
             parse_json(b"[" * depth + b"]" * depth)
         with pytest.raises(ValueError, match="line 1: nested more than"):
             parse_yaml(b"[" * depth + b"]" * depth)
+    assert len(parse_yaml(b"[" + b"1," * (MAX_NODES - 1) + b"]")) == MAX_NODES - 1
+    with pytest.raises(ValueError, match="more than 50,000 keys and values"):
+        parse_yaml(b"[" + b"1," * MAX_NODES + b"]")
     with pytest.raises(ValueError, match="line 2: alias"):
         parse_yaml(b"a: &a [x]\nb: [*a, *a]")
     for text in (b"a: b\n? {hunter22@host", b"hunter22@host: \0", b"hunter22@host: \xff"):

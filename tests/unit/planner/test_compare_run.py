@@ -84,3 +84,20 @@ def test_a_depth_of_prediction_that_nobody_could_walk_through_has_a_reason(tmp_p
     )
     comparison, reason = compare_run_or_reason(tmp_path, {"ranks": 1, "device": "CPU"})
     assert comparison is None and "takes a whole number from 0 to 2000" in reason
+
+
+def test_no_file_that_a_run_names_is_repeated(tmp_path):
+    (tmp_path / "secret").write_text("root:x:hunter22\n0F0 hunter22\n")
+    for key in ("parallel.cluster", "parallel.schedule"):
+        named = f"{'file:' * (key == 'parallel.schedule')}{tmp_path}/secret"
+        folder = write_folder(tmp_path, f"{key}={named}")
+        comparison, why = compare_run_or_reason(folder, {"ranks": 1, "device": "CPU"})
+        assert comparison is None and "hunter22" not in why
+        assert f"{key}={named} of the run is no {key.removeprefix('parallel.')} here" in why
+
+
+def test_a_schedule_that_a_run_names_is_used(tmp_path):
+    (tmp_path / "plan").write_text("0F0 0F1 0B1 0B0\n")
+    keys = ("train.global_batch=2", "train.microbatch=1", f"parallel.schedule=file:{tmp_path}/plan")
+    folder = write_folder(tmp_path, *keys)
+    assert compare_run(folder, {"ranks": 1, "device": "CPU"}).choice.prediction.step_seconds > 0
