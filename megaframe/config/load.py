@@ -25,6 +25,7 @@ from megaframe.config.read import (
     ConfigReader,
     ConfigTable,
     ConfigValue,
+    merge_layers,
     merge_tables,
 )
 from megaframe.config.schema import RunConfig
@@ -49,7 +50,7 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """
     reader = ConfigReader()
     table = reader.read_file(resolve_config_path(path)) if path is not None else {}
-    table = merge_tables(table, reader.read_overrides(overrides))
+    table = merge_layers(table, reader.read_overrides(overrides))
     return _validate_or_raise(table, reader.mistakes)
 
 

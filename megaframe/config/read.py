@@ -30,6 +30,7 @@ MAX_BYTES = 1_000_000
 MAX_FILES = 64
 MAX_MISTAKES = 100
 """Number of mistakes after which no more keys are read: the file is probably the wrong one."""
+_LENGTHS = ("train.steps", "data.epochs")
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = {
     _PREFIX + kind
@@ -134,10 +135,10 @@ class ConfigReader:
         for name, node in self._list_items(root, path):
             if name == "extends":
                 for base, base_node in self._read_bases(node, path):
-                    table = merge_tables(
+                    table = merge_layers(
                         table, self._read_base(base, base_node, path, chain_with_file)
                     )
-        return merge_tables(table, self._flatten(root, "", path, skip="extends"))
+        return merge_layers(table, self._flatten(root, "", path, skip="extends"))
 
     def read_overrides(self, texts: Iterable[str]) -> ConfigTable:
         """Return the keys of `section.key=value` texts; a later text wins.
@@ -312,6 +313,14 @@ def merge_tables(base: ConfigTable, over: Mapping[str, ConfigValue]) -> ConfigTa
             if old.startswith(f"{name}.") or name.startswith(f"{old}."):
                 del table[old]
     return table | dict(over)
+
+
+def merge_layers(base: ConfigTable, over: ConfigTable) -> ConfigTable:
+    """Return `merge_tables` of a file and what extends it, or of files and the command line. The
+    length of the run is given by one key of `_LENGTHS`: what `over` gives replaces it."""
+    if any(name in over and not _is_null(over[name].node) for name in _LENGTHS):
+        base = {name: value for name, value in base.items() if name not in _LENGTHS}
+    return merge_tables(base, over)
 
 
 def _join_spaced_overrides(texts: Iterable[str]) -> list[str]:

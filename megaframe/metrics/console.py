@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig
+from megaframe.config.batch_ramp import count_samples
 from megaframe.io.output_files import OutputFiles
 from megaframe.io.regular_file import open_append
 from megaframe.io.run_files import LOG_FILE, METRICS_FILE, SAMPLES_FILE
@@ -43,7 +44,8 @@ class ConsoleSink:
         self._start_step = start_step
         self._columns = choose_column_widths(config.train.steps)
         self._has_header = False
-        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS + 1)
+        """Seconds and tokens of the last steps."""
         self._run, self._since = RunTotals(), RunTotals()
         self.ending: Sequence[tuple[str, str]] = ()
         self._log = open_growing(files, LOG_FILE)
@@ -63,7 +65,7 @@ class ConsoleSink:
             self._show(json.dumps(replace_nonfinite(line), allow_nan=False))
         self._run.add(line)
         self._since.add(line)
-        self._recent.append(line["seconds"])
+        self._recent.append((line["seconds"], line["tokens"]))
         first = step == self._start_step + 1
         if first or step == last or step % self._config.meter.every == 0:
             if not self._has_header:
@@ -100,9 +102,6 @@ class ConsoleSink:
             self._print(format_table("Summary", rows), {"summary": dict(rows)})
 
     def _format_cells(self, line: Line) -> list[str]:
-        # The oldest is left out, because the first step of a run includes warm-up.
-        recent = list(self._recent)[1:] or list(self._recent)
-        steps_left = self._config.train.steps - line["step"]
         return [
             f"{line['step']}/{self._config.train.steps}",
             format_number(line["loss"], ".4f"),
@@ -112,8 +111,18 @@ class ConsoleSink:
             format_number(self._since.compute_mean("tflops_per_second"), ".4g"),
             format_number(self._since.compute_mean("mfu"), ".1%"),
             format_number(self._since.seconds / self._since.steps, ".4g"),
-            format_duration(steps_left * sum(recent) / len(recent)),
+            format_duration(self._predict_seconds_left(line)),
         ]
+
+    def _predict_seconds_left(self, line: Line) -> float:
+        """Return how long the tokens of all steps after a line's take, at the speed of the last
+        ones. With `train.batch_ramp` a step has more of them later."""
+        # The oldest is left out, because the first step of a run includes warm-up.
+        seconds, tokens = zip(*(list(self._recent)[1:] or self._recent), strict=True)
+        train, step = self._config.train, line["step"]
+        seen = round(sum(line["sources"])) if "sources" in line else count_samples(train, step)
+        left = count_samples(train, train.steps - step, seen)
+        return left * train.seq * sum(seconds) / sum(tokens)
 
     def _print(self, text: str, json_form: Mapping[str, Any] | None) -> None:
         """Log `text` and, depending on `meter.console`, print it.

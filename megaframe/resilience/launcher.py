@@ -14,7 +14,8 @@ from itertools import count
 _NAMES = ("MEGAFRAME_LAUNCHER", "SKYPILOT_TASK_ID", "SLURM_JOB_ID")
 """Variables that have the same value whenever a launcher starts a run again. SkyPilot's is that of
 a managed job over all its clusters (https://github.com/skypilot-org/skypilot/pull/1400), Slurm's
-that of a job which is queued again. The first is for launchers that set none."""
+that of a job which is queued again, or whose script starts the run again. The first is for
+launchers that set none."""
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _CALLS = count()
 """Numbers the runs of this process."""
@@ -55,7 +56,14 @@ class LauncherProcess:
 def _identify(torchrun: int | None) -> str:
     """Return the identity of the launcher; torchrun: its process id, if there is one."""
     for name in _NAMES:
-        if os.environ.get(name):
+        if os.environ.get(name) and not (name == "SLURM_JOB_ID" and _is_interactive_allocation()):
             return f"{name}={os.environ[name]}"
     process = f"{os.getpid()}:{next(_CALLS)}" if torchrun is None else str(torchrun)
     return f"{socket.gethostname()}:{process}"
+
+
+def _is_interactive_allocation() -> bool:
+    """Return whether a user types commands into a Slurm job (salloc): they have the same job id,
+    and nothing starts them again. Slurm says BATCH to a script of sbatch and to all that it starts,
+    `env_array_for_batch_job` in its src/common/env.c."""
+    return os.environ.get("ENVIRONMENT") != "BATCH"

@@ -47,6 +47,8 @@ from megaframe.errors import UserError
 
 _SMALLEST_PART, _LARGEST_PART, _PARTS = 1 << 22, 1 << 24, 256
 _BATCH = 1 << 22
+_PROBE = "The quick brown fox, 123."
+"""A text of which every tokenizer of texts makes a token."""
 _DOCUMENT = 64
 """What a document counts beside its text: a small file can have millions that are empty."""
 
@@ -131,15 +133,23 @@ def preprocess(
                 folder.append(counts, batches)
                 report(folder.total, disk_bytes)
             if not folder.total.tokens:
-                raise InputError(
-                    f"the corpus is empty: {folder.total.empty} documents without a token in "
-                    f"{list_names(job.inputs)}"
-                )
+                raise InputError(_describe_missing_tokens(job, tokenizer, folder.total.empty))
         except InputError:
             folder.remove()
             raise
         folder.finish(record_tokenizer(job.tokenizer, tokenizer), tokenizer.eod)
         return PreprocessResult(folder.total, resumed)
+
+
+def _describe_missing_tokens(job: PreprocessJob, tokenizer: Tokenizer, empty: int) -> str:
+    """Return whether the corpus or the tokenizer is why none of `empty` documents has a token."""
+    texts = f"{empty} documents without a token in {list_names(job.inputs)}"
+    if len(tokenizer.encode(_PROBE)):
+        return f"the corpus is empty: {texts}"
+    return (
+        f"the tokenizer {job.tokenizer} makes no token of a text such as {_PROBE!r}, and so there "
+        f"are {texts}; use another one"
+    )
 
 
 def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:

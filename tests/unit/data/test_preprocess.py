@@ -304,6 +304,18 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, name):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_tokenizer_that_makes_no_token_of_any_text_is_named(tmp_path):
+    end = {"id": 0, "content": "<|endoftext|>", "special": True, "normalized": False}
+    end |= {"single_word": False, "lstrip": False, "rstrip": False}
+    model = {"type": "BPE", "vocab": {"<|endoftext|>": 0}, "merges": []}
+    description = {"version": "1.0", "added_tokens": [end], "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    (tmp_path / "c.jsonl").write_bytes(GOOD * 3)
+    with pytest.raises(UserError, match=r"tokenizer hf:.*makes no token of .* 3 documents without"):
+        run([tmp_path / "c.jsonl"], tmp_path / "out", tokenizer=f"hf:{tmp_path}/tokenizer.json")
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_a_bad_line_has_its_number_in_a_later_part_and_from_a_worker(tmp_path, small_parts):
     (tmp_path / "c.jsonl").write_bytes(GOOD * 700 + b"{\n" + GOOD * 700)
     for workers in (1, 2):

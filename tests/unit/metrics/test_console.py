@@ -20,6 +20,7 @@ def make_line(step, **fields):
         "grad_norm": 1.5,
         "lr": 3e-4,
         "tokens": 2048,
+        "sources": [10.0 * step, 6.0 * step],
         "tokens_per_second": 1024.0,
         "tflops_per_second": 0.25,
         "mfu": None,
@@ -41,7 +42,8 @@ def print_lines(tmp_path, capsys, monkeypatch):
     def show(lines, start=0, **keys):
         folder = tmp_path / "run [a]"
         folder.mkdir()
-        config = RunConfig.model_validate({"run": {"dir": str(folder)}, **keys})
+        train = {"seq": 128, "global_batch": 16, **keys.pop("train", {})}
+        config = RunConfig.model_validate({"run": {"dir": str(folder)}, "train": train, **keys})
         sink = ConsoleSink(config, start, OutputFiles(folder))
         sink.note("a [note]")
         for record in lines:
@@ -94,6 +96,19 @@ def test_figures_of_speed_are_means_since_the_line_before(print_lines):
     printed = print_lines(lines, train={"steps": 3}, meter={"every": 3})
     row = next(text for text in printed.splitlines() if text.lstrip().startswith("3/3")).split()
     assert row[4:8] == ["1,024", "0.25", "30.0%", "2"]  # 0.3 = (0.9 * 1 + 0.1 * 3) / 4
+
+
+def test_the_time_left_counts_the_tokens_of_a_batch_that_grows(print_lines):
+    ramp = {"start": 4, "increment": 4, "samples": 24}  # 2 steps of 4, 1 of 8, 1 of 12, then 16
+    samples = [4, 4, 8, 12, 16, 16]
+    seen = [sum(samples[: step + 1]) for step in range(6)]
+    lines = [
+        make_line(step + 1, seconds=size / 2, tokens=128 * size, sources=[seen[step]])
+        for step, size in enumerate(samples)
+    ]
+    printed = print_lines(lines, train={"steps": 6, "batch_ramp": ramp})
+    left = [text.split()[-1] for text in printed.splitlines() if re.match(r" *\d/6 ", text)]
+    assert left == [f"{sum(samples[step:]) // 2}s" for step in range(1, 7)]
 
 
 def test_unknown_and_infinite_values_are_shown(print_lines):

@@ -60,9 +60,13 @@ _LAUNCHER_VARIABLES = (
     "SKYPILOT_TASK_ID",
     "SLURM_JOB_ID",
     "SLURM_RESTART_COUNT",
+    "ENVIRONMENT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
 )
+
+
+SBATCH = {"ENVIRONMENT": "BATCH"}
 
 
 @pytest.fixture
@@ -95,6 +99,9 @@ def test_time_between_two_commands_is_idle_and_not_lost(run):
         ({}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8"}, False),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # two commands in one salloc
+        ({"SLURM_JOB_ID": "7", **SBATCH}, {"SLURM_JOB_ID": "7", **SBATCH}, True),  # a loop
+        ({"SLURM_JOB_ID": "7", **SBATCH}, {"SLURM_JOB_ID": "8", **SBATCH}, False),
         ({"SKYPILOT_TASK_ID": "a"}, {"SKYPILOT_TASK_ID": "a"}, True),
         ({"SKYPILOT_TASK_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),
     ],

@@ -95,7 +95,23 @@ def test_a_config_may_hold_both_if_they_agree(decide, overrides, tmp_path):
         r" use train\.steps=15, leave train\.steps out, or use data\.epochs=null"
     )
     with pytest.raises(UserError, match=expected):
-        resolve_config(load(str(path), ["data.epochs=3"]), 1)
+        resolve_config(load(str(path), ["data.epochs=3", "train.steps=10"]), 1)
+
+
+def test_the_length_that_is_given_last_replaces_the_other(decide, overrides, tmp_path):
+    """One that extends a config, or a command line, has the last word about `train.steps` and
+    `data.epochs` as it has about any key."""
+    config, _ = decide(40, data__epochs=2)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config))
+    (tmp_path / "longer.yaml").write_text("extends: config.yaml\ndata: {epochs: 3}\n")
+    for name, words in (("config", ["data.epochs=3"]), ("longer", [])):
+        longer = resolve_config(load(f"{tmp_path}/{name}.yaml", words), 1)[0]
+        assert (longer.train.steps, longer.data.epochs) == (15, 3)
+    shorter = load(str(tmp_path / "longer.yaml"), ["train.steps=4"])
+    assert (shorter.train.steps, shorter.data.epochs) == (4, None)
+    unchanged = load(str(path), ["data.epochs=null"])
+    assert (unchanged.train.steps, unchanged.data.epochs) == (10, None)
 
 
 def test_a_plan_needs_the_files_or_the_steps(decide, tmp_path):
