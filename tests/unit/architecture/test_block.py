@@ -58,6 +58,12 @@ OF_ONE_KEY = {
     "rotary": ({"position": "none"}, {"position": "rotary"}, {"rotary": False}, {}),
     "rotary_base": ({"rotary_base": 500.0}, {}, {"rotary_base": 500.0}, {}),
     "rotary_fraction": ({"rotary_fraction": 0.5}, {}, {"rotary_fraction": 0.5}, {}),
+    "rotary_scaling": (
+        {"rotary_scaling": {"kind": "linear", "factor": 4.0}},
+        {},
+        {"rotary_scaling": {"kind": "linear", "factor": 4.0}},
+        {},
+    ),
     "qk_norm": ({"qk_norm": "whole"}, {"qk_norm": "head"}, {"qk_norm": "whole"}, {}),
     "qkv_bias": ({"qkv_bias": True}, {}, {"qkv_bias": True}, {}),
     "bias": (
