@@ -24,7 +24,7 @@ from harness import describe_machine, describe_processor, read_commit
 import megaframe
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface.model_folder import export_model
-from megaframe.checkpoint.reshard import assemble_checkpoint
+from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint
 from megaframe.checkpoint.shard_file import FileEntry, TensorBox
 from megaframe.checkpoint.train_state import make_initial_train_state
 from megaframe.data.microbatch import Microbatch
@@ -53,7 +53,7 @@ def write_checkpoint(folder: Path, precision: str, seq: int) -> Path:
     def fill(entry: FileEntry) -> memoryview:
         is_gain = entry.name.endswith("gain")
         values = torch.randn(entry.shape, generator=generator) * (0.0 if is_gain else 0.05)
-        return memoryview((values + is_gain).numpy()).cast("B")
+        return as_bytes(values + is_gain)
 
     state = make_initial_train_state(config).model_dump(mode="json")
     path = assemble_checkpoint(folder, 0, state, [boxes], fill)
@@ -68,8 +68,15 @@ def list_contenders(
     from transformers import AutoModelForCausalLM
 
     def with_cache() -> list[int]:
-        options = {"context": len(prompt) + tokens, "stop": -1, "generator": torch.Generator()}
-        *_, ids = sample(stage, prompt, tokens=tokens, sampling=SamplingOptions(), **options)
+        *_, ids = sample(
+            stage,
+            prompt,
+            tokens=tokens,
+            context=len(prompt) + tokens,
+            sampling=SamplingOptions(),
+            stop=-1,
+            generator=torch.Generator(),
+        )
         return ids
 
     def without_cache() -> list[int]:
