@@ -19,7 +19,13 @@ from rich.table import Table
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import load_extensions, load_with_extensions
 from megaframe.io.closed_output import allow_closed_output
-from megaframe.training.layer_check import Lie, find_lies, list_parts, measure_layers
+from megaframe.training.layer_check import (
+    Lie,
+    find_lies,
+    is_measured,
+    list_parts,
+    measure_layers,
+)
 from megaframe.training.layer_check.layouts import (
     CheckedLayout,
     list_measured_layouts,
@@ -83,7 +89,8 @@ def check_descriptions(layouts: Sequence[CheckedLayout], pool: RankPool) -> list
     for part in list_parts(layouts[0].config):
         size = sum(spec.size for spec in part.specs)
         wrong = lies_by_part.get(part.name, 0)
-        verdict = f"{wrong} {'lie' if wrong == 1 else 'lies'}" if wrong else "exact"
+        right = "measured" if is_measured(part.description) else "exact"
+        verdict = f"{wrong} {'lie' if wrong == 1 else 'lies'}" if wrong else right
         table.add_row(part.name, type(part.description).__name__, f"{size:,}", verdict)
     Console(highlight=False, width=120).print(table)
     print("compared: parameters, kept bytes, FLOPs, traffic")

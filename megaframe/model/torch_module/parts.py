@@ -114,7 +114,7 @@ class TorchNormPart(_TorchPart, NormPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ModuleDescription(LayerDescription):
+class ModuleDescription(LayerDescription):
     """What a module declares, whatever it is used for.
 
     Attributes:
@@ -200,7 +200,7 @@ class _ModuleDescription(LayerDescription):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchMixerDescription(_ModuleDescription, MixerDescription):
+class TorchMixerDescription(ModuleDescription, MixerDescription):
     """A module that mixes tokens, unless its part says otherwise."""
 
     name = "mixer"
@@ -246,7 +246,7 @@ class TorchMixerDescription(_ModuleDescription, MixerDescription):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchFeedForwardDescription(_ModuleDescription, FeedForwardDescription):
+class TorchFeedForwardDescription(ModuleDescription, FeedForwardDescription):
     """A module that treats every row alone."""
 
     name = "feed_forward"
@@ -286,7 +286,7 @@ class TorchNormDescription(NormDescription):
 
 @lru_cache(maxsize=256)
 def _measure(
-    description: _ModuleDescription, tensor: int, seq: int, precision: Any = "fp32"
+    description: ModuleDescription, tensor: int, seq: int, precision: Any = "fp32"
 ) -> MeasuredLayer:
     """Measure the layer on one of `tensor` ranks, with one sample of `seq` tokens."""
     train = TrainConfig(seq=seq, microbatch=1, global_batch=1, precision=precision)
@@ -294,7 +294,7 @@ def _measure(
 
 
 @lru_cache(maxsize=256)
-def _count_saved(description: _ModuleDescription, tensor: int) -> SavedActivations:
+def _count_saved(description: ModuleDescription, tensor: int) -> SavedActivations:
     """Return what all tensor ranks keep per token. Whatever grows with the length of the sample
     beyond its tokens belongs to pairs of them; what samples share is counted for each."""
     short = _TOKENS * tensor
@@ -311,7 +311,7 @@ def _count_saved(description: _ModuleDescription, tensor: int) -> SavedActivatio
 
 
 def _measure_saved(
-    description: _ModuleDescription, tensor: int, seq: int, precision: str
+    description: ModuleDescription, tensor: int, seq: int, precision: str
 ) -> Fraction:
     """Return the bytes per token that all tensor ranks keep."""
     return Fraction(_measure(description, tensor, seq, precision).saved_bytes * tensor, seq)

@@ -1,7 +1,13 @@
 """Whether descriptions of layers tell the truth: real layers are built and measured on real ranks,
 and compared with what their descriptions say (`tools/check_layers.py`)."""
 
-from megaframe.training.layer_check.compare import DescribedPart, Lie, find_lies, list_parts
+from megaframe.training.layer_check.compare import (
+    DescribedPart,
+    Lie,
+    find_lies,
+    is_measured,
+    list_parts,
+)
 from megaframe.training.layer_check.measure import LayerMeasurement, measure_layers
 
 __all__ = [
@@ -9,6 +15,7 @@ __all__ = [
     "LayerMeasurement",
     "Lie",
     "find_lies",
+    "is_measured",
     "list_parts",
     "measure_layers",
 ]

@@ -20,6 +20,7 @@ from megaframe.architecture.spec import ParamSpec
 from megaframe.config import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
+from megaframe.model.torch_module.parts import ModuleDescription, TorchNormDescription
 from megaframe.training.layer_check.measure import LayerMeasurement, list_expert_sets
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -125,7 +126,9 @@ class _Comparison:
     def find_lies(self) -> list[Lie]:
         """Return what is described and not so."""
         self._compare_parameters()
-        if isinstance(self.part.description, _MEASURED):
+        if is_measured(self.part.description):
+            return self._lies
+        if isinstance(self.part.description, _COUNTED):
             self._compare_memory()
             self._compare_flops()
             self._compare_traffic()
@@ -245,7 +248,18 @@ class _Comparison:
         return forward, backward, split
 
 
-_MEASURED = (LayerDescription, BlockDescription, PredictorDescription)
+_COUNTED = (LayerDescription, BlockDescription, PredictorDescription)
+
+
+def is_measured(description: Any) -> bool:
+    """Return whether the numbers of a description, or of a part of it, are those that its module
+    was measured to have, so that there is nothing to compare."""
+    description = getattr(description, "block", description)
+    parts = description.__dict__.values() if isinstance(description, BlockDescription) else ()
+    return any(isinstance(each, _MODULES) for each in (description, *parts))
+
+
+_MODULES = (ModuleDescription, TorchNormDescription)
 
 
 def can_load_evenly(config: RunConfig, layout: Layout) -> bool:

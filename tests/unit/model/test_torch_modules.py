@@ -25,6 +25,7 @@ from megaframe.model.pass_state import PassState
 from megaframe.model.torch_module import TorchMixerPart
 from megaframe.model.torch_module.parts import TorchNormDescription
 from megaframe.parameters.initialization import fill_initial_values
+from megaframe.training.layer_check import is_measured, list_parts
 from megaframe.validate.run import find_mistakes
 
 MODEL = ModelConfig(hidden=8, heads=2)
@@ -301,3 +302,14 @@ def test_context_ranks_and_documents_are_refused_by_name_unless_the_module_says_
         (reset,) = find("running_mean", **documents)
     assert "parallel.context=2 divides samples, which mixer running_mean (Mean)" in context
     assert "data.reset_attention=true keeps documents apart, which mixer running_mean" in reset
+
+
+def test_the_check_of_layers_has_no_numbers_of_a_measured_module_to_compare():
+    """Its layer and its block are told from others; only its parameters are compared."""
+    with use_registry(Registry()):
+        get_registry().register(RunningMean)
+        blocks = [{"mixer": RunningMean().kind}, {}]
+        model = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 11, "blocks": blocks}
+        parts = list_parts(RunConfig(model=model))
+        measured = [part.name for part in parts if is_measured(part.description)]
+    assert measured == ["blocks.0.mixer", "blocks.0"]
