@@ -1,6 +1,8 @@
 """Which other libraries are installed that can run a kernel.
 
-Nothing is imported to find out, so a broken library cannot break a run that does not use it.
+Nothing is imported to find out, so a broken library cannot break a run that does not use it. The
+PyPI package `apex` is not NVIDIA's library of that name, which is built from source; the contents
+of the package's folder tell them apart.
 """
 
 from __future__ import annotations
@@ -63,6 +65,19 @@ def check_flash_attention() -> str | None:
     return None if _find_folder("flash_attn") else "flash-attn is not installed"
 
 
+@functools.lru_cache
+def check_apex() -> str | None:
+    """Return why NVIDIA's apex cannot be used, or None."""
+    folder = _find_folder("apex")
+    if folder is None:
+        return "NVIDIA apex is not installed"
+    if not (folder / "multi_tensor_apply").is_dir():
+        return "the installed package `apex` is not NVIDIA's, which is built from its repository"
+    if importlib.util.find_spec("amp_C") is None:
+        return "NVIDIA apex was installed without its CUDA extensions"
+    return None
+
+
 def check_cuda() -> str | None:
     """Return why nothing can run on a GPU, or None."""
     return None if torch.cuda.is_available() else "torch sees no GPU"
@@ -73,7 +88,7 @@ def read_versions() -> dict[str, str]:
     versions = {"torch": str(torch.__version__)}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    for package in ("triton", "liger-kernel", "flash-attn", "transformer-engine"):
+    for package in ("triton", "liger-kernel", "flash-attn", "apex", "transformer-engine"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

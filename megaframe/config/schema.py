@@ -145,7 +145,7 @@ class KernelsConfig(Section):
     that returns the log-sum-exp: triton or triton-fused."""
     loss: Literal["auto", "triton", "reference"] = "auto"
     """Cross-entropy of a chunk of logits, whose gradient replaces them in place."""
-    update: Literal["auto", "triton", "torch", "reference"] = "auto"
+    update: Literal["auto", "triton", "torch", "apex", "reference"] = "auto"
     """AdamW over a flat span, and the sums of squares for the gradient norm. Kernels sum per
     bucket, plain code per parameter."""
     experts: Literal["auto", "triton", "torch", "cuda", "reference"] = "auto"

@@ -200,6 +200,7 @@ def test_the_keys_are_those_of_the_library():
             "kernels.elementwise: norm=triton cannot run here: .*64",
         ),
         ({"attention": "cudnn"}, {}, "kernels.attention: attention=cudnn cannot run here"),
+        ({"update": "apex"}, {}, "kernels.update: adamw=apex cannot run here"),
     ],
 )
 def test_a_named_implementation_runs_or_is_an_error(kernels, train, message):

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import require_nothing
+from megaframe_kernels.installed import check_apex, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 _BLOCK = 2048
+_APEX_CHUNK = 65536
+"""Elements of a block of apex's kernel, as its own optimizers choose."""
 
 
 def run_reference(
@@ -238,6 +240,50 @@ def run_torch(
     return mean, square, weights, copy
 
 
+def run_apex(
+    weights: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    divisor: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Compute the reference by NVIDIA apex and a copy. This divides the gradients in place."""
+    import amp_C
+
+    def fill(number: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((1,), number, dtype=dtype, device=weights.device)
+
+    # The form for CUDA graphs, which reads on the device by what gradients are multiplied and
+    # whether to do nothing.
+    amp_C.multi_tensor_adam_capturable(
+        _APEX_CHUNK,
+        fill(0, torch.int32) if skip is None else skip.to(torch.int32).reshape(1),
+        [[grads], [weights], [mean], [square]],
+        fill(lr, torch.float32),
+        beta1,
+        beta2,
+        eps,
+        fill(step, torch.int32),
+        1,  # decay is decoupled from the gradient
+        1,  # moments are corrected for having started at zero
+        weight_decay,
+        fill(1, torch.float32) if divisor is None else divisor.float().reciprocal().reshape(1),
+    )
+    if copy is None:
+        return mean, square, weights
+    copy.copy_(weights)
+    return mean, square, weights, copy
+
+
 def _refuse_inputs(
     weights: Tensor,
     grads: Tensor,
@@ -261,6 +307,10 @@ def _refuse_for_torch(
     """spans: weights, gradients, both moments, and maybe the copy."""
     if any(number is not None and number.dtype != torch.float32 for number in (divisor, skip)):
         return "torch's fused AdamW takes divisor and skip in fp32, whatever the weights are"
+    return _refuse_for_apex(*spans)
+
+
+def _refuse_for_apex(*spans: Tensor | None, **_: Any) -> str | None:
     kinds = {span.dtype for span in spans[:4] if span is not None}
     return None if len(kinds) == 1 else "weights, gradients and moments must be of one type"
 
@@ -271,6 +321,7 @@ KERNEL = Kernel(
     {
         "triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs),
         "torch": Implementation("torch", run_torch, require_nothing, _refuse_for_torch),
+        "apex": Implementation("apex", run_apex, check_apex, _refuse_for_apex),
     },
     constant=8.0,
 )

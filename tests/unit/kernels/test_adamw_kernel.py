@@ -1,5 +1,8 @@
 """AdamW and the sum of squares, against fp64."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from kernel_exactness import assert_close, make_random
@@ -52,6 +55,36 @@ def test_a_beta_close_to_1_loses_no_digits():
     actual, expected = run_both("triton", tensors, beta1=0.99, beta2=0.9999, step=1)
     for output, exact in zip(actual, expected, strict=True):
         assert_close(adamw.KERNEL, output, exact, 1, "state")
+
+
+def update_as_apex(chunk, flag, lists, lr, beta1, beta2, eps, step, mode, correct, decay, inverse):
+    """Do what csrc/multi_tensor_adam.cu of NVIDIA/apex does in `AdamCapturableFunctor`, with the
+    types of the pointers that it reads."""
+    assert (flag.dtype, step.dtype) == (torch.int32, torch.int32) and chunk > 0
+    assert (lr.dtype, inverse.dtype) == (torch.float32, torch.float32) and (mode, correct) == (1, 1)
+    ((grad,), (weight,), (mean,), (square,)) = lists
+    if int(flag) == 1:
+        return
+    grad.mul_(inverse)
+    mean.mul_(beta1).add_(grad * (1 - beta1))
+    square.mul_(beta2).add_(grad * grad * (1 - beta2))
+    unbiased = mean / (1 - beta1 ** int(step)), square / (1 - beta2 ** int(step))
+    weight.sub_(lr * (unbiased[0] / (unbiased[1].sqrt() + eps) + decay * weight))
+
+
+@pytest.mark.parametrize(("divisor", "skip"), [(None, None), (4.5, 0.0), (4.5, 1.0)])
+def test_apex_divides_gradients_and_skips_a_step(divisor, skip, monkeypatch):
+    """The library itself needs a GPU; what it is called with is what its kernel takes."""
+    apex = SimpleNamespace(multi_tensor_adam_capturable=update_as_apex)
+    monkeypatch.setitem(sys.modules, "amp_C", apex)
+    scalars = {"divisor": divisor, "skip": skip}
+    options = {k: None if v is None else torch.tensor(v) for k, v in scalars.items()}
+    actual, expected = run_both("apex", make_state(300), **options)
+    for output, exact in zip(actual, expected, strict=True):
+        assert_close(adamw.KERNEL, output, exact, 1, "state")
+    refuses = adamw.KERNEL.implementations["apex"].refuses
+    assert refuses(*make_state(8), **options) is None
+    assert "must be of one type" in refuses(*make_state(8, torch.bfloat16), **options)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])

@@ -1,6 +1,7 @@
 """The choice of implementations, the reasons why others are not chosen, and the tolerance."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -73,6 +74,25 @@ def test_a_measured_chip_has_its_own_order(tmp_path, monkeypatch):
     assert select(KERNELS, chip="h200")["rotary"].active == REFERENCE
     assert select(KERNELS, chip="another")["norm"].active == "triton"
     assert read_chip_name() == "cpu" or torch.cuda.is_available()
+
+
+def test_the_unrelated_package_apex_is_told_from_nvidias(tmp_path, monkeypatch):
+    def reason(*files):
+        for file in files:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).touch()
+        for cached in (installed._find_folder, installed.check_apex):
+            cached.cache_clear()
+        sys.path_importer_cache.clear()
+        return installed.check_apex()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "not installed" in reason()
+    assert "not NVIDIA's" in reason("apex/__init__.py")
+    assert "without its CUDA extensions" in reason("apex/multi_tensor_apply/__init__.py")
+    assert reason("amp_C.py") is None
+    for cached in (installed._find_folder, installed.check_apex):
+        cached.cache_clear()
 
 
 def test_a_triton_that_is_too_old_is_named(monkeypatch):
