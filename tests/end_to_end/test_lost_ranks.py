@@ -130,7 +130,7 @@ def test_a_mistake_that_one_rank_finds_before_it_sends_anything_is_said_once(
     place, rank, launch, tmp_path
 ):
     program = {rank: partial(fail_at, *place)}
-    processes = launch(range(2), 2, program, parallel__pipeline=2, parallel__timeout=PATIENCE)
+    processes = launch(range(2), 2, program, parallel__pipeline=2, parallel__timeout=5)
     statuses = [process.wait(PATIENCE) for process in processes]
     assert (statuses[rank], statuses[1 - rank]) == (EXIT_USER_ERROR, EXIT_LOST_RANKS)
     texts = read_errors(tmp_path, processes)

@@ -84,7 +84,7 @@ def test_a_run_that_rounding_decides_is_counted_apart(pool):
 def test_a_planted_fault_is_found_and_made_small(pool, monkeypatch):
     check = parity_fuzz.ParityCheck(pool, run_without_summing_gains)
     with pytest.raises(parity_fuzz.ParityFailure) as failure:
-        parity_fuzz.search(check, 100, seed=1, ranks=4)
+        parity_fuzz.search(check, 100, seed=2, ranks=4)
     smallest = failure.value.random_run
     model, parallel = smallest.sections["model"], smallest.sections["parallel"]
     assert (smallest.ranks, parallel["tensor"], model["layers"]) == (2, 2, 1)

@@ -105,7 +105,7 @@ def list_documented_commands():
 
 # Searches take most of the time; that they find something is seen where all commands run.
 @pytest.mark.quick(when=lambda line: "--search" not in line)
-@pytest.mark.parametrize("line", list_documented_commands())
+@pytest.mark.parametrize("line", list(list_documented_commands()))
 def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     command = Command(line)
     with use_registry(Registry()):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -166,7 +167,14 @@ def test_an_interrupted_sweep_continues_its_trials_on_the_same_curves(overrides,
     """They save when they are asked to leave; what has ended is not run again, unless it failed."""
     keys = overrides(train__steps=600, checkpoint__every=10**6, run__dir=tmp_path / "sweep")
     command = [sys.executable, TOOL, "--sweep", "optim.lr=[0.01, 0.02]", "--jobs", "2", "--", *keys]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job in the background of a shell, as the tests may be, ignores this signal.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         metrics = list((tmp_path / "sweep").glob("*/metrics.jsonl"))
