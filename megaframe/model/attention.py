@@ -108,8 +108,7 @@ class Attention(Module):
             self.run,
             softcap=self.softcap,
             sinks_N=None if self.sinks is None else self.sinks.use(),
-            window=self.window,
-            cache=None if state.cache is None else state.cache.get(self),
+            cache=state.find_cache(self, self.window),
         )
         if self.gate is not None:
             gates_TN1 = context.rows.remove_padding(self.gate(x, state.deferred, norm)).sigmoid()
@@ -129,7 +128,6 @@ def attend_heads(
     *,
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
-    window: int | None = None,
     cache: LayerCache | None = None,
 ) -> Tensor:
     """Compute this tensor rank's heads for this context rank's tokens, which attend to those of the
@@ -145,7 +143,6 @@ def attend_heads(
         softcap: Bound of the scores; None for no bound.
         sinks_N: A logit without a value in the softmax of each of this tensor rank's query heads;
             None for none.
-        window: How many tokens a token sees, with itself; read with a cache only.
         cache: Gets the keys and values. If it has others already, the queries are of the token
             after them; None where all tokens of a sample are here.
 
@@ -154,7 +151,7 @@ def attend_heads(
     """
     if cache is not None:
         is_first = cache.length == 0
-        keys, values = cache.extend(key_BSGD, value_BSGV, window)
+        keys, values = cache.extend(key_BSGD, value_BSGV)
         if not is_first:
             return _attend_to_past(query_BSND, keys, values, scale, softcap, sinks_N)
     # The two ways of context parallelism nest: heads are exchanged within a group of neighbours,

@@ -20,24 +20,21 @@ class LayerCache:
         length: Tokens so far.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, window: int | None) -> None:
         self.length = 0
-        self._capacity = capacity
+        self._capacity, self._window = capacity, window
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def extend(
-        self, key_BSGD: Tensor, value_BSGV: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def extend(self, key_BSGD: Tensor, value_BSGV: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens.
 
         Args:
             key_BSGD: The keys, rotated.
             value_BSGV: The values.
-            window: How many tokens the last of the new ones sees, with itself; None for all.
 
         Returns:
-            Those of all tokens that it sees, [B, T, G, D] and [B, T, G, V].
+            Those of all tokens that the last one sees, [B, T, G, D] and [B, T, G, V].
         """
         if self._keys is None or self._values is None:
             self._keys, self._values = (
@@ -48,7 +45,7 @@ class LayerCache:
         self._keys[:, self.length : end] = key_BSGD
         self._values[:, self.length : end] = value_BSGV
         self.length = end
-        seen = slice(0 if window is None else max(0, end - window), end)
+        seen = slice(0 if self._window is None else max(0, end - self._window), end)
         return self._keys[:, seen], self._values[:, seen]
 
 
@@ -70,9 +67,9 @@ class KeyValueCache:
         self._layers, self._capacity = layers, capacity
         self._caches: dict[Module, LayerCache] = {}
 
-    def get(self, layer: Module) -> LayerCache:
-        """Return that of a layer."""
-        return self._caches.setdefault(layer, LayerCache(self._capacity))
+    def get(self, layer: Module, window: int | None) -> LayerCache:
+        """Return that of a layer, whose tokens see this many, with themselves; None for all."""
+        return self._caches.setdefault(layer, LayerCache(self._capacity, window))
 
     def advance(self, tokens: int) -> bool:
         """End a pass of so many new tokens, and return whether every layer has added them. If not,

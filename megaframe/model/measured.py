@@ -10,7 +10,7 @@ Nothing here imports torch until something is measured that no process has measu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _TOKENS = 64
 """Tokens of a rank in the shorter of two samples that are measured."""
 _PRECISIONS = ("bf16", "fp32", "fp64")
+DIVIDING_KEYS = ("tensor", "context", "context_kind", "context_heads", "tensor_chunks")
+"""Keys of a layout on which the part of a layer that a rank has depends."""
 
 
 class Measured(LayerDescription):
@@ -207,8 +209,7 @@ def measure(
 
 def _select_sizes(parallel: ParallelConfig) -> ParallelConfig:
     """Return the part of a layout on which a layer depends, so that others share measurements."""
-    names = ("tensor", "context", "context_kind", "context_heads", "tensor_chunks")
-    return ParallelConfig.model_validate({name: getattr(parallel, name) for name in names})
+    return ParallelConfig.model_validate({name: getattr(parallel, name) for name in DIVIDING_KEYS})
 
 
 @lru_cache(maxsize=4096)
@@ -231,6 +232,16 @@ def fit_saved(
         measured = measure(description, hidden, parallel, seq, precision, recompute)
         return Fraction(measured.saved_bytes * ranks, seq)
 
+    return fit_bytes(count, short)
+
+
+def fit_bytes(count: Callable[[int, str], Fraction], short: int) -> SavedActivations:
+    """Return what is kept per token, from the bytes of samples of two lengths in each precision.
+
+    Args:
+        count: Returns the bytes per token of a sample with this many tokens, in this precision.
+        short: Tokens of the shorter sample; the other one has twice as many.
+    """
     once, twice = (
         _separate_types(*(count(seq, precision) for precision in _PRECISIONS))
         for seq in (short, 2 * short)

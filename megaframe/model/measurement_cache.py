@@ -25,11 +25,11 @@ from megaframe.config.registry import get_registry
 from megaframe.io.regular_file import delete_file, list_folder, write_file
 from megaframe.io.untrusted import read_file
 from megaframe.model.layer_measurement import MeasuredLayer, measure_layer
+from megaframe.model.measured import DIVIDING_KEYS
 
 _MOST_BYTES = 1 << 20
 _MOST_FILES = 4096
 _PACKAGE = Path(__file__).resolve().parents[1]
-_PARALLEL = ("tensor", "context", "context_kind", "context_heads", "tensor_chunks")
 _TRAIN = ("seq", "microbatch", "precision", "recompute")
 
 
@@ -47,7 +47,7 @@ def find_measurement(
     Raises:
         UserError: As it does.
     """
-    sizes = {name: getattr(parallel, name) for name in _PARALLEL}
+    sizes = {name: getattr(parallel, name) for name in DIVIDING_KEYS}
     keys = {name: getattr(train, name) for name in _TRAIN}
     keys |= {"global_batch": train.microbatch}
     keys["recompute"] = "selective" if train.recompute == "selective" else "none"

@@ -67,9 +67,9 @@ class LatentAttention(Module):
         # A copy, because a view would keep the unrotated keys alive beside it.
         value_BSNV = value.contiguous()
         mask = context.masks[self.window]
-        cache = None if state.cache is None else state.cache.get(self)
+        cache = state.find_cache(self, self.window)
         heads = query_BSND, key_BSND, value_BSNV
-        heads_TV = attend_heads(*heads, mask, self.scale, self.run, window=self.window, cache=cache)
+        heads_TV = attend_heads(*heads, mask, self.scale, self.run, cache=cache)
         return self.output(context.rows.pad(heads_TV), state.deferred)
 
     def _project(

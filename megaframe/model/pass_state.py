@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.interleaving import InterleaveHook
-from megaframe.model.key_value_cache import KeyValueCache
+from megaframe.model.key_value_cache import KeyValueCache, LayerCache
 from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
@@ -119,3 +119,7 @@ class PassState:
     deferred: DeferredGradients = field(default_factory=DeferredGradients)
     interleave_hook: InterleaveHook = field(default_factory=InterleaveHook)
     cache: KeyValueCache | None = None
+
+    def find_cache(self, layer: Module, window: int | None) -> LayerCache | None:
+        """Return the cache of a layer (`KeyValueCache.get`); None in training."""
+        return None if self.cache is None else self.cache.get(layer, window)

@@ -23,7 +23,7 @@ from megaframe.architecture.layer import (
     MixerDescription,
     SavedActivations,
 )
-from megaframe.architecture.linear import LinearSpec, Number, RepeatedLinearSpec
+from megaframe.architecture.linear import LinearSpec, RepeatedLinearSpec
 from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import ModelConfig, ParallelConfig, TrainConfig
@@ -31,12 +31,12 @@ from megaframe.config.parts import FeedForwardPart, MixerPart, NormPart, Part
 from megaframe.errors import UserError
 from megaframe.model.forward_context import RunContext
 from megaframe.model.layer_measurement import MeasuredLayer, measure_layer
+from megaframe.model.measured import fit_bytes
 from megaframe.model.torch_module.layer import TorchLayer, call_module, check_output
 from megaframe.model.torch_module.source import ModuleSource
 
 _TOKENS = 32
 """Tokens of a tensor rank in the shorter of two samples that are measured."""
-_PRECISIONS = ("bf16", "fp32", "fp64")
 
 
 class _TorchPart(Part):
@@ -297,29 +297,8 @@ def _measure(
 def _count_saved(description: ModuleDescription, tensor: int) -> SavedActivations:
     """Return what all tensor ranks keep per token. Whatever grows with the length of the sample
     beyond its tokens belongs to pairs of them; what samples share is counted for each."""
-    short = _TOKENS * tensor
-    once, twice = (
-        _separate_types(*(_measure_saved(description, tensor, seq, p) for p in _PRECISIONS))
-        for seq in (short, 2 * short)
-    )
-    slopes = [max(Fraction(), b - a) / short for a, b in zip(once, twice, strict=True)]
-    values, statistics, other = (
-        b - slope * 2 * short for b, slope in zip(twice, slopes, strict=True)
-    )
-    pairs = SavedActivations(*slopes) if any(slopes) else None
-    return SavedActivations(values, statistics, other, pairs)
 
+    def count(seq: int, precision: str) -> Fraction:
+        return Fraction(_measure(description, tensor, seq, precision).saved_bytes * tensor, seq)
 
-def _measure_saved(
-    description: ModuleDescription, tensor: int, seq: int, precision: str
-) -> Fraction:
-    """Return the bytes per token that all tensor ranks keep."""
-    return Fraction(_measure(description, tensor, seq, precision).saved_bytes * tensor, seq)
-
-
-def _separate_types(bf16: Number, fp32: Number, fp64: Number) -> tuple[Number, Number, Number]:
-    """Return elements of the model's precision, elements of at least fp32, and other bytes, from
-    the bytes of each precision: 2 v + 4 s + o, 4 v + 4 s + o and 8 v + 8 s + o."""
-    values = (fp32 - bf16) / 2
-    statistics = max(Fraction(), (fp64 - fp32 - 4 * values) / 4)
-    return values, statistics, bf16 - 2 * values - 4 * statistics
+    return fit_bytes(count, _TOKENS * tensor)
