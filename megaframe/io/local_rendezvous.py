@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,13 +14,29 @@ from pathlib import Path
 _LISTENING = "0A"
 """State of a socket that listens, in Linux' tables."""
 _MAX_COMMAND = 100
+_ANY_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last of the ports that Linux gives to whoever asks for any."""
+_FIRST_PORT = 10000
+"""Few services have one above it, and Linux' own begin at 32768 unless they are set."""
+_PORTS_TRIED = 100
 
 
 def find_free_port() -> int:
-    """Return a port of the loopback interface that nothing uses."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
+    """Return a port of the loopback interface that nothing uses.
+
+    Time passes until the caller listens there. So it is none of those that the system itself gives
+    to whoever asks for any port, where they are known and leave others.
+    """
+    try:
+        others = int(_ANY_PORTS.read_text().split()[0]) - _FIRST_PORT
+    except OSError:  # not Linux
+        others = 0
+    for _ in range(_PORTS_TRIED if others >= _PORTS_TRIED else 0):
+        port = _FIRST_PORT + secrets.randbelow(others)
+        if not is_port_in_use("127.0.0.1", port):
+            return port
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         return port
 
 
