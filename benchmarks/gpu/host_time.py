@@ -125,8 +125,8 @@ def measure_layers(checkout: Path, overrides: Sequence[str], layers: int) -> dic
     with OperatorCount() as operators:
         train_step.train([microbatch], 0, 1.0)
     mesh.close()
-    seconds = {phase: statistics.median(values) for phase, values in samples.items()}
-    return {"seconds": seconds, "calls": calls.by_room, "operators": operators.number}
+    medians = {phase: statistics.median(values) for phase, values in samples.items()}
+    return {"seconds": medians, "calls": calls.by_room, "operators": operators.number}
 
 
 def measure(checkout: Path) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def measure(checkout: Path) -> dict[str, Any]:
     from megaframe_kernels.device import capture_launches
 
     few, many = _LAYERS
-    results = {}
+    results: dict[str, Any] = {}
     gc.disable()  # a collection would be charged to the step in which it happens
     with capture_launches(lambda launch: None, _CHIP):
         for name, overrides in CASES.items():
