@@ -53,7 +53,8 @@ class Linear(Module):
         self.bias: Parameter | None = bias[0] if bias else None
         self.tensor = tensor
         self._outputs = len(spec.outputs)
-        self.undivided = spec.split is None
+        self.is_local = spec.split is None or tensor.group.size == 1
+        """Whether this rank computes the product of its rows alone."""
         self.column = spec.is_column
 
     def __call__(
@@ -113,9 +114,9 @@ class _Linear(torch.autograd.Function):
         ctx.linear, ctx.deferred, ctx.before = linear, deferred, before
         tensor, matrix, bias = linear.tensor, linear.matrix, linear.flat_bias
         group = tensor.group
-        if linear.undivided:
+        if linear.is_local:
             return tensor.forward_product(_apply(before, x, tensor), matrix, bias)
-        if linear.column or group.size == 1:
+        if linear.column:
             # Before the rows are gathered, so that each rank normalises only its own.
             x = _apply(before, x, tensor)
             if not tensor.symmetric:
@@ -143,7 +144,7 @@ class _Linear(torch.autograd.Function):
         linear, deferred, dy = ctx.linear, ctx.deferred, gradients[0]
         tensor = linear.tensor
         # Started first, so that the first part travels while the operand is computed again.
-        dy_parts = None if linear.undivided or linear.column else _gather_gradient(dy, tensor)
+        dy_parts = None if linear.is_local or linear.column else _gather_gradient(dy, tensor)
         operand = x
         if ctx.before is not None:
             # A graph of its own for the norm or activation, from x to the operand of the product.
@@ -153,8 +154,8 @@ class _Linear(torch.autograd.Function):
         dx: Tensor | None
         if dy_parts is not None:
             dx = _backward_row(linear, deferred, dy, dy_parts, operand.detach())
-        elif linear.undivided:
-            dx = _backward_undivided(linear, deferred, dy, operand.detach())
+        elif linear.is_local:
+            dx = _backward_locally(linear, deferred, dy, operand.detach())
         else:
             dx = _backward_column(linear, deferred, dy, operand.detach())
         if ctx.before is not None:
@@ -173,11 +174,9 @@ def _gather_gradient(dy: Tensor, tensor: TensorParallel) -> Iterator[Tensor]:
     return gather_chunks(dy, tensor.group, tensor.chunks)
 
 
-def _backward_undivided(
-    linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor
-) -> Tensor:
-    """Compute the gradients without communication. The weight gradient is later summed over the
-    tensor ranks, as its spec says."""
+def _backward_locally(linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor) -> Tensor:
+    """Compute the gradients without communication. If several tensor ranks have the weight, its
+    gradient is later summed over them, as its spec says."""
 
     def add_weight_gradient() -> None:
         linear.tensor.add_weight_gradient(linear.weight, dy, x)
