@@ -13,6 +13,7 @@ from itertools import chain
 import pytest
 import torch
 from patience import PATIENCE
+from slow_cases import slow
 
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
@@ -79,9 +80,8 @@ def measure_saved_bytes(layers, recompute, tensor, dropout):
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), planned
 
 
-@pytest.mark.quick(when=lambda tensor, dropout: (tensor, dropout) == (2, 0.1))
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("dropout", [slow(0.0), 0.1])
+@pytest.mark.parametrize("tensor", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("recompute", list(FORMULA))
 def test_a_block_keeps_what_the_paper_says_less_what_is_computed_again(
     recompute, tensor, dropout, pool
@@ -154,9 +154,8 @@ def measure_stage(name, recompute, tensor):
     return sum(value.untyped_storage().nbytes() for value in kept), planned.activations
 
 
-@pytest.mark.quick(when=lambda name, recompute, tensor: (recompute, tensor) == ("selective", 2))
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("tensor", [slow(1), 2])
+@pytest.mark.parametrize("recompute", [slow("none"), "selective", slow("full")])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_keeps_what_its_parts_say_to_a_byte(name, recompute, tensor, pool):
     measured = pool.run(tensor, measure_stage, name, recompute, tensor)

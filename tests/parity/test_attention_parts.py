@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from parity_runs import FEW, assert_same, run
 from saved_bytes import measure_block
+from slow_cases import mark_slow
 
 SCORES = {"softcap": 2.0, "sinks": True}
 SHAPES = {
@@ -25,18 +26,28 @@ SHAPES = {
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
+TENSOR_AND_ZERO = (4, {"tensor": 2, "data": 2, "zero": 3}, "full")
+NESTED = (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, "none")
 LAYOUTS = [
     (2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
     (2, {"data": 2, "zero": 2}, "none"),
     (4, {"tensor": 4}, "none"),
-    (4, {"tensor": 2, "data": 2, "zero": 3}, "full"),
-    (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, "none"),
+    TENSOR_AND_ZERO,
+    NESTED,
     (4, {"context": 2, **RING, "tensor": 2}, "selective"),
     (4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 1}, "full"),
     (4, {"context": 2, **ALL_TO_ALL, "tensor": 2}, "none"),
     (4, {**ZB_V, "tensor": 2, "zero": 1}, "none"),
     (4, {"pipeline": 2, "context": 2, **RING}, "selective"),
 ]
+CASES = [
+    # Every second layout with each shape, the others with the next one.
+    (name, *layout)
+    for number, name in enumerate(SHAPES)
+    for place, layout in enumerate(LAYOUTS)
+    if (number + place) % 2 == 0
+]
+QUICK = [("scores", *NESTED), ("whole-norms", *TENSOR_AND_ZERO), ("packed-sinks", *NESTED)]
 
 
 def run_layout(ranks, name, train, parallel, pool, stages):
@@ -52,21 +63,8 @@ def expected(pool):
     return cache(lambda name, stages: run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0])
 
 
-@pytest.mark.quick(
-    when=lambda name, parallel: (
-        (name != "whole-norms" and "context_heads" in parallel)
-        or (name == "whole-norms" and {"tensor", "data"} <= parallel.keys())
-    )
-)
 @pytest.mark.parametrize(
-    ("name", "ranks", "parallel", "recompute"),
-    [
-        # Every second layout with each shape, the others with the next one.
-        (name, *layout)
-        for number, name in enumerate(SHAPES)
-        for place, layout in enumerate(LAYOUTS)
-        if (number + place) % 2 == 0
-    ],
+    ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}

@@ -4,6 +4,7 @@
 import pytest
 from bitwise import assert_same_bits
 from parity_runs import FEW, assert_same, run
+from slow_cases import slow
 
 BLOCKS = [
     {
@@ -30,10 +31,10 @@ BLOCKS = [
 ]
 MODEL = {"layers": 4, "kv_heads": 2, "ffn": 24, "embedding_scale": 3.0, "blocks": BLOCKS}
 LAYOUTS = [
-    (2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
-    (2, {"data": 2, "zero": 3}, "full"),
+    slow(2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
+    slow(2, {"data": 2, "zero": 3}, "full"),
     (2, {"context": 2, "context_kind": "ring"}, "none"),
-    (4, {"tensor": 4}, "none"),
+    slow(4, {"tensor": 4}, "none"),
     (4, {"context": 2, "context_kind": "all_to_all", "tensor": 2, "zero": 1}, "selective"),
     (4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2}, "selective"),
 ]
@@ -44,7 +45,6 @@ def expected(pool):
     return pool.run(1, run, MODEL, FEW)[0]
 
 
-@pytest.mark.quick(when=lambda parallel: "context" in parallel or "chunks" in parallel)
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
 def test_layouts_do_not_change_the_answer(ranks, parallel, recompute, pool, expected):
     train = {**FEW, "recompute": recompute}

@@ -3,11 +3,13 @@ loss if much is left out, because it is sent later.
 """
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from parity_runs import MODELS, assert_same, run
 from patience import PATIENCE
+from slow_cases import mark_slow, slow
 from tolerances import compute_roundoff
 
 from megaframe.config import RunConfig
@@ -20,6 +22,13 @@ from megaframe.training.train_step import TrainStep
 
 TOPK = {"compress": "topk", "compress_keep": 1.0}
 POWER = {"compress": "powersgd", "compress_keep": 64}
+LAYOUTS = [{"data_replicate": replicas, "zero": zero} for replicas in (1, 2) for zero in range(4)]
+LAYOUTS += [{"data_replicate": 4}, {"tensor": 2, "zero": 3}, {"pipeline": 2, "zero": 2}]
+# Each stage with replicas, compressed in one way or the other.
+QUICK = [
+    ({"data_replicate": 2, "zero": zero}, keys)
+    for zero, keys in enumerate((POWER, TOPK, TOPK, POWER))
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,26 +36,18 @@ def expected(pool):
     return pool.run(1, run, MODELS["gpt2"], {"microbatch": 8})[0]
 
 
-# Each stage with replicas, compressed in one way or the other.
-@pytest.mark.quick(
-    when=lambda parallel, keys: (
-        parallel.get("data_replicate") == 2 and (parallel["zero"] in (0, 3)) == (keys == POWER)
-    )
-)
-@pytest.mark.parametrize("keys", [TOPK, POWER])
 @pytest.mark.parametrize(
-    "parallel",
-    [{"data_replicate": replicas, "zero": zero} for replicas in (1, 2) for zero in range(4)]
-    + [{"data_replicate": 4}, {"tensor": 2, "zero": 3}, {"pipeline": 2, "zero": 2}],
+    ("parallel", "keys"), mark_slow(product(LAYOUTS, (TOPK, POWER)), except_for=QUICK)
 )
 def test_what_leaves_nothing_out_changes_no_answer(parallel, keys, pool, expected):
     keys = {**parallel, **keys}
     assert_same(pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys), expected)
 
 
-@pytest.mark.quick(when=lambda replicas, node_size, zero: zero == (0 if node_size == 2 else 2))
-@pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize(("replicas", "node_size"), [(1, 4), (2, 4), (1, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "node_size", "zero"),
+    [(1, 4, 2), (2, 4, 2), (1, 2, 0), slow(1, 4, 0), slow(2, 4, 0), slow(1, 2, 2)],
+)
 def test_bf16_messages_cost_their_rounding(replicas, node_size, zero, pool, expected):
     """Within a node; between replicas; and in two steps, which round twice."""
     keys = {"reduce_precision": "bf16", "data_replicate": replicas, "zero": zero}
@@ -104,14 +105,15 @@ def uncompressed(pool):
 
 
 # What always rounds; the others are compared with one process above.
-@pytest.mark.quick(when=lambda keys: keys.get("compress") == "int8")
+
+
 @pytest.mark.parametrize(
     ("keys", "share"),
     [
-        ({"reduce_precision": "bf16", "zero": 0}, 0.99),
+        slow({"reduce_precision": "bf16", "zero": 0}, 0.99),
         ({"compress": "int8", "zero": 2}, 0.99),
-        ({"compress": "topk", "compress_keep": 0.05, "zero": 0}, 0.6),
-        ({"compress": "powersgd", "compress_keep": 4, "zero": 2}, 0.8),
+        slow({"compress": "topk", "compress_keep": 0.05, "zero": 0}, 0.6),
+        slow({"compress": "powersgd", "compress_keep": 4, "zero": 2}, 0.8),
     ],
 )
 def test_compressed_training_converges(keys, share, pool, uncompressed):

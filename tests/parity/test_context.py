@@ -11,6 +11,7 @@ from bitwise import assert_same_bits
 from entry_runs import make_trainer
 from parity_runs import FEW, MODELS, assert_same, make_global_batch, run, share
 from patience import PATIENCE
+from slow_cases import mark_slow, slow
 from tolerances import promised
 
 from megaframe.config import RunConfig, load
@@ -41,6 +42,11 @@ LAYOUTS = [
     (4, {"context": 2, **RING, "data": 2}, "selective"),
     (4, {"context": 2, **RING, "pipeline": 2, "chunks": 2, "schedule": "zb-v"}, "none"),
 ]
+CASES = [(name, *kind) for kind in KINDS for name in SHAPES]
+CASES += [(name, *LAYOUTS[i]) for i in range(6) for name in list(SHAPES)[i % 2 :: 2]]
+# The shape with every kind of mask, in every kind of exchange; and the other one of the shapes with
+# documents beside tensor ranks.
+QUICK = [*(("packed-windows", *kind) for kind in KINDS), ("packed", *LAYOUTS[3])]
 
 
 def run_layout(ranks, name, train, parallel, pool, *, layers=2, serial=False):
@@ -56,18 +62,8 @@ def expected(pool):
     )
 
 
-# The shape with every kind of mask, in every kind of exchange; and the other one of the shapes with
-# documents beside tensor and more pipeline layouts.
-@pytest.mark.quick(
-    when=lambda name, parallel: (
-        (name == "packed-windows" and ("pipeline" in parallel or parallel["context"] == 4))
-        or (name == "packed" and "tensor" in parallel)
-    )
-)
 @pytest.mark.parametrize(
-    ("name", "ranks", "parallel", "recompute"),
-    [(name, *kind) for kind in KINDS for name in SHAPES]
-    + [(name, *LAYOUTS[i]) for i in range(6) for name in list(SHAPES)[i % 2 :: 2]],
+    ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
@@ -76,8 +72,7 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     assert_same(results, expected(name, stages))
 
 
-@pytest.mark.quick(when=lambda parallel: parallel["context"] == 4)
-@pytest.mark.parametrize("parallel", [{**RING, "context": 4}, {**ALL_TO_ALL, "context": 2}])
+@pytest.mark.parametrize("parallel", [{**RING, "context": 4}, slow({**ALL_TO_ALL, "context": 2})])
 def test_samples_of_different_lengths(parallel, pool):
     model, train = MODELS["llama"], {**FEW, "microbatch": 1}
     (unmixed,) = pool.run(1, run, model, train, None, False, True)
@@ -85,7 +80,7 @@ def test_samples_of_different_lengths(parallel, pool):
 
 
 # Nested ranks have a ring, too.
-@pytest.mark.parametrize("kind", [NESTED, pytest.param(RING, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [NESTED, slow(RING)])
 def test_overlap_changes_no_bit(kind, pool):
     parallel = {"context": 4, **kind}
     serial, overlapped = (

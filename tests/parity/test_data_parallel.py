@@ -3,11 +3,11 @@
 import pytest
 from bitwise import assert_same_bits
 from parity_runs import GLOBAL_BATCH, MODELS, STEPS, assert_same, run
+from slow_cases import mark_slow, slow
 
 
-@pytest.mark.quick(when=lambda name, recompute: (name, recompute) == ("llama", "selective"))
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recompute", [slow("none"), "selective", slow("full")])
+@pytest.mark.parametrize("name", mark_slow(MODELS, except_for=["llama"]))
 def test_ranks_and_microbatches_do_not_change_the_answer(name, recompute, pool):
     (expected,) = pool.run(1, run, MODELS[name], {"microbatch": 8, "recompute": "none"})
     assert len(set(expected.losses)) == STEPS

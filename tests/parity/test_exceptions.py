@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from parity_runs import MODELS, run
+from slow_cases import mark_slow
 from tolerances import PROMISE
 
 from megaframe.config import RunConfig
@@ -62,11 +63,10 @@ def measure_difference(results, expected):
     )
 
 
-# A limit and a scale.
-@pytest.mark.quick(
-    when=lambda option: option.startswith("model.moe.capacity=") or option == "train.fp8=tensor"
+# A limit and a scale are quick.
+@pytest.mark.parametrize(
+    "option", mark_slow(read_table(), except_for=["model.moe.capacity=0.5", "train.fp8=tensor"])
 )
-@pytest.mark.parametrize("option", read_table())
 def test_the_table_says_how_far_answers_come_apart(option, pool):
     """The table is right within a factor of three."""
     sections = make_sections(option)

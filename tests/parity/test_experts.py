@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from bitwise import assert_same_bits
 from parity_runs import FEW, assert_same, run
+from slow_cases import slow
 
 MOE = {"experts": 6, "ffn": 12, "top_k": 2, "balance_rate": 0.05, "balance_loss": 0.1}
 GATED = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
@@ -25,26 +26,26 @@ TWO_EACH = {"global_batch": 8}
 """Gives each of four data ranks two microbatches."""
 V_SHAPED = {"pipeline": 2, "chunks": 2, "schedule": "dualpipe-v", "expert_overlap": True}
 LAYOUTS = [
-    ("bias", 2, {"expert": 2}, {}),
-    ("bias", 2, {"expert_tensor": 2}, {"recompute": "selective"}),
-    ("bias", 2, {"tensor": 2, "expert": 2}, {"recompute": "full"}),
+    slow("bias", 2, {"expert": 2}, {}),
+    slow("bias", 2, {"expert_tensor": 2}, {"recompute": "selective"}),
+    slow("bias", 2, {"tensor": 2, "expert": 2}, {"recompute": "full"}),
     ("bias", 4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "zero": 1}, {}),
-    ("bias", 4, {"context": 2, "expert": 4, "zero": 3}, {"recompute": "full"}),
-    ("bias", 4, {"pipeline": 2, "expert": 2, "chunks": 2, "schedule": "zb-v"}, {}),
+    slow("bias", 4, {"context": 2, "expert": 4, "zero": 3}, {"recompute": "full"}),
+    slow("bias", 4, {"pipeline": 2, "expert": 2, "chunks": 2, "schedule": "zb-v"}, {}),
     ("bias", 4, {**V_SHAPED, "expert": 2, "zero": 2}, {"recompute": "full"}),
-    ("global", 4, {**V_SHAPED, "expert": 2, "dispatch": "all_gather"}, {}),
-    ("sequence", 2, {"context": 2, "expert": 2}, {"microbatch": 4}),
-    ("sequence", 4, {"tensor": 2, "context": 2, "expert": 2, "zero": 2}, {}),
+    slow("global", 4, {**V_SHAPED, "expert": 2, "dispatch": "all_gather"}, {}),
+    slow("sequence", 2, {"context": 2, "expert": 2}, {"microbatch": 4}),
+    slow("sequence", 4, {"tensor": 2, "context": 2, "expert": 2, "zero": 2}, {}),
     ("sequence", 4, {**FOUR, "dispatch": "all_gather"}, {"recompute": "selective", **TWO_EACH}),
     ("global", 4, {"tensor": 2, "expert": 4, "dispatch": "hierarchical", "node_size": 2}, {}),
-    ("global", 4, {"data_replicate": 2, "expert": 2, "zero": 3}, TWO_EACH),
-    ("global", 4, {"pipeline": 2, "tensor": 2, "expert_tensor": 2}, {"recompute": "full"}),
+    slow("global", 4, {"data_replicate": 2, "expert": 2, "zero": 3}, TWO_EACH),
+    slow("global", 4, {"pipeline": 2, "tensor": 2, "expert_tensor": 2}, {"recompute": "full"}),
     ("groups", 4, {**FOUR, "dispatch": "deduplicated", "node_size": 2}, {}),
-    ("groups", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}, {}),
-    ("groups", 4, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "expert": 2}, {}),
+    slow("groups", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}, {}),
+    slow("groups", 4, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "expert": 2}, {}),
 ]
-QUICK = [LAYOUTS[place][::2] for place in (3, 6, 10, 11, 14)]
-"""Beside tensor (also of experts), context and pipeline ranks; and each other dispatch method."""
+"""Those that are not slow: beside tensor (also of experts), context and pipeline ranks; and each
+other dispatch method."""
 
 
 def shape_model(name, parallel):
@@ -64,7 +65,6 @@ def expected(pool):
     return lambda name, parallel, samples: alone(name, parallel.get("pipeline", 1), samples)
 
 
-@pytest.mark.quick(when=lambda name, parallel: (name, parallel) in QUICK)
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), LAYOUTS)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
     train = {**FEW, "microbatch": 1, **train}

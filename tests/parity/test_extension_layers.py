@@ -4,6 +4,7 @@ fp64. Their blocks keep what is planned, to a byte."""
 import pytest
 from parity_runs import EXAMPLES, LAYOUTS, assert_same, run_with
 from saved_bytes import measure_block
+from slow_cases import mark_slow
 
 from megaframe.config.registry import Registry, use_registry
 from megaframe.extensions import load_extensions
@@ -26,10 +27,10 @@ OF_EXPERTS = {
     "tensor and expert": (4, {"tensor": 2, "expert": 2, "dispatch": "all_gather"}, {}),
 }
 CASES = [
-    *(("low rank", layout, case) for layout, case in LAYOUTS.items()),
-    *(("experts", layout, case) for layout, case in {**LAYOUTS, **OF_EXPERTS}.items()),
+    *(("low rank", layout) for layout in LAYOUTS),
+    *(("experts", layout) for layout in {**LAYOUTS, **OF_EXPERTS}),
 ]
-QUICK = (("low rank", "all"), ("experts", "tensor"), ("experts", "expert_tensor"))
+QUICK = [("low rank", "all"), ("experts", "tensor"), ("experts", "expert_tensor")]
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,9 @@ def expected(pool):
     }
 
 
-@pytest.mark.quick(when=lambda name, layout: (name, layout) in QUICK)
-@pytest.mark.parametrize(("name", "layout", "case"), CASES, ids=lambda value: str(value)[:20])
-def test_layouts_do_not_change_the_answer(name, layout, case, pool, expected):
-    ranks, parallel, train = case
+@pytest.mark.parametrize(("name", "layout"), mark_slow(CASES, except_for=QUICK))
+def test_layouts_do_not_change_the_answer(name, layout, pool, expected):
+    ranks, parallel, train = {**LAYOUTS, **OF_EXPERTS}[layout]
     results = pool.run(ranks, run_with, EXAMPLE, MODELS[name], train, parallel, {})
     assert_same(results, expected[name])
     slopes = [key for key in expected[name].weights if key.endswith("attention_norm.slope")]

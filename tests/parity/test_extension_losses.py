@@ -3,6 +3,7 @@
 import pytest
 from parity_runs import FEW, LAYOUTS, MODELS, assert_same, run
 from repo_copy import ROOT
+from slow_cases import mark_slow
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
@@ -36,8 +37,7 @@ def expected(pool):
     return pool.run(1, run_with_loss, AHEAD, {}, {})[0]
 
 
-@pytest.mark.quick(when=lambda layout: layout in ("tensor", "context"))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mark_slow(LAYOUTS, except_for=["tensor", "context"]))
 def test_a_loss_is_that_of_one_process_for_tokens_ahead_too(layout, pool, expected):
     ranks, parallel, train = LAYOUTS[layout]
     assert_same(pool.run(ranks, run_with_loss, AHEAD, train, parallel), expected)

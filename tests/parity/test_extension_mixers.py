@@ -11,6 +11,7 @@ from parity_runs import LAYOUTS as SHARED_LAYOUTS
 from patience import PATIENCE
 from reference_mixers import FILES
 from repo_copy import ROOT
+from slow_cases import mark_slow, slow
 from tolerances import assert_near
 
 from megaframe.architecture.pipeline import build_step_schedule
@@ -81,25 +82,22 @@ def get_expected(pool):
     return cache(lambda name, packed: pool.run(1, run_with, name, {}, {}, packed)[0])
 
 
-QUICK = {
+QUICK = [
     ("linear", "nested", True),
     ("linear", "zero 3", False),
     ("differential", "tensor, all-to-all", True),
-}
+]
+CASES = [
+    # Every model under every layout, with packed samples in turn.
+    (name, layout, packed)
+    for number, name in enumerate(MODELS)
+    for place, layout in enumerate(LAYOUTS)
+    for packed in (False, True)
+    if packed == bool((number + place) % 2) or (name, layout, packed) in QUICK
+]
 
 
-@pytest.mark.quick(when=lambda name, layout, packed: (name, layout, packed) in QUICK)
-@pytest.mark.parametrize(
-    ("name", "layout", "packed"),
-    [
-        # Every model under every layout, with packed samples in turn.
-        (name, layout, packed)
-        for number, name in enumerate(MODELS)
-        for place, layout in enumerate(LAYOUTS)
-        for packed in (False, True)
-        if packed == bool((number + place) % 2) or (name, layout, packed) in QUICK
-    ],
-)
+@pytest.mark.parametrize(("name", "layout", "packed"), mark_slow(CASES, except_for=QUICK))
 def test_layouts_do_not_change_the_answer(name, layout, packed, pool, get_expected):
     ranks, parallel, train = LAYOUTS[layout]
     results = pool.run(ranks, run_with, name, train, parallel, packed)
@@ -135,9 +133,13 @@ def registry():
         yield registry
 
 
-@pytest.mark.quick(when=lambda recompute, documents: documents == (recompute == "selective"))
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "documents"),
+    [
+        *(("none", False), ("selective", True), ("full", False)),
+        *(slow("none", True), slow("selective", False), slow("full", True)),
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_a_plain_reference(name, recompute, documents, registry):
     config = make_config(name, {"recompute": recompute}, {})
@@ -189,14 +191,9 @@ def measure(*arguments):
         return measure_layers(make_config(*arguments))
 
 
-@pytest.mark.quick(
-    when=lambda name, recompute, precision: (
-        name in ("linear", "differential") and (recompute, precision) == ("none", "bf16")
-    )
-)
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize("precision", [slow("fp64"), "bf16"])
+@pytest.mark.parametrize("recompute", ["none", slow("selective")])
+@pytest.mark.parametrize("name", mark_slow(DESCRIBED, except_for=["linear", "differential"]))
 def test_descriptions_are_exact(name, recompute, precision, pool, registry):
     train = {"seq": 12, "microbatch": 2, "global_batch": 2}
     train |= {"precision": precision, "recompute": recompute}
@@ -208,12 +205,12 @@ def test_descriptions_are_exact(name, recompute, precision, pool, registry):
 
 
 CONTEXT = [
-    (2, {"context": 2, **RING}, "none"),
-    (4, {"context": 4, **RING}, "selective"),
-    (4, {"context": 4, **ALL_TO_ALL}, "full"),
+    slow(2, {"context": 2, **RING}, "none"),
+    slow(4, {"context": 4, **RING}, "selective"),
+    slow(4, {"context": 4, **ALL_TO_ALL}, "full"),
     (4, {"context": 4, **NESTED}, "none"),
-    (4, {"tensor": 2, "context": 2, **RING}, "none"),
-    (4, {"tensor": 2, "context": 2, **ALL_TO_ALL}, "selective"),
+    slow(4, {"tensor": 2, "context": 2, **RING}, "none"),
+    slow(4, {"tensor": 2, "context": 2, **ALL_TO_ALL}, "selective"),
 ]
 
 
@@ -236,7 +233,6 @@ def count_sent(*arguments):
     return sent
 
 
-@pytest.mark.quick(when=lambda parallel: parallel.get("context_kind") == "nested")
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), CONTEXT)
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_over_the_context_axis_are_planned_exactly(
@@ -282,8 +278,7 @@ def measure_kept(*arguments):
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), planned
 
 
-@pytest.mark.quick(when=lambda parallel: parallel.get("context_kind") == "nested")
-@pytest.mark.parametrize(("ranks", "parallel", "recompute"), [(1, {}, "none"), *CONTEXT])
+@pytest.mark.parametrize(("ranks", "parallel", "recompute"), [slow(1, {}, "none"), *CONTEXT])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_is_what_two_more_layers_keep_to_a_byte(name, ranks, parallel, recompute, pool):
     two, four = (

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 from parity_runs import FEW, assert_same, run, run_with_extensions
 from repo_copy import ROOT
+from slow_cases import mark_slow
 
 pytestmark = pytest.mark.numeric
 
@@ -48,13 +49,13 @@ LAYOUTS = {
     "context": (2, {"context": 2}, {"recompute": "selective"}),
 }
 """By name: ranks, and keys of `parallel` and of `train`."""
-QUICK = {
+QUICK = [
     ("convolution", "tensor, selective"),
     ("gpt-oss", "zero 3"),
     ("every role", "tensor"),
     ("every role", "zero 3"),
     ("token-wise", "context"),
-}
+]
 CASES = [
     (name, layout)
     for name in MODELS
@@ -76,8 +77,7 @@ def get_expected(pool):
     return cache(lambda name, packed: pool.run(1, run_with, name, {}, {}, packed)[0])
 
 
-@pytest.mark.quick(when=lambda name, layout: (name, layout) in QUICK)
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), mark_slow(CASES, except_for=QUICK))
 def test_layouts_do_not_change_the_answer(name, layout, pool, get_expected):
     if name == "gpt-oss":
         pytest.importorskip("transformers")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from parity_runs import EXAMPLES, FEW, LAYOUTS, MODELS, assert_same, run, run_with
 from patience import PATIENCE
+from slow_cases import mark_slow
 
 from megaframe.config import RunConfig
 from megaframe.config.registry import Extension, Registry, use_registry
@@ -32,8 +33,7 @@ def expected(pool):
     return pool.run(1, run_with, *arguments)[0]
 
 
-@pytest.mark.quick(when=lambda layout: layout in ("all", "tensor", "zero 3"))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mark_slow(LAYOUTS, except_for=["all", "tensor", "zero 3"]))
 def test_an_optimizer_and_a_schedule_are_those_of_one_process(layout, pool, expected):
     ranks, parallel, train = LAYOUTS[layout]
     arguments = str(EXAMPLES / "optimizer.py"), MODELS["llama"], train, parallel, OPTIMIZER

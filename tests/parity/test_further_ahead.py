@@ -10,6 +10,7 @@ import pytest
 import torch
 from entry_runs import make_trainer
 from parity_runs import FEW, assert_same, run
+from slow_cases import mark_slow
 from tolerances import promised
 
 from megaframe.config import load
@@ -23,15 +24,20 @@ SHAPES = {
         "window": (2, None, 4),
     },
 }
+RING = (4, {"context": 2, "context_kind": "ring", "tensor": 2, "tensor_chunks": 2}, "selective")
+ZB_V = (4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "zero": 2}, "none")
 LAYOUTS = [
     (4, {"tensor": 2, "data": 2, "zero": 3}, "full"),
-    (4, {"context": 2, "context_kind": "ring", "tensor": 2, "tensor_chunks": 2}, "selective"),
+    RING,
     (4, {"context": 4, "context_kind": "all_to_all"}, "none"),
     (4, {"pipeline": 2, "tensor": 2, "zero": 1}, "none"),
     (4, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "zero": 3}, "full"),
-    (4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "zero": 2}, "none"),
+    ZB_V,
     (4, {"pipeline": 2, "schedule": "zb-h1", "context": 2, "layers_per_stage": (4, 0)}, "none"),
 ]
+CASES = [(name, *layout) for name in SHAPES for layout in LAYOUTS]
+# The table of embeddings on another stage; and tokens further ahead on another context rank.
+QUICK = [("tied", *ZB_V), ("packed", *RING)]
 
 
 def run_layout(ranks, name, train, parallel, pool, stages):
@@ -46,15 +52,9 @@ def expected(pool):
     return cache(lambda name, stages: run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0])
 
 
-# The table of embeddings on another stage; and tokens further ahead on another context rank.
-@pytest.mark.quick(
-    when=lambda name, parallel: (
-        (name == "packed" and parallel.get("context_kind") == "ring")
-        or (name == "tied" and parallel.get("schedule") == "zb-v")
-    )
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
-@pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
-@pytest.mark.parametrize("name", SHAPES)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if {"pipeline", "data"} & {*parallel} else 2, "recompute": recompute}
     stages = parallel.get("pipeline", 1)

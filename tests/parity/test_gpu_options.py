@@ -9,6 +9,7 @@ import torch
 from bitwise import assert_bitwise_equal, assert_same_bits
 from host_waits import forbid_host_waits
 from parity_runs import MODELS, assert_same, run
+from slow_cases import slow
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
@@ -33,11 +34,10 @@ BLOCKS = {**WIDER, "hidden": 128, "moe": {**MOE, "ffn": 128}}
 """Wide enough for products in 8 bits with blocks of 128."""
 
 
-@pytest.mark.quick(when=lambda name: name == "llama")
 @pytest.mark.parametrize(
     ("name", "parallel", "train"),
     [
-        ("gpt2", {}, {"recompute": "full"}),
+        slow("gpt2", {}, {"recompute": "full"}),
         ("llama", {"pipeline": 2, "zero": 3}, {"recompute_blocks": 1, "recompute": "selective"}),
     ],
 )
@@ -80,8 +80,9 @@ def test_offload_without_anything_to_move_is_refused():
 
 
 # Pieces are compiled without the collectives between them, so one rank shows them.
-@pytest.mark.quick(when=lambda tensor: tensor == 1)
-@pytest.mark.parametrize(("recompute", "tensor"), [("none", 2), ("selective", 1), ("selective", 2)])
+@pytest.mark.parametrize(
+    ("recompute", "tensor"), [slow("none", 2), ("selective", 1), slow("selective", 2)]
+)
 def test_compiled_pieces_do_not_change_the_answer(recompute, tensor, pool):
     plain = pool.run(1, run, MODELS["llama"])[0]
     train = {"compile": "aot_eager", "recompute": recompute}
@@ -156,7 +157,8 @@ def run_watched(*given):
 
 
 # Plain code, also on tensor and on context ranks, and experts with their kernels.
-@pytest.mark.quick(when=lambda model, kernels: not kernels or model is EXPERTS)
+
+
 @pytest.mark.parametrize(
     ("model", "train", "parallel", "kernels"),
     [
@@ -165,9 +167,9 @@ def run_watched(*given):
         (MODELS["llama"], {"recompute": "selective"}, {"tensor": 2, "zero": 2}, {}),
         (MODELS["llama"], {"recompute": "full", "offload": True}, {"context": 2}, {}),
         (EXPERTS, {}, {}, {"experts": "triton"}),
-        (WIDER, {"fp8": "tensor", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
-        (WIDER, {"fp8": "row", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
-        (BLOCKS, {"fp8": "block", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
+        slow(WIDER, {"fp8": "tensor", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
+        slow(WIDER, {"fp8": "row", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
+        slow(BLOCKS, {"fp8": "block", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
     ],
 )
 def test_nothing_in_a_step_makes_the_host_wait(model, train, parallel, kernels, pool):

@@ -16,6 +16,7 @@ import torch
 from bitwise import assert_bitwise_equal
 from parity_runs import MODELS, deterministic, make_global_batch, on, share, with_documents
 from patience import PATIENCE
+from slow_cases import mark_slow
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE
@@ -230,8 +231,7 @@ def count_ranks(case):
 
 
 # One rank, and the collectives of data ranks.
-@pytest.mark.quick(when=lambda name: name in ("documents", "zero 3"))
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", mark_slow(CASES, except_for=["documents", "zero 3"]))
 def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
     if CASES[name][4] and torch.cuda.is_available():
         pytest.skip("where there is a GPU, kernels are not interpreted")

@@ -11,6 +11,7 @@ import parity_runs as training
 import pytest
 import torch
 from parity_runs import MODELS, run
+from slow_cases import slow
 from tolerances import compute_roundoff, estimate_growth
 
 from megaframe.config.schema import KernelsConfig as Section
@@ -48,16 +49,17 @@ IN_8_BITS = {"quantise", "quantise_columns", "grouped_scaled_product", "grouped_
 IN_8_BITS |= {"router", *LOCAL}
 RING = {"context": 2}
 CASES = [
-    ("gpt2", 1, {}, "selective", ALWAYS),
+    slow("gpt2", 1, {}, "selective", ALWAYS),
     ("llama", 2, {"tensor": 2, "zero": 2}, "full", ALWAYS | {"rotary"}),
-    ("windows", 1, {}, "full", ALWAYS | {"rotary"}),
+    slow("windows", 1, {}, "full", ALWAYS | {"rotary"}),
     ("windows", 2, RING, "none", ALWAYS | {"rotary", "attention_backward"}),
     ("moe", 1, {}, "none", ALWAYS | EXPERTS | LOCAL),
-    ("moe", 2, {"tensor": 2, "expert": 2}, "none", ALWAYS | EXPERTS),
-    ("moe, tensor", 1, {}, "none", ALWAYS | IN_8_BITS | {"quantise_experts"}),
+    slow("moe", 2, {"tensor": 2, "expert": 2}, "none", ALWAYS | EXPERTS),
+    slow("moe, tensor", 1, {}, "none", ALWAYS | IN_8_BITS | {"quantise_experts"}),
     ("moe, row", 1, {}, "none", ALWAYS | IN_8_BITS),
-    ("moe, block", 1, {}, "none", ALWAYS | IN_8_BITS),
+    slow("moe, block", 1, {}, "none", ALWAYS | IN_8_BITS),
 ]
+"""The quick ones use every kernel together but that for one scale per expert."""
 
 
 def run_small(*arguments):
@@ -160,12 +162,6 @@ def measure_errors(results, truth):
     }
 
 
-# Together they use every kernel but that for one scale per expert.
-@pytest.mark.quick(
-    when=lambda name, ranks: (
-        (name, ranks) in (("llama", 2), ("windows", 2), ("moe", 1), ("moe, row", 1))
-    )
-)
 @pytest.mark.parametrize(("name", "ranks", "parallel", "recompute", "names"), CASES)
 def test_a_step_by_kernels_is_as_exact_as_the_plain_one(
     name, ranks, parallel, recompute, names, pool, known

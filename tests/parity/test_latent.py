@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from parity_runs import FEW, assert_same, run
 from saved_bytes import measure_block
+from slow_cases import mark_slow, slow
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4}
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
@@ -22,13 +23,13 @@ SHAPES = {
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 LAYOUTS = [
-    (2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
-    (4, {"tensor": 4, "zero": 3}, "full"),
+    slow(2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
+    slow(4, {"tensor": 4, "zero": 3}, "full"),
     (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, "none"),
-    (4, {"context": 2, **RING, "tensor": 2}, "full"),
-    (4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 2}, "selective"),
+    slow(4, {"context": 2, **RING, "tensor": 2}, "full"),
+    slow(4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 2}, "selective"),
     (4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2, "zero": 1}, "none"),
-    (4, {"pipeline": 2, "context": 2, **RING}, "selective"),
+    slow(4, {"pipeline": 2, "context": 2, **RING}, "selective"),
 ]
 
 
@@ -45,10 +46,8 @@ def expected(pool):
     return cache(lambda name, stages: run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0])
 
 
-# Nested context ranks; and pipeline with tensor ranks.
-@pytest.mark.quick(when=lambda name, recompute: (name, recompute) == ("deepseek", "none"))
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", mark_slow(SHAPES, except_for=["deepseek"]))
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
     stages = parallel.get("pipeline", 1)
@@ -56,8 +55,7 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     assert_same(results, expected(name, stages))
 
 
-@pytest.mark.quick(when=lambda recompute: recompute == "selective")
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", [slow("none"), "selective"])
 @pytest.mark.parametrize("rank", [24, None])
 def test_activations_and_bytes_are_the_closed_forms(rank, recompute, pool):
     """A block keeps what is planned, divided by the ranks. The forward pass gathers the latents, or

@@ -11,6 +11,7 @@ from bitwise import assert_bitwise_equal, assert_same_bits, assert_same_files, a
 from entry_runs import read_losses, train
 from fake_streams import offload_on_cpu
 from parity_runs import FEW, MODELS, assert_same, build_train_step, run
+from slow_cases import mark_slow, slow
 
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.optim.optimizer_state import Moments
@@ -25,6 +26,13 @@ OPTIMIZERS = {
     "muon": {"name": "muon", "ema": 0.7},
 }
 MODEL = {**MODELS["llama"], "hidden": 32}
+CASES = [
+    # Every optimizer with every second stage.
+    (optim, zero)
+    for number, optim in enumerate(OPTIMIZERS)
+    for zero in (number % 2, number % 2 + 2)
+]
+QUICK = [("int8", 1), ("nesterov", 0), ("muon", 3)]
 
 
 def run_away(model, train, parallel, optim, kernels=None):
@@ -44,18 +52,7 @@ def assert_offload_changes_no_bit(pool, ranks, *sections):
     return actual
 
 
-@pytest.mark.quick(
-    when=lambda optim, zero: (optim, zero) in (("int8", 1), ("nesterov", 0), ("muon", 3))
-)
-@pytest.mark.parametrize(
-    ("optim", "zero"),
-    [
-        # Every optimizer with every second stage.
-        (optim, zero)
-        for number, optim in enumerate(OPTIMIZERS)
-        for zero in (number % 2, number % 2 + 2)
-    ],
-)
+@pytest.mark.parametrize(("optim", "zero"), mark_slow(CASES, except_for=QUICK))
 def test_no_bit_is_another(optim, zero, pool):
     train = {"precision": "bf16", "microbatch": 2}
     assert_offload_changes_no_bit(pool, 2, MODEL, train, {"zero": zero}, OPTIMIZERS[optim])
@@ -64,13 +61,12 @@ def test_no_bit_is_another(optim, zero, pool):
 MOE = {"activation": "swiglu", "moe": {"experts": 4, "ffn": 8, "balance": "bias"}}
 
 
-@pytest.mark.quick(when=lambda parallel: "expert" in parallel)
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (MODELS["gpt2"], {"pipeline": 2, "zero": 1}),
-        (MODELS["llama"], {"tensor": 2, "zero": 2}),
-        (MODELS["llama"], {"data_replicate": 2, "zero": 3}),
+        slow(MODELS["gpt2"], {"pipeline": 2, "zero": 1}),
+        slow(MODELS["llama"], {"tensor": 2, "zero": 2}),
+        slow(MODELS["llama"], {"data_replicate": 2, "zero": 3}),
         (MOE, {"expert": 2, "zero": 3}),
     ],
 )
@@ -78,16 +74,14 @@ def test_nor_under_other_layouts(model, parallel, pool):
     assert_offload_changes_no_bit(pool, 4, model, {**FEW, "precision": "fp16"}, parallel, {})
 
 
-@pytest.mark.quick(when=lambda zero: zero == 3)
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [slow(0), 3])
 def test_nor_with_the_fused_kernel(zero, pool):
     model = {**MODEL, "layers": 1, "hidden": 16}
     train = {"precision": "bf16", "microbatch": 4}
     assert_offload_changes_no_bit(pool, 2, model, train, {"zero": zero}, {}, {"update": "triton"})
 
 
-@pytest.mark.quick(when=lambda zero: zero == 3)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [slow(0), slow(1), slow(2), 3])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_the_answer_is_that_of_one_process(optim, zero, pool):
     """In fp64 nothing is rounded, so weights stay on the device and only the state is away."""
@@ -114,8 +108,7 @@ def train_with_overflow(zero, offload):
     return scales, states
 
 
-@pytest.mark.quick(when=lambda zero: zero == 1)
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [slow(0), 1, slow(3)])
 def test_overflows_skip_the_same_updates(zero, pool):
     away, on_device = (pool.run(2, train_with_overflow, zero, offload) for offload in (True, False))
     for (scales, states), (others, expected) in zip(away, on_device, strict=True):
@@ -150,8 +143,7 @@ def compare_replicas(zero, replicate):
     return verdicts
 
 
-@pytest.mark.quick(when=lambda zero: zero == 1)
-@pytest.mark.parametrize(("zero", "replicate"), [(0, 1), (1, 2), (3, 4)])
+@pytest.mark.parametrize(("zero", "replicate"), [slow(0, 1), (1, 2), slow(3, 4)])
 def test_replicas_are_compared_where_weights_lie(zero, replicate, pool):
     for first, second, third in pool.run(4, compare_replicas, zero, replicate):
         assert first is None and second is None
@@ -172,9 +164,8 @@ def copy_late(background, tiles, copy):
 plain_copy = BackgroundCopier._copy
 
 
-@pytest.mark.quick(when=lambda first, zero: first is train_away and zero == 3)
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("first", [train, train_away])
+@pytest.mark.parametrize("zero", [slow(1), 3])
+@pytest.mark.parametrize("first", [slow(train), train_away])
 def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, tmp_path):
     """One start keeps state on the device, the other on the host; saves run beside training."""
     second = train if first is train_away else train_away

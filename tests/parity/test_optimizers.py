@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 from parity_runs import FEW, MODELS, assert_same, run
+from slow_cases import mark_slow, slow
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, read_world_size
@@ -31,8 +32,15 @@ LAYOUTS = [
     (4, {"pipeline": 2}, 1),
     (4, {"pipeline": 2, "tensor": 2}, 2),
 ]
-QUICK = [(1, {"tensor": 2}), (2, {"data_replicate": 2}), (3, {"tensor": 4}), (3, {"context": 2})]
-QUICK += [(0, {"pipeline": 2, "tensor": 2})]
+CASES = [(zero, *layout) for zero in (0, 3) for layout in LAYOUTS]
+CASES += [(zero, *layout) for zero in (1, 2) for layout in LAYOUTS[2:4]]
+QUICK = [
+    (0, 4, {"pipeline": 2, "tensor": 2}, 2),
+    (1, 4, {"tensor": 2}, 2),
+    (2, 4, {"data_replicate": 2}, 1),
+    (3, 4, {"tensor": 4}, 4),
+    (3, 4, {"context": 2}, 1),
+]
 """Each ZeRO stage and each axis."""
 
 
@@ -52,11 +60,8 @@ def assert_same_result(pool, expected, name, optim, ranks, parallel, microbatch)
     assert_same(results, expected(name, optim))
 
 
-@pytest.mark.quick(when=lambda zero, parallel: (zero, parallel) in QUICK)
 @pytest.mark.parametrize(
-    ("zero", "ranks", "parallel", "microbatch"),
-    [(zero, *layout) for zero in (0, 3) for layout in LAYOUTS]
-    + [(zero, *layout) for zero in (1, 2) for layout in LAYOUTS[2:4]],
+    ("zero", "ranks", "parallel", "microbatch"), mark_slow(CASES, except_for=QUICK)
 )
 def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, expected):
     """With two key heads for four ranks, neighbours hold the same heads, and send them once."""
@@ -64,14 +69,14 @@ def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, ex
     assert_same_result(pool, expected, "llama", "muon", ranks, parallel, microbatch)
 
 
-@pytest.mark.quick(when=lambda parallel: "tensor" in parallel)
 @pytest.mark.parametrize(
     ("parallel", "optim", "zero"),
     [
         # Every two of layout, optimizer and stage occur together.
-        (parallel, optim, 3 * ((place + number) % 2))
-        for place, parallel in enumerate(({"tensor": 2}, {"pipeline": 2}))
-        for number, optim in enumerate(OPTIMIZERS)
+        *(({"tensor": 2}, "muon", 0), ({"tensor": 2}, "lion", 3), ({"tensor": 2}, "sgd", 0)),
+        slow({"pipeline": 2}, "muon", 3),
+        slow({"pipeline": 2}, "lion", 0),
+        slow({"pipeline": 2}, "sgd", 3),
     ],
 )
 def test_others_too_with_a_tied_embedding(optim, parallel, zero, pool, expected):
@@ -91,13 +96,16 @@ FEWER_BITS = [
 
 
 # Each optimizer and each type on replicas.
-@pytest.mark.quick(
-    when=lambda name, state, parallel: (
-        "data_replicate" in parallel and (name == "muon") == (state == "bf16")
-    )
-)
 @pytest.mark.parametrize(
-    ("name", "state", "ranks", "parallel", "microbatch", "zero"), FEWER_BITS, ids=str
+    ("name", "state", "ranks", "parallel", "microbatch", "zero"),
+    mark_slow(
+        FEWER_BITS,
+        except_for=[
+            ("adamw", "int8", 4, {"data_replicate": 2}, 1, 3),
+            ("muon", "bf16", 4, {"data_replicate": 2}, 1, 3),
+        ],
+    ),
+    ids=str,
 )
 def test_fewer_bits_of_state_are_those_of_one_process(
     name, state, ranks, parallel, microbatch, zero, pool, rounded
@@ -107,7 +115,6 @@ def test_fewer_bits_of_state_are_those_of_one_process(
     assert_same(results, rounded(name, state))
 
 
-@pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.slow
 def test_blocks_that_no_rank_cuts_are_those_of_one_process(zero, pool):

@@ -9,6 +9,7 @@ import pytest
 from bitwise import assert_same_bits
 from parity_runs import MODELS, assert_same, make_global_batch, run, share
 from patience import PATIENCE
+from slow_cases import mark_slow, slow
 
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
@@ -42,17 +43,15 @@ def expected(pool):
     )
 
 
-# Each schedule once, on two stages or on four in turn; tied embeddings are also beside ZeRO 3.
-@pytest.mark.quick(when=lambda name: name == "llama")
+# Each schedule with both models and both numbers of stages. It does not depend on the model, so not
+# all combinations are needed, and tied embeddings are also beside ZeRO 3.
+STAGES = ((2, "full"), (4, "none"))
+LLAMA = [("llama", name, *STAGES[place % 2]) for place, name in enumerate(CHUNKS)]
+GPT2 = [("gpt2", name, *STAGES[(place + 1) % 2]) for place, name in enumerate(CHUNKS)]
+
+
 @pytest.mark.parametrize(
-    ("name", "schedule", "stages", "recompute"),
-    [
-        # Each schedule has both models and both numbers of stages. It does not depend on the
-        # model, so not all combinations are needed.
-        (name, schedule, *((2, "full") if (place + number) % 2 else (4, "none")))
-        for place, schedule in enumerate(CHUNKS)
-        for number, name in enumerate(MODELS)
-    ],
+    ("name", "schedule", "stages", "recompute"), [*LLAMA, *(slow(*case) for case in GPT2)]
 )
 def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, pool, expected):
     model = {**MODELS[name], "layers": LAYERS}
@@ -61,18 +60,15 @@ def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, p
     assert_same(pool.run(stages, run, model, train, parallel), expected(name))
 
 
-@pytest.mark.quick(
-    when=lambda name, parallel: name == "llama" and parallel.get("schedule") == "zb-v"
-)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mark_slow(MODELS, except_for=["llama"]))
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"layers_per_stage": (1, 8)},
-        {"layers_per_stage": (9, 0), "schedule": "zb-h1"},
+        slow({"layers_per_stage": (1, 8)}),
+        slow({"layers_per_stage": (9, 0), "schedule": "zb-h1"}),
         {"layers_per_stage": (0, 4, 5, 0), "chunks": 2, "schedule": "zb-v"},
-        {"chunks": 3, "schedule": "interleaved", "schedule_microbatches": 3},
-        {"chunks": 4, "schedule": "breadth-first"},
+        slow({"chunks": 3, "schedule": "interleaved", "schedule_microbatches": 3}),
+        slow({"chunks": 4, "schedule": "breadth-first"}),
     ],
 )
 def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
@@ -88,9 +84,8 @@ def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
     assert_same(results, expected(name))
 
 
-@pytest.mark.quick(when=lambda name, schedule: (name, schedule) == ("llama", "zb-v"))
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", [slow("interleaved"), "zb-v"])
+@pytest.mark.parametrize("name", mark_slow(MODELS, except_for=["llama"]))
 def test_microbatches_of_different_lengths(name, schedule, pool):
     model = {**MODELS[name], "layers": 4}
     arguments = ({"microbatch": 1}, {"pipeline": 2, "chunks": 2, "schedule": schedule})
@@ -137,8 +132,7 @@ def measure_step(schedule, chunks):
     return most, left, sent
 
 
-@pytest.mark.quick(when=lambda schedule: schedule in ("1f1b", "interleaved", "zb-v"))
-@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize("schedule", mark_slow(CHUNKS, except_for=["1f1b", "interleaved", "zb-v"]))
 def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
     """As many microbatches are in flight as the checker counts, none is left at the end, and each
     microbatch sends 2 b s h elements over each boundary between ranks."""

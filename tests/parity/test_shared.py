@@ -8,6 +8,7 @@ import torch
 from bitwise import assert_same_bits
 from parity_runs import MODELS, assert_same, deterministic, run
 from patience import PATIENCE
+from slow_cases import mark_slow
 
 from megaframe.distributed.collectives import (
     all_gather,
@@ -53,8 +54,7 @@ def expected(pool):
     }
 
 
-@pytest.mark.quick(when=lambda name, ranks, parallel: (name, ranks, parallel) in QUICK)
-@pytest.mark.parametrize(("name", "ranks", "parallel"), LAYOUTS)
+@pytest.mark.parametrize(("name", "ranks", "parallel"), mark_slow(LAYOUTS, except_for=QUICK))
 def test_no_layout_changes_the_answer(name, ranks, parallel, pool, expected):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
     results = pool.run(ranks, run_on_shared_device, model, {"microbatch": 1}, parallel)
@@ -67,8 +67,7 @@ def run_on_shared_device(model, train, parallel, serial=False):
         return run(model, train, parallel, serial, device="shared")
 
 
-@pytest.mark.quick(when=lambda parallel: "pipeline" in parallel)
-@pytest.mark.parametrize(("name", "ranks", "parallel"), [LAYOUTS[3], LAYOUTS[9], LAYOUTS[10]])
+@pytest.mark.parametrize(("name", "ranks", "parallel"), mark_slow(QUICK, except_for=[LAYOUTS[9]]))
 def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
     arguments = (model, {"microbatch": 1}, parallel)

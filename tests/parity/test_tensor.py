@@ -11,6 +11,7 @@ from bitwise import assert_same_bits
 from parity_runs import FEW, MODELS, STEPS, assert_same, run
 from patience import PATIENCE
 from saved_bytes import measure_block
+from slow_cases import mark_slow, slow
 from torch.distributed import _symmetric_memory
 
 from megaframe.distributed.collectives import ALONE
@@ -40,19 +41,20 @@ LAYOUTS = [
     (4, ZB_V, "none"),
     (4, ZB_V, "selective"),
 ]
+CASES = [(name, *LAYOUTS[i]) for i in range(8) for name in list(SHAPES)[i % 2 :: 2]]
 QUICK = [
-    ("windows", {"tensor": 2}, "selective"),
-    ("llama", {"tensor": 4}, "selective"),
-    ("llama", INTERLEAVED, "full"),
-    ("smooth", ZB_V, "none"),
-    ("clamped", {"tensor": 2}, "none"),
+    ("windows", 2, {"tensor": 2}, "selective"),
+    ("llama", 4, {"tensor": 4}, "selective"),
+    ("llama", 4, INTERLEAVED, "full"),
+    ("smooth", 4, ZB_V, "none"),
+    ("clamped", 2, {"tensor": 2}, "none"),
 ]
 """Each shape, each number of ranks and each kind of recompute once."""
 CHUNKED = [
-    ("smooth", 2, {"tensor": 2, "tensor_chunks": 2}, {"recompute": "selective"}),
-    ("windows", 2, {"tensor": 2, "tensor_chunks": 3}, {}),
+    slow("smooth", 2, {"tensor": 2, "tensor_chunks": 2}, {"recompute": "selective"}),
+    slow("windows", 2, {"tensor": 2, "tensor_chunks": 3}, {}),
     ("llama", 4, {"tensor": 4, "tensor_chunks": 3}, {"recompute": "selective", "microbatch": 2}),
-    ("gpt2", 4, {**ZB_V, "tensor_chunks": 2}, {"recompute": "selective"}),
+    slow("gpt2", 4, {**ZB_V, "tensor_chunks": 2}, {"recompute": "selective"}),
 ]
 """Layouts with rows in parts. Each rank has 5 rows, which no number of parts divides."""
 
@@ -81,10 +83,8 @@ def assert_same_result(pool, expected, name, ranks, parallel, train):
     assert_same(results, expected(name, parallel.get("pipeline", 1)))
 
 
-@pytest.mark.quick(when=lambda name, parallel, recompute: (name, parallel, recompute) in QUICK)
 @pytest.mark.parametrize(
-    ("name", "ranks", "parallel", "recompute"),
-    [(name, *LAYOUTS[i]) for i in range(8) for name in list(SHAPES)[i % 2 :: 2]],
+    ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     # With one sample there are 10 rows, which 4 ranks do not divide, and enough microbatches for a
@@ -95,7 +95,6 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     )
 
 
-@pytest.mark.quick(when=lambda name: name == "llama")
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), CHUNKED)
 def test_parts_of_rows_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
     train = make_train(name, **{"microbatch": 1, **train})
@@ -145,9 +144,8 @@ def is_fused(tensor):
     return usable
 
 
-@pytest.mark.quick(when=lambda recompute, tensor: (recompute, tensor) == ("selective", 4))
-@pytest.mark.parametrize(("tensor", "chunks"), [(2, 1), (4, 3)])
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("tensor", "chunks"), [slow(2, 1), (4, 3)])
+@pytest.mark.parametrize("recompute", [slow("none"), "selective"])
 @pytest.mark.parametrize(
     "model", [{}, {"norm": "rmsnorm", "activation": "swiglu"}, {"window": (4, None)}]
 )

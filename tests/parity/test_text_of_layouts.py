@@ -8,6 +8,7 @@ import torch
 from bitwise import assert_same_losses
 from entry_runs import read_lines, read_losses, train
 from patience import PATIENCE
+from slow_cases import slow
 
 from megaframe.config import RunConfig
 from megaframe.data.tokenizer import load_tokenizer
@@ -31,15 +32,15 @@ MODELS = {
     "experts": {**DENSE, "layers": 2, "moe": {"experts": 4, "top_k": 2, "ffn": 24}},
 }
 LAYOUTS = [
-    ("dense", 2, {"tensor": 2, "zero": 0}),
-    ("dense", 2, {"context": 2}),
-    ("dense", 2, {"zero": 3}),
-    ("dense", 4, {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}),
-    ("dense", 4, {"data_replicate": 2, "zero": 2}),
+    slow("dense", 2, {"tensor": 2, "zero": 0}),
+    slow("dense", 2, {"context": 2}),
+    slow("dense", 2, {"zero": 3}),
+    slow("dense", 4, {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}),
+    slow("dense", 4, {"data_replicate": 2, "zero": 2}),
     ("tied", 4, {"pipeline": 2, "context": 2, "chunks": 2, "schedule": "interleaved"}),
-    ("tied", 4, {"pipeline": 2, "zero": 3, "chunks": 2, "schedule": "zb-v"}),
-    ("experts", 4, {"expert": 2, "zero": 3}),
-    ("experts", 4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
+    slow("tied", 4, {"pipeline": 2, "zero": 3, "chunks": 2, "schedule": "zb-v"}),
+    slow("experts", 4, {"expert": 2, "zero": 3}),
+    slow("experts", 4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
 ]
 
 
@@ -76,7 +77,6 @@ def alone(pool):
     return cache(lambda model: pool.run(1, sample_on_rank, model, {})[0])
 
 
-@pytest.mark.quick(when=lambda parallel: parallel == LAYOUTS[5][2])
 @pytest.mark.parametrize(("model", "ranks", "parallel"), LAYOUTS)
 def test_layouts_do_not_change_the_text(model, ranks, parallel, pool, alone):
     first_greedy, second_greedy, first, second = expected = alone(model)
@@ -106,8 +106,7 @@ def test_a_greedy_text_is_that_of_the_tool():
         assert text.prompt + text.text == tokenizer.decode(ids)
 
 
-@pytest.mark.quick(when=lambda experts: experts)
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("experts", [slow(False), True])
 def test_training_does_not_notice_samples(experts, pool, overrides, tmp_path):
     moe = {"model__moe": "{experts: 4, top_k: 2, ffn: 16, balance_rate: 0.01}"} if experts else {}
     keys = {**moe, "model__vocab": 257, "model__dropout": 0.1, "data__tokenizer": "bytes",

@@ -9,6 +9,7 @@ import torch
 from bitwise import assert_same_bits
 from parity_runs import MODELS, assert_same, run
 from patience import PATIENCE
+from slow_cases import mark_slow, slow
 
 from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
@@ -28,20 +29,23 @@ from megaframe.optim.update_rule import OptimizerShard, UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 
 INTERLEAVED = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
-BESIDE = ({"tensor": 2}, {"context": 2}, {**INTERLEAVED, "schedule": "zb-v"})
-"""One layout for each axis beside data."""
+DATA = (4, {}, {"microbatch": 1})
+REPLICAS = (4, {"data_replicate": 2}, {"microbatch": 1})
+TENSOR = (4, {"tensor": 2}, {"microbatch": 2, "recompute": "selective"})
+CONTEXT = (4, {"context": 2}, {"microbatch": 1})
+ZB_V = (4, {**INTERLEAVED, "schedule": "zb-v"}, {"microbatch": 1})
 LAYOUTS = [
     (2, {}, {"microbatch": 4}),
     (2, {}, {"microbatch": 1, "recompute": "full"}),
-    (4, {}, {"microbatch": 1}),
-    (4, {"data_replicate": 2}, {"microbatch": 1}),
+    DATA,
+    REPLICAS,
     (4, {"data_replicate": 4}, {"microbatch": 2}),
-    (4, {"tensor": 2}, {"microbatch": 2, "recompute": "selective"}),
+    TENSOR,
     (4, {"tensor": 4}, {"microbatch": 2}),
-    (4, {"context": 2}, {"microbatch": 1}),
+    CONTEXT,
     (4, {"context": 4}, {"microbatch": 4}),
     (4, INTERLEAVED, {"microbatch": 1, "recompute": "full"}),
-    (4, {**INTERLEAVED, "schedule": "zb-v"}, {"microbatch": 1}),
+    ZB_V,
     (4, {"pipeline": 2, "schedule": "gpipe"}, {"microbatch": 1}),
 ]
 
@@ -62,20 +66,23 @@ CASES = [
     *(("gpt2", *LAYOUTS[i], zero) for i in range(ALONE, len(LAYOUTS)) for zero in (1 + i % 2, 3)),
     *(("llama", *LAYOUTS[i], 2 - i % 2) for i in range(ALONE, len(LAYOUTS))),
 ]
+# Each stage with data ranks alone; with two copies and beside each other axis stage 3, which shards
+# everything.
+QUICK = [("gpt2", *DATA, zero) for zero in range(4)]
+QUICK += [("gpt2", *layout, 3) for layout in (REPLICAS, TENSOR, CONTEXT, ZB_V)]
 
 
 SHARED = [
     # Two blocks of four together; all of them; whole blocks of two stages.
-    (2, {"bucket_size": 5000}, 1),
-    (2, {"bucket_size": 5000}, 3),
-    (4, {"bucket_size": 10**6}, 0),
-    (4, {"bucket_size": 10**6}, 2),
+    slow(2, {"bucket_size": 5000}, 1),
+    slow(2, {"bucket_size": 5000}, 3),
+    slow(4, {"bucket_size": 10**6}, 0),
+    slow(4, {"bucket_size": 10**6}, 2),
     (4, {"bucket_size": 2500, **INTERLEAVED}, 3),
-    (4, {"bucket_size": 5000, "pipeline": 2, "schedule": "zb-h1"}, 2),
+    slow(4, {"bucket_size": 5000, "pipeline": 2, "schedule": "zb-h1"}, 2),
 ]
 
 
-@pytest.mark.quick(when=lambda ranks, zero: (ranks, zero) == (4, 3))
 @pytest.mark.parametrize(("ranks", "parallel", "zero"), SHARED)
 def test_blocks_that_share_buckets_do_not_change_the_answer(ranks, parallel, zero, pool, expected):
     model = {**MODELS["llama"], "layers": 4}
@@ -83,23 +90,17 @@ def test_blocks_that_share_buckets_do_not_change_the_answer(ranks, parallel, zer
     assert_same(pool.run(ranks, run, model, {"microbatch": 1}, parallel), expected("llama"))
 
 
-# Each stage with data ranks alone; with two copies and beside each other axis stage 3, which shards
-# everything.
-@pytest.mark.quick(
-    when=lambda name, ranks, parallel, zero: (
-        (name, ranks) == ("gpt2", 4)
-        and (parallel == {} or (zero == 3 and parallel in ({"data_replicate": 2}, *BESIDE)))
-    )
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel", "train", "zero"), mark_slow(CASES, except_for=QUICK)
 )
-@pytest.mark.parametrize(("name", "ranks", "parallel", "train", "zero"), CASES)
 def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, expected):
     results = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})
     assert_same(results, expected(name))
 
 
-@pytest.mark.quick(when=lambda precision, stages: (precision == "bf16") == (stages == 1))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("stages", "precision"), [(1, "bf16"), (2, "fp32"), slow(1, "fp32"), slow(2, "bf16")]
+)
 def test_with_one_data_rank_the_default_changes_no_bit(stages, precision, pool):
     train = {"microbatch": 2, "precision": precision}
     full, default = (

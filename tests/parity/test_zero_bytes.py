@@ -6,6 +6,7 @@ import pytest
 from bitwise import assert_same_bits
 from parity_runs import MODELS, make_global_batch, run, share
 from patience import PATIENCE
+from slow_cases import mark_slow, slow
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, read_world_size
@@ -16,9 +17,8 @@ from megaframe.training.train_step import TrainStep
 LAYERS, ITEM = 4, 8
 
 
-@pytest.mark.quick(when=lambda name, ranks: (name, ranks) == ("llama", 4))
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", mark_slow(MODELS, except_for=["llama"]))
+@pytest.mark.parametrize("ranks", [slow(2), 4])
 def test_stages_that_update_the_same_parts_are_bitwise_equal(ranks, name, pool):
     train = {"microbatch": 8 // ranks}
     first, *others = (
@@ -29,14 +29,13 @@ def test_stages_that_update_the_same_parts_are_bitwise_equal(ranks, name, pool):
         assert_same_bits(other, first, because="one microbatch is summed over ranks in one order")
 
 
-@pytest.mark.quick(when=lambda zero, compress: (zero, compress) in ((1, "int8"), (3, "none")))
 @pytest.mark.parametrize(
     ("zero", "replicas", "compress"),
     [
         # Every two of stage, replicas and compression occur together.
-        (zero, 1 + (zero + place) % 2, compress)
-        for zero in (1, 2, 3)
-        for place, compress in enumerate(("none", "int8", "powersgd"))
+        *(slow(1, 2, "none"), (1, 1, "int8"), slow(1, 2, "powersgd")),
+        *(slow(2, 1, "none"), slow(2, 2, "int8"), slow(2, 1, "powersgd")),
+        *((3, 2, "none"), slow(3, 1, "int8"), slow(3, 2, "powersgd")),
     ],
 )
 def test_overlap_changes_no_bit_of_any_stage(zero, replicas, compress, pool):
@@ -90,15 +89,17 @@ def count_gathers(spec, tied, microbatches):
     return microbatches * (2 if tied and "token" in spec.name else 1)
 
 
-@pytest.mark.quick(when=lambda ranks, microbatches: (ranks, microbatches) == (4, 2))
 @pytest.mark.parametrize(
     ("name", "ranks", "zero", "microbatches"),
     [
         # All combinations of stage, ranks and microbatches; each two of them with both models.
-        (list(MODELS)[(zero // 2 + ranks // 2 + microbatches) % 2], ranks, zero, microbatches)
-        for zero in range(4)
-        for ranks in (2, 4)
-        for microbatches in (1, 2)
+        *(("gpt2", 4, 0, 2), ("gpt2", 4, 1, 2), ("llama", 4, 2, 2), ("llama", 4, 3, 2)),
+        *(slow("gpt2", 2, zero, 1) for zero in (0, 1)),
+        *(slow("llama", 2, zero, 2) for zero in (0, 1)),
+        *(slow("llama", 4, zero, 1) for zero in (0, 1)),
+        *(slow("llama", 2, zero, 1) for zero in (2, 3)),
+        *(slow("gpt2", 2, zero, 2) for zero in (2, 3)),
+        *(slow("gpt2", 4, zero, 1) for zero in (2, 3)),
     ],
 )
 def test_bytes_over_data_ranks_are_the_closed_form(name, ranks, zero, microbatches, pool):
@@ -116,8 +117,7 @@ def test_bytes_over_data_ranks_are_the_closed_form(name, ranks, zero, microbatch
         assert sent_bytes == expected * ITEM * (ranks - 1) / ranks
 
 
-@pytest.mark.quick(when=lambda zero: zero in (0, 3))
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, slow(1), slow(2), 3])
 def test_slow_links_carry_the_share_of_one_rank_of_a_node(zero, pool):
     """With two nodes of two ranks, a rank sends over slow links half of what a ring over the nodes
     would take, and less than half of what a ring over all ranks does."""
@@ -125,8 +125,8 @@ def test_slow_links_carry_the_share_of_one_rank_of_a_node(zero, pool):
     train = {"microbatch": 2}
     results = pool.run(4, measure_traffic, MODELS["gpt2"], train, parallel, ["data_replicate"])
     flat = pool.run(4, measure_traffic, MODELS["gpt2"], train, {"zero": 0}, ["data"])[0][0][0]
-    for (slow,), buckets, _ in results:
+    for (sent,), buckets, _ in results:
         padded = sum(length for length, *_ in buckets)
         ring_of_nodes = 2 * padded * ITEM * (2 - 1) / 2
-        assert slow == ring_of_nodes / 2
-        assert slow < flat / 2
+        assert sent == ring_of_nodes / 2
+        assert sent < flat / 2
