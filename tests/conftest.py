@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import inspect
 import os
 import sys
 from contextlib import suppress
@@ -68,20 +67,10 @@ def pytest_collection(session):
             importlib.import_module(path.stem)
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items):
-    """Mark as `slow` the cases that `quick(when=...)` leaves out: `when` takes parameters of the
-    test by their names. The documents' commands come first: they take a tenth of all the time, in
-    one file, which would go on alone if it were begun late. Of the others, those of one small thing
-    come last, so that both workers end together."""
-    for item in items:
-        if mark := item.get_closest_marker("quick"):
-            when = mark.kwargs["when"]
-            values = {
-                name: item.callspec.params[name] for name in inspect.signature(when).parameters
-            }
-            if not when(**values):
-                item.add_marker("slow")
+    """Begin with the documents' commands: they take a tenth of all the time, in one file, which
+    would go on alone if it were begun late. Of the others, those of one small thing come last, so
+    that both workers end together."""
     items.sort(key=rank_file)
 
 

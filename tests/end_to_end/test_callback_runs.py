@@ -13,6 +13,7 @@ from fault_runs import log, main, put_nan_in_weights, put_nan_once, send_signal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from repo_copy import ROOT
+from slow_cases import slow
 from tolerances import promised
 
 RECORDING = {"run__extensions": f"[{ROOT / 'tests/support/recording_extension.py'}]"}
@@ -138,17 +139,16 @@ def test_callbacks_go_back_with_the_run(pool, overrides, tmp_path):
     assert text.count("asks the run to stop") == 2
 
 
-@pytest.mark.quick(when=lambda fail: fail in ("raise", "make"))
 @pytest.mark.parametrize(
     ("fail", "message"),
     [
         ("raise", r"fails after step 3: {file}:\d+: ZeroDivisionError: of nothing"),
-        ("name", r"fails after step 3: {file}:\d+: ValueError: 'a/b' .* a name has no slash"),
-        ("value", r"fails after step 3: {file}:\d+: ValueError: could not convert"),
-        ("state", r": its state is no plain data: Object of type set"),
-        ("list", r": its state is list, not a dict"),
+        slow("name", r"fails after step 3: {file}:\d+: ValueError: 'a/b' .* a name has no slash"),
+        slow("value", r"fails after step 3: {file}:\d+: ValueError: could not convert"),
+        slow("state", r": its state is no plain data: Object of type set"),
+        slow("list", r": its state is list, not a dict"),
         ("make", r"fails when it is made: {file}:\d+: KeyError: 'nothing'"),
-        ("no callback", r": make_callback returns int, not a Callback"),
+        slow("no callback", r": make_callback returns int, not a Callback"),
     ],
 )
 def test_what_a_callback_does_wrong_ends_the_run_with_its_place(fail, message, overrides, pool):
@@ -213,10 +213,10 @@ def expected_losses(pool, overrides, tmp_path):
     "keys",
     [
         {"parallel__context": 2, "data__prefetch": 0},
-        pytest.param({"parallel__zero": 3}, marks=pytest.mark.slow),
-        pytest.param({"parallel__tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"parallel__pipeline": 2}, marks=pytest.mark.slow),
-        pytest.param({"parallel__zero": 0, "train__recompute": "full"}, marks=pytest.mark.slow),
+        slow({"parallel__zero": 3}),
+        slow({"parallel__tensor": 2}),
+        slow({"parallel__pipeline": 2}),
+        slow({"parallel__zero": 0, "train__recompute": "full"}),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_lines, read_losses, train
+from slow_cases import slow
 
 KINDS = {
     "int8": {},
@@ -11,10 +12,12 @@ KINDS = {
 }
 
 
-@pytest.mark.quick(when=lambda kind: kind == "powersgd")
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [(kind, (4, 2, 3)) for kind in KINDS] + [("int8", (2, 1, 0)), ("topk", (2, 1, 2))],
+    [
+        *(slow("int8", (4, 2, 3)), slow("topk", (4, 2, 3)), ("powersgd", (4, 2, 3))),
+        *(slow("int8", (2, 1, 0)), slow("topk", (2, 1, 2))),
+    ],
 )
 def test_a_resumed_run_is_bitwise_one_that_never_stopped(kind, layout, pool, overrides, tmp_path):
     ranks, replicas, zero = layout

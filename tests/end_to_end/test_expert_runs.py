@@ -3,6 +3,7 @@
 import pytest
 import torch
 from entry_runs import make_trainer, read_lines, train
+from slow_cases import slow
 from tolerances import assert_within, near, promised
 
 from megaframe.checkpoint import Slice, open_checkpoint
@@ -103,10 +104,13 @@ DENSE = {"model__activation": "swiglu", "model__ffn": 24, "model__layers": 2}
 KEPT = {"train__eval_every": 1, "train__eval_samples": 8}
 
 
-@pytest.mark.quick(when=lambda parallel: "expert_tensor" in parallel)
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(1, {}), (4, {"expert": 2, "expert_tensor": 2, "zero": 3}), (4, {"pipeline": 2, "expert": 2})],
+    [
+        slow(1, {}),
+        (4, {"expert": 2, "expert_tensor": 2, "zero": 3}),
+        slow(4, {"pipeline": 2, "expert": 2}),
+    ],
 )
 def test_experts_that_start_from_a_dense_run_answer_as_it_did(
     ranks, parallel, pool, overrides, tmp_path

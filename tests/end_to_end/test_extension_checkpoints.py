@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from entry_runs import train
 from repo_copy import ROOT
+from slow_cases import slow
 from tool_process import run_tool
 
 from megaframe.config.registry import Registry, use_registry
@@ -53,9 +54,13 @@ def list_calls(path, text, folder):
     }
 
 
-@pytest.mark.quick(when=lambda name, place: (place == "run") == (name != "evaluate"))
-@pytest.mark.parametrize("place", ["run", "checkpoint"])
-@pytest.mark.parametrize("name", ["generate", "evaluate", "export-hf"])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *(("generate", "run"), ("evaluate", "checkpoint"), ("export-hf", "run")),
+        *(slow("generate", "checkpoint"), slow("evaluate", "run"), slow("export-hf", "checkpoint")),
+    ],
+)
 def test_a_tool_names_the_extension_that_it_lacks(name, place, trained, tmp_path):
     words = list_calls(getattr(trained, place), trained.text, tmp_path)[name]
     status, text = call(*words)

@@ -8,6 +8,7 @@ import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_losses
 from fake_cuda.client import PLAIN, SMALL, assert_no_problem
+from slow_cases import slow
 from torch.distributed.flight_recorder import fr_trace
 
 from megaframe.errors import EXIT_LOST_RANKS
@@ -95,7 +96,7 @@ PACED = {
     [
         pytest.param((1e3, 5e3, 1e3, 20e3), {"1"}, id="device"),
         pytest.param((1e3, 5e3, 4e3, 5e3), set(), id="hidden-host"),
-        pytest.param((1e3, 5e3, 40e3, 5e3), {"1"}, id="host", marks=pytest.mark.slow),
+        slow((1e3, 5e3, 40e3, 5e3), {"1"}, id="host"),
     ],
 )
 def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
@@ -113,7 +114,7 @@ DOCTOR = ["settings", "links", "rings", "collectives", "abort"]
 COMPARED = ["layout: context, ring", "layout: pipeline, zb-v"]
 
 
-@pytest.mark.parametrize("names", [DOCTOR, pytest.param(COMPARED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [DOCTOR, slow(COMPARED)])
 def test_the_doctor_finds_that_ranks_work_together(fake_gpu, tmp_path, names):
     fake_gpu.run("fake_cuda.fake_failures:doctor", str(tmp_path), *names, world=2)
     for rank in (0, 1):

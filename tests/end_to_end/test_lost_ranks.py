@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE, count_lines, wait_until
 from rank_process import RankProcess, fail_at, hang_after, list_rank_environments
+from slow_cases import slow
 
 from megaframe.distributed.watchdog import blame_for_loss
 from megaframe.errors import EXIT_LOST_RANKS, EXIT_USER_ERROR
@@ -60,13 +61,12 @@ def end(processes):
         assert process.wait(max(0.0, deadline - time.monotonic())) == EXIT_LOST_RANKS
 
 
-@pytest.mark.quick(when=lambda victim: victim == 3)
 @pytest.mark.parametrize(
     ("axes", "victim", "fault", "name"),
     [
         ((2, 2, 2), 3, signal.SIGKILL, "rank 3 (pipeline 1, data 1: stages 1, 3) is gone"),
-        ((2, 2, 1), 0, signal.SIGKILL, "rank 0 (pipeline 0, data 0: stage 0) is gone"),
-        ((3, 1, 1), 1, signal.SIGSTOP, "rank 1 (pipeline 1, data 0: stage 1) is gone or stuck"),
+        slow((2, 2, 1), 0, signal.SIGKILL, "rank 0 (pipeline 0, data 0: stage 0) is gone"),
+        slow((3, 1, 1), 1, signal.SIGSTOP, "rank 1 (pipeline 1, data 0: stage 1) is gone or stuck"),
     ],
 )
 def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, fault, name, launch, tmp_path):
@@ -116,13 +116,12 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
     assert stuck.startswith(f"error: rank 1: {name}") and "in hang_forever" in stuck
 
 
-@pytest.mark.quick(when=lambda place, rank: (place[1], rank) == ("Batches", 0))
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, slow(1)])
 @pytest.mark.parametrize(
     "place",
     [
-        ("megaframe.training.trainer", "Trainer", "_build_step"),
-        ("megaframe.checkpoint.manager", "CheckpointManager", "create_writers"),
+        slow(("megaframe.training.trainer", "Trainer", "_build_step")),
+        slow(("megaframe.checkpoint.manager", "CheckpointManager", "create_writers")),
         ("megaframe.training.batches", "Batches", "take_next"),
     ],
 )

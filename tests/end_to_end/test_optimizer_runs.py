@@ -6,6 +6,7 @@ import pytest
 import torch
 from bitwise import assert_bitwise_equal, assert_same_losses
 from entry_runs import pretrain_gpt, read_losses, train
+from slow_cases import slow
 from tolerances import PROMISE
 
 from megaframe.checkpoint import Slice, open_checkpoint
@@ -20,12 +21,11 @@ from megaframe.inference.generation import load_stage
 EVERY = {"optim__schedule": "constant", "checkpoint__every": 6, "train__precision": "fp32"}
 
 
-@pytest.mark.quick(when=lambda optim: optim["optim__name"] == "muon")
 @pytest.mark.parametrize(
     "optim",
     [
         {"optim__name": "muon", "optim__state": "int8", "optim__ema": 0.9},
-        {"optim__name": "lion", "optim__state": "bf16", "optim__lr": 0.001},
+        slow({"optim__name": "lion", "optim__state": "bf16", "optim__lr": 0.001}),
     ],
 )
 def test_a_resumed_run_is_that_which_never_stopped_to_the_last_bit(
@@ -143,13 +143,12 @@ PHASES = ("[blocks.0.*]", "[]", "[]", "[head.*]", "[]")
 """What is frozen in each part of a run; the third resumes what the second unfroze."""
 
 
-@pytest.mark.quick(when=lambda layouts: layouts[0] == (2, {"parallel__zero": 3}))
 @pytest.mark.parametrize(
     "layouts",
     [
         # Each part of a run has another layout than the part before it.
         [(2, {"parallel__zero": 3}), (2, {"parallel__tensor": 2}), (2, {"parallel__pipeline": 2})],
-        [(2, {"parallel__context": 2}), (4, {"parallel__zero": 2}), (1, {})],
+        slow([(2, {"parallel__context": 2}), (4, {"parallel__zero": 2}), (1, {})]),
     ],
     ids=["zero", "context"],
 )

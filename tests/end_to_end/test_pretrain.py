@@ -13,6 +13,7 @@ from bitwise import assert_same_losses
 from entry_runs import pretrain_gpt, read_lines, read_losses, rewrite_config, train
 from patience import PATIENCE
 from rank_process import RankProcess
+from slow_cases import slow
 from tolerances import near, promised
 
 from megaframe.checkpoint import locate_checkpoint
@@ -43,8 +44,7 @@ def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
     assert (tmp_path / "run/config.yaml").exists()
 
 
-@pytest.mark.quick(when=lambda documents: documents)
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [slow(False), True])
 def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
     """Data order, losses and evaluation stay the same, with masks and a growing batch."""
     runs = {}
@@ -76,9 +76,7 @@ def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
     assert [line["tokens"] // 16 for line in runs[1]] == [8] * 5 + [16] * 7
 
 
-@pytest.mark.parametrize(
-    "axes", [("data",), pytest.param(("pipeline", "context", "tensor"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("axes", [("data",), slow(("pipeline", "context", "tensor"))])
 def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
     axes, pool, corpus, overrides, tmp_path
 ):
@@ -155,8 +153,7 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     assert len(read_lines(tmp_path / "run")) == 12
 
 
-@pytest.mark.quick(when=lambda elsewhere: elsewhere)
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", [slow(False), True])
 def test_a_run_folder_is_as_good_as_its_checkpoints(elsewhere, pool, overrides, tmp_path):
     """Also if it was moved, and if its checkpoints are in another folder."""
     home = tmp_path / "saved" if elsewhere else tmp_path / "moved/checkpoints"
@@ -196,7 +193,7 @@ LAYOUTS = (
     "layouts",
     [
         [LAYOUTS[1], LAYOUTS[5], LAYOUTS[8]],  # pipeline, tensor and data ranks
-        pytest.param(LAYOUTS, marks=pytest.mark.slow),
+        slow(LAYOUTS),
     ],
 )
 def test_resume_under_other_layouts(layouts, pool, overrides, tmp_path):

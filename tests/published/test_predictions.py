@@ -9,6 +9,7 @@ import pytest
 from published import FITTED, PAGE, PLOT, compute_choice_losses, summarize_errors
 from published_page import format_section
 from published_tables import TABLES
+from slow_cases import mark_slow
 
 from megaframe.planner.constants import CONSTANTS
 
@@ -52,8 +53,7 @@ def predict_lines(name):
     return predictions
 
 
-@pytest.mark.quick(when=lambda name: name in QUICK)
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", mark_slow(TABLES, except_for=QUICK))
 def test_steps_are_predicted(name):
     errors, (mean, most) = summarize_errors(predict_lines(name)), HELD[name]
     assert errors.mean <= mean and errors.most <= most
@@ -62,8 +62,7 @@ def test_steps_are_predicted(name):
     assert errors.held_out <= 1.7 * errors.fitted + 0.01
 
 
-@pytest.mark.quick(when=lambda name: name in QUICK)
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", mark_slow(TABLES, except_for=QUICK))
 def test_the_page_tells_every_row(name):
     assert format_section(TABLES[name], predict_lines(name)) in PAGE.read_text(encoding="utf-8")
 

@@ -8,6 +8,7 @@ from math import lcm
 
 import pytest
 from check_description import check_descriptions
+from slow_cases import mark_slow
 
 from megaframe.architecture.attention import AttentionDescription, SoftmaxAttention
 from megaframe.architecture.block import describe_norm
@@ -164,15 +165,18 @@ def count_ranks(config):
     return parallel.tensor * parallel.context * (parallel.data or 1)
 
 
-QUICK = {
+ON_RANKS = {
     "tensor": (*("rotated groups", "gates", "latent", "balanced experts"),),
     "ring": ("rotated groups", "latent"),
     "exchange": ("one group", "predictors"),
     "nested": ("rotated groups",),
 }
-"""Measured on several ranks, as are all others in the long tests."""
-
-
+"""Models measured on several ranks by `make test`; `make test-all` measures all."""
+QUICK = [
+    *((name, "selective", "bf16", "one rank") for name in MODELS),
+    *(("predictors", recompute, "bf16", "one rank") for recompute in ("none", "full")),
+    *((name, "selective", "bf16", layout) for layout in ON_RANKS for name in ON_RANKS[layout]),
+]
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -190,7 +194,7 @@ CASES = [
     # to what each of them does to what is computed again.
     if is_in_turn(name, recompute, layout)
     or (precision == "bf16" and layout == "one rank")
-    or (recompute == "selective" and name in QUICK.get(layout, ()))
+    or (name, recompute, precision, layout) in QUICK
     if precision == "bf16" or layout == "one rank"
     if name not in NORMS or layout in ("one rank", "tensor")
     if recompute == "selective"
@@ -198,14 +202,9 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(
-    when=lambda name, recompute, precision, layout: (
-        (precision == "bf16" and layout == "one rank" and recompute == "selective")
-        or (recompute == "selective" and name in QUICK.get(layout, ()))
-        or (layout == "one rank" and name == "predictors" and precision == "bf16")
-    )
+@pytest.mark.parametrize(
+    ("name", "recompute", "precision", "layout"), mark_slow(CASES, except_for=QUICK)
 )
-@pytest.mark.parametrize(("name", "recompute", "precision", "layout"), CASES)
 def test_descriptions_are_exact(name, recompute, precision, layout, pool):
     assert_exact(make_config(name, recompute, precision, layout), pool)
 
@@ -216,20 +215,19 @@ def assert_exact(config, pool):
     assert not lies, "\n" + "\n".join(map(str, lies))
 
 
-QUICK_EXPERTS = ("experts", "once a node", "both")
+EXPERT_CASES = [
+    (name, recompute, layout)
+    for name, recompute, layout in product(MODELS, RECOMPUTE, WITH_EXPERTS)
+    if "moe" in MODELS[name] and "blocks" not in MODELS[name]
+    if is_in_turn(name, recompute, layout)
+]
+QUICK_EXPERTS = [
+    ("balanced experts", "full", layout) for layout in ("experts", "once a node", "both")
+]
 
 
-@pytest.mark.quick(
-    when=lambda name, recompute, layout: name == "balanced experts" and layout in QUICK_EXPERTS
-)
 @pytest.mark.parametrize(
-    ("name", "recompute", "layout"),
-    [
-        (name, recompute, layout)
-        for name, recompute, layout in product(MODELS, RECOMPUTE, WITH_EXPERTS)
-        if "moe" in MODELS[name] and "blocks" not in MODELS[name]
-        if is_in_turn(name, recompute, layout)
-    ],
+    ("name", "recompute", "layout"), mark_slow(EXPERT_CASES, except_for=QUICK_EXPERTS)
 )
 def test_descriptions_of_experts_are_exact(name, recompute, layout, pool):
     config = make_config(name, recompute, "bf16", layout)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bitwise import assert_bitwise_equal
 from patience import PATIENCE
+from slow_cases import slow
 from tolerances import assert_near, assert_within, compute_roundoff, estimate_growth
 
 from megaframe.data_parallel.buffers import BufferPool
@@ -175,8 +176,7 @@ def compare_stepped_sum(mesh, sizes, dtype, length):
     return torch.equal(actual, expected), torch.equal(own_part, parts[here]), bytes_sent, calls
 
 
-@pytest.mark.quick(when=lambda ranks: ranks == 4)
-@pytest.mark.parametrize(("ranks", "sizes"), [(4, (2, 2)), (8, (2, 4)), (8, (2, 2, 2))])
+@pytest.mark.parametrize(("ranks", "sizes"), [(4, (2, 2)), slow(8, (2, 4)), slow(8, (2, 2, 2))])
 def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
     """In as many bytes as between all pairs of ranks."""
     cases = [

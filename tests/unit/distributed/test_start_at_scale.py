@@ -12,6 +12,7 @@ import pytest
 import store_clients as scale_runs
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import slow
 from torch.distributed import HashStore
 
 from megaframe.distributed import gloo_sockets
@@ -35,8 +36,7 @@ def leave_out_looks(requests):
     return {request: number for request, number in requests.items() if request not in LOOKING}
 
 
-@pytest.mark.quick(when=lambda fault: fault == "lost")
-@pytest.mark.parametrize("fault", ["lost", "late"])
+@pytest.mark.parametrize("fault", ["lost", slow("late")])
 def test_one_rank_reads_what_all_have_written_and_each_other_asks_for_the_verdict(fault, pool):
     """So a verdict about N ranks costs a number of requests proportional to N, and what a rank
     reads does not grow with N. Where ranks become late one after the other, a judge waits for the

@@ -11,6 +11,7 @@ from megaframe_kernels.device import capture_launches
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import KernelChoice, select
+from slow_cases import mark_slow, slow
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 NONE = (None, None, None)
@@ -47,8 +48,7 @@ def hold(name, operands, spans, **options):
     check(KERNEL, name, (*operands, spans), options, length, length, scale=0.5)
 
 
-@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", mark_slow(DTYPES, except_for=[torch.bfloat16]))
 def test_causal_with_grouped_heads(dtype, name):
     tensors = make_heads(70, batch=2, n=4, g=2, dtype=dtype)
     hold(name, tensors, find_spans(2, 70, 70, DEVICE), need_lse=True)
@@ -78,8 +78,9 @@ def test_widths_that_are_no_power_of_two(name, width):
     hold(name, make_heads(20, width=width), find_spans(1, 20, 20, DEVICE))
 
 
-@pytest.mark.quick(when=lambda scale, softcap: softcap or scale < 0)
-@pytest.mark.parametrize(("softcap", "scale"), [(2.0, 0.7), (None, 0.7), (None, -0.7), (None, 0.0)])
+@pytest.mark.parametrize(
+    ("softcap", "scale"), [(2.0, 0.7), slow(None, 0.7), (None, -0.7), slow(None, 0.0)]
+)
 def test_softcap_sinks_and_scale(softcap, scale, name):
     tensors = make_heads(45, n=4, g=2)
     sinks = make_random(4, seed=9).requires_grad_()
@@ -111,10 +112,9 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
     check(WithSinks, name, (*tensors, sinks), options, length, length, scale=4.0)
 
 
-@pytest.mark.quick(when=lambda tensors: tensors == 10)
 @pytest.mark.parametrize(
     ("name", "tensors", "by_head", "by_group"),
-    [("triton", 0, 1, 1), (FUSED, 10, 10, 2), ("triton", 16, 12, 4)],
+    [slow("triton", 0, 1, 1), (FUSED, 10, 10, 2), slow("triton", 16, 12, 4)],
 )
 def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, monkeypatch):
     """In 2 samples there are 12 pairs of a head and a sample, and 6 of a group of 2 heads and a
@@ -210,10 +210,14 @@ def test_a_ring_of_tiles_is_the_whole(fused):
     assert_close(KERNEL, d_query, truth[:, own_places], length, "gradient", scale=0.5)
 
 
-@pytest.mark.quick(when=lambda dtype, softcap: (dtype == torch.bfloat16) != (softcap is not None))
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "softcap"),
+    [
+        *((torch.float32, 1.5), (torch.bfloat16, None), (torch.float16, 1.5)),
+        *(slow(torch.float32, None), slow(torch.bfloat16, 1.5), slow(torch.float16, None)),
+    ],
+)
 def test_backward_of_a_tile(name, dtype, softcap):
     """The tile has the first of the keys that the outputs are over. Some queries see none of
     them."""

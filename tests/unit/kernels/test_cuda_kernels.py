@@ -19,6 +19,7 @@ from megaframe_kernels.cuda_build import (
 )
 from megaframe_kernels.experts import expert_order
 from megaframe_kernels.kernel import refuse_nothing
+from slow_cases import mark_slow
 
 from megaframe.config import RunConfig
 from megaframe.ops.kernel_dispatch import make_kernels
@@ -52,8 +53,7 @@ def library(request, monkeypatch):
         monkeypatch.setattr(cuda_library, "_find", lambda: emulated)
 
 
-@pytest.mark.quick(when=lambda chip: chip == 90)
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", mark_slow(CHIPS, except_for=[90]))
 def test_compiles_without_spills(chip, tmp_path):
     target = f"-gencode=arch=compute_{chip},code=sm_{chip}"
     everything = tmp_path / "all.cu"

@@ -6,9 +6,11 @@ from kernel_exactness import DEVICE, DTYPES, assert_close, deterministic, make_r
 from megaframe_kernels.fp8 import grouped_fp8, grouped_fp8_gradient, grouped_quantize, quantize
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
+from slow_cases import mark_slow, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 COUNTS = [(3, 0, 200, 128, 0), (0, 0, 0), (1,), (0, 300, 0), (129, 127, 1, 31), tuple(range(12))]
+FEW_COUNTS = [COUNTS[0], *map(slow, COUNTS[1:])]
 SUMS = torch.float16 if DEVICE == "cuda" else None
 """Chips of generation 9 sum 8-bit products with 14 bits, so fp16's tolerance holds."""
 
@@ -40,16 +42,14 @@ def is_same(name, *arguments):
     return torch.equal(actual[1], expected[1]) and actual[1].dtype == torch.float32
 
 
-@pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("counts", FEW_COUNTS)
 @pytest.mark.parametrize("dtype", quantize.TYPES)
 def test_every_expert_has_a_scale_of_its_own(counts, dtype):
     x = make_random(sum(counts) + 3, 40, scale=30.0)  # three rows belong to no expert
     assert is_same("quantise_experts", x, compute_ends(counts), dtype)
 
 
-@pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("counts", FEW_COUNTS)
 @pytest.mark.parametrize("dtype", quantize.TYPES)
 @pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 def test_columns(counts, dtype, sharing):
@@ -57,8 +57,7 @@ def test_columns(counts, dtype, sharing):
     assert is_same("quantise_columns", x, compute_ends(counts), dtype, sharing)
 
 
-@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", mark_slow(DTYPES, except_for=[torch.bfloat16]))
 @pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 def test_columns_of_strided_low_precision_with_zeros_and_rows_of_nobody(dtype, sharing):
     x = make_random(300, 150, dtype=dtype)[::2, 20:90]
@@ -129,8 +128,7 @@ def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
     assert_close(grouped_fp8.KERNEL, rounded, exact, 1, "rounding", precision=torch.float16)
 
 
-@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", mark_slow(DTYPES, except_for=[torch.bfloat16]))
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(
     ("counts", "outputs", "inputs"),
@@ -192,9 +190,8 @@ def test_places_beyond_the_last_expert_are_zero():
             assert (actual[: ends[-1]] != 0).any()
 
 
-@pytest.mark.quick(when=lambda counts: counts == COUNTS[4])
 @pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("counts", [*map(slow, COUNTS[:4]), COUNTS[4], slow(COUNTS[5])])
 def test_gradient(sharing, counts):
     ends = compute_ends(counts)
     dy, x = make_random(sum(counts), 144), make_random(sum(counts), 75, seed=1)
@@ -214,8 +211,7 @@ def test_gradient(sharing, counts):
         assert_close(grouped_fp8_gradient.KERNEL, actual, expected, length, "gradient", scale, SUMS)
 
 
-@pytest.mark.quick(when=lambda sharing: sharing == "block")
-@pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
+@pytest.mark.parametrize("sharing", mark_slow(grouped_quantize.SHARING, except_for=["block"]))
 def test_all_is_bitwise_repeatable(sharing):
     def products():
         ends = compute_ends((130, 0, 70))

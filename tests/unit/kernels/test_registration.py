@@ -7,6 +7,7 @@ from megaframe_kernels.attention.spans import find_spans
 from megaframe_kernels.experts import expert_order
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import select
+from slow_cases import mark_slow
 from tolerances import assert_near
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -129,8 +130,7 @@ QUICK += ("grouped_product", "grouped_gradient_", "quantise", "grouped_scaled_pr
 """With a gradient, in place, with several results, on integers, and on 8 bits."""
 
 
-@pytest.mark.quick(when=lambda name: name in QUICK)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_slow(CASES, except_for=QUICK))
 def test_operator(name):
     arguments = CASES[name]()
     narrow = [

@@ -10,6 +10,7 @@ from autograd_comparison import (
     compare_with_autograd,
     compute_gradients,
 )
+from slow_cases import mark_slow
 from tolerances import assert_near
 
 from megaframe.data.microbatch import IGNORE, look_ahead
@@ -184,23 +185,17 @@ MODELS |= {
 
 
 RECOMPUTE = ["none", "selective", "full"]
+CASES = [
+    # Every model with every setting, and with documents in turn.
+    (name, setting, bool((number + place) % 2))
+    for number, name in enumerate(MODELS)
+    for place, setting in enumerate(RECOMPUTE)
+]
+# Each model, with one setting of recompute after the other.
+QUICK = [CASES[3 * number + number % 3] for number in range(len(MODELS))]
 
 
-# Each model, with one setting of recompute after the other, every second one on documents.
-@pytest.mark.quick(
-    when=lambda name, recompute, documents: (
-        (list(MODELS).index(name) - RECOMPUTE.index(recompute) - 3 * documents) % 6 == 0
-    )
-)
-@pytest.mark.parametrize(
-    ("name", "recompute", "documents"),
-    [
-        # Every model with every setting, and with documents in turn.
-        (name, setting, bool((number + place) % 2))
-        for number, name in enumerate(MODELS)
-        for place, setting in enumerate(RECOMPUTE)
-    ],
-)
+@pytest.mark.parametrize(("name", "recompute", "documents"), mark_slow(CASES, except_for=QUICK))
 def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, make_microbatch):
     built = build(MODELS[name], train={**TRAIN, "recompute": recompute})
     compare_with_autograd(built, documents, make_microbatch)

@@ -7,6 +7,7 @@ from autograd_comparison import TERMS, TRAIN, compare_with_autograd
 from patience import PATIENCE
 from pydantic import ValidationError
 from repo_copy import ROOT
+from slow_cases import slow
 from tolerances import assert_near
 
 from megaframe.architecture.activation import describe_activation
@@ -108,14 +109,9 @@ def measure_with(example, model, train, tensor):
         return measure_layers(config), config
 
 
-@pytest.mark.quick(
-    when=lambda recompute, precision, tensor: (
-        (recompute, precision, tensor) == ("selective", "bf16", 2)
-    )
-)
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("precision", ["bf16", "fp64"])
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("tensor", [slow(1), 2])
+@pytest.mark.parametrize("precision", ["bf16", slow("fp64")])
+@pytest.mark.parametrize("recompute", [slow("none"), "selective"])
 @pytest.mark.parametrize("name", MODELS)
 def test_descriptions_are_exact(name, recompute, precision, tensor, pool):
     train = {"precision": precision, "recompute": recompute}

@@ -5,6 +5,7 @@ the same under every layout whose shards are whole blocks; and good enough for t
 import pytest
 import torch
 from parity_runs import assert_same, run
+from slow_cases import slow
 
 from megaframe.ops.fp8 import BLOCK, Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS
@@ -81,11 +82,10 @@ WIDE = {"hidden": 256, "heads": 2, "kv_heads": 2, "ffn": 256, "norm": "rmsnorm",
 MOE = {"experts": 4, "ffn": 128, "top_k": 2}
 
 
-@pytest.mark.quick(when=lambda parallel: parallel != {"tensor": 2})
 @pytest.mark.parametrize(
     ("scaling", "parallel", "extra"),
     [
-        ("block", {"tensor": 2}, {}),
+        slow("block", {"tensor": 2}, {}),
         ("block", {"tensor": 2, "expert": 2}, {"moe": MOE}),
         ("row", {"data": 2, "zero": 2}, {"ffn": 64}),
         ("tensor", {"pipeline": 2}, {"layers": 2, "ffn": 64}),
@@ -100,8 +100,7 @@ def test_layouts_that_leave_scales_alone_do_not_change_the_answer(scaling, paral
     assert single.losses != pool.run(1, run, model, {**train, "fp8": "none"})[0].losses
 
 
-@pytest.mark.quick(when=lambda scaling: scaling == "row")
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", [slow("tensor"), "row", slow("block")])
 def test_it_learns_as_bf16_does(scaling, build):
     """On a language whose next token can be predicted, both losses fall equally fast."""
     finals = {}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow_cases import slow
 from tolerances import assert_near, assert_within, compute_allowance, compute_roundoff
 
 from megaframe.ops import matmul as module
@@ -98,11 +99,15 @@ def test_products_of_several(heads, size, choice, transposed):
 
 
 # Added row by row and as a whole, written in pieces of a few.
-@pytest.mark.quick(when=lambda add, piece: add == (piece != 700))
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
-@pytest.mark.parametrize("piece", [1, 700, 1 << 20])
+@pytest.mark.parametrize(
+    ("add", "piece"),
+    [
+        *((True, 1), (False, 700), (True, 1 << 20)),
+        *(slow(False, 1), slow(True, 700), slow(False, 1 << 20)),
+    ],
+)
 def test_written_or_added_in_pieces(rows, inner, columns, choice, add, piece, monkeypatch):
     dtype = take(choice)
     monkeypatch.setattr(module, "PIECE_BYTES", piece)

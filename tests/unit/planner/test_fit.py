@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from slow_cases import slow
 
 from megaframe.config import load
 from megaframe.config.load import resolve_config_path
@@ -100,11 +101,12 @@ def list_documented_commands():
             for line in block.splitlines():
                 named = re.search(r"--config (?:configs/)?([\w./-]+?)(?:\.yaml)?(?= |$)", line)
                 if named and (ROOT / f"configs/{named[1]}.yaml").exists():
-                    yield pytest.param(line.lstrip("$# "), id=f"{document.stem}: {line[:80]}")
+                    # Searches take most of the time; that they find something is seen where all
+                    # commands run.
+                    case = slow if "--search" in line else pytest.param
+                    yield case(line.lstrip("$# "), id=f"{document.stem}: {line[:80]}")
 
 
-# Searches take most of the time; that they find something is seen where all commands run.
-@pytest.mark.quick(when=lambda line: "--search" not in line)
 @pytest.mark.parametrize("line", list(list_documented_commands()))
 def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     command = Command(line)
@@ -133,20 +135,19 @@ SEARCHED = [
     *("parallel.pipeline=2", "parallel.schedule=search"),
     *("train.global_batch=64", "train.microbatch=8"),
 ]
+# Every kind of offer; those of 64 GPUs take most of the time.
 TIGHT = (
     ("llama3-8b", 8, "h100-ib", ["parallel.zero=0"], "parallel.zero=2"),
     ("llama3-8b", 8, "h100-ib", ["parallel.zero=1", "train.microbatch=4"], "parallel.zero=3"),
     ("gpt2-1.5b", 8, "h100-ib", ["train.microbatch=64"], "train.microbatch="),
     ("gpt2-1.5b", 1, "a100-40gb-roce", ["train.microbatch=16"], "train.recompute_blocks=auto"),
-    ("mistral-7b", 8, "a100-40gb-roce", [], "train.recompute_blocks=auto"),
-    ("llama2-70b", 64, "h100-ib", ["train.microbatch=2"], "train.recompute"),
+    slow("mistral-7b", 8, "a100-40gb-roce", [], "train.recompute_blocks=auto"),
+    slow("llama2-70b", 64, "h100-ib", ["train.microbatch=2"], "train.recompute"),
     ("llama2-7b", 8, "h100-ib", SEARCHED, ""),
-    ("mixtral-8x7b", 64, "h100-ib", ["parallel.zero=0"], "parallel.zero="),
+    slow("mixtral-8x7b", 64, "h100-ib", ["parallel.zero=0"], "parallel.zero="),
 )
 
 
-# Every kind of offer; those of 64 GPUs take most of the time.
-@pytest.mark.quick(when=lambda name, gpus: gpus < 64 and name != "mistral-7b")
 @pytest.mark.parametrize(("name", "gpus", "cluster", "keys", "first"), TIGHT)
 def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first):
     machine = load_cluster(cluster)

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from slow_cases import mark_slow, slow
 
 from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError
@@ -46,8 +47,7 @@ def draw_places(many, some):
     return random.Random(0).sample(range(many), min(some, many))
 
 
-@pytest.mark.quick(when=lambda model: model is DENSE)
-@pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS)
+@pytest.mark.parametrize(("model", "gpus", "batch"), mark_slow(WORLDS, except_for=WORLDS[:2]))
 def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     config = make_config(model, batch)
     candidates = enumerate_candidates(config, gpus, CLUSTER)
@@ -60,12 +60,11 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     assert np.unique(table, axis=1).shape[1] == len(candidates)
 
 
-@pytest.mark.quick(when=lambda model, sections: model is MOE or sections)
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "sections"),
     [
-        *((*world, {}) for world in WORLDS),
-        ({**DENSE, "window": [1024] * 5 + [None]}, 64, 256, {}),
+        *(slow(*WORLDS[0], {}), slow(*WORLDS[1], {}), (*WORLDS[2], {}), slow(*WORLDS[3], {})),
+        slow({**DENSE, "window": [1024] * 5 + [None]}, 64, 256, {}),
         (*WORLDS[1], {"optim": {"offload": True}}),
         (*WORLDS[1], {"optim": {"name": "muon"}}),
         (*WORLDS[1], {"parallel": {"compress": "topk"}}),
@@ -102,8 +101,7 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     assert search(config, 64, CLUSTER, CONSTANTS, {"pipeline": 1}).best.prediction.fits
 
 
-@pytest.mark.quick(when=lambda gpus: gpus == 96)
-@pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS[:3])
+@pytest.mark.parametrize(("model", "gpus", "batch"), mark_slow(WORLDS[:3], except_for=[WORLDS[1]]))
 def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
     config = make_config(model, batch)
     result = search(config, gpus, CLUSTER, CONSTANTS)

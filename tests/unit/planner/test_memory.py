@@ -1,11 +1,13 @@
 """The memory plan, compared with the storages that are really kept."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from patience import PATIENCE
 from saved_bytes import measure_block_bytes
+from slow_cases import mark_slow, slow
 
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
@@ -130,11 +132,10 @@ def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="au
     return plan, sum(tensor.nbytes for tensor in state), sizes
 
 
-@pytest.mark.quick(when=lambda ranks, tie, precision: (ranks, tie, precision) == (4, True, "bf16"))
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
+@pytest.mark.parametrize("tie", [slow(False), True])
+@pytest.mark.parametrize("ranks", [slow(1), 4])
 def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, zero, pool):
     model = {"tie_embeddings": tie, "position": "learned"}
     for plan, state, buffers in pool.run(ranks, measure_memory, precision, zero, model):
@@ -144,8 +145,7 @@ def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, ze
         assert buffers.receive == pytest.approx(plan.buffers, rel=0.01)
 
 
-@pytest.mark.quick(when=lambda zero: zero == 1)
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, slow(2), slow(3)])
 def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
     """Two of three blocks share buckets, for which as much room is needed."""
     for plan, _, buffers in pool.run(4, measure_memory, "bf16", zero, {}, None, 1, 300_000):
@@ -154,9 +154,9 @@ def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
         assert buffers.receive == pytest.approx(plan.buffers, rel=0.01)
 
 
-@pytest.mark.quick(when=lambda zero, expert: (zero, expert) in ((3, 2), (2, 4)))
-@pytest.mark.parametrize("expert", [2, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("zero", "expert"), mark_slow(product(range(4), (2, 4)), except_for=[(3, 2), (2, 4)])
+)
 def test_state_of_experts_is_planned_within_one_percent(zero, expert, pool):
     """With 4 expert ranks each expert has one rank, and is not divided."""
     model = {"moe": {"experts": 4, "ffn": 160, "first": 1}}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repo_copy import ROOT
+from slow_cases import mark_slow
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
@@ -252,8 +253,7 @@ def blocks_gone(monkeypatch):
     monkeypatch.setattr(activations, "_compute_recompute_bytes", lambda config, plan: 0)
 
 
-@pytest.mark.quick(when=lambda name: name in QUICK)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_slow(CASES, except_for=QUICK))
 def test_the_plan_is_what_a_rank_counts_within_one_percent(name, blocks_gone):
     world, *sections = CASES[name]
     config = make_config(world, *sections)

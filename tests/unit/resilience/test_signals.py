@@ -13,6 +13,7 @@ from entry_runs import read_lines, read_losses
 from fault_runs import begins_once, log, main, send_signal
 from patience import PATIENCE, count_lines, is_running, wait_until
 from rank_process import RankProcess, hang_after, list_rank_environments
+from slow_cases import slow
 
 from megaframe.distributed import gloo_sockets
 from megaframe.distributed.rank_progress import RankProgress
@@ -20,9 +21,9 @@ from megaframe.resilience import signals
 from megaframe.resilience.signals import handle_signals, resume_command
 
 
-@pytest.mark.quick(when=lambda number: number == signal.SIGTERM)
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)]
+    ("number", "status"),
+    [(signal.SIGTERM, 143), slow(signal.SIGUSR1, 138), slow(signal.SIGINT, 130)],
 )
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_from_there(
     number, status, pool, overrides, tmp_path
@@ -168,8 +169,9 @@ def wait_for_statuses(folder):
     return [(folder / f"status-{number}").read_text() for number in range(len(ranks))]
 
 
-@pytest.mark.quick(when=lambda names: names)
-@pytest.mark.parametrize(("names", "status"), [({"TORCHELASTIC_RUN_ID": "1"}, "143"), ({}, "0")])
+@pytest.mark.parametrize(
+    ("names", "status"), [({"TORCHELASTIC_RUN_ID": "1"}, "143"), slow({}, "0")]
+)
 def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides, tmp_path):
     """A rank that a shell started, without a launcher's variables, continues."""
     steps = 10**6 if names else 40

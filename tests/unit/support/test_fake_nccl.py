@@ -5,6 +5,7 @@ import pytest
 from fake_cuda.client import PLAIN, SMALL
 from fake_cuda.nccl_layouts import LAYOUTS, make_config, name_layout, record_layout
 from fake_cuda.nccl_rules import CollectiveCall, CreateCommunicator, MessageGroup
+from slow_cases import mark_slow
 
 FOREVER = {
     "messages_both_ways_one_by_one": (
@@ -25,12 +26,13 @@ FOREVER = {
 
 
 # The program without a rank repeats another one; that of communicators waits 90 s for torch.
-@pytest.mark.quick(when=lambda program: program == next(iter(FOREVER)))
-@pytest.mark.parametrize(("program", "expected"), FOREVER.items(), ids=FOREVER)
-def test_what_nccl_would_wait_for_is_an_error(fake_gpu, program, expected):
+@pytest.mark.parametrize(
+    "program", mark_slow(FOREVER, except_for=["messages_both_ways_one_by_one"])
+)
+def test_what_nccl_would_wait_for_is_an_error(fake_gpu, program):
     output = fake_gpu.run("fake_cuda.programs:main", program, world=2, fails=True)
     assert fake_gpu.failed
-    for text in expected:
+    for text in FOREVER[program]:
         assert text in output
 
 
@@ -53,10 +55,14 @@ ALSO_ALONE = [
     or layout.get("dispatch") == "all_gather"
 ]
 """Each axis, and collectives on parts of any sizes."""
+QUICK_ALONE = [i for i in ALSO_ALONE if "context" in LAYOUTS[i][2]]
 
 
-@pytest.mark.quick(when=lambda layout: "context" in LAYOUTS[layout][2])
-@pytest.mark.parametrize("layout", ALSO_ALONE, ids=[name_layout(*LAYOUTS[i]) for i in ALSO_ALONE])
+@pytest.mark.parametrize(
+    "layout",
+    mark_slow(ALSO_ALONE, except_for=QUICK_ALONE),
+    ids=[name_layout(*LAYOUTS[i]) for i in ALSO_ALONE],
+)
 def test_a_rank_that_runs_alone_calls_the_same(fake_gpu, layout):
     """So what is simulated of many ranks is what they call."""
     world, model, parallel = LAYOUTS[layout]

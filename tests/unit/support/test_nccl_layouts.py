@@ -4,7 +4,6 @@ that the rules are there for is found.
 """
 
 from functools import partial
-from itertools import product
 from typing import get_args
 
 import pytest
@@ -20,6 +19,7 @@ from fake_cuda.nccl_layouts import (
     schedule_model,
 )
 from fake_cuda.nccl_rules import CallMismatch, Deadlock, simulate
+from slow_cases import mark_slow, slow
 
 from megaframe.architecture.cuda_streams import count_streams
 from megaframe.config.parallel import ParallelConfig
@@ -41,9 +41,10 @@ def list_streams(calls):
     return {call.stream for call in calls if hasattr(call, "stream")}
 
 
-@pytest.mark.quick(when=lambda layout: layout in QUICK)
 @pytest.mark.parametrize(
-    "layout", range(len(LAYOUTS)), ids=[name_layout(*case) for case in LAYOUTS]
+    "layout",
+    mark_slow(range(len(LAYOUTS)), except_for=QUICK),
+    ids=[name_layout(*case) for case in LAYOUTS],
 )
 def test_every_layout_comes_to_an_end(layout):
     """With the number of hardware queues that a run asks for, one for each stream."""
@@ -75,8 +76,7 @@ def shift_one_by_one(out, group, receives, sends, kind):
     return pending
 
 
-@pytest.mark.quick(when=lambda ranks: ranks == 2)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
     monkeypatch.setattr(point_to_point, "_start_batched", shift_one_by_one)
     with pytest.raises(Deadlock, match=r"rank 0, host: send .* over .* \[.*\.py:\d+\]") as raised:
@@ -84,10 +84,12 @@ def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
     assert {*raised.value.ranks} == {*range(ranks)}
 
 
-@pytest.mark.quick(when=lambda ranks, schedule: (ranks, schedule) == (2, "1f1b"))
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
-    [*product(("1f1b", "zb-h1", "v-half"), (2, 4)), ("1f1b", 8)],
+    [
+        *(("1f1b", 2), slow("1f1b", 4), slow("zb-h1", 2), slow("zb-h1", 4)),
+        *(slow("v-half", 2), slow("v-half", 4), slow("1f1b", 8)),
+    ],
 )
 def test_links_that_a_step_has_to_connect_are_found(schedule, ranks, monkeypatch):
     monkeypatch.setattr(process_groups, "connect_link", lambda *arguments, **options: None)
@@ -95,8 +97,7 @@ def test_links_that_a_step_has_to_connect_are_found(schedule, ranks, monkeypatch
         simulate(record_layout(make_config(ranks, LLAMA, schedule_model(schedule, ranks)), ranks))
 
 
-@pytest.mark.quick(when=lambda schedule: schedule == "1f1b")
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half"])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("interleaved"), slow("v-half")])
 def test_receives_on_more_streams_than_queues_are_found(schedule):
     """Each rank computes behind a receive of what the other would send later."""
     config = make_config(2, LLAMA, schedule_model(schedule, 2))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from slow_cases import slow
 
 from megaframe.config import load
 from megaframe.errors import UserError
@@ -99,7 +100,7 @@ def test_a_node_checks_the_split_that_is_evaluated(overrides):
         node.check_data(few)
 
 
-@pytest.mark.parametrize(("status", "starts"), [(2, 1), pytest.param(5, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("status", "starts"), [(2, 1), slow(5, 3)])
 def test_ranks_are_started_again_unless_the_user_has_made_a_mistake(status, starts, tmp_path):
     program = tmp_path / "rank.py"
     program.write_text(

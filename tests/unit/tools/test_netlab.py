@@ -15,6 +15,7 @@ from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
+from slow_cases import slow
 from tolerances import promised
 
 from megaframe.errors import UserError
@@ -251,8 +252,7 @@ def test_a_host_that_fails_ends_the_lab_with_its_status_and_nothing_stays(tmp_pa
 
 
 @lab
-@pytest.mark.quick(when=lambda number: number != signal.SIGINT)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT), signal.SIGKILL])
 def test_nothing_runs_on_after_the_tool_was_ended(number, tmp_path):
     mark = f"{8 + number}{os.getpid()}"
     process = start(tmp_path, "--", "sh", "-c", f"sleep {mark} & sleep {mark}")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_cases import slow
 from tool_process import run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,15 +81,14 @@ def test_a_dry_run_counts_what_the_plan_says():
         assert row["counted"] == pytest.approx(row["planned"], rel=0.05), row
 
 
-@pytest.mark.quick(when=lambda words: words in ("use h100-ib", "parallel.tensor=8"))
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--cluster", "h100-id"], "use h100-ib"),
-        (["--gpus", 0], "use 1 or more"),
+        slow(["--gpus", 0], "use 1 or more"),
         (["--gpus", 12, "parallel.tensor=8"], "parallel.tensor=8"),
-        (["--gpus", 8, "--dry-run", "--rank", 8], "use 0 to 7"),
-        (["--gpus", 2, "--search", "train.seq=131072"], "GPUs of h100-ib"),
+        slow(["--gpus", 8, "--dry-run", "--rank", 8], "use 0 to 7"),
+        slow(["--gpus", 2, "--search", "train.seq=131072"], "GPUs of h100-ib"),
     ],
 )
 def test_mistakes_are_told_with_what_would_work(arguments, words):

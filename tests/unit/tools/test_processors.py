@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_cases import slow
 
 ROOT = Path(__file__).resolve().parents[3]
 spec = importlib.util.spec_from_file_location("processors", ROOT / "tools/test_processors.py")
@@ -88,8 +89,7 @@ TESTS = {
 }
 
 
-@pytest.mark.quick(when=lambda name: name == "bad")
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize("name", [slow("good"), "bad"])
 def test_a_failing_test_fails_the_whole_and_is_named(name, tmp_path):
     code, verdict = TESTS[name]
     if name == "good":

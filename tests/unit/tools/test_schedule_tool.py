@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from slow_cases import slow
 
 from megaframe.schedule import SCHEDULE_NAMES
 
@@ -59,17 +60,16 @@ def test_compare_shows_every_schedule_with_chunks_that_it_takes():
     assert "gpipe" in table and "left out" in table and "zb-h1" in table
 
 
-@pytest.mark.quick(when=lambda words: words in ("did you mean 1f1b", "cannot write"))
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--schedule", "1f1", "--stages", 2), "did you mean 1f1b"),
-        (("--schedule", "1f1b", "--stages", 0), "--stages 0"),
-        (("--schedule", "1f1b", "--stages", 999_999_999), "at most 5,000,000"),
-        (("--schedule", "1f1b", "--stages", 2, "--costs", "F=soon"), "'soon' is not a time"),
+        slow(("--schedule", "1f1b", "--stages", 0), "--stages 0"),
+        slow(("--schedule", "1f1b", "--stages", 999_999_999), "at most 5,000,000"),
+        slow(("--schedule", "1f1b", "--stages", 2, "--costs", "F=soon"), "'soon' is not a time"),
         (("--schedule", "1f1b", "--stages", 2, "--svg", "missing/a.svg"), "cannot write"),
-        (("--compare", "--stages", 2, "--svg", "a.svg"), "--compare draws nothing"),
-        (("--schedule", "search", "--stages", 2, "--memory-limit", "nan"), "'nan'"),
+        slow(("--compare", "--stages", 2, "--svg", "a.svg"), "--compare draws nothing"),
+        slow(("--schedule", "search", "--stages", 2, "--memory-limit", "nan"), "'nan'"),
     ],
 )
 def test_mistakes_end_with_a_message_and_status_2(arguments, words):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slow_cases import slow
 from tool_process import run_tool
 
 from megaframe.config import load
@@ -105,8 +106,7 @@ def test_ranks_that_a_launcher_started_plan_for_all_of_them_and_the_first_prints
     assert "layout      8 ranks = data 8\n" in dry(*command)
 
 
-@pytest.mark.quick(when=lambda name: name == "mixtral-8x7b")
-@pytest.mark.parametrize(("name", "fewest"), [("llama3-70b", 16), ("mixtral-8x7b", 8)])
+@pytest.mark.parametrize(("name", "fewest"), [slow("llama3-70b", 16), ("mixtral-8x7b", 8)])
 def test_without_a_number_the_layout_has_as_few_ranks_as_it_can(dry, name, fewest):
     """Four tensor times four pipeline ranks, and for the other a rank for each eighth of experts;
     neither fits on so few, and the last lines say what does."""

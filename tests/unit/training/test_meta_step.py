@@ -3,6 +3,7 @@
 import pytest
 import torch
 from patience import PATIENCE
+from slow_cases import mark_slow, slow
 from torch import Tensor
 
 from megaframe.config import RunConfig
@@ -71,8 +72,7 @@ WITH_EXPERTS = {
 }
 
 
-@pytest.mark.quick(when=lambda name: name in QUICK)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_slow(CASES, except_for=QUICK))
 def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
     real = pool.run(4, measure_among_others, *CASES[name])
     config = make_config(*CASES[name])
@@ -92,8 +92,7 @@ def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
         )
 
 
-@pytest.mark.quick(when=lambda name: name == "experts, zero 3")
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("name", mark_slow(WITH_EXPERTS, except_for=["experts, zero 3"]))
 def test_experts_are_counted_as_if_equally_busy(name, pool):
     real = pool.run(4, measure_among_others, *WITH_EXPERTS[name])
     config = make_config(*WITH_EXPERTS[name])
@@ -134,8 +133,7 @@ def test_shapes_that_do_not_fit_are_found_again_and_again():
                     call(left, right)
 
 
-@pytest.mark.quick(when=lambda rank: rank == 3000)
-@pytest.mark.parametrize("rank", [0, 3000, 4095])
+@pytest.mark.parametrize("rank", [slow(0), 3000, slow(4095)])
 def test_any_rank_of_a_large_world(rank):
     """The gigabytes of the rank are counted, but not allocated."""
     config = RunConfig(

@@ -13,6 +13,7 @@ import sentencepiece
 import tokenizers
 import torch
 from safetensors.torch import load_file
+from slow_cases import slow
 from small_model_folders import write_small_folder
 
 from megaframe.checkpoint import open_checkpoint
@@ -142,9 +143,14 @@ def test_ids_are_those_of_the_run_for_bytes_and_tokenizer_files(kind, tmp_path):
         assert native_ids[1:9] == [list(text.encode()) for text in TEXTS[1:9]]
 
 
-@pytest.mark.quick(when=lambda kind, setting: kind == "bpe" or setting in [*SETTINGS][:2])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        *(("bpe", setting) for setting in SETTINGS),
+        *(("unigram", "plain"), ("unigram", "prefix"), slow("unigram", "squeezed")),
+        *(slow("unigram", setting) for setting in ("prefix squeezed", "unknown", "symbols")),
+    ],
+)
 def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):
     """A unigram model sums scores in fp32, where divisions of equal score can come out either way:
     other ids are allowed only if their scores are the same up to that rounding."""

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from slow_cases import mark_slow
 from transformers_models import (
     assert_same_logits,
     make_random_checkpoint,
@@ -174,8 +175,7 @@ def test_an_extension_registers_a_row():
         get_family("own_llama")
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick(when=lambda name: name in FIRST)
+@pytest.mark.parametrize("name", mark_slow(MODELS, except_for=FIRST))
 def test_logits_are_the_same_both_ways(name, tmp_path):
     from transformers import AutoConfig
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from slow_cases import mark_slow
 from small_model_folders import CONFIGS, make_weights, write_folder, write_small_folder
 
 from megaframe.checkpoint import open_checkpoint
@@ -84,8 +85,7 @@ def mutate_config(config, draw):
     return config
 
 
-@pytest.mark.quick(when=lambda family: family == "gpt2")
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", mark_slow(CONFIGS, except_for=["gpt2"]))
 def test_a_changed_config_is_read_right_or_refused(family, tmp_path):
     folder = write_small_folder(tmp_path / "theirs", family)
     folders.import_model(folder, tmp_path / "first")

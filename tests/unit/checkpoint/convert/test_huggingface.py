@@ -3,12 +3,14 @@
 import json
 import math
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from entry_runs import train
+from slow_cases import mark_slow, slow
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tolerances import assert_near
@@ -127,8 +129,7 @@ QUICK = ("gpt2", "llama3", "ministral", "qwen2_last", "qwen3", "mixtral", "deeps
 """Each kind of head, rotation, window, norm and feed-forward part."""
 
 
-@pytest.mark.quick(when=lambda name: name in QUICK)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mark_slow(MODELS, except_for=QUICK))
 def test_logits_are_the_same_both_ways(name, tmp_path):
     expected_logits = save_model(name, tmp_path / "theirs")
     checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
@@ -155,21 +156,20 @@ STRENGTHS = {
     "factor_first": {"attention_factor": 1.3, "mscale": 0.4, "mscale_all_dim": 0.7},
 }
 """Keys on which YaRN's factors depend in transformers."""
+YARN = {
+    "Llama": GROUPED,
+    "DeepseekV2": {**DEEPSEEK, "q_lora_rank": None},
+    "DeepseekV3": GROUPS,
+}
+QUICK_YARN = [*product(["DeepseekV3"], STRENGTHS), ("Llama", "mscale"), ("DeepseekV2", "mscale")]
 
 
-@pytest.mark.parametrize("strengths", STRENGTHS)
 @pytest.mark.parametrize(
-    ("kind", "keys"),
-    [
-        ("Llama", GROUPED),
-        ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None}),
-        ("DeepseekV3", GROUPS),
-    ],
+    ("kind", "strengths"), mark_slow(product(YARN, STRENGTHS), except_for=QUICK_YARN)
 )
-@pytest.mark.quick(when=lambda kind, strengths: kind == "DeepseekV3" or strengths == "mscale")
-def test_yarn_has_the_same_factors_both_ways(kind, keys, strengths, tmp_path):
+def test_yarn_has_the_same_factors_both_ways(kind, strengths, tmp_path):
     rope = {key: value for key, value in SCALED.items() if value is not None}
-    config = make_config(kind, **keys, rope_parameters={**rope, **STRENGTHS[strengths]})()
+    config = make_config(kind, **YARN[kind], rope_parameters={**rope, **STRENGTHS[strengths]})()
     save_random_model(config, tmp_path / "theirs")
     checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
     assert_same_logits(checkpoint, tmp_path / "theirs")
@@ -447,8 +447,7 @@ def test_foreign_folders_do_no_harm(tmp_path):
         folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "deepseek_v3"])
-@pytest.mark.quick(when=lambda name: name == "qwen3")
+@pytest.mark.parametrize("name", ["qwen3", slow("llama3"), slow("deepseek_v3")])
 def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     name, tmp_path, corpus, pool, monkeypatch
 ):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from slow_cases import mark_slow
 from small_model_folders import CONFIGS, write_small_folder
 from transformers_models import assert_same_logits, compute_logits, load_whole, save_random_model
 
@@ -126,8 +127,7 @@ def compute_their_logits(config, weights):
         return None
 
 
-@pytest.mark.parametrize("family", SMALL)
-@pytest.mark.quick(when=lambda family: family in ("gpt2", "qwen3"))
+@pytest.mark.parametrize("family", mark_slow(SMALL, except_for=["gpt2", "qwen3"]))
 def test_every_key_is_read_or_changes_nothing_or_is_refused(family, tmp_path):
     import transformers
 

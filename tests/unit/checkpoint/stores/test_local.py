@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
 from rank_process import RankProcess
+from slow_cases import slow
 from tool_process import run_tool
 from torch.distributed import TCPStore
 
@@ -35,7 +36,7 @@ def run(command):
     return process.stdout
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [4, slow(1)])
 def test_a_save_can_be_killed_at_any_moment(stride):
     """At every event, or at each fourth, and at random moments."""
     # In memory where possible: what a killed process has written survives there too, and hundreds

@@ -20,6 +20,7 @@ from object_stores import (
     save_steps,
 )
 from patience import PATIENCE
+from slow_cases import slow
 from torch.distributed import HashStore
 
 from megaframe.checkpoint import (
@@ -65,8 +66,7 @@ class TestInterruptions:
         self.saved_with(server, s3, lambda method, path: None)
         assert set(server.puts.values()) == {1}
 
-    @pytest.mark.quick(when=lambda what: what != 500)
-    @pytest.mark.parametrize("what", [500, 503, "reset"])
+    @pytest.mark.parametrize("what", [slow(500), 503, "reset"])
     def test_only_the_part_that_broke_is_sent_again(self, server, s3, what):
         times = itertools.count()
         broken = "rank-00000.00005."
@@ -188,7 +188,7 @@ def fail_from(number):
         yield dead
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [4, slow(1)])
 def test_a_writer_can_die_before_any_request(stride, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     for number in itertools.count(1, stride):
