@@ -7,7 +7,7 @@ setting means the same to each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -95,7 +95,8 @@ class ElementwiseRule(UpdateRule):
         self._transforms = tuple(transforms)
         self._single_chunk = all(part.single_chunk for part in transforms)
         self._writes_rounded = any(part.writes_rounded for part in transforms)
-        self._counted: Sequence[CountedPiece] = [CountedPiece(slice(0, len(weights)), 0)]
+        self._counted: Sequence[CountedPiece] | None = None
+        """None if all weights count the updates of the run."""
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -119,31 +120,35 @@ class ElementwiseRule(UpdateRule):
         ):
             rounded_chunk = None if rounded is None else rounded[span]
             chunk = UpdateChunk(chunk_weights, grads[span], moments, rounded_chunk)
-            for piece, updates_before in self._split_by_count(chunk, span):
-                # Reduced types are drawn by the run's number, bias corrected by the parameter's.
-                own_step = replace(step, number=step.number - updates_before)
+            if self._counted is None:
                 for part in self._transforms:
-                    part.apply(piece, own_step)
+                    part.apply(chunk, step)
+            else:
+                self._apply_by_count(self._counted, chunk, span, step)
             # The last thing done with a chunk, after all parts have changed the weights; rounded
             # once.
             if rounded_chunk is not None and not self._writes_rounded:
                 rounded_chunk.copy_(chunk_weights)
 
-    def _split_by_count(self, chunk: UpdateChunk, span: slice) -> Iterator[tuple[UpdateChunk, int]]:
-        """Yield the parts of the chunk at `span`, each with the updates of the run before its first
-        one."""
-        for piece in self._counted:
+    def _apply_by_count(
+        self, counted: Sequence[CountedPiece], chunk: UpdateChunk, span: slice, step: UpdateStep
+    ) -> None:
+        """Apply the transforms to the chunk at `span`, where they count updates from different
+        ones."""
+        for piece in counted:
             low, high = max(piece.span.start, span.start), min(piece.span.stop, span.stop)
-            if (low, high) == (span.start, span.stop):
-                yield chunk, piece.updates_before
-                return
-            if low < high:
-                part = slice(low - span.start, high - span.start)
-                yield chunk.select(part), piece.updates_before
+            if low >= high:
+                continue
+            is_whole = (low, high) == (span.start, span.stop)
+            part = chunk if is_whole else chunk.select(slice(low - span.start, high - span.start))
+            # Reduced types are drawn by the run's number, bias corrected by the parameter's.
+            own_step = replace(step, number=step.number - piece.updates_before)
+            for transform in self._transforms:
+                transform.apply(part, own_step)
 
     def set_update_counts(self, pieces: Sequence[CountedPiece]) -> None:
         """Let the transforms count updates from another one for some of the weights."""
-        self._counted = pieces
+        self._counted = pieces if any(piece.updates_before for piece in pieces) else None
 
     def export_state(self, *, to_load: bool = False) -> dict[str, Tensor]:
         """Return the state for a checkpoint, each tensor as long as the weights."""

@@ -56,6 +56,8 @@ class Muon(UpdateRule):
     Weights do not travel, only what the gradients have become, so weights can come in chunks.
     """
 
+    has_phases = True
+
     def __init__(
         self,
         bucket: Bucket,

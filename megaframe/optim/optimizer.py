@@ -9,7 +9,7 @@ weight stays as it was, and the host learns of it when it asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.config import RunConfig
+from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.sharded_parameters import ShardedParameters
 from megaframe.distributed.collectives import Group, Pending, all_reduce
 from megaframe.distributed.mesh import Mesh
@@ -27,7 +28,7 @@ from megaframe.optim.loss_scale import LossScale
 from megaframe.optim.lr_schedule import compute_learning_rate
 from megaframe.optim.muon import group_shards
 from megaframe.optim.parameter_groups import ParameterGroups
-from megaframe.optim.update_rule import UpdateStep
+from megaframe.optim.update_rule import OptimizerShard, UpdateStep
 from megaframe.parameters.parameter import PRECISIONS
 
 _NAME_BYTES = 512
@@ -87,6 +88,27 @@ class OptimizerState:
         return replace(self, updates_before={n: count for n, count in before.items() if count})
 
 
+@dataclass(frozen=True)
+class _UpdateGroup:
+    """Shards that are updated together.
+
+    Attributes:
+        shards: All of them.
+        phased: Those whose rules have later phases.
+        gathered: The buckets whose new values other ranks need.
+    """
+
+    shards: Sequence[OptimizerShard]
+    phased: Sequence[OptimizerShard]
+    gathered: Sequence[Bucket]
+
+    @classmethod
+    def make(cls, shards: Sequence[OptimizerShard]) -> _UpdateGroup:
+        """Return the group of these shards."""
+        phased = [shard for shard in shards if shard.rule is not None and shard.rule.has_phases]
+        return cls(shards, phased, [shard.bucket for shard in shards if shard.bucket.gathers])
+
+
 class Optimizer:
     """Updates the weights of a rank's buckets.
 
@@ -116,7 +138,9 @@ class Optimizer:
         self._parameters = parameters
         self._groups, self.offload = groups, groups.offload
         self.shards = [groups.shard(bucket) for bucket in parameters.buckets]
-        self._update_groups = group_shards(self.shards, groups.owner_group)
+        self._update_groups = [
+            _UpdateGroup.make(shards) for shards in group_shards(self.shards, groups.owner_group)
+        ]
         self._scale = LossScale(config, mesh.device)
         self._updates, self._updates_before = 0, dict[str, int]()
         self._pending: UpdateResult | None = None
@@ -165,16 +189,16 @@ class Optimizer:
         self._scale.update(finite)
         # At ZeRO stage 3 the values here are rounded from the old weights.
         self._parameters.release_blocks()
-        for shards in self._update_groups:
+        for group in self._update_groups:
             # Phase by phase, so that the transfers of all buckets of a group are in flight at once.
-            for shard in shards:
+            for shard in group.shards:
                 shard.start_update(step)
-            for shard in shards:
+            for shard in group.phased:
                 shard.continue_update()
-            for shard in shards:
+            for shard in group.phased:
                 shard.finish_update()
-            for shard in shards:
-                shard.bucket.gather()
+            for bucket in group.gathered:
+                bucket.gather()
         # On a GPU the copies run on a separate stream; the host reads them a step later.
         host_norms = copy_to_host([Pending(norm), Pending(pieces)], self._mesh.device)
         self._pending = UpdateResult(norm, lr, host_norms)
@@ -298,7 +322,7 @@ class Optimizer:
         # Squares are summed, since the pieces and ranks divide the elements of the model.
         return all_reduce(pieces.square().sum(), self._model_group).wait().sqrt()
 
-    @property
+    @cached_property
     def _model_group(self) -> Group:
         """Return the ranks that together hold one copy of the model."""
         return self._mesh.group("pipeline", "data_shard", "context", "tensor")

@@ -7,8 +7,9 @@ them at once, and no rule knows about either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,6 +72,8 @@ class Moments:
             name: offload.store(codec.make(self._length, self._dtype, home))
             for name, codec in codecs.items()
         }
+        self._in_place = offload.device is None and all(codec.exact for codec in codecs.values())
+        """Whether moments are changed where they are stored."""
         self._written: torch.cuda.Event | None = None
         self._to_load: dict[str, Tensor] = {}
 
@@ -124,8 +127,8 @@ class Moments:
 
     def iterate_chunks(
         self, weights: Tensor, step: UpdateStep, mixed: bool = False, *, single_span: bool = False
-    ) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
-        """Yield spans, each with its weights and moments, which may be changed in place until the
+    ) -> Iterable[tuple[slice, Tensor, Mapping[str, Tensor]]]:
+        """Return spans, each with its weights and moments, which may be changed in place until the
         next span is asked for.
 
         Args:
@@ -133,17 +136,39 @@ class Moments:
             step: The numbers of the update; in a skipped step reduced types stay unchanged.
             mixed: The device computes with a rounded copy of the weights, which themselves are
                 stored where the moments are.
-            single_span: Yield a single span, if everything is changed in place.
+            single_span: Return a single span, if everything is changed in place.
         """
         self._to_load = {}
+        if not self._in_place:
+            return self._bring_chunks(weights, step, mixed)
+        if single_span:
+            return ((slice(0, self._length), weights, self._whole),)
+        return ((span, weights[span], self._select(span)) for span in self._list_spans())
+
+    @cached_property
+    def _whole(self) -> Mapping[str, Tensor]:
+        """All moments, in place."""
+        return self._select(slice(0, self._length))
+
+    def _select(self, span: slice) -> Mapping[str, Tensor]:
+        """Return moments that are changed in place."""
+        return {
+            name: codec.decode(
+                codec.select_span(self._stored[name], span), _count(span), self._dtype
+            )
+            for name, codec in self._codecs.items()
+        }
+
+    def _bring_chunks(
+        self, weights: Tensor, step: UpdateStep, mixed: bool
+    ) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
+        """Yield chunks that are decoded or copied to the device, and stored again after that."""
         codecs, stored = dict(self._codecs), dict(self._stored)
         if self._offload.device is not None and mixed:
             # Weights travel as one more exact moment of the chunk, so they need no transfer of
             # their own.
             codecs[_WEIGHTS], stored[_WEIGHTS] = MasterCodec(), (weights,)
-        # Only then does a chunk need no memory besides what is stored.
-        in_place = self._offload.device is None and all(codec.exact for codec in codecs.values())
-        spans = [slice(0, self._length)] if single_span and in_place else list(self._list_spans())
+        spans = list(self._list_spans())
         homes = [
             {n: codec.select_span(stored[n], span) for n, codec in codecs.items()} for span in spans
         ]

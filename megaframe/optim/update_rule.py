@@ -65,7 +65,12 @@ class UpdateRule:
     An update has three phases, so that a rule can work together with other ranks: the transfers of
     several rules are in flight at once. A rule that needs no other rank does everything in the
     first one. By default a rule has no state.
+
+    Attributes:
+        has_phases: Whether there is anything to do after the first phase.
     """
+
+    has_phases = False
 
     @property
     def state(self) -> Mapping[str, Tensor]:
@@ -134,7 +139,8 @@ class OptimizerShard:
         """Run the first phase of the rule."""
         if self.rule is not None:
             bucket = self.bucket
-            bucket.wait_for_gather()  # it sends the weights that are about to change
+            if bucket.gathers:
+                bucket.wait_for_gather()  # it sends the weights that are about to change
             # Only this rank's part, in master precision; `rounded` is what gathers then send.
             self.rule.update(bucket.weights, bucket.grad_sums, step, bucket.rounded)
 
