@@ -55,6 +55,16 @@ class BucketSharding:
         """The ranks with slow links between them: replicas if there are any, else shards."""
         return self.replicas if self.replicas.size > 1 else self.shard
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has these parameters, so that nothing travels."""
+        return self.shard.size == self.replicas.size == 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether values come from other ranks."""
+        return self.stage > 0 and self.shard.size > 1
+
 
 class Bucket:
     """Parameters with their weights, gradients and values.
@@ -67,6 +77,8 @@ class Bucket:
         owned_span: The part of the bucket that no other rank of the same copy has.
         master_span: The part of the bucket whose master weights this rank has.
         offloaded: Whether the master weights are in host memory.
+        is_alone: Whether no other rank has these parameters, so that nothing travels.
+        gathers: Whether values come from other ranks; if not, they are always here.
         holds_full_grads: Whether a reduction still holds a borrowed buffer of whole gradients.
     """
 
@@ -100,7 +112,7 @@ class Bucket:
                 them.
         """
         self.parameters, self.sharding, self.replica = tuple(parameters), sharding, replica
-        self.trained = trained
+        self.trained, self.is_alone, self.gathers = trained, sharding.is_alone, sharding.gathers
         self._precision, self._buffers, self.device = precision, buffers, buffers.device
         # Both bounds hold: 64 bytes, and the elements that the optimizer asks for.
         self._alignment = math.lcm(_ALIGNMENT // precision.compute.itemsize, alignment)
@@ -216,11 +228,17 @@ class Bucket:
         """
         # The previous reduction of this bucket uses the same sums and residuals.
         self.wait()
-        for parameter in self.parameters:
-            # What nothing was added to still has the content of an earlier step or borrower.
-            parameter.finish()
+        self.finish_gradients()
         self._reduction = self._start_transfers(last)
         self.advance()
+
+    def finish_gradients(self) -> None:
+        """Make all gradients valid sums. Where no other rank has them, that is all of a
+        reduction."""
+        for parameter in self.parameters:
+            # What nothing was added to still has the content of an earlier step or borrower.
+            if parameter.fresh or parameter.missing:
+                parameter.finish()
 
     def advance(self) -> bool:
         """Wait for the transfer in flight, and start the next one; return whether there was a next
@@ -314,7 +332,7 @@ class Bucket:
         """Start bringing updated weights to where the model computes; at stage 3 release the values
         instead, which `prefetch` then gets anew."""
         self.release()
-        if self._values is not None:
+        if self._values is not None and self.gathers:
             self._start_gather(self._values)
 
     def prefetch(self) -> None:
@@ -356,6 +374,4 @@ class Bucket:
         # Below stage 3 both are the same memory, which the update has written.
         if own_part.data_ptr() != source.data_ptr():
             own_part.copy_(source)
-        # At stage 0 every rank has updated all values itself.
-        if self.sharding.stage:
-            self._gathering = all_gather_(values, self.sharding.shard)
+        self._gathering = all_gather_(values, self.sharding.shard)

@@ -59,8 +59,8 @@ class BucketLayout:
             stage.
         completed_by: For each unit and second half, the trained buckets whose gradients it
             completes.
-        used_by: For each unit and second half, the buckets whose values it computes with. Units
-            that share buckets have the same list.
+        used_by: For each unit and second half, the buckets whose values it computes with, if any of
+            them come from other ranks. Units that share buckets have the same list.
         vectors_of: For each stage, the trained buckets of its gains and biases.
     """
 
@@ -123,7 +123,7 @@ class BucketLayout:
             p: bucket for bucket in (*first_buckets, *second_buckets) for p in bucket.parameters
         }
         # One list for all of them: it stands for them where their values come and go together.
-        buckets = list({self._bucket_of[p]: None for p in parameters})
+        buckets = list_if_gathered(list({self._bucket_of[p]: None for p in parameters}))
         for unit in units:
             # Only the first unit reduces: a backward pass ends with it, and then the sums of all
             # are complete.
@@ -137,7 +137,7 @@ class BucketLayout:
             self.completed_by[id(second_half)] = [
                 bucket for bucket in second_buckets if bucket.trained
             ]
-            self.used_by[id(second_half)] = second_buckets
+            self.used_by[id(second_half)] = list_if_gathered(second_buckets)
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> list[Bucket]:
         """Return a bucket for each set of parameters that are trained and summed alike."""
@@ -180,6 +180,12 @@ class BucketLayout:
             alignment=bucketing.alignment,
             replica=parameters[0].replica,
         )
+
+
+def list_if_gathered(buckets: list[Bucket]) -> list[Bucket]:
+    """Return the buckets if values of any of them come from other ranks, else none: values that are
+    always here need not be waited for."""
+    return buckets if any(bucket.gathers for bucket in buckets) else []
 
 
 def has_tables(buckets: Sequence[Bucket]) -> bool:

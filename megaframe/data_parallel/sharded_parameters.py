@@ -29,7 +29,14 @@ from megaframe.schedule.zero_buffers import BLOCKS_PRESENT, REDUCTIONS_IN_FLIGHT
 
 class ParameterSharding(Protocol):
     """What a stage needs of its parameters. Their values are on this rank between `gather` and
-    `release`. A unit's second half has gradients of its own, which `reduce` gets separately."""
+    `release`. A unit's second half has gradients of its own, which `reduce` gets separately.
+
+    Attributes:
+        gathers: Whether any values come from other ranks. If not, all are always here, and a stage
+            need not ask for them.
+    """
+
+    gathers: bool
 
     def prefetch(self, unit: Module) -> None:
         """Start gathering the values of a unit, ahead of `gather`."""
@@ -67,6 +74,8 @@ class NoSharding:
     """Parameters whose values are always on this rank, and whose gradients nobody reduces: for
     evaluation and generation."""
 
+    gathers = False
+
     def prefetch(self, unit: Module) -> None: ...
 
     def gather(self, unit: Module, *, with_second_half: bool = True) -> None: ...
@@ -95,6 +104,7 @@ class ShardedParameters:
         buckets: All buckets, in the order of stages and units; gains and biases come first in a
             stage.
         buffers: The memory of the buckets on the device.
+        gathers: As in `ParameterSharding`.
     """
 
     def __init__(
@@ -121,6 +131,8 @@ class ShardedParameters:
             mesh.divide_exchanges(_list_reduction_axes(config.model, mesh.layout), node_size)
         self._layout = BucketLayout(config, mesh, stages, bucketing, self.buffers)
         self.buckets = self._layout.buckets
+        self.gathers = any(bucket.gathers for bucket in self.buckets)
+        self._is_alone = all(bucket.is_alone for bucket in self.buckets)
         self._resident: list[Sequence[Bucket]] = []
         """Of blocks, the one gathered last and the one prefetched last, each as its buckets."""
         self._in_flight: dict[int, Sequence[Bucket]] = {}
@@ -165,12 +177,15 @@ class ShardedParameters:
 
     def prefetch(self, unit: Module) -> None:
         """Start gathering the values of a unit, if they are not here."""
-        self._prefetch(self._layout.used_by[id(unit)])
+        if buckets := self._layout.used_by[id(unit)]:
+            self._prefetch(buckets)
 
     def gather(self, unit: Module, *, with_second_half: bool = True) -> None:
         """Return when a unit's values are here; if not `with_second_half`, those that only its
         second half uses may still be missing."""
         buckets = self._layout.used_by[id(unit)]
+        if not buckets:
+            return
         # The values of the second half arrive while the first half is computed.
         deferred: Sequence[Bucket] = ()
         if not with_second_half and unit.second_half is not None:
@@ -234,11 +249,11 @@ class ShardedParameters:
         # At stages 2 and 3 a borrowed buffer holds one microbatch, so each one is reduced. Below,
         # microbatches add up in place and travel once.
         if last or self._gradients_divided:
-            self._start_reduction(self._layout.completed_by[id(unit)], last)
+            self._reduce(self._layout.completed_by[id(unit)], last)
 
     def reduce_vectors(self, stage: int) -> None:
         """Reduce the gains and biases of a stage, after the last microbatch has left it."""
-        self._start_reduction(self._layout.vectors_of[stage], last=True)
+        self._reduce(self._layout.vectors_of[stage], last=True)
 
     def wait_for_gradients(self) -> None:
         """Return when every reduction is done."""
@@ -251,9 +266,14 @@ class ShardedParameters:
         if self._tied is not None and self._tied_bucket is not None:
             all_reduce(self._tied_bucket.grad_sums, self._tied.ends).wait()
 
+    def _reduce(self, buckets: Sequence[Bucket], last: bool) -> None:
+        if self._is_alone:
+            for bucket in buckets:
+                bucket.finish_gradients()
+        elif buckets:
+            self._start_reduction(buckets, last)
+
     def _start_reduction(self, buckets: Sequence[Bucket], last: bool) -> None:
-        if not buckets:
-            return
         # Put back below as the latest one: `bucket.reduce` waits for its previous reduction itself.
         self._in_flight.pop(id(buckets), None)
         if self._in_parts:

@@ -230,10 +230,12 @@ class RankProgress:
             action: The action, None for a part.
             kind: What its time without waits is counted under, None not to count it.
         """
-        needed = self.action or self.device_timer is not None
+        # Not `self.action`, which would make a text of every action.
+        is_working = self._action is not None or self._part != ""
+        needed = is_working or self.device_timer is not None
         if self.record_event is not None and needed and self._captured_waits is None:
             event = self.record_event()
-            if self.action:
+            if is_working:
                 work = _DeviceWork(event, self._describe_activity(), self._device_waits)
                 self._device_work.append(work)
                 self._device_waits = []

@@ -58,9 +58,11 @@ class Parameter:
         replica: Another rank's stage has the same parameter, and counts and saves it. The gradients
             of both are summed.
         frozen: The parameter is not trained and has no `grad`.
+        missing: Matrices along dim 0 that separate additions have not reached; they hold an old
+            sum.
     """
 
-    __slots__ = ("_missing", "_open", "box", "fresh", "frozen", "grad", "replica", "spec", "value")
+    __slots__ = ("_open", "box", "fresh", "frozen", "grad", "missing", "replica", "spec", "value")
 
     box: Box
     value: Tensor
@@ -72,16 +74,15 @@ class Parameter:
         self.fresh = True
         self.frozen = False
         self.value = self.grad = _ABSENT
-        # Matrices along dim 0 that separate additions have not reached; they hold an old sum.
-        self._missing: set[int] = set()
+        self.missing: set[int] = set()
 
     def bind(self, box: Box, open_grad: Callable[[], object] | None) -> None:
         """Set which piece of the tensor this is.
 
         Args:
             box: The piece.
-            open_grad: Called before the first addition to `grad`, to make it available. With None
-                the parameter is frozen.
+            open_grad: Called before the first addition if `grad` is not there, to set it. With
+                None the parameter is frozen.
         """
         self.box, self._open, self.frozen = box, open_grad, open_grad is None
 
@@ -188,21 +189,21 @@ class Parameter:
         """Prepare an addition to a matrix by its number, or to all of `grad` if None. Returns the
         tensor to add to, and whether to add: false for the first addition, which must overwrite."""
         if self.fresh:
-            if self._open is not None:
-                # Borrows the buffer of the bucket, and so sets `grad`, if it is not there.
+            if self._open is not None and self.grad is _ABSENT:
+                # Borrows the buffer of the bucket, and so sets `grad`.
                 self._open()
             self.fresh = False
-            self._missing = set(range(len(self.grad))) if matrix is not None else set()
+            self.missing = set(range(len(self.grad))) if matrix is not None else set()
             if matrix is None:
                 return self.grad, False
         if matrix is None:
             # What the separate additions have left out still holds an old sum.
-            for index in self._missing:
+            for index in self.missing:
                 self.grad[index].zero_()
-            self._missing.clear()
+            self.missing.clear()
             return self.grad, True
-        add = matrix not in self._missing
-        self._missing.discard(matrix)
+        add = matrix not in self.missing
+        self.missing.discard(matrix)
         return self.grad[matrix], add
 
 

@@ -10,7 +10,7 @@ next block's input holds the same numbers, and the last output is not needed onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -47,6 +47,7 @@ OnBlock = Callable[[int, Tensor], None]
 """Called with the number of each block (-1 for the embedding) and the result of its pass, an output
 or a gradient."""
 _NO_SHARDING = NoSharding()
+_ALWAYS_HERE = nullcontext()
 
 
 @dataclass
@@ -70,6 +71,11 @@ class StageActivations:
     embedding_output: GradientEdge | None = None
     post_process: PostProcessActivations | None = None
     deferred: list[tuple[Module, list[DeferredGradient]]] = field(default_factory=list)
+
+
+def _keep_values(unit: Module) -> AbstractContextManager[None]:
+    """Return the context of a unit whose values are always on this rank."""
+    return _ALWAYS_HERE
 
 
 class Stage:
@@ -376,6 +382,8 @@ class Stage:
             with_second_half: The values of a unit's second half are there from the start, and not
                 only from the boundary of its halves on.
         """
+        if not self._sharding.gathers:
+            return _keep_values
         # All ranks walk the same units, so they start gathers in the same order.
         unit_after = dict(zip(units, [*units[1:], next_unit], strict=False))
         sharding = self._sharding
@@ -414,7 +422,8 @@ class Stage:
 
     def make_pass_state(self) -> PassState:
         """Return the mutable objects of the passes of one microbatch."""
-        boundary = BlockBoundary(self._sharding.gather_second_half)
+        sharding = self._sharding
+        boundary = BlockBoundary(sharding.gather_second_half if sharding.gathers else None)
         return PassState(self._statistics, self._workspace, boundary)
 
 

@@ -74,8 +74,9 @@ class Action:
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        numbers = ("" if n is None else str(n) for n in (self.stage, self.microbatch))
-        return self.kind.value.join(numbers)
+        stage = "" if self.stage is None else self.stage
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{stage}{self.kind.value}{microbatch}"
 
 
 _PATTERN = re.compile(r"(\d{1,9})?([A-Z]+(?:_[A-Z])?)(\d{1,9})?")
