@@ -9,9 +9,9 @@ that operators take little more than their dispatch. All kernels are Triton's, a
 launched, so results are whatever was in memory. Tensors are on the CPU: choosing a library for
 products costs two calls each that a GPU does not make, and no CUDA driver is called.
 
-A block's share is the slope between two numbers of layers. Times are medians of steps and of
-rounds, as medians say most on a machine that is busy with other work; calls and operators are
-counted and do not depend on that.
+A block's share is the slope between two numbers of layers. Times are those of the thread that
+launches, without those in which others had the processor, as medians of steps and of rounds; calls
+and operators are counted, and do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class PhaseTimes:
     @contextmanager
     def __call__(self, _: object, kind: str) -> Iterator[None]:
         """Return a context that adds its time to the phase of an action's kind."""
-        begun = time.perf_counter()
+        begun = time.thread_time()
         yield
         if kind in _PHASES:
-            self.by_phase[_PHASES[kind]] += time.perf_counter() - begun
+            self.by_phase[_PHASES[kind]] += time.thread_time() - begun
 
 
 class CallCounter:
