@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,15 +13,24 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.errors import UserError, explain_failed_write, report_errors
+from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
-from megaframe.schedule import SCHEDULE_NAMES, Schedule, find_schedule_mistakes, generate, lower
+from megaframe.planner.searched_schedules import make_registered_schedules
+from megaframe.schedule import (
+    SCHEDULE_NAMES,
+    NamedSchedule,
+    Schedule,
+    find_schedule_mistakes,
+    generate,
+    lower,
+)
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import ActionCosts, Seconds, parse_costs
 from megaframe.schedule.draw_svg import draw_svg
 from megaframe.schedule.draw_text import draw_text, format_number
 from megaframe.schedule.draw_trace import draw_trace
-from megaframe.schedule.limits import SCHEDULE_LIMITS
+from megaframe.schedule.named import find_named_schedule, get_schedule_limits, get_schedule_name
 from megaframe.schedule.simulate import Timeline, simulate
 
 _MOST_ACTIONS = 5_000_000
@@ -40,19 +50,24 @@ class ScheduleRequest:
     """The parameters of one schedule.
 
     Attributes:
-        name: As in `generate`.
+        schedule: As in `generate`.
         group: Microbatches per turn (interleaved).
         costs: Those of a rank's whole share of the model.
         memory_limit: Most activations (search), in units of a microbatch on a rank.
     """
 
-    name: str
+    schedule: str | NamedSchedule
     ranks: int
     chunks: int
     microbatches: int
     group: int | None
     costs: ActionCosts
     memory_limit: Fraction | None
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule."""
+        return get_schedule_name(self.schedule)
 
 
 @dataclass(frozen=True)
@@ -80,8 +95,10 @@ class ScheduleResult:
 
 def main() -> None:
     options = _parse_options()
+    load_named_extensions(options.extension)
+    registered = {part.name: part for part in make_registered_schedules()}
     request = ScheduleRequest(
-        options.schedule or "",
+        registered.get(options.schedule, options.schedule or ""),
         options.stages,
         options.chunks,
         options.microbatches,
@@ -91,7 +108,7 @@ def main() -> None:
     )
     _check_size(request)
     if options.compare:
-        _compare(request, options.json)
+        _compare(request, [*SCHEDULE_NAMES, *registered.values()], options.json)
         return
     result = _simulate_request(request, options.lowered)
     pictures = {
@@ -115,7 +132,7 @@ def main() -> None:
 def _simulate_request(request: ScheduleRequest, lowered: bool = False) -> ScheduleResult:
     costs = request.costs.divide_by_chunks(request.chunks)
     schedule = generate(
-        request.name,
+        request.schedule,
         request.ranks,
         request.chunks,
         request.microbatches,
@@ -129,15 +146,19 @@ def _simulate_request(request: ScheduleRequest, lowered: bool = False) -> Schedu
     return ScheduleResult(request, schedule, simulate(schedule, costs))
 
 
-def _compare(request: ScheduleRequest, as_json: bool) -> None:
+def _compare(
+    request: ScheduleRequest, schedules: Iterable[str | NamedSchedule], as_json: bool
+) -> None:
     """Print all schedules on the same ranks, each with the valid number of chunks nearest to the
     given one."""
     results, mistakes = [], []
-    for name in SCHEDULE_NAMES:
-        chunks = SCHEDULE_LIMITS[name].find_nearest_chunks(request.chunks)
-        group = request.group if name == "interleaved" else None
+    for schedule in schedules:
+        limits, named = get_schedule_limits(schedule), find_named_schedule(schedule)
+        assert limits is not None
+        chunks = limits.find_nearest_chunks(request.chunks)
+        group = request.group if named is not None and named.takes_turns else None
         variant = ScheduleRequest(
-            name,
+            schedule,
             request.ranks,
             chunks,
             request.microbatches,
@@ -146,7 +167,7 @@ def _compare(request: ScheduleRequest, as_json: bool) -> None:
             request.memory_limit,
         )
         wrong = find_schedule_mistakes(
-            name, variant.ranks, chunks, variant.microbatches, group=group
+            schedule, variant.ranks, chunks, variant.microbatches, group=group
         )
         mistakes += wrong
         if not wrong:
@@ -234,6 +255,7 @@ def _parse_options() -> argparse.Namespace:
     add("--json", action="store_true", help="print one object (with --compare: a list of them)")
     add("--svg", metavar="FILE", help="draw it as SVG")
     add("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
+    add_extension_option(parser)
     options = parser.parse_args()
     if options.compare and (options.svg or options.trace or options.lowered):
         parser.error("--compare draws nothing; give --svg, --trace and --lowered with --schedule")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config.schema import RunConfig
 from megaframe.schedule import Action, ActionKind, Schedule, generate
+from megaframe.schedule.named import get_schedule_name
 from megaframe.schedule.simulate import simulate
 
 
@@ -69,8 +70,9 @@ def summarize_pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     costs = compute_stage_costs(config, plans)
     timeline = simulate(schedule, costs)
     work = [f + b + w for f, b, w in zip(*costs.list_by_stage(len(plans)), strict=True)]
+    name = get_schedule_name(config.parallel.schedule)
     yield (
-        f"schedule    {config.parallel.schedule}, {schedule.microbatches} microbatches: bubble "
+        f"schedule    {name}, {schedule.microbatches} microbatches: bubble "
         f"{float(timeline.bubble):.1%} of the step by modelled work, without communication"
     )
     yield f"stages      {len(plans)}, {layers} blocks in all"

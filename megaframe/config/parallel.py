@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megaframe.config.parts import PipelineSchedulePart
+from megaframe.config.registry import Extensible
 from megaframe.config.section import NonNegative, Positive, Section
 
 
@@ -80,13 +82,13 @@ class ParallelConfig(Section):
     node_size: Positive | None = None
     """Ranks per node. Tensor ranks on several nodes give a warning. Default: the number of ranks
     that the launcher starts on this node."""
-    schedule: str = Field(
+    schedule: Annotated[str | PipelineSchedulePart, Extensible("pipeline_schedule")] = Field(
         default_factory=lambda values: "interleaved" if values["chunks"] > 1 else "1f1b"
     )
     """Pipeline schedule, the order of forward and backward passes: gpipe, 1f1b, interleaved,
     breadth-first, zb-h1, zb-h2, zb-v, v-half, dualpipe-v, search (the best order found for the work
-    of the stages), or file:PATH. `tools/schedule.py` draws them. Default: interleaved with more
-    than one of `chunks`, 1f1b otherwise."""
+    of the stages), file:PATH, or a schedule of an extension. `tools/schedule.py` draws them.
+    Default: interleaved with more than one of `chunks`, 1f1b otherwise."""
     schedule_microbatches: Annotated[float, Field(ge=1)] | None = None
     """interleaved: microbatches that a chunk runs in succession. search: microbatches of which a
     rank keeps activations at most, in units of all its layers. Default: `pipeline`, as many as 1f1b

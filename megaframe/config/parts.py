@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from megaframe.config.section import Section
+from megaframe.schedule.named import SCHEDULE_NAMES
+from megaframe.schedule.named_schedule import NamedSchedule
 
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "swiglu_clamped"]
 """Our own activations."""
@@ -139,6 +141,12 @@ class DataTransformPart(Part):
         return False
 
 
+class PipelineSchedulePart(Part, NamedSchedule):
+    """A pipeline schedule: the key `parallel.schedule`. It says what our own say of themselves; its
+    closed forms are given numpy arrays by a search of layouts, and are compared with what it builds
+    before a run or a plan begins."""
+
+
 class CallbackPart(Part):
     """What is called between the steps of a run: an item of the list `run.callbacks`."""
 
@@ -209,6 +217,7 @@ ROLES: dict[str, Role] = {
     "schedule": Role(
         SchedulePart, "optim.schedule", ("constant", "cosine", "linear", "wsd", "inverse_sqrt")
     ),
+    "pipeline_schedule": Role(PipelineSchedulePart, "parallel.schedule", SCHEDULE_NAMES),
     "loss": Role(LossPart, "train.loss", ("cross_entropy",)),
     "data_transform": Role(DataTransformPart, "data.transforms"),
     "callback": Role(CallbackPart, "run.callbacks"),

@@ -10,6 +10,7 @@ from megaframe.config.parts import (
     NormPart,
     OptimizerPart,
     Part,
+    PipelineSchedulePart,
     SchedulePart,
 )
 from megaframe.config.registry import Registry
@@ -35,6 +36,7 @@ __all__ = [
     "NormPart",
     "OptimizerPart",
     "Part",
+    "PipelineSchedulePart",
     "Registry",
     "RunView",
     "SchedulePart",

@@ -14,7 +14,7 @@ from megaframe.config.batch_ramp import count_samples
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.goodput import predict_goodput
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
+from megaframe.planner.layout_sizes import RECOMPUTE, Array
 from megaframe.planner.peak_memory import fits_with_margin
 
 _GIB = 2.0**30
@@ -29,7 +29,6 @@ _AXES = (
     "microbatch",
     "data_replicate",
 )
-_NAMES = {"schedule": SCHEDULES, "recompute": RECOMPUTE}
 _NOTHING = 0.0005
 """Share of a step below which a difference is ignored."""
 
@@ -77,7 +76,9 @@ def describe_alternatives(result: SearchResult, cluster: Cluster) -> Iterator[st
         column = getattr(candidates, name)
         chosen = int(column[best])
         values = np.unique(column)
-        alternatives = values if name in _NAMES else _select_adjacent_values(values, chosen)
+        alternatives = (
+            values if name in ("schedule", "recompute") else _select_adjacent_values(values, chosen)
+        )
         if name == "tensor":
             alternatives = np.union1d(alternatives, values[values > cluster.node][:1])
         for value in alternatives.tolist():
@@ -131,7 +132,7 @@ def _compare_value(
     part = max(changes, key=lambda item: changes[item] if slowdown > 0 else -changes[item])
     cause = f" ({part} {changes[part]:+.2g} s)" if abs(slowdown) > _NOTHING else ""
     suffix = "" if simulated else ", estimated" if slowdown < 0 else ""
-    return f"{_describe_value(name, value, cluster)}: {slowdown:+.1%}{suffix}{cause}"
+    return f"{_describe_value(result, name, value, cluster)}: {slowdown:+.1%}{suffix}{cause}"
 
 
 def _describe_too_large(
@@ -139,13 +140,15 @@ def _describe_too_large(
 ) -> str:
     memory = np.where(mask, result.estimates.memory_bytes, np.inf)
     return (
-        f"{_describe_value(name, value, cluster)}: needs {memory.min() / _GIB:.0f} GiB a GPU of "
-        f"{cluster.chip.memory / _GIB:.0f}"
+        f"{_describe_value(result, name, value, cluster)}: needs {memory.min() / _GIB:.0f} GiB "
+        f"a GPU of {cluster.chip.memory / _GIB:.0f}"
     )
 
 
-def _describe_value(name: str, value: int, cluster: Cluster) -> str:
-    text = f"{name} {_NAMES[name][value] if name in _NAMES else value}"
+def _describe_value(result: SearchResult, name: str, value: int, cluster: Cluster) -> str:
+    if name == "schedule":
+        return f"schedule {result.candidates.schedules[value].name}"
+    text = f"{name} {RECOMPUTE[value] if name == 'recompute' else value}"
     if name == "tensor" and value > cluster.node:
         text += f" crosses nodes of {cluster.node}"
     return text

@@ -8,7 +8,7 @@ share with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import gcd
 from typing import Any, NamedTuple
@@ -18,8 +18,14 @@ import numpy as np
 from megaframe.config.schema import RunConfig
 from megaframe.errors import list_divisors
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
-from megaframe.schedule.limits import SCHEDULE_LIMITS
+from megaframe.planner.layout_sizes import RECOMPUTE, Array, LayoutSizes
+from megaframe.planner.searched_schedules import (
+    ScheduleColumn,
+    get_config_value,
+    list_searched_schedules,
+)
+from megaframe.schedule import NAMED_SCHEDULES, NamedSchedule
+from megaframe.schedule.named import get_schedule_name
 from megaframe.validate.context_parallel import find_context_mistakes
 from megaframe.validate.limits import find_limit_mistakes
 from megaframe.validate.tensor_parallel import find_chunk_mistakes
@@ -57,7 +63,8 @@ class Candidates:
 
     Attributes:
         recompute: Index into `RECOMPUTE`.
-        schedule: Index into `SCHEDULES`.
+        schedule: Index into `schedules`.
+        schedules: The schedules of all candidates.
     """
 
     tensor: Array
@@ -72,19 +79,35 @@ class Candidates:
     recompute: Array
     microbatch: Array
     schedule: Array
+    schedules: tuple[NamedSchedule, ...] = tuple(NAMED_SCHEDULES.values())
 
     def __len__(self) -> int:
         return len(self.tensor)
 
     def select(self, index: Array | slice) -> Candidates:
         """Return the candidates at these indices, or where this mask is true."""
-        return Candidates(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        selected = {name: column[index] for name, column in self.columns.items()}
+        return Candidates(**selected, schedules=self.schedules)
 
     def make_sizes(self, config: RunConfig) -> LayoutSizes:
         """Return the sizes for the cost arithmetic."""
-        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "schedule"}
+        sizes = {name: column for name, column in self.columns.items() if name != "schedule"}
         microbatches = config.train.global_batch // (self.microbatch * self.data)
         return LayoutSizes(**sizes, microbatches=microbatches)
+
+    @property
+    def columns(self) -> dict[str, Array]:
+        """What differs between candidates, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "schedules"}
+
+    @property
+    def schedule_column(self) -> ScheduleColumn:
+        """The schedule of each candidate."""
+        return ScheduleColumn(self.schedules, self.schedule)
+
+    def get_schedule(self, index: int) -> NamedSchedule:
+        """Return the schedule of a candidate."""
+        return self.schedules[int(self.schedule[index])]
 
 
 class _AxisSizes(NamedTuple):
@@ -112,11 +135,12 @@ def enumerate_candidates(
         fixed: Values of keys of `SEARCHED_KEYS` that are given.
     """
     fixed = fixed or {}
+    schedules = list_searched_schedules(fixed.get("schedule"))
     rows = [
         (*axes, schedule, chunks)
         for axes in _enumerate_axes(config, gpus, cluster, fixed)
         for schedule, chunks in _list_schedules_with_chunks(
-            config, axes.pipeline, axes.data * axes.microbatch, fixed
+            config, axes.pipeline, axes.data * axes.microbatch, fixed, schedules
         )
     ]
     table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
@@ -131,7 +155,9 @@ def enumerate_candidates(
     t, c, p, d, r, e, et, mb, schedule, chunks = columns
     zeros = np.tile(np.repeat(zero, len(recompute)), len(table))
     recomputes = np.tile(np.asarray(recompute), len(zero) * len(table))
-    candidates = Candidates(t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule)
+    candidates = Candidates(
+        t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule, schedules
+    )
     return candidates.select(_mask_useful_zero(candidates, fixed))
 
 
@@ -147,7 +173,7 @@ def apply_candidate(config: RunConfig, candidates: Candidates, index: int) -> Ru
     parallel_config = config.parallel
     parallel_update = {
         **parallel,
-        "schedule": SCHEDULES[int(candidates.schedule[index])],
+        "schedule": get_config_value(candidates.get_schedule(index)),
         "schedule_microbatches": None,
         "layers_per_stage": None,
         "tensor_chunks": parallel_config.tensor_chunks if parallel["tensor"] > 1 else 1,
@@ -277,32 +303,36 @@ def _list_expert_sizes(
 
 
 def _list_schedules_with_chunks(
-    config: RunConfig, pipeline: int, samples: int, fixed: FixedKeys
+    config: RunConfig,
+    pipeline: int,
+    samples: int,
+    fixed: FixedKeys,
+    schedules: Sequence[NamedSchedule],
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs (schedule, chunks) for a pipeline.
+    """Yield pairs (index into `schedules`, chunks) for a pipeline.
 
     Args:
         samples: Samples of a microbatch on all data ranks.
     """
     if pipeline == 1:
         if fixed.get("chunks", 1) == 1:
-            yield SCHEDULES.index("1f1b"), 1
+            yield [schedule.name for schedule in schedules].index("1f1b"), 1
         return
     ramp = config.train.batch_ramp
     fewest_microbatches = (config.train.global_batch if ramp is None else ramp.start) // samples
-    names = _get_fixed_or(fixed, "schedule", SCHEDULES[1:])
-    for name in names:
-        limits = SCHEDULE_LIMITS[name]
-        if limits.needs_full_pipeline and fewest_microbatches < pipeline:
+    wanted = None if "schedule" not in fixed else get_schedule_name(fixed["schedule"])
+    for index, schedule in enumerate(schedules):
+        limits = schedule.limits
+        is_full = fewest_microbatches >= pipeline or not limits.needs_full_pipeline
+        if not is_full or wanted not in (None, schedule.name):
             continue
-        # Interleaved, or 1F1B without chunks, takes as long and keeps less.
-        is_beaten = (
-            name == "breadth-first" and fewest_microbatches >= pipeline and "schedule" not in fixed
-        )
-        for chunks in _get_fixed_or(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
+        for chunks in _get_fixed_or(fixed, "chunks", _CHUNKS):
             is_possible = limits.find_nearest_chunks(chunks) == chunks
-            if is_possible and not is_beaten and pipeline * chunks <= config.model.layers:
-                yield SCHEDULES.index(name), chunks
+            is_wanted = wanted is not None or schedule.is_worth_trying(
+                pipeline, chunks, fewest_microbatches
+            )
+            if is_possible and is_wanted and pipeline * chunks <= config.model.layers:
+                yield index, chunks
 
 
 def _get_fixed_or(fixed: FixedKeys, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:

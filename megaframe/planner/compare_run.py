@@ -19,7 +19,7 @@ from megaframe.layout import Layout
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
 from megaframe.planner.prediction import predict
-from megaframe.schedule.limits import FILE_PREFIX
+from megaframe.schedule.named import FILE_PREFIX
 from megaframe.schedule.schedule import Schedule, read_schedule
 from megaframe.validate.run import validate_config
 
@@ -113,7 +113,7 @@ def compare_run(
     else:
         run_cluster = _find_cluster_of_run(run_config, environment)
     schedule = run_config.parallel.schedule
-    if schedule.startswith(FILE_PREFIX):
+    if isinstance(schedule, str) and schedule.startswith(FILE_PREFIX):
         _read_named("parallel.schedule", schedule, _read_schedule_file, "no schedule here")
     validate_config(run_config, ranks, data=False)
     layout = Layout.from_parallel(run_config.parallel, ranks)

@@ -24,7 +24,7 @@ from megaframe.layout import Layout
 from megaframe.planner.candidates import Candidates, FixedKeys, enumerate_candidates
 from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.layout_search import search, suggest_alternatives
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
+from megaframe.planner.layout_sizes import RECOMPUTE, Array
 from megaframe.planner.peak_memory import (
     compute_pipeline_memory,
     fits_with_margin,
@@ -32,6 +32,7 @@ from megaframe.planner.peak_memory import (
 )
 from megaframe.planner.prediction import predict
 from megaframe.planner.vectorized import estimate
+from megaframe.schedule.named import find_named_schedule
 from megaframe.validate.run import find_mistakes
 
 _GIB = 2.0**30
@@ -231,7 +232,7 @@ def _change_on_same_axes(
         fixed["zero"] = parallel.zero  # no rank has another to share with
     if parallel.pipeline > 1:
         default = "interleaved" if parallel.chunks > 1 else "1f1b"
-        is_searched = parallel.schedule in SCHEDULES
+        is_searched = find_named_schedule(parallel.schedule) is not None
         fixed |= {
             "chunks": parallel.chunks,
             "schedule": parallel.schedule if is_searched else default,

@@ -26,7 +26,7 @@ from megaframe.planner.candidates import (
     enumerate_candidates,
 )
 from megaframe.planner.constants import Constants, get_cluster_constants
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
+from megaframe.planner.layout_sizes import RECOMPUTE, Array
 from megaframe.planner.peak_memory import fits_with_margin, resolve_recompute_blocks
 from megaframe.planner.prediction import Prediction, predict
 from megaframe.planner.vectorized import Estimates, estimate
@@ -249,7 +249,7 @@ def describe_candidate(candidates: Candidates, index: int) -> str:
     if replicas > 1:
         words.append(f"replicas {replicas}")
     if sizes["pipeline"] > 1:
-        words.append(SCHEDULES[int(candidates.schedule[index])])
+        words.append(candidates.get_schedule(index).name)
     words.append(f"zero {int(candidates.zero[index])}")
     words.append(f"recompute {RECOMPUTE[int(candidates.recompute[index])]}")
     words.append(f"microbatch {int(candidates.microbatch[index])}")

@@ -20,19 +20,6 @@ Number = Any
 """A whole number, or a numpy array of them."""
 RECOMPUTE = ("none", "selective", "full")
 Array = np.ndarray[Any, Any]
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "breadth-first",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "dualpipe-v",
-)
-LOOPED_SCHEDULES = ("interleaved", "breadth-first")
-"""Schedules that go through all ranks before they come to a rank's next stage."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ many blocks as the fullest one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,17 +29,20 @@ from megaframe.planner.activations import (
     compute_rotary_bytes,
     compute_weight_pass_bytes,
 )
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes, count_blocks_per_rank
+from megaframe.planner.layout_sizes import RECOMPUTE, LayoutSizes, count_blocks_per_rank
 from megaframe.planner.memory import compute_max_width_per_token
 from megaframe.planner.parameter_counts import count_parameters
 from megaframe.planner.peak_memory import compute_overhead_bytes
+from megaframe.planner.searched_schedules import ScheduleColumn
+from megaframe.schedule import NamedSchedule, PipelineSizes
+from megaframe.schedule.named_schedule import HeldActivations, RanksHeld
 
 Array = np.ndarray[Any, Any]
-_V_SHAPED = ("zb-v", "v-half", "dualpipe-v")
-"""Schedules whose first rank also has the last stage."""
 
 
-def estimate_peak_memory(config: RunConfig, chip: Chip, c: LayoutSizes, schedule: Array) -> Array:
+def estimate_peak_memory(
+    config: RunConfig, chip: Chip, c: LayoutSizes, schedule: ScheduleColumn
+) -> Array:
     """Estimate the bytes of the rank that needs most, for each candidate.
 
     It is the largest of three ranks: that with the first stage, that with the last stage, and the
@@ -51,38 +54,18 @@ def estimate_peak_memory(config: RunConfig, chip: Chip, c: LayoutSizes, schedule
         config: The run; its layout is ignored.
         chip: The device.
         c: The sizes of the candidates.
-        schedule: Indices into `SCHEDULES`, one for each candidate.
+        schedule: Their schedules.
     """
     blocks, one_stage = _BlockTable(config, c), c.pipeline == 1
-    v_shaped, nowhere = _has_schedule(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
-    first = _count_on_first_rank(c, schedule)
-    last = _count_on_last_rank(c, schedule, first)
-    inner = _count_on_inner_rank(c, schedule, first)
+    v_shaped = schedule.mark(lambda each: each.placement == "vee")
+    nowhere = np.zeros(len(v_shaped), dtype=bool)
+    first, last, inner = _count_held(c, schedule)
     ranks = (
         _PipelineRank(c, blocks, first, ~nowhere, one_stage | v_shaped, True),
         _PipelineRank(c, blocks, last, one_stage, ~nowhere, False),
         _PipelineRank(c, blocks, inner, nowhere, nowhere, True),
     )
     return np.maximum.reduce([_estimate_rank_bytes(config, chip, rank) for rank in ranks])
-
-
-def _has_schedule(schedule: Array, *names: str) -> Array:
-    """Return the mask of the candidates whose schedule is one of `names`."""
-    return np.array([name in names for name in SCHEDULES])[schedule]
-
-
-class _ActivationCounts(NamedTuple):
-    """The most that a rank holds at once, in activations of one microbatch on one stage.
-
-    Attributes:
-        backward: Those that wait for a backward pass.
-        weight_pass: Those that a backward pass left for a weight pass.
-        either: Those that wait for one of the two; each counts as the larger.
-    """
-
-    backward: Array
-    weight_pass: Array
-    either: Array
 
 
 @dataclass(frozen=True)
@@ -100,7 +83,7 @@ class _PipelineRank:
 
     c: LayoutSizes
     blocks: _BlockTable
-    counts: _ActivationCounts
+    counts: HeldActivations
     first: Array
     last: Array
     full: bool
@@ -295,63 +278,21 @@ def _estimate_transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits
     return activations + messages + logits * last + temporaries
 
 
-def _count_on_first_rank(c: LayoutSizes, schedule: Array) -> _ActivationCounts:
-    """Return what the first rank holds."""
-    p, v, m = c.pipeline, c.chunks, c.microbatches
-    in_flight = _select_by_schedule(
-        c,
-        schedule,
-        {
-            "gpipe": m,
-            "1f1b": np.minimum(p, m),
-            "interleaved": np.minimum(m * v, (v + 1) * p - 1),
-            "breadth-first": m * v,
-            "zb-h1": np.minimum(p, m),
-            "zb-h2": np.minimum(2 * p - 1, m),
-            "zb-v": np.minimum(2 * p, m + 1),
-            "v-half": np.minimum(p + 2, m + 1),
-            "dualpipe-v": np.minimum(2 * p, m + 1),
-        },
+def _count_held(c: LayoutSizes, schedule: ScheduleColumn) -> RanksHeld:
+    """Return what the three ranks of each candidate hold. Without a pipeline it is one activation,
+    on a rank that is both the first and the last."""
+
+    def compute(named: NamedSchedule, part: PipelineSizes, _: Array) -> list[Array]:
+        return [count for rank in named.count_held(part) for count in rank]
+
+    counts = schedule.compute(c, 9, compute)
+    alone = np.asarray(c.pipeline == 1)
+    first, last, inner = (HeldActivations(*counts[start : start + 3]) for start in (0, 3, 6))
+    return RanksHeld(
+        first._replace(backward=first.backward + alone),
+        last._replace(backward=last.backward + alone),
+        inner,
     )
-    either = _has_schedule(schedule, "zb-h1", "zb-h2", "zb-v", "dualpipe-v") * 1
-    either = (either + 2 * _has_schedule(schedule, "v-half")) * (p > 1)
-    return _ActivationCounts(in_flight - either, 0 * in_flight, either)
-
-
-def _count_on_last_rank(
-    c: LayoutSizes, schedule: Array, first: _ActivationCounts
-) -> _ActivationCounts:
-    """Return what the rank with the last stage holds, where that is not the first rank. Under zb-h1
-    and zb-h2 it is almost only what waits for weight passes. first: what the first rank holds."""
-    p, v, m = c.pipeline, c.chunks, c.microbatches
-    holds_weight_passes = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 1)
-    interleaved = np.minimum(m * v, (v - 1) * p + 1)
-    in_flight = {"gpipe": m, "interleaved": interleaved, "breadth-first": m * v}
-    return _ActivationCounts(
-        backward=_select_by_schedule(c, schedule, in_flight) * ~holds_weight_passes,
-        weight_pass=first.backward * holds_weight_passes,
-        either=holds_weight_passes * 1,
-    )
-
-
-def _count_on_inner_rank(
-    c: LayoutSizes, schedule: Array, first: _ActivationCounts
-) -> _ActivationCounts:
-    """Return what an inner rank holds: the one before the last under zb-h1 and zb-h2, and the last
-    one under zb-v and dualpipe-v, whose stages are V-shaped. Under other schedules inner ranks hold
-    less than the first one, and count as nothing. first: what the first rank holds."""
-    p = c.pipeline
-    zb_h = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 2)
-    zb_v, dualpipe_v = (_has_schedule(schedule, name) & (p > 1) for name in ("zb-v", "dualpipe-v"))
-    weight_pass = (first.backward - 1) * zb_h + (2 * p - 2) * zb_v + (p - 1) * dualpipe_v
-    return _ActivationCounts(zb_h * 1, weight_pass, zb_h | zb_v | dualpipe_v)
-
-
-def _select_by_schedule(c: LayoutSizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
-    """Return for each candidate the entry of its schedule; 1 for schedules that are not named, and
-    without a pipeline."""
-    table = [by_name.get(name, 1) * np.ones_like(c.pipeline) for name in SCHEDULES]
-    return np.where(c.pipeline > 1, np.stack(table)[schedule, np.arange(len(schedule))], 1)
 
 
 def _with_sizes(

@@ -46,7 +46,7 @@ from megaframe.planner.data_parallel_times import (
 )
 from megaframe.planner.goodput import estimate_straggler_share
 from megaframe.planner.layer_times import estimate_block_times, estimate_head_times
-from megaframe.planner.layout_sizes import LOOPED_SCHEDULES, make_layout_sizes
+from megaframe.planner.layout_sizes import make_layout_sizes
 from megaframe.planner.machine import (
     CostBreakdown,
     Machine,
@@ -57,6 +57,7 @@ from megaframe.planner.machine import (
 from megaframe.planner.peak_memory import compute_peak_memory, select_nonzero_kinds
 from megaframe.schedule import Schedule
 from megaframe.schedule.costs import ActionCosts
+from megaframe.schedule.named import find_named_schedule, get_schedule_name
 from megaframe.schedule.simulate import Timeline, simulate
 
 T = TypeVar("T")
@@ -236,9 +237,8 @@ def _estimate_end_of_step(
         tables=tables * count_table_elements(machine),
         buckets=count_buckets(machine, blocks.total, len(plans), len(layers)),
     )
-    overlapped = count_overlapping_passes(
-        machine.sizes, machine.config.parallel.schedule in LOOPED_SCHEDULES
-    )
+    named = find_named_schedule(machine.config.parallel.schedule)
+    overlapped = count_overlapping_passes(machine.sizes, named is not None and named.is_looped)
     data = float(estimate_exposed_exchange_seconds(machine, load, compute, overlapped))
     return data, float(estimate_optimizer_seconds(machine, load))
 
@@ -353,8 +353,9 @@ def _explain_part(
 ) -> str:
     if part == "bubble":
         microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
+        schedule = get_schedule_name(config.parallel.schedule)
         return (
-            f"the bubble of {config.parallel.schedule} with pipeline {layout.pipeline} and "
+            f"the bubble of {schedule} with pipeline {layout.pipeline} and "
             f"{microbatches} microbatches is {share:.1%}"
         )
     if part not in _AXES:

@@ -33,15 +33,11 @@ from megaframe.planner.data_parallel_times import (
 )
 from megaframe.planner.goodput import estimate_straggler_share
 from megaframe.planner.layer_times import estimate_block_times, estimate_head_times
-from megaframe.planner.layout_sizes import (
-    LOOPED_SCHEDULES,
-    SCHEDULES,
-    Array,
-    LayoutSizes,
-    count_blocks_per_rank,
-)
+from megaframe.planner.layout_sizes import Array, LayoutSizes, count_blocks_per_rank
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
 from megaframe.planner.memory_estimates import estimate_peak_memory
+from megaframe.planner.searched_schedules import ScheduleColumn
+from megaframe.schedule import NamedSchedule, PipelineSizes
 
 _AT_ONCE = 1 << 15
 """Candidates per round, few enough that their arrays stay in cache."""
@@ -89,7 +85,7 @@ def estimate(
 def _estimate_round(
     config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
 ) -> Estimates:
-    sizes, schedule = candidates.make_sizes(config), candidates.schedule
+    sizes, schedule = candidates.make_sizes(config), candidates.schedule_column
     machine = Machine(config, cluster, constants, sizes)
     block, block_parameters = _compute_mean_block(machine)
     head = estimate_head_times(machine)
@@ -150,39 +146,31 @@ def _count_tables(config: RunConfig, sizes: LayoutSizes) -> Array:
     return np.where(sizes.pipeline == 1, all_tables, 1.0)
 
 
-def estimate_bubble_seconds(schedule: Array, sizes: LayoutSizes, passes: PassTimes) -> Array:
+def estimate_bubble_seconds(
+    schedule: ScheduleColumn, sizes: LayoutSizes, passes: PassTimes
+) -> Array:
     """Return the seconds that a rank is idle in a step, from its start to the end of the last rank.
 
-    For zb-h2, zb-v and dualpipe-v this is more than in the papers, because ranks start and end at
-    different times. For v-half it is exact if all passes are equal and the number of ranks is even.
-
     Args:
-        schedule: Indices into `SCHEDULES`.
+        schedule: The schedules of the layouts.
         sizes: The layouts.
         passes: Seconds of all of a rank's stages for one microbatch.
     """
-    ranks_before = sizes.pipeline - 1
-    forward, backward, weight = passes.forward, passes.backward, passes.weight
-    one_microbatch = ranks_before * passes.total
-    # With fewer microbatches than ranks, some ranks are idle in every round of chunks.
-    missing_microbatches = np.maximum(0, sizes.pipeline - sizes.microbatches) * passes.total
-    rounds = (sizes.chunks - 1) / sizes.chunks
-    seconds = {
-        "gpipe": one_microbatch,
-        "1f1b": one_microbatch,
-        "interleaved": one_microbatch / sizes.chunks,
-        "breadth-first": one_microbatch / sizes.chunks + missing_microbatches * rounds,
-        "zb-h1": ranks_before * (forward + backward - weight),
-        "zb-h2": ranks_before * np.maximum(forward, forward + backward - 2 * weight),
-        "zb-v": ranks_before * np.maximum(backward / 2, backward - weight),
-        "v-half": sizes.pipeline * (forward / 2 + 1.5 * backward - weight / 4) - forward,
-        "dualpipe-v": sizes.pipeline * (backward - weight / 2) - (backward - weight),
-    }
-    return np.where(sizes.pipeline > 1, np.choose(schedule, [seconds[n] for n in SCHEDULES]), 0.0)
+    shape = np.shape(schedule.index)
+    times = [
+        np.broadcast_to(seconds, shape)
+        for seconds in (passes.forward, passes.backward, passes.weight)
+    ]
+
+    def compute(named: NamedSchedule, part: PipelineSizes, rows: Array) -> tuple[Array]:
+        return (named.estimate_bubble(part, *(seconds[rows] for seconds in times)),)
+
+    (seconds,) = schedule.compute(sizes, 1, compute)
+    return seconds
 
 
 def _break_down_step(
-    machine: Machine, rank: CostBreakdown, load: ParameterLoad, schedule: Array
+    machine: Machine, rank: CostBreakdown, load: ParameterLoad, schedule: ScheduleColumn
 ) -> dict[str, Array]:
     sizes, software = machine.sizes, machine.software
     microbatches = sizes.microbatches
@@ -191,7 +179,7 @@ def _break_down_step(
         estimate_stage_transfer_seconds(machine), estimate_pipeline_wait_seconds(machine)
     )
     seconds["pipeline"] = 2 * sizes.chunks * microbatches * estimate_pipeline_wait_seconds(machine)
-    is_looped = np.isin(schedule, [SCHEDULES.index(name) for name in LOOPED_SCHEDULES])
+    is_looped = schedule.mark(lambda each: each.is_looped)
     overlapped = count_overlapping_passes(sizes, is_looped)
     seconds["data"] = estimate_exposed_exchange_seconds(machine, load, rank.compute, overlapped)
     bubble = estimate_bubble_seconds(schedule, sizes, rank.combined)

@@ -1,287 +1,141 @@
-"""The named schedules: each function returns the list of compute actions of one rank.
-
-p ranks, m microbatches, v chunks; F, B and W are the times of a rank's whole share, of which a
-chunk takes 1/v. "Bubble" is the idle time of a rank between its first and last action, at its
-maximum over the ranks. This is how the papers measure it; ranks need not end at the same time.
-"Live" counts activations in units of a rank's share. Closed forms hold without communication time.
-"""
+"""The named schedules, and what may be wrong with a request for one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
 
-from megaframe.schedule.actions import Action, ActionKind
-from megaframe.schedule.building_blocks import (
-    alternate,
-    divide_into_turns,
-    drop_missing_microbatches,
-    get_stage_of_chunk,
-    list_passes,
-    split_backwards,
+from megaframe.errors import join_or
+from megaframe.schedule.limits import ScheduleLimits
+from megaframe.schedule.looped import BreadthFirst, Interleaved
+from megaframe.schedule.named_schedule import NamedSchedule
+from megaframe.schedule.one_stage import GPipe, OneForwardOneBackward, ZeroBubbleH1, ZeroBubbleH2
+from megaframe.schedule.vee import DualPipeV, VHalf, ZeroBubbleV
+
+NAMED_SCHEDULES: Mapping[str, NamedSchedule] = MappingProxyType(
+    {
+        schedule.name: schedule
+        for schedule in (
+            GPipe(),
+            OneForwardOneBackward(),
+            Interleaved(),
+            BreadthFirst(),
+            ZeroBubbleH1(),
+            ZeroBubbleH2(),
+            ZeroBubbleV(),
+            VHalf(),
+            DualPipeV(),
+        )
+    }
 )
-from megaframe.schedule.schedule import Schedule
+"""Our own, by name. Those of extensions are parts of the config (`PipelineSchedulePart`)."""
+SEARCH = "search"
+SCHEDULE_NAMES = (*NAMED_SCHEDULES, SEARCH)
+FILE_PREFIX = "file:"
 
 
-def build_named_schedule(
-    name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
-) -> Schedule:
-    """Return the schedule `name`, whose limits the caller has checked (`find_name_mistakes`).
+def find_named_schedule(schedule: str | NamedSchedule) -> NamedSchedule | None:
+    """Return the named schedule that a value of `parallel.schedule` asks for, or None for `search`,
+    files and unknown names."""
+    return NAMED_SCHEDULES.get(schedule) if isinstance(schedule, str) else schedule
+
+
+def get_schedule_name(schedule: str | NamedSchedule) -> str:
+    """Return the name of a value of `parallel.schedule`."""
+    return schedule if isinstance(schedule, str) else schedule.name
+
+
+def get_schedule_limits(schedule: str | NamedSchedule) -> ScheduleLimits | None:
+    """Return the limits of a schedule; None for files and unknown names."""
+    if schedule == SEARCH:
+        return ScheduleLimits(1, None)
+    named = find_named_schedule(schedule)
+    return None if named is None else named.limits
+
+
+def find_name_mistakes(
+    schedule: str | NamedSchedule,
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    group: int | None = None,
+    registered: Collection[str] = (),
+) -> Iterator[str]:
+    """Yield a message for each reason why there is no such schedule of this size.
 
     Args:
-        name: A key of `GENERATORS`.
+        schedule: The schedule, or a name, which may be unknown.
         ranks: Pipeline ranks.
         chunks: Stages per rank.
         microbatches: Microbatches per step.
-        group: Microbatches per turn of a chunk, for `interleaved` only; default `ranks`.
+        group: Microbatches per turn of a chunk, for `interleaved` only.
+        registered: Names of extensions' schedules, for the message about an unknown name.
     """
-    size = (ranks, chunks, microbatches)
-    if name == "interleaved":
-        lists = [order_interleaved(rank, *size, group) for rank in range(ranks)]
-    else:
-        lists = [GENERATORS[name](rank, *size) for rank in range(ranks)]
-    return Schedule(tuple(map(tuple, lists)))
+    for key, size in (("parallel.pipeline", ranks), ("parallel.chunks", chunks)):
+        if size < 1:
+            yield f"{key}={size} must be a whole number >= 1"
+    if microbatches < 1:
+        yield f"{_describe_count(microbatches)}, but needs at least 1; raise train.global_batch"
+    name, limits = get_schedule_name(schedule), get_schedule_limits(schedule)
+    if limits is None:
+        known = (*SCHEDULE_NAMES, *registered)
+        near = get_close_matches(name, known, n=2, cutoff=0.5)
+        use = f"; did you mean {join_or(near)}?" if near else ""
+        yield f"parallel.schedule={name} is not one of {', '.join(known)} and file:PATH{use}"
+        return
+    near_chunks = limits.find_nearest_chunks(chunks)
+    if near_chunks != chunks >= 1:
+        fitting = join_or(
+            n for n, other in _list_limits() if other.find_nearest_chunks(chunks) == chunks
+        )
+        yield (
+            f"parallel.schedule={name} does not run parallel.chunks={chunks}; "
+            f"use parallel.chunks={near_chunks}, or parallel.schedule={fitting}"
+        )
+    if limits.needs_full_pipeline and 1 <= microbatches < ranks:
+        free = join_or(n for n, other in _list_limits() if other.allow_any_microbatches(chunks))
+        yield (
+            f"{_describe_count(microbatches)}, but parallel.schedule={name} needs at least "
+            f"parallel.pipeline={ranks}; use train.global_batch or train.microbatch for {ranks} "
+            f"microbatches, parallel.pipeline={microbatches}, or parallel.schedule={free}"
+        )
+    yield from find_group_mistakes(schedule, ranks, group)
 
 
-def count_min_live_activations(name: str, ranks: int, chunks: int, microbatches: int) -> Fraction:
-    """Return a lower bound on the live activations of a named schedule, without making it.
+def find_group_mistakes(
+    schedule: str | NamedSchedule, ranks: int, group: int | None
+) -> Iterator[str]:
+    """Yield a message for each reason why `group` microbatches per turn of a chunk are not
+    possible.
 
     Args:
-        name: A key of `GENERATORS`.
+        schedule: The schedule, or its name.
         ranks: Pipeline ranks.
-        chunks: Stages per rank.
-        microbatches: Microbatches per step.
-
-    Returns:
-        The bound in units of a rank's share of the layers.
+        group: Microbatches per turn; None for the default.
     """
-    bounds = {
-        "gpipe": Fraction(microbatches),
-        "breadth-first": Fraction(microbatches),
-        "zb-h2": Fraction(2 * ranks - 1),
-        "interleaved": Fraction(
-            2 * ranks - 1 + (chunks - 1) * max(divide_into_turns(microbatches, ranks)), chunks
-        ),
-    }
-    return min(bounds.get(name, Fraction(1)), Fraction(microbatches))
+    if group is None:
+        return
+    name, named = get_schedule_name(schedule), find_named_schedule(schedule)
+    if named is None or not named.takes_turns:
+        yield (
+            f"parallel.schedule_microbatches={group}: a group of {group} microbatches has no "
+            f"effect with {name}; leave it out, or use parallel.schedule=interleaved or search"
+        )
+    elif group < ranks:
+        yield (
+            f"parallel.schedule_microbatches={group}: a group of {group} microbatches would stop "
+            f"{name} on parallel.pipeline={ranks}; use {ranks} or more"
+        )
 
 
-def order_gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al. 2019). Bubble (p-1)(F+B+W); live m.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Not used; there is one stage per rank.
-        microbatches: Microbatches per step (m).
-    """
-    return order_breadth_first(rank, ranks, 1, microbatches)
+def _list_limits() -> Iterator[tuple[str, ScheduleLimits]]:
+    """Yield the names of all our schedules with their limits."""
+    for name in SCHEDULE_NAMES:
+        limits = get_schedule_limits(name)
+        assert limits is not None
+        yield name, limits
 
 
-def order_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """1F1B (Narayanan et al. 2019, PipeDream-Flush). Bubble (p-1)(F+B+W); live p - rank.
-
-    With one rank this is gradient accumulation.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Not used; there is one stage per rank.
-        microbatches: Microbatches per step (m).
-    """
-    return _order_one_stage(rank, microbatches, warm_up=ranks - 1 - rank)
-
-
-def order_interleaved(
-    rank: int, ranks: int, chunks: int, microbatches: int, group: int | None = None
-) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021): chunks take turns of g microbatches.
-
-    Bubble (p-1)(F+B+W)/v. With turns of at most g, live is (2p-1 + (v-1)g)/v, at most m; for g = p
-    this is p + (p-1)/v.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Stages per rank (v).
-        microbatches: Microbatches per step (m).
-        group: Microbatches per turn (g >= p, default p), or a few more if m is not divisible.
-    """
-    turns = divide_into_turns(microbatches, ranks if group is None else group)
-    forwards, backwards = _list_looped_passes(rank, ranks, chunks, turns)
-    return alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * max(turns))
-
-
-def order_breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """All microbatches of one chunk before the next chunk, all forwards first (Lamy-Poirier 2022).
-
-    Bubble (p-1)(F+B+W)/v for m >= p; live m. Each stage needs its weights only twice per step.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Stages per rank (v).
-        microbatches: Microbatches per step (m).
-    """
-    forwards, backwards = _list_looped_passes(rank, ranks, chunks, [microbatches])
-    return forwards + backwards
-
-
-def order_zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """1F1B with weight gradients deferred as far as the memory of 1F1B's first rank allows
-    (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
-    W <= F, B; live p.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Not used; there is one stage per rank.
-        microbatches: Microbatches per step (m).
-    """
-    return split_backwards(
-        _order_one_stage(rank, microbatches, ranks - 1 - rank), deferred=range(rank)
-    )
-
-
-def order_zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Like zb-h1, with enough forwards in the warm-up to fill the pipeline.
-
-    Bubble (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Not used; there is one stage per rank.
-        microbatches: Microbatches per step (m).
-    """
-    return split_backwards(
-        _order_one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), deferred=range(2 * rank)
-    )
-
-
-def order_zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Two chunks in a V (Qi et al. 2023, section 6).
-
-    Bubble (p-1)(B-W) for m >= 2p-1 and W <= F <= B, so 0 at F=B=W; live p. At the end, weight
-    gradients are deferred until after the backwards that come back through the V, except after the
-    first of these backwards.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Not used; there are two stages per rank.
-        microbatches: Microbatches per step (m).
-    """
-    order = _order_vee(rank, ranks, microbatches)
-    first = 2 * microbatches - _count_trailing_backwards(order) + 1
-    return split_backwards(order, deferred=range(first, first + 2 * rank))
-
-
-def order_dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """DualPipe (DeepSeek-AI 2024) cut in half: the order of zb-v, in which only the first p-1-rank
-    and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Not used; there are two stages per rank.
-        microbatches: Microbatches per step (m).
-    """
-    order = _order_vee(rank, ranks, microbatches)
-    tail = range(max(0, 2 * microbatches - ranks), 2 * microbatches)
-    return split_backwards(
-        order, chosen={*range(ranks - 1 - rank), *tail}, deferred=tail[: rank + 1]
-    )
-
-
-def order_v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Two chunks in a V whose activations live half as long as in 1F1B (Qi et al. 2024, "Pipeline
-    Parallelism with Controllable Memory"). A block of six slots repeats. A chunk's forward and
-    backward together take three slots to move on by one rank. At F=B=W=1, bubble (7p-4)/4 for even
-    p and 7(p-1)/4 for odd p; live (p+2)//2.
-
-    Args:
-        rank: Rank whose actions are listed.
-        ranks: Pipeline ranks (p).
-        chunks: Not used; there are two stages per rank.
-        microbatches: Microbatches per step (m).
-    """
-    apart = 3 * (1 - ranks % 2)
-    slots = {
-        (ActionKind.F, 0): 2 * rank,
-        (ActionKind.F, 1): 3 * ranks - 2 - rank,
-        (ActionKind.B, 1): 3 * ranks - 1 + apart + 2 * rank,
-        (ActionKind.B, 0): 6 * ranks - 2 + apart - rank,
-    }
-    # A block has six slots, one for each of F, B and W of both chunks. Each W takes the first one
-    # that is free after its B.
-    taken_slots = {slot % 6 for slot in slots.values()}
-    for chunk in (1, 0):
-        slot = slots[ActionKind.B, chunk] + 1
-        while slot % 6 in taken_slots:
-            slot += 1
-        slots[ActionKind.W, chunk] = slot
-        taken_slots.add(slot % 6)
-    stages = [get_stage_of_chunk(rank, chunk, ranks, "vee") for chunk in (0, 1)]
-    timed = sorted(
-        (slot + 6 * microbatch, kind, stages[chunk], microbatch)
-        for (kind, chunk), slot in slots.items()
-        for microbatch in range(microbatches)
-    )
-    return [Action(kind, stage, number) for _, kind, stage, number in timed]
-
-
-def _list_looped_passes(
-    rank: int, ranks: int, chunks: int, turns: Sequence[int]
-) -> tuple[list[Action], list[Action]]:
-    stages = [get_stage_of_chunk(rank, chunk, ranks, "loop") for chunk in range(chunks)]
-    return list_passes(ActionKind.F, stages, turns), list_passes(ActionKind.B, stages[::-1], turns)
-
-
-def _order_one_stage(rank: int, microbatches: int, warm_up: int) -> list[Action]:
-    return alternate(*_list_looped_passes(rank, 1, 1, [microbatches]), warm_up)
-
-
-def _order_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """Return the forwards and backwards of zb-v and dualpipe-v: 2p-1 forwards, then forwards and
-    backwards in turn, then the other backwards."""
-    down, up = (get_stage_of_chunk(rank, chunk, ranks, "vee") for chunk in (0, 1))
-    endless = [microbatches + 2 * ranks]
-    f_down, f_up, b_down, b_up = (
-        list_passes(kind, [stage], endless)
-        for kind in (ActionKind.F, ActionKind.B)
-        for stage in (down, up)
-    )
-    ranks_after = ranks - rank
-    ahead = 2 * ranks_after - 1
-    forwards = [
-        *f_down[:ahead],
-        *_interleave(f_up[:rank], f_down[ahead:]),
-        *f_up[rank : rank + ranks_after],
-        *_interleave(f_down[ahead + rank :], f_up[rank + ranks_after :]),
-    ]
-    backwards = [*b_up[:ranks_after], *_interleave(b_down, b_up[ranks_after:])]
-    return drop_missing_microbatches(alternate(forwards, backwards, 2 * ranks - 1), microbatches)
-
-
-def _interleave(first: list[Action], second: list[Action]) -> list[Action]:
-    return [action for pair in zip(first, second, strict=False) for action in pair]
-
-
-def _count_trailing_backwards(order: list[Action]) -> int:
-    """Number of backwards after the last forward."""
-    return next(n for n, action in enumerate(reversed(order)) if action.kind is ActionKind.F)
-
-
-GENERATORS: Mapping[str, Callable[[int, int, int, int], list[Action]]] = {
-    "gpipe": order_gpipe,
-    "1f1b": order_1f1b,
-    "interleaved": order_interleaved,
-    "breadth-first": order_breadth_first,
-    "zb-h1": order_zb_h1,
-    "zb-h2": order_zb_h2,
-    "zb-v": order_zb_v,
-    "v-half": order_v_half,
-    "dualpipe-v": order_dualpipe_v,
-}
-"""The function for each name, from (rank, ranks, chunks, microbatches) to the list of one rank."""
+def _describe_count(microbatches: int) -> str:
+    return f"a step has {microbatches} microbatch{'es' * (microbatches != 1)}"

@@ -16,8 +16,8 @@ from megaframe.schedule.building_blocks import Placement, list_ranks_by_stage
 from megaframe.schedule.costs import ActionCosts, Seconds
 from megaframe.schedule.event_simulation import EncodedSchedule, encode_schedule
 from megaframe.schedule.greedy import GreedyPolicy, SchedulingProblem, schedule_greedily
-from megaframe.schedule.limits import find_name_mistakes
-from megaframe.schedule.named import GENERATORS, build_named_schedule, count_min_live_activations
+from megaframe.schedule.named import NAMED_SCHEDULES, find_name_mistakes
+from megaframe.schedule.named_schedule import PipelineSizes
 from megaframe.schedule.schedule import Schedule
 from megaframe.schedule.simulate import Timeline, simulate
 
@@ -112,7 +112,7 @@ def search_schedule(
 def generate_named_candidates(
     ranks: int, chunks: int, microbatches: int, limit: Seconds
 ) -> Iterator[EncodedSchedule]:
-    """Yield the named schedules of this size, except those that are known to exceed the limit.
+    """Yield the named schedules of this size, except those that exceed the limit.
 
     Args:
         ranks: Pipeline ranks.
@@ -120,10 +120,11 @@ def generate_named_candidates(
         microbatches: Microbatches per step.
         limit: Live activations of a rank in units of its share of the layers.
     """
-    for name in GENERATORS:
-        fits = count_min_live_activations(name, ranks, chunks, microbatches) <= limit
-        if fits and not any(find_name_mistakes(name, ranks, chunks, microbatches)):
-            yield encode_schedule(build_named_schedule(name, ranks, chunks, microbatches))
+    sizes = PipelineSizes(ranks, chunks, microbatches)
+    for schedule in NAMED_SCHEDULES.values():
+        fits = int(schedule.count_live(sizes)) <= limit * chunks
+        if fits and not any(find_name_mistakes(schedule, ranks, chunks, microbatches)):
+            yield encode_schedule(schedule.build(sizes))
 
 
 def _order_attempts(

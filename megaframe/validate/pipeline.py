@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.config.keys import format_value
+from megaframe.config.parts import PipelineSchedulePart
+from megaframe.config.registry import get_registry
 from megaframe.config.schema import RunConfig
-from megaframe.errors import TIMES, join_or
-from megaframe.schedule import find_schedule_mistakes
+from megaframe.errors import TIMES, UserError, join_or
+from megaframe.schedule import NamedSchedule, PipelineSizes, find_schedule_mistakes
+from megaframe.schedule.named import SEARCH, find_named_schedule, get_schedule_name
+from megaframe.validate.schedule_part import refuse_faulty_schedule, refuse_faulty_size
 
 
 def find_stage_mistakes(config: RunConfig) -> Iterator[str]:
@@ -56,23 +60,48 @@ def find_step_schedule_mistakes(config: RunConfig, data: int) -> Iterator[str]:
     """
     parallel, train = config.parallel, config.train
     group = parallel.schedule_microbatches
-    if group is not None and parallel.schedule == "interleaved" and not group.is_integer():
+    schedule = parallel.schedule
+    named = find_named_schedule(schedule)
+    takes_turns = named is not None and named.takes_turns
+    if group is not None and takes_turns and not group.is_integer():
         yield (
             f"parallel.schedule_microbatches={group:g} is not a whole number, as "
-            f"parallel.schedule=interleaved needs; use {int(group)} or {int(group) + 1}"
+            f"parallel.schedule={get_schedule_name(schedule)} needs; use {int(group)} or "
+            f"{int(group) + 1}"
         )
-    sizes = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
+    if isinstance(schedule, PipelineSchedulePart):
+        try:
+            refuse_faulty_schedule(schedule)
+        except UserError as error:
+            yield str(error)
+            return
+    batches = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
     batch_unit = train.microbatch * data
     mistakes: dict[str, None] = {}  # ordered; most mistakes are the same for every batch size
-    for size in sorted(sizes):
+    for size in sorted(batches):
         if size % batch_unit == 0:
-            mistakes |= dict.fromkeys(
-                find_schedule_mistakes(
-                    parallel.schedule,
-                    parallel.pipeline,
-                    parallel.chunks,
-                    size // batch_unit,
-                    group=None if parallel.schedule == "search" or group is None else int(group),
-                )
+            sizes = PipelineSizes(
+                parallel.pipeline,
+                parallel.chunks,
+                size // batch_unit,
+                None if schedule == SEARCH or group is None else int(group),
             )
+            mistakes |= dict.fromkeys(_find_mistakes_at(schedule, sizes))
     yield from mistakes
+
+
+def _find_mistakes_at(schedule: str | NamedSchedule, sizes: PipelineSizes) -> list[str]:
+    mistakes = find_schedule_mistakes(
+        schedule,
+        sizes.ranks,
+        sizes.chunks,
+        sizes.microbatches,
+        group=sizes.group,
+        registered=get_registry().list_names("pipeline_schedule"),
+    )
+    if isinstance(schedule, PipelineSchedulePart) and not mistakes:
+        try:
+            refuse_faulty_size(schedule, sizes)
+        except UserError as error:
+            mistakes = [str(error)]
+    return mistakes

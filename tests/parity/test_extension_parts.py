@@ -5,7 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
-from parity_runs import EXAMPLES, FEW, LAYOUTS, MODELS, assert_same, run, run_with
+from parity_runs import (
+    EXAMPLES,
+    FEW,
+    LAYOUTS,
+    MODELS,
+    assert_same,
+    run,
+    run_with,
+    run_with_extensions,
+)
 from patience import PATIENCE
 from slow_cases import mark_slow
 
@@ -38,6 +47,15 @@ def test_an_optimizer_and_a_schedule_are_those_of_one_process(layout, pool, expe
     ranks, parallel, train = LAYOUTS[layout]
     arguments = str(EXAMPLES / "optimizer.py"), MODELS["llama"], train, parallel, OPTIMIZER
     assert_same(pool.run(ranks, run_with, *arguments), expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_pipeline_schedule_is_that_of_one_process(ranks, pool):
+    example, model = [str(EXAMPLES / "schedule.py")], {**MODELS["llama"], "layers": 4}
+    parallel = {"pipeline": ranks, "schedule": {"kind": "eager", "apart": 2}}
+    (alone,) = pool.run(1, run, model, FEW)
+    train = {**FEW, "microbatch": 1}
+    assert_same(pool.run(ranks, run_with_extensions, example, run, model, train, parallel), alone)
 
 
 def test_the_example_is_not_adamw(pool, expected):

@@ -56,7 +56,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
         chosen = apply_candidate(config, candidates, place)
         validate_config(chosen, gpus, data=False)
         assert Layout.from_parallel(chosen.parallel, gpus).world == gpus
-    table = np.stack(list(vars(candidates).values()))
+    table = np.stack([*candidates.columns.values()])
     assert np.unique(table, axis=1).shape[1] == len(candidates)
 
 

@@ -14,11 +14,12 @@ from megaframe.planner.advice import describe_prediction
 from megaframe.planner.candidates import Candidates
 from megaframe.planner.constants import CONSTANTS, get_family_constants
 from megaframe.planner.layout_search import LayoutChoice
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes
+from megaframe.planner.layout_sizes import RECOMPUTE, LayoutSizes
 from megaframe.planner.machine import PassTimes
 from megaframe.planner.prediction import count_model_flops, predict
+from megaframe.planner.searched_schedules import ScheduleColumn
 from megaframe.planner.vectorized import estimate, estimate_bubble_seconds
-from megaframe.schedule import generate
+from megaframe.schedule import NAMED_SCHEDULES, generate
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import simulate
 
@@ -26,6 +27,8 @@ CLUSTER = load_cluster("h100-ib")
 CONSTANTS_H100 = get_family_constants("h100")
 GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}
 MOE = {**GPT, "moe": {"experts": 8, "ffn": 4096, "first": 2}}
+SCHEDULES = [*NAMED_SCHEDULES]
+COLUMNS = [field.name for field in fields(Candidates) if field.name != "schedules"]
 
 
 def make_config(model=None, train=None, **parallel):
@@ -175,8 +178,7 @@ def test_gradients_of_a_chunk_leave_in_one_message():
     slow = replace(CLUSTER, tiers=(replace(CLUSTER.tiers[0], latency=0.0), far), jitter=0.0)
     small = {**GPT, "vocab": 512}  # its head takes no longer than a block
     config = make_config(small, tensor=8, pipeline=2, chunks=4, schedule="interleaved", zero=0)
-    names = [field.name for field in fields(Candidates)]
-    row = {name: getattr(config.parallel, name, 1) for name in names}
+    row = {name: getattr(config.parallel, name, 1) for name in COLUMNS}
     row |= {"microbatch": 1, "data": 4, "recompute": 0, "schedule": SCHEDULES.index("interleaved")}
     row |= {"expert_tensor": 1, "data_replicate": 1}
     candidate = Candidates(**{name: np.array([value]) for name, value in row.items()})
@@ -287,7 +289,7 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
             generate(name, ranks, chunks, many), ActionCosts(*times).divide_by_chunks(chunks)
         )
         bubbles = estimate_bubble_seconds(
-            ones_array * SCHEDULES.index(name), sizes, PassTimes(*times)
+            ScheduleColumn((NAMED_SCHEDULES[name],), 0 * ones_array), sizes, PassTimes(*times)
         )
         assert float(bubbles[0]) == pytest.approx(float(timeline.time) - many * sum(times))
 
@@ -312,13 +314,12 @@ def list_candidates(model, world):
 def test_estimates_of_many_are_near_the_prediction_of_each(model):
     rows = list_candidates(model, 32)
     config = make_config(model)
-    names = [field.name for field in fields(Candidates)]
     many = estimate(config, CLUSTER, CONSTANTS_H100, Candidates(*rows.T))
     assert len(many.step_seconds) == len(rows)
     assert np.allclose(sum(many.breakdown.values()), many.step_seconds)
     errors, memory = [], []
     for place in range(0, len(rows), 7):
-        row = dict(zip(names, map(int, rows[place]), strict=True))
+        row = dict(zip(COLUMNS, map(int, rows[place]), strict=True))
         train = {"microbatch": row.pop("microbatch"), "recompute": RECOMPUTE[row.pop("recompute")]}
         row["schedule"] = SCHEDULES[row["schedule"]]
         exact = predict_step(make_config(model, train, **row), 32)

@@ -7,11 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError
-from megaframe.schedule import SCHEDULE_NAMES, Action, ActionKind, find_schedule_mistakes, generate
+from megaframe.schedule import (
+    NAMED_SCHEDULES,
+    SCHEDULE_NAMES,
+    Action,
+    ActionKind,
+    PipelineSizes,
+    find_schedule_mistakes,
+    generate,
+)
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import ActionCosts
-from megaframe.schedule.limits import SCHEDULE_LIMITS
-from megaframe.schedule.named import GENERATORS, count_min_live_activations
 from megaframe.schedule.simulate import simulate
 
 RANKS = (2, 4, 8, 16)
@@ -134,16 +140,20 @@ def test_stages_lie_in_loops_or_in_a_v():
         assert generate(name, 3, 2, 3).rank_of == (0, 1, 2, 2, 1, 0)
 
 
-@given(st.sampled_from(list(GENERATORS)), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20))
+@given(
+    st.sampled_from(list(NAMED_SCHEDULES)), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20)
+)
 def test_every_schedule_passes_the_checker(name, ranks, chunks, additional):
-    limits = SCHEDULE_LIMITS[name]
+    named = NAMED_SCHEDULES[name]
+    limits = named.limits
     chunks = limits.find_nearest_chunks(chunks)
     microbatches = additional + (ranks if limits.needs_full_pipeline else 1)
     assert find_schedule_mistakes(name, ranks, chunks, microbatches) == []
     schedule = generate(name, ranks, chunks, microbatches)
     check(schedule)
     peak = max(simulate(schedule, ActionCosts()).peak_activations)
-    assert count_min_live_activations(name, ranks, chunks, microbatches) <= peak
+    assert named.count_live(PipelineSizes(ranks, chunks, microbatches)) == peak * chunks
+    assert named.build(PipelineSizes(ranks, chunks, microbatches)) == schedule
     assert schedule.microbatches == microbatches
     assert [len(schedule.list_stages(rank)) for rank in range(ranks)] == [chunks] * ranks
 
@@ -184,5 +194,6 @@ def test_groups_are_refused_where_they_would_stop_or_mean_nothing():
         generate("1f1b", 4, 1, 8, group=4)
 
 
-def test_every_name_has_limits_and_a_generator():
-    assert (*GENERATORS, "search") == SCHEDULE_NAMES
+def test_every_name_is_of_one_entry():
+    assert (*NAMED_SCHEDULES, "search") == SCHEDULE_NAMES
+    assert all(name == schedule.name for name, schedule in NAMED_SCHEDULES.items())

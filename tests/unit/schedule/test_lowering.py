@@ -3,16 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaframe.schedule import ActionKind, generate, lower
+from megaframe.schedule import NAMED_SCHEDULES, ActionKind, generate, lower
 from megaframe.schedule.check import check
-from megaframe.schedule.limits import SCHEDULE_LIMITS
 
-ORDERS = [name for name in SCHEDULE_LIMITS if name != "search"]
+ORDERS = [*NAMED_SCHEDULES]
 
 
 def find_nearest_size(name, ranks, chunks, additional):
     """Return a size close to the drawn one for which the schedule exists."""
-    return ranks, SCHEDULE_LIMITS[name].find_nearest_chunks(chunks), ranks + additional
+    return ranks, NAMED_SCHEDULES[name].limits.find_nearest_chunks(chunks), ranks + additional
 
 
 def test_reduction_is_posted_before_the_last_backward_and_the_update_is_last():

@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError
-from megaframe.schedule import find_schedule_mistakes, generate, lower
+from megaframe.schedule import NAMED_SCHEDULES, find_schedule_mistakes, generate, lower
 from megaframe.schedule.building_blocks import list_ranks_by_stage
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.event_simulation import encode_schedule
 from megaframe.schedule.greedy import GreedyPolicy, SchedulingProblem, schedule_greedily
-from megaframe.schedule.named import GENERATORS
 from megaframe.schedule.search import BUDGET, POLICIES, generate_named_candidates
 from megaframe.schedule.simulate import simulate
 
@@ -46,7 +45,7 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
     assert schedule.microbatches == microbatches
     if placement is not None:
         assert schedule.rank_of == list_ranks_by_stage(ranks, chunks, placement)
-    for name in GENERATORS:
+    for name in NAMED_SCHEDULES:
         if find_schedule_mistakes(name, *size):
             continue
         other = generate(name, *size)
@@ -81,7 +80,7 @@ def test_no_policy_stops_or_breaks_a_limit_however_tight(problem, placement, pol
 def test_every_named_schedule_that_fits_is_a_candidate():
     for chunks in (1, 2, 3):
         size = (4, chunks, 9)
-        possible = [name for name in GENERATORS if not find_schedule_mistakes(name, *size)]
+        possible = [name for name in NAMED_SCHEDULES if not find_schedule_mistakes(name, *size)]
         steps = [encode_schedule(generate(name, *size)).steps for name in possible]
         assert [encoded.steps for encoded in generate_named_candidates(*size, 9)] == steps
 
