@@ -27,6 +27,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 import numpy as np
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything (such as transformers) imports Triton
@@ -74,7 +75,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank_file)
 
 
-_LONG = {"end_to_end", "parity", "published", "stores", "support", "tools", "training"}
+_LONG = {"end_to_end", "parity", "published", "convert", "stores", "support", "tools", "training"}
 """Folders of files that take long, also because they wait for processes."""
 
 
@@ -82,6 +83,23 @@ def rank_file(item):
     """Return which files come earlier: the lower, the earlier."""
     documents = item.path.name == "test_documents.py"
     return 0 if documents else 1 if item.path.parent.name in _LONG else 2
+
+
+_SHARED_STARTS = {"transformers": "/convert/", "stand-ins for GPUs": "/test_fake_"}
+"""What takes seconds to load or start, and what is in the paths of all files that need it."""
+
+
+class FilesOfOneStart(LoadFileScheduling):
+    """Gives files that start the same thing to one worker, as if they were one file."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return next((name for name, part in _SHARED_STARTS.items() if part in file), file)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Have `--dist loadfile` start things once."""
+    return FilesOfOneStart(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish():

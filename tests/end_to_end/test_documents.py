@@ -103,6 +103,7 @@ def begun(clone):
     return clone
 
 
+@pytest.mark.slow
 def test_the_first_command_of_the_readme_works(begun):
     assert README[0] == "make demo"
     assert (begun / "runs/demo/metrics.jsonl").read_text().count("\n") == 5

@@ -61,6 +61,7 @@ def test_a_mixer_goes_on_under_other_layouts_on_documents(name, pool, overrides,
     assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_torch_module_goes_on_under_another_layout_on_documents(pool, overrides, tmp_path):
     """Its parameters and their optimizer state are in checkpoints like all others."""
     extension = {

@@ -130,6 +130,7 @@ def test_a_ring(both):
     both(2, parallel__context=2, train__eval_every=3)
 
 
+@pytest.mark.slow
 def test_a_graph_of_several_communicators(both):
     both(
         4,

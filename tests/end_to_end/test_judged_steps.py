@@ -126,6 +126,7 @@ def test_a_run_gives_up_after_many_bad_steps_in_a_row(run, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
     """The step with the bad data trains on the next data instead."""
     keys = {"train__steps": 40, "train__global_batch": 32, "train__microbatch": 8}

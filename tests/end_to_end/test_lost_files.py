@@ -15,6 +15,7 @@ from fault_runs import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_run_folder_alone_does_not_end_the_run(overrides, tmp_path):
     run, saved = tmp_path / "run", tmp_path / "saved"
     run.mkdir()

@@ -4,6 +4,7 @@ never had any starts from scratch and keeps its earlier records."""
 import shutil
 import signal
 
+import pytest
 from entry_runs import read_lines, read_losses
 from fault_runs import log, main, send_signal
 
@@ -27,6 +28,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(pool, overrides, capsys, tm
     assert pool.run(2, main, keys) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(pool, overrides, tmp_path):
     run, keys = tmp_path / "run", overrides(**{**KEYS, "checkpoint__every": 0})
     for ended in range(2):

@@ -21,6 +21,7 @@ from megaframe.inference.generation import load_stage
 EVERY = {"optim__schedule": "constant", "checkpoint__every": 6, "train__precision": "fp32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optim",
     [

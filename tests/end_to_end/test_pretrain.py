@@ -129,6 +129,7 @@ def wait_for_lines(path, count, process):
     # On a fast machine the run may have ended; then nothing is killed, and the curves agree anyway.
 
 
+@pytest.mark.slow
 def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     """The order of the data does not depend on the length of the run."""
     constant = {"optim__schedule": "constant", "checkpoint__every": 6}
@@ -310,6 +311,7 @@ def test_a_checkpoint_from_before_a_key_was_there(pool, overrides, tmp_path):
     pool.run(1, train, overrides(**warm))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_data_has_moved(pool, overrides, corpus, tmp_path):
     pool.run(1, train, overrides(run__dir=tmp_path / "whole"))
     keys = {"checkpoint__every": 6, "checkpoint__resume": "latest"}

@@ -51,7 +51,6 @@ LAYOUTS = {
 """By name: ranks, and keys of `parallel` and of `train`."""
 QUICK = [
     ("convolution", "tensor, selective"),
-    ("gpt-oss", "zero 3"),
     ("every role", "tensor"),
     ("every role", "zero 3"),
     ("token-wise", "context"),

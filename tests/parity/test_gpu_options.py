@@ -80,6 +80,7 @@ def test_offload_without_anything_to_move_is_refused():
 
 
 # Pieces are compiled without the collectives between them, so one rank shows them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "tensor"), [slow("none", 2), ("selective", 1), slow("selective", 2)]
 )

@@ -164,6 +164,7 @@ def copy_late(background, tiles, copy):
 plain_copy = BackgroundCopier._copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [slow(1), 3])
 @pytest.mark.parametrize("first", [slow(train), train_away])
 def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, tmp_path):

@@ -132,6 +132,7 @@ def test_the_page_tells_the_constants():
     assert (PAGE.parent / re.search(r"\]\(((?:\.\./)images/.*?)\)", text)[1]).exists()
 
 
+@pytest.mark.slow
 def test_rows_of_vtrain_on_one_node_are_computed():
     """The page says so, because these rows agree more closely than measured runs do."""
     start, end = "12 layers of 1024, ", " on 8, 1 a pass, t8 d1 p1"

@@ -276,6 +276,7 @@ def read_traces(tab, panel):
     ]
 
 
+@pytest.mark.slow
 def test_every_series_of_a_chart_has_its_own_colour_that_stays_with_its_name(visit, tmp_path):
     axes = ("world", "data", "tensor", "context", "pipeline", "expert", "expert_tensor")
     all_lines = list(make_lines(30))
@@ -298,6 +299,7 @@ def test_every_series_of_a_chart_has_its_own_colour_that_stays_with_its_name(vis
         assert colours["many", "bytes"][axis] == colours["many", "time"][f"communication/{axis}"]
 
 
+@pytest.mark.slow
 def test_smoothing_is_an_average_without_bias_over_a_faint_curve(visit, tmp_path):
     run = RunFolder(write(tmp_path / "run", make_lines(40)))
     tab = visit(write_page(tmp_path, [run]), viewport=SMALL)

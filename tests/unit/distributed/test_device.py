@@ -29,6 +29,7 @@ def test_no_thread_of_a_rank_takes_the_processor_of_another(pool):
         assert set(policies) == {os.SCHED_BATCH}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="pages of Linux")
 def test_large_tensors_of_a_run_on_a_cpu_lie_on_whole_pages():
     """torch can give them huge pages only if it knows of it before its first tensor, so nothing

@@ -146,6 +146,7 @@ def read(folder):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
 
 
+@pytest.mark.slow
 def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
     keys = overrides(
         train__steps=LAST + 1,

@@ -141,6 +141,7 @@ def test_a_ramp_of_batches_is_respected():
     validate_config(search(config, 64, CLUSTER, CONSTANTS).best.config, 64, data=False)
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
     model = {**DENSE, "layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672}
     config = make_config(model, 64)

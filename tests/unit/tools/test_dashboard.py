@@ -21,6 +21,7 @@ def run_tool(monkeypatch, *words):
     runpy.run_path(str(ROOT / "tools/dashboard.py"), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, monkeypatch, capsys):
     pytest.importorskip("wandb")
     pytest.importorskip("plotly")
