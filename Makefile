@@ -20,8 +20,8 @@ VERSIONS := torch==2.11.0 triton==3.6.0 numpy
 NEWER_PYTHON ?= $(firstword $(shell for python in python3.12 "$$(pyenv root 2> /dev/null)"/versions/3.12*/bin/python \
 	$(PYTHON); do "$$python" -c 'import venv' 2> /dev/null && echo "$$python"; done))
 # Tests of what runs on a GPU and of what differs between versions.
-VERSION_TESTS := tests/unit/kernels tests/parity/test_kernels.py tests/parity/test_graphs.py \
-	tests/parity/test_shared.py tests/unit/support/test_fake_cuda.py tests/unit/support/test_fake_nccl.py \
+VERSION_TESTS := tests/unit/kernels tests/parity/test_kernels.py tests/parity/test_cuda_graph_replay.py \
+	tests/parity/test_shared_device.py tests/unit/support/test_fake_cuda.py tests/unit/support/test_fake_nccl.py \
 	tests/end_to_end/test_fake_gpu_runs.py tests/end_to_end/test_fake_gpu_faults.py
 
 # What is imported is compiled once and not in every process, also where the environment turns that off.

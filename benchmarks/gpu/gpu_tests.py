@@ -14,7 +14,7 @@ from typing import Any
 
 from time_limit import LAST, ROOT, TimedResult, run_limited
 
-_ON_A_GPU = "test_graphs.py::test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph"
+_ON_A_GPU = "test_cuda_graph_replay.py::test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph"
 _NO_TESTS = 5
 """Exit status of pytest that found none, as in a shard of fewer tests than there are shards."""
 
@@ -51,7 +51,7 @@ TESTS = {
     "kernels": Tests(["tests/unit/kernels"], "tests/unit/kernels/test_spans.py", None),
     "graphs": Tests([f"tests/parity/{_ON_A_GPU}"], f"tests/parity/{_ON_A_GPU}"),
     # Ranks that share the GPU.
-    "layouts": Tests(["tests/parity/test_shared.py"], f"tests/parity/{_ON_A_GPU}"),
+    "layouts": Tests(["tests/parity/test_shared_device.py"], f"tests/parity/{_ON_A_GPU}"),
 }
 
 

@@ -1,7 +1,7 @@
 """The promise that layout never changes the answer, and the options of a config that break it.
 
 docs/design.md has the same list with the measured effect of each option;
-`tests/parity/test_exceptions.py` compares both with real runs.
+`tests/parity/test_invariance.py` compares both with real runs.
 """
 
 from __future__ import annotations

@@ -228,7 +228,9 @@ def test_a_loss_and_transforms_are_those_of_one_rank(
 
 
 @pytest.mark.slow
-def test_they_continue_under_another_layout(pool, overrides, tmp_path, expected_losses):
+def test_a_loss_and_transforms_continue_under_another_layout(
+    pool, overrides, tmp_path, expected_losses
+):
     keys = {**PARTS, "checkpoint__every": 2}
     first = {**keys, "train__steps": 2, "parallel__tensor": 2}
     pool.run(2, train, overrides(**first))

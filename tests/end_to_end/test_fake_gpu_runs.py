@@ -118,7 +118,7 @@ def test_expert_ranks(both):
     )
 
 
-def test_pipeline(both, tmp_path):
+def test_pipeline_ranks_train_as_on_a_cpu(both, tmp_path):
     both(2, parallel__pipeline=2, train__eval_every=3, checkpoint__every=2)
     log = (tmp_path / "run/run.log").read_text()
     assert "nccl: CUDA_DEVICE_MAX_CONNECTIONS=8, as the layout has 6 streams" in log
@@ -126,7 +126,7 @@ def test_pipeline(both, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_ring(both):
+def test_ring_context_ranks_train_as_on_a_cpu(both):
     both(2, parallel__context=2, train__eval_every=3)
 
 

@@ -79,7 +79,7 @@ def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, ex
         slow({"pipeline": 2}, "sgd", 3),
     ],
 )
-def test_others_too_with_a_tied_embedding(optim, parallel, zero, pool, expected):
+def test_a_tied_embedding_is_that_of_one_process(optim, parallel, zero, pool, expected):
     assert_same_result(pool, expected, "gpt2", optim, 4, {**parallel, "zero": zero}, 1)
 
 

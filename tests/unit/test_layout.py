@@ -175,7 +175,7 @@ def test_questions_without_an_answer_raise(ask):
         ask(Layout(tensor=2, data=4, expert=2))
 
 
-def test_text():
+def test_layout_as_text():
     assert str(Layout()) == "1 rank"
     assert str(Layout(tensor=2, data=4)) == "8 ranks = tensor 2 \N{MULTIPLICATION SIGN} data 4"
     assert str(Layout(data=4, expert=2, data_replicate=2)) == (

@@ -89,7 +89,7 @@ def test_what_is_missing_is_said_first(node):
 
 
 @pytest.mark.slow
-def test_it_runs_with_what_an_image_with_torch_has(node, tmp_path):
+def test_the_check_runs_with_what_an_image_with_torch_has(node, tmp_path):
     write_wheels(node.checkout / ".wheels")
     steps = ("smoke", "products", "graphs", "constants")
     process = node("--seconds", "3600", "--write", str(tmp_path), "--steps", *steps)

@@ -175,7 +175,7 @@ def test_a_lock_that_is_renewed_is_not_waited_for(take_lock, home, monkeypatch):
     freeing.join()
 
 
-def test_it_is_renewed_and_returns_with_a_folder_that_was_deleted(take_lock, tmp_path):
+def test_a_lock_is_renewed_and_returns_with_a_folder_that_was_deleted(take_lock, tmp_path):
     home = tmp_path / "run"
     home.mkdir()
     lock, _ = take_lock(home)

@@ -275,7 +275,7 @@ class TestReadingBack:
         monkeypatch.setattr(os, "pwrite", write)
 
     @pytest.mark.parametrize("step", [1, 3])
-    def test_it_is_named_and_all_checkpoints_before_stay(self, step, tmp_path, lying):
+    def test_a_damaged_file_is_named_and_all_checkpoints_before_stay(self, step, tmp_path, lying):
         """`latest` names the new checkpoint until it is read back and withdrawn. The save of step 1
         replaces a checkpoint, and is not the newest."""
         ranks = [[make_slice("a", torch.full((5000,), 7.0))], [make_slice("b", torch.ones(3))]]

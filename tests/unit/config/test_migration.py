@@ -117,7 +117,7 @@ def test_a_foreign_name_is_known_however_it_is_given(name, expected):
         load(None, [f"{name}=1"])
 
 
-def test_it_is_known_in_a_file_and_inside_a_list_too(tmp_path):
+def test_a_foreign_name_is_known_in_a_file_and_inside_a_list_too(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("model: {n_embd: 64}\ndata: {sources: [{path: x, data_path: y}]}\n")
     with pytest.raises(UserError) as refusal:
@@ -158,6 +158,6 @@ def test_a_checkpoint_with_former_keys_says_the_same(saved, upgraded):
     assert upgrade_keys({"parallel": "nonsense"}) == {"parallel": "nonsense"}
 
 
-def test_other_names_are_not():
+def test_a_name_of_no_program_is_not_translated():
     for name in ("model.layer", "", "stage", "-", "..."):
         assert translate_setting(name) is None

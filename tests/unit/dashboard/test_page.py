@@ -133,7 +133,7 @@ def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_pa
 
 
 @pytest.mark.slow
-def test_it_is_useful_without_a_mouse(visit, tmp_path):
+def test_the_page_is_useful_without_a_mouse(visit, tmp_path):
     tab = visit(write_page(tmp_path, [RunFolder(write(tmp_path / "run", make_lines(60)))]))
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.className") == "skip"

@@ -147,7 +147,7 @@ class TestOpenFiles:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
-    def test_so_is_that_of_the_launcher(self):
+    def test_the_soft_limit_of_the_launcher_is_raised(self):
         program = "import resource, sys; sys.stdin.read(); print(resource.getrlimit(7))"
         command = [sys.executable, "-I", "-S", "-c", program]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

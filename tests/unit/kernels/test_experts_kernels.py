@@ -68,7 +68,7 @@ def order_of(tokens, k, experts, seed=0, skipped=()):
     k=st.integers(1, 3),
     experts=st.integers(3, 40),
 )
-def test_order(seed, tokens, k, experts):
+def test_expert_order_of_random_choices(seed, tokens, k, experts):
     chosen, order = order_of(tokens, k, experts, seed)
     actual = expert_order.launch_order(chosen, experts)
     for output, exact in zip(actual, (order.order_P, order.places_TK, order.ends_E), strict=True):

@@ -38,7 +38,7 @@ def test_strided_low_precision_and_zeros(dtype, block):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_empty(block):
+def test_quantise_of_an_empty_tensor(block):
     actual, _ = quantize.run_triton(torch.empty(0, 5), block=block)
     assert actual.shape == (0, 5)
 

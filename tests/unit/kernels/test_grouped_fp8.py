@@ -52,7 +52,7 @@ def test_every_expert_has_a_scale_of_its_own(counts, dtype):
 @pytest.mark.parametrize("counts", FEW_COUNTS)
 @pytest.mark.parametrize("dtype", quantize.TYPES)
 @pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
-def test_columns(counts, dtype, sharing):
+def test_columns_are_quantized_as_each_expert_alone(counts, dtype, sharing):
     x = make_random(sum(counts), 75, scale=30.0)
     assert is_same("quantise_columns", x, compute_ends(counts), dtype, sharing)
 
@@ -139,7 +139,7 @@ def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
         ((129, 0, 127, 31), 128, 400),
     ],
 )
-def test_product(dtype, blocks, counts, outputs, inputs):
+def test_grouped_product_in_8_bits_is_that_of_fp64(dtype, blocks, counts, outputs, inputs):
     operands = make_operands(counts, outputs, inputs, blocks)
     actual = choose_kernel("grouped_scaled_product", *operands, dtype)(*operands, dtype)
     expected = grouped_fp8.run_reference(*operands, torch.float64)
@@ -192,7 +192,7 @@ def test_places_beyond_the_last_expert_are_zero():
 
 @pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 @pytest.mark.parametrize("counts", [*map(slow, COUNTS[:4]), COUNTS[4], slow(COUNTS[5])])
-def test_gradient(sharing, counts):
+def test_grouped_gradient_in_8_bits_is_that_of_fp64(sharing, counts):
     ends = compute_ends(counts)
     dy, x = make_random(sum(counts), 144), make_random(sum(counts), 75, seed=1)
     wide = torch.float8_e5m2 if sharing == "expert" else torch.float8_e4m3fn

@@ -131,7 +131,7 @@ QUICK += ("grouped_product", "grouped_gradient_", "quantise", "grouped_scaled_pr
 
 
 @pytest.mark.parametrize("name", mark_slow(CASES, except_for=QUICK))
-def test_operator(name):
+def test_operator_passes_the_checks_of_torch_library(name):
     arguments = CASES[name]()
     narrow = [
         x for x in arguments if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn

@@ -135,7 +135,7 @@ def test_a_run_without_steps_has_no_summary(print_lines):
         (float("inf"), "n/a"),
     ],
 )
-def test_durations(seconds, text):
+def test_durations_as_text(seconds, text):
     assert format_duration(seconds) == text
 
 

@@ -22,7 +22,7 @@ def test_losses_and_mfu_are_the_whole(parts, mfu, recompute, stragglers):
     assert lost["bubble"] * seconds == pytest.approx(parts["bubble"])
 
 
-def test_by_hand():
+def test_waterfall_by_hand():
     parts = {"compute": 6.0, "bubble": 1.0, "communication/data": 3.0}
     lost = attribute_losses(parts, mfu=0.3, recompute=0.25, stragglers=1.0)
     expected = {"kernels": 0.15, "recompute": 0.15, "bubble": 0.1, "communication/data": 0.2}

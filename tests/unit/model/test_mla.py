@@ -53,7 +53,7 @@ def test_equal_strengths_scale_scores_and_not_the_rotated_part(mscale):
     assert found == near((1 + 0.1 * mscale * math.log(40)) ** 2, 8)
 
 
-def test_other_strengths_are_divided():
+def test_different_strengths_are_divided():
     _, factor = compute_frequencies(
         describe_block(make_yarn_config(mscale=0.5, mscale_all_dim=0.8), 0).mixer.rotary
     )

@@ -101,7 +101,7 @@ def test_layouts_that_leave_scales_alone_do_not_change_the_answer(scaling, paral
 
 
 @pytest.mark.parametrize("scaling", [slow("tensor"), "row", slow("block")])
-def test_it_learns_as_bf16_does(scaling, build):
+def test_fp8_learns_as_bf16_does(scaling, build):
     """On a language whose next token can be predicted, both losses fall equally fast."""
     finals = {}
     for fp8 in ("none", scaling):

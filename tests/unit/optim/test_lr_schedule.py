@@ -29,7 +29,7 @@ def test_warm_up_is_linear_and_never_zero(kind):
         ("inverse_sqrt", None, {1: 1.0, 4: 0.5, 25: 0.2, 1000: 0.1}),
     ],
 )
-def test_landmarks(kind, decay, points):
+def test_learning_rate_at_landmarks(kind, decay, points):
     optim = OptimConfig(schedule=kind, lr=1.0, min_lr=0.1, decay=decay)
     assert {u: compute_learning_rate(optim, u, 100) for u in points} == pytest.approx(points)
 

@@ -50,6 +50,6 @@ def test_precisions_start_from_the_same_draw():
     assert torch.equal(draw_whole(spec, dtype=torch.float32).double(), draw_whole(spec))
 
 
-def test_constant():
+def test_constant_initialization():
     spec = ParamSpec("gain", (4,), Constant(1.5), role="gain")
     assert draw_whole(spec).tolist() == [1.5] * 4

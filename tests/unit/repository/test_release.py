@@ -106,7 +106,7 @@ def test_the_version_stands_in_one_place_and_is_in_the_changes(wheel):
 
 
 @pytest.mark.slow
-def test_it_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_path):
+def test_a_wheel_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_path):
     """Only megaframe is installed there; other packages are this environment's, to save minutes."""
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh/bin/python"

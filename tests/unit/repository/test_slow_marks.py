@@ -24,17 +24,18 @@ ALL_SLOW = {
 """Files without a quick test: a training run until experts are balanced, and engines, which may not
 be installed: a cluster of Ray, and one of Slurm, which holds a job for a minute before it runs it
 again."""
+SCHEDULES = "parity/test_pipeline_parallel.py::test_schedules_do_not_change_the_answer"
 PARITY = "parity/test_{}.py::test_layouts_do_not_change_the_answer"
 SHOWN_BY = {
-    "parallel.schedule": ("parity/test_pipeline.py::test_schedules_do_not_change", "schedule"),
-    "parallel.context_kind": (PARITY.format("context"), "context_kind"),
-    "parallel.dispatch": (PARITY.format("experts"), "dispatch"),
+    "parallel.schedule": (SCHEDULES, "schedule"),
+    "parallel.context_kind": (PARITY.format("context_parallel"), "context_kind"),
+    "parallel.dispatch": (PARITY.format("expert_parallel"), "dispatch"),
     "parallel.zero": ("parity/test_zero.py::test_stages_do_not_change_the_answer", "zero"),
-    "parallel.compress": ("parity/test_compress.py", "compress"),
+    "parallel.compress": ("parity/test_gradient_compression.py", "compress"),
     "train.precision": ("end_to_end/test_pretrain.py::test_every_precision_learns", "precision"),
-    "train.recompute": (PARITY.format("tensor"), "recompute"),
+    "train.recompute": (PARITY.format("tensor_parallel"), "recompute"),
     "train.fp8": ("unit/ops/test_fp8.py::test_layouts", "scaling"),
-    "optim.name": ("parity/test_optimizers.py::test_others_too", "optim"),
+    "optim.name": ("parity/test_optimizers.py::test_a_tied_embedding", "optim"),
     "optim.state": ("parity/test_optimizers.py::test_fewer_bits", "state"),
 }
 """The test whose cases have every value of a key but its default, and the value's name in them."""

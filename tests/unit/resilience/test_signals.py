@@ -196,7 +196,7 @@ def end_launcher_and_break(trainer):
 
 
 @pytest.mark.slow
-def test_so_do_ranks_that_begin_again_without_the_launcher_that_started_them(overrides, tmp_path):
+def test_ranks_that_begin_again_without_their_launcher_save_and_end(overrides, tmp_path):
     keys = overrides(train__steps=12, parallel__pipeline=2, checkpoint__resume="latest")
     names = {"TORCHELASTIC_RUN_ID": "1"}
     arguments = tmp_path, [*list_rank_environments(2)], end_launcher_and_break

@@ -201,7 +201,7 @@ def test_a_send_after_what_waits_for_its_answer_is_a_deadlock():
         ),
     ],
 )
-def test_refusals(text, cell, words):
+def test_checker_refuses_and_marks_the_cell(text, cell, words):
     schedule = schedule_of(text)
     assert find_marked(schedule) == cell
     with pytest.raises(UserError, match=re.escape(words)):

@@ -28,7 +28,7 @@ def test_anything_else_is_refused(text):
         parse_action(text)
 
 
-def test_lanes():
+def test_lanes_of_actions():
     lanes = [kind.lane for kind in ActionKind]
     assert lanes == [*["compute"] * 3, "send", "recv", "send", "recv", "grad", "compute"]
 

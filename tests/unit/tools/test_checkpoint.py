@@ -172,7 +172,7 @@ def test_numbers_that_are_none_are_not_the_same_as_numbers(tmp_path, capsys, mon
 
 @settings(max_examples=15)
 @given(st.integers(1, 6))
-def test_other_files_hold_the_same(files):
+def test_resharding_writes_the_same_tensors_into_other_files(files):
     with TemporaryDirectory() as name:
         folder = Path(name)
         rows = [cut_slice("a", WEIGHT, ((row, 0), (1, 10))) for row in range(6)]

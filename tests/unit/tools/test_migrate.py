@@ -90,7 +90,7 @@ def test_a_file_becomes_a_config_that_loads_and_is_planned(program, tmp_path, mo
     assert f"layers: {config.model.layers}\n" in output
 
 
-def test_it_writes_nothing_and_says_what_is_left(tmp_path, monkeypatch, capsys):
+def test_migrate_without_output_writes_nothing_and_says_what_is_left(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("train.sh").write_text(SCRIPT)
     status, output, errors = call(tool.main, monkeypatch, capsys, "megatron", "train.sh")

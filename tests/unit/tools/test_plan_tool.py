@@ -45,7 +45,7 @@ def test_json_of_a_layout_has_the_keys_and_adds_up():
     assert printed_plan["layout"]["data"] == 8
 
 
-def test_it_needs_no_torch():
+def test_the_planner_needs_no_torch():
     code = (
         "import runpy, sys; sys.modules['torch'] = None; "
         "sys.argv = ['plan.py', '--config', 'configs/demo.yaml', '--gpus', '4', '--search', "

@@ -1,5 +1,5 @@
 """CUDA graphs of a run: how many it keeps, when it drops them, what watch and meter are told, and
-where graphs are refused. parity/test_graphs.py tests the results of recorded steps.
+where graphs are refused. parity/test_cuda_graph_replay.py tests the results of recorded steps.
 """
 
 import pytest

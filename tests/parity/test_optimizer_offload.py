@@ -53,7 +53,7 @@ def assert_offload_changes_no_bit(pool, ranks, *sections):
 
 
 @pytest.mark.parametrize(("optim", "zero"), mark_slow(CASES, except_for=QUICK))
-def test_no_bit_is_another(optim, zero, pool):
+def test_offload_of_state_changes_no_bit(optim, zero, pool):
     train = {"precision": "bf16", "microbatch": 2}
     assert_offload_changes_no_bit(pool, 2, MODEL, train, {"zero": zero}, OPTIMIZERS[optim])
 
@@ -70,12 +70,12 @@ MOE = {"activation": "swiglu", "moe": {"experts": 4, "ffn": 8, "balance": "bias"
         (MOE, {"expert": 2, "zero": 3}),
     ],
 )
-def test_nor_under_other_layouts(model, parallel, pool):
+def test_offload_of_state_changes_no_bit_under_other_layouts(model, parallel, pool):
     assert_offload_changes_no_bit(pool, 4, model, {**FEW, "precision": "fp16"}, parallel, {})
 
 
 @pytest.mark.parametrize("zero", [slow(0), 3])
-def test_nor_with_the_fused_kernel(zero, pool):
+def test_offload_of_state_changes_no_bit_with_the_fused_kernel(zero, pool):
     model = {**MODEL, "layers": 1, "hidden": 16}
     train = {"precision": "bf16", "microbatch": 4}
     assert_offload_changes_no_bit(pool, 2, model, train, {"zero": zero}, {}, {"update": "triton"})
