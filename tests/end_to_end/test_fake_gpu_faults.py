@@ -94,7 +94,7 @@ PACED = {
 @pytest.mark.parametrize(
     ("pace", "expected"),
     [
-        pytest.param((1e3, 5e3, 1e3, 20e3), {"1"}, id="device"),
+        slow((1e3, 5e3, 1e3, 20e3), {"1"}, id="device"),
         pytest.param((1e3, 5e3, 4e3, 5e3), set(), id="hidden-host"),
         slow((1e3, 5e3, 40e3, 5e3), {"1"}, id="host"),
     ],

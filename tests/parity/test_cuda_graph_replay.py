@@ -230,8 +230,8 @@ def count_ranks(case):
     return case[2].get("data", 1) * case[2].get("tensor", 1)
 
 
-# One rank, and the collectives of data ranks.
-@pytest.mark.parametrize("name", mark_slow(CASES, except_for=["documents", "zero 3"]))
+# The quick one has the collectives of data ranks.
+@pytest.mark.parametrize("name", mark_slow(CASES, except_for=["zero 3"]))
 def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
     if CASES[name][4] and torch.cuda.is_available():
         pytest.skip("where there is a GPU, kernels are not interpreted")

@@ -50,7 +50,7 @@ IN_8_BITS |= {"router", *LOCAL}
 RING = {"context": 2}
 CASES = [
     slow("gpt2", 1, {}, "selective", ALWAYS),
-    ("llama", 2, {"tensor": 2, "zero": 2}, "full", ALWAYS | {"rotary"}),
+    slow("llama", 2, {"tensor": 2, "zero": 2}, "full", ALWAYS | {"rotary"}),
     slow("windows", 1, {}, "full", ALWAYS | {"rotary"}),
     ("windows", 2, RING, "none", ALWAYS | {"rotary", "attention_backward"}),
     ("moe", 1, {}, "none", ALWAYS | EXPERTS | LOCAL),

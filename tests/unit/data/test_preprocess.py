@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import is_running, wait_until
 from preprocess_runs import decode_documents, interrupt_run, run
+from slow_cases import slow
 
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.preprocessing import decompress, input_shards, preprocess
@@ -151,7 +152,7 @@ def test_marks_and_lone_surrogates_do_not_stop_a_run(tmp_path):
     assert decode_documents(tmp_path / "out") == ["a😀", "b\ufffd"]
 
 
-@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.zst", "c.parquet", "c.csv"])
+@pytest.mark.parametrize("name", ["c.jsonl", slow("c.jsonl.zst"), "c.parquet", slow("c.csv")])
 def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
     documents = [f"document {n} " * (n % 7) for n in range(300)]
     path = write_as(tmp_path / name, documents)

@@ -63,10 +63,10 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "sections"),
     [
-        *(slow(*WORLDS[0], {}), slow(*WORLDS[1], {}), (*WORLDS[2], {}), slow(*WORLDS[3], {})),
+        *(slow(*WORLDS[0], {}), slow(*WORLDS[1], {}), slow(*WORLDS[2], {}), slow(*WORLDS[3], {})),
         slow({**DENSE, "window": [1024] * 5 + [None]}, 64, 256, {}),
         (*WORLDS[1], {"optim": {"offload": True}}),
-        (*WORLDS[1], {"optim": {"name": "muon"}}),
+        slow(*WORLDS[1], {"optim": {"name": "muon"}}),
         (*WORLDS[1], {"parallel": {"compress": "topk"}}),
     ],
 )

@@ -5,6 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
@@ -310,7 +311,7 @@ def list_candidates(model, world):
     return np.array(rows)
 
 
-@pytest.mark.parametrize("model", [GPT, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [slow(GPT, id="dense"), pytest.param(MOE, id="experts")])
 def test_estimates_of_many_are_near_the_prediction_of_each(model):
     rows = list_candidates(model, 32)
     config = make_config(model)

@@ -66,7 +66,7 @@ class TestInterruptions:
         self.saved_with(server, s3, lambda method, path: None)
         assert set(server.puts.values()) == {1}
 
-    @pytest.mark.parametrize("what", [slow(500), 503, "reset"])
+    @pytest.mark.parametrize("what", [slow(500), slow(503), "reset"])
     def test_only_the_part_that_broke_is_sent_again(self, server, s3, what):
         times = itertools.count()
         broken = "rank-00000.00005."
