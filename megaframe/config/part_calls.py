@@ -65,5 +65,5 @@ def describe_failure(part: object, error: BaseException) -> str:
     source = getattr(sys.modules.get(type(part).__module__), "__file__", None)
     # The code of the extension, not what it has called.
     frame = next((f for f in reversed(frames) if f.filename == source), frames[-1])
-    text = traceback.format_exception_only(error)[-1].strip()
+    text = " ".join(traceback.format_exception_only(error)[-1].split())
     return f"{frame.filename}:{frame.lineno}: {text}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from megaframe.config.section import Section
@@ -160,6 +161,22 @@ class CallbackPart(Part):
         """
 
 
+class SinkPart(Part):
+    """What takes the metrics of each step: an item of the list `meter.sinks`."""
+
+    @abstractmethod
+    def make_sink(self, config: Any, folder: Path, start_step: int) -> Any:
+        """Return the object that takes the lines: a `Sink` of `megaframe.extensions`. It is made on
+        the first rank only, at each start of the run.
+
+        Args:
+            config: The whole config.
+            folder: That of the run.
+            start_step: Steps that the run has already done; the next line is that of the step
+                after.
+        """
+
+
 class NormPart(Part):
     """A norm of the residual stream: the key `model.norm`."""
 
@@ -220,6 +237,7 @@ ROLES: dict[str, Role] = {
     "pipeline_schedule": Role(PipelineSchedulePart, "parallel.schedule", SCHEDULE_NAMES),
     "loss": Role(LossPart, "train.loss", ("cross_entropy",)),
     "data_transform": Role(DataTransformPart, "data.transforms"),
+    "sink": Role(SinkPart, "meter.sinks"),
     "callback": Role(CallbackPart, "run.callbacks"),
 }
 """By name."""

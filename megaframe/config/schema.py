@@ -16,7 +16,7 @@ from pydantic import Field
 from megaframe.config.model import ModelConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.parts import CallbackPart, DataTransformPart, LossPart
+from megaframe.config.parts import CallbackPart, DataTransformPart, LossPart, SinkPart
 from megaframe.config.registry import Extensible
 from megaframe.config.section import Fraction, NonNegative, Positive, Section
 
@@ -280,6 +280,8 @@ class MetricsConfig(Section):
     wandb: str | None = None
     """Weights & Biases project. Without an API key each start of the run is recorded offline, in
     `wandb` in the run folder, for `wandb sync` (docs/guides/dashboard.md)."""
+    sinks: tuple[Annotated[SinkPart, Extensible("sink")], ...] = ()
+    """Sinks of extensions, which also take the metrics of every step."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Dense peak of one device in TFLOP/s. Default: known chips by name; a CPU is measured."""
 

@@ -12,6 +12,7 @@ from megaframe.config.parts import (
     Part,
     PipelineSchedulePart,
     SchedulePart,
+    SinkPart,
 )
 from megaframe.config.registry import Registry
 from megaframe.extensions.callback import Callback, RunView
@@ -24,6 +25,7 @@ from megaframe.extensions.load import (
     load_with_extensions,
     refuse_missing_extensions,
 )
+from megaframe.extensions.sink import Sink, TextSample
 
 __all__ = [
     "ActivationPart",
@@ -40,6 +42,9 @@ __all__ = [
     "Registry",
     "RunView",
     "SchedulePart",
+    "Sink",
+    "SinkPart",
+    "TextSample",
     "add_extension_option",
     "find_mistakes",
     "load_config_of_run",

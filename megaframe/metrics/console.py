@@ -20,17 +20,18 @@ from rich.table import Table
 
 from megaframe.config import RunConfig
 from megaframe.config.batch_ramp import count_samples
+from megaframe.extensions.sink import Line, Sink, TextSample
 from megaframe.io.output_files import OutputFiles
 from megaframe.io.regular_file import open_append
 from megaframe.io.run_files import LOG_FILE, METRICS_FILE, SAMPLES_FILE
 from megaframe.io.untrusted import escape_unprintable
-from megaframe.metrics.sinks import Line, TextSample, open_growing, replace_nonfinite
+from megaframe.metrics.sinks import open_growing, replace_nonfinite
 from megaframe.metrics.totals import RunTotals
 
 _RECENT_STEPS = 50
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """Prints a line every `meter.every` steps and at the first and last step; its speeds are means
     since the previous line. With meter.console=quiet, steps are only in the run log. With json,
     each step is printed as an object on its own line, and so are notes and the summary.
@@ -81,9 +82,6 @@ class ConsoleSink:
         for sample in samples:
             text = f"step {step}: {sample.prompt!r} goes on {sample.text!r}"
             self._print(text, {"sample": {"step": step, **vars(sample)}})
-
-    def flush(self) -> None:
-        """Do nothing: every line is flushed when it is printed."""
 
     def rewind(self, step: int) -> None:
         """Begin the summary anew after `step`; what was printed stays."""

@@ -15,6 +15,7 @@ from typing import Any
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
+from megaframe.extensions.sink import Sink, TextSample
 from megaframe.io.output_files import OutputFiles
 from megaframe.metrics.console import ConsoleSink, print_note
 from megaframe.metrics.environment import write_environment
@@ -29,7 +30,7 @@ from megaframe.metrics.peak_flops import find_device_peak
 from megaframe.metrics.profiler import Profiler
 from megaframe.metrics.prometheus import PrometheusSink
 from megaframe.metrics.records import MetricValue, PendingReduction, ReduceType, StepRecords
-from megaframe.metrics.sinks import Sink, TextSample, open_sinks
+from megaframe.metrics.sinks import open_sinks
 from megaframe.metrics.step_breakdown import StepBreakdown
 from megaframe.metrics.timers import Part, PartTimer, StepTimeline, StepTimer
 from megaframe.metrics.trace import Tracer

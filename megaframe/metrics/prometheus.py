@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
 from http import HTTPStatus
 
 from megaframe.errors import UserError
+from megaframe.extensions.sink import Line, Sink
 from megaframe.io.http import LOOPBACK, PageServer
-from megaframe.metrics.sinks import Line, TextSample, flatten
+from megaframe.metrics.sinks import flatten
 
 
-class PrometheusSink:
+class PrometheusSink(Sink):
     """Serves /metrics until it is closed.
 
     Args:
@@ -46,17 +46,8 @@ class PrometheusSink:
         return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics is what there is\n"
 
     def write(self, line: Line) -> None:
-        """Serve this line from now on."""
+        """Serve this line from now on, also when the run goes back, until the next one."""
         self._text = to_exposition_format(line, self._run).encode()
-
-    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Do nothing: Prometheus takes numbers only."""
-
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: the line of a later step is served until the next one is written."""
 
     def close(self) -> None:
         """Stop listening."""

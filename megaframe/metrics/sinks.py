@@ -17,58 +17,23 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.extensions.sink import Line, Sink, TextSample
 from megaframe.io.output_files import GrowingFile, OutputFiles
 from megaframe.io.regular_file import replace_file
 from megaframe.io.run_files import METRICS_FILE, SAMPLES_FILE
 from megaframe.io.untrusted import open_file
 from megaframe.io.wandb_run import InvalidWandbId, start_wandb_run
-
-Line = Mapping[str, Any]
-"""The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""
-
-
-@dataclass(frozen=True)
-class TextSample:
-    """A text that the model has made during training.
-
-    Attributes:
-        prompt: What it was to continue; empty for a new document.
-        text: What follows the prompt.
-    """
-
-    prompt: str
-    text: str
-
+from megaframe.metrics.extension_sink import make_extension_sinks
 
 _ROWS = ("ranks", "experts/tokens")
 _LONGEST_LINE = 1 << 24
 """Bytes of the longest line that is read; one with rows of ten thousand ranks is a tenth of it."""
-
-
-class Sink(Protocol):
-    """Takes the lines of a run in the order of their steps."""
-
-    def write(self, line: Line) -> None:
-        """Take one step's line."""
-
-    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Take the samples of text of a step, after its line."""
-
-    def flush(self) -> None:
-        """Return when everything that was written would survive the end of this process."""
-
-    def rewind(self, step: int) -> None:
-        """Go back: the next line is that of the step after `step`."""
-
-    def close(self) -> None:
-        """Finish; nothing is written afterwards."""
 
 
 def open_sinks(config: RunConfig, start_step: int, files: OutputFiles) -> list[Sink]:
@@ -93,7 +58,7 @@ def open_sinks(config: RunConfig, start_step: int, files: OutputFiles) -> list[S
         from megaframe.metrics.prometheus import PrometheusSink
 
         sinks.append(PrometheusSink(config.meter.port, files.folder.name))
-    return sinks
+    return [*sinks, *make_extension_sinks(config, start_step, files)]
 
 
 def flatten(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -128,8 +93,9 @@ def open_growing(files: OutputFiles, name: str) -> GrowingFile:
         raise make_write_error(files.folder / name, error) from None
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """Appends one JSON object per step, and hands each line to the operating system at once.
+    Nothing is buffered that could be flushed; the files of a run are closed together.
 
     JSON has no NaN and no infinity: these are written as null, like unknown values.
 
@@ -151,20 +117,11 @@ class JsonlSink:
         text = json.dumps(replace_nonfinite(line), allow_nan=False) + "\n"
         self._file.append(text.encode())
 
-    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Do nothing: samples have a file of their own."""
-
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered that could be written."""
-
     def rewind(self, step: int) -> None:
         try:
             self._file.change(lambda: truncate_metrics(self._path, step))
         except (OSError, UserError) as error:  # the lines of steps that are undone stay
             self._files.report_missing(f"{self._path} does not go back to step {step}: {error}")
-
-    def close(self) -> None:
-        """Do nothing: the files of a run are closed together."""
 
 
 class SampleSink(JsonlSink):
@@ -223,8 +180,9 @@ def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
     return new_path, lines
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """An event file in a folder of the run; a viewer hides a killed run's superfluous steps.
+    Nothing is buffered that could be flushed; the files of a run are closed together.
 
     Events are written as records of TensorBoard into a file of the run, not by its writer, whose
     thread ends at the first error.
@@ -269,16 +227,10 @@ class TensorBoardSink:
             for number, sample in enumerate(samples)
         )
 
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered that could be written."""
-
     def rewind(self, step: int) -> None:
         """Have viewers hide what the folder has of later steps."""
         start = self._session(status=self._session.START)
         self._add([self._event(wall_time=time.time(), step=step + 1, session_log=start)])
-
-    def close(self) -> None:
-        """Do nothing: the files of a run are closed together."""
 
     def _add(self, events: Iterable[Any]) -> None:
         """Append events at once, so that none of them can be torn."""
@@ -289,11 +241,12 @@ class TensorBoardSink:
         self._file.append(records.getvalue())
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A Weights & Biases run, offline without an API key; its id is kept in the run folder.
 
     A resumed run continues under the same id. The service ignores steps that it already has, so
-    repeating steps after a kill does no harm. Each prefix before a slash becomes a section of the
+    repeating steps after a kill does no harm. wandb's own process writes what it was given, and
+    outlives this one. Each prefix before a slash becomes a section of the
     workspace. `tools/dashboard.py RUN --upload` adds the whole page to the run.
 
     Args:
@@ -341,12 +294,6 @@ class WandbSink:
             if not self._has_failed:
                 self._has_failed = True
                 self._report("takes no more lines", error)
-
-    def flush(self) -> None:
-        """Do nothing: wandb's own process writes what it was given, and outlives this one."""
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: the service keeps what it has of later steps."""
 
     def close(self) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from megaframe.metrics.sinks import Line
+from megaframe.extensions.sink import Line
 
 _RATES = ("tflops_per_second", "mfu", "mfu_full_attention", "hfu")
 

@@ -17,8 +17,8 @@ from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
+from megaframe.extensions.sink import TextSample
 from megaframe.inference.generation import SamplingOptions, encode_prompt, load_run_tokenizer
-from megaframe.metrics.sinks import TextSample
 from megaframe.training.train_step import TrainStep
 
 _LENGTH_UNIT = 64

@@ -17,12 +17,12 @@ from wandb_files import read_wandb_rows, without_wandb_key
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.extensions.sink import TextSample
 from megaframe.io.output_files import OutputFiles
 from megaframe.io.run_files import METRICS_FILE, SAMPLES_FILE
 from megaframe.metrics.sinks import (
     JsonlSink,
     TensorBoardSink,
-    TextSample,
     WandbSink,
     flatten,
     open_sinks,

@@ -16,6 +16,7 @@ from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_fami
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 from megaframe.config.registry import Registry, use_registry
 from megaframe.errors import UserError
+from megaframe.extensions import load_named_extensions
 
 pytestmark = pytest.mark.numeric
 
@@ -159,6 +160,21 @@ def test_a_family_with_weights_that_are_constant_exports_no_others(tmp_path):
     message = "blocks.0.attention_norm.gain is not 1 everywhere, and olmo has no weights there"
     with open_checkpoint(checkpoint) as opened, pytest.raises(UserError, match=message):
         folders.export_model(opened, tmp_path / "theirs", tokenizer="none", family="olmo")
+
+
+FAMILY = """
+from megaframe.checkpoint.convert.huggingface.dense_families import DENSE_FAMILIES
+
+def register(registry):
+    registry.register_family(DENSE_FAMILIES[0].derive("file_llama", "FileForCausalLM"))
+"""
+
+
+def test_the_file_of_an_extension_registers_a_row(tmp_path):
+    (tmp_path / "family.py").write_text(FAMILY)
+    with use_registry(Registry()):
+        load_named_extensions([str(tmp_path / "family.py")])
+        assert get_family("file_llama").name == "file_llama"
 
 
 def test_an_extension_registers_a_row():
