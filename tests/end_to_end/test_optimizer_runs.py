@@ -26,7 +26,7 @@ EVERY = {"optim__schedule": "constant", "checkpoint__every": 6, "train__precisio
     "optim",
     [
         {"optim__name": "muon", "optim__state": "int8", "optim__ema": 0.9},
-        slow({"optim__name": "lion", "optim__state": "bf16", "optim__lr": 0.001}),
+        {"optim__name": "lion", "optim__state": "bf16", "optim__lr": 0.001},
     ],
 )
 def test_a_resumed_run_is_that_which_never_stopped_to_the_last_bit(

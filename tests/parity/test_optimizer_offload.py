@@ -165,8 +165,8 @@ plain_copy = BackgroundCopier._copy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [slow(1), 3])
-@pytest.mark.parametrize("first", [slow(train), train_away])
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("first", [train, train_away])
 def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, tmp_path):
     """One start keeps state on the device, the other on the host; saves run beside training."""
     second = train if first is train_away else train_away
