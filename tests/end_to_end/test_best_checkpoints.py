@@ -1,4 +1,7 @@
-"""The checkpoints with the lowest evaluation losses stay, and a run that resumes knows them."""
+"""The checkpoints with the lowest evaluation losses stay, and a run that resumes knows them.
+
+Tests `megaframe.checkpoint.best`.
+"""
 
 from fault_runs import log, main
 from tool_process import run_tool

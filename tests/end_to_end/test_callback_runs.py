@@ -1,4 +1,7 @@
-"""Whole runs with callbacks: what they see, what they add, and that all ranks end together."""
+"""Whole runs with callbacks: what they see, what they add, and that all ranks end together.
+
+Tests `megaframe.extensions.callback` and `megaframe.training.callbacks`.
+"""
 
 import contextlib
 import io

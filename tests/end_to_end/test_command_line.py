@@ -1,4 +1,7 @@
-"""The entry's command line: options, overrides, and the messages for mistakes."""
+"""The entry's command line: options, overrides, and the messages for mistakes.
+
+Tests `megaframe.data.vocabulary_size`.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Whole runs with experts: resuming under other layouts, metrics, and starts from dense runs."""
+"""Whole runs with experts: resuming under other layouts, metrics, and starts from dense runs.
+
+Tests `megaframe.metrics.expert_load` and `megaframe.training.initialize_from`.
+"""
 
 import pytest
 import torch

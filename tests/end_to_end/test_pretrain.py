@@ -1,4 +1,9 @@
-"""Whole runs through the entry: learning, resuming, layouts, evaluation."""
+"""Whole runs through the entry: learning, resuming, layouts, evaluation.
+
+Tests `megaframe.training.entry`, `megaframe.training.run_checkpoint`,
+`megaframe.training.start_notes`, `megaframe.training.step_metrics`, `megaframe.training.validation`
+and `megaframe.config.compare`.
+"""
 
 import math
 import re

@@ -1,4 +1,7 @@
-"""Bad numbers, bad data and bad memory: named, survived, and without a trace on the loss curve."""
+"""Bad numbers, bad data and bad memory: named, survived, and without a trace on the loss curve.
+
+Tests `megaframe.resilience.recovery` and `megaframe.resilience.spike_policy`.
+"""
 
 import re
 

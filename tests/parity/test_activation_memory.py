@@ -6,6 +6,8 @@ K, V 6; input of the projection 2; mask 1), in the MLP 19 (input 2, before GELU 
 1), and for the norms' inputs 4. megaframe keeps less, because it always recomputes both masks (2),
 and with `selective` also the outputs of the norms and of GELU (12). With `full` only a block's
 input (2) is left. Everything is divided by the tensor ranks, the norms' part because rows are.
+
+Tests `megaframe.ops.workspace`.
 """
 
 from itertools import chain

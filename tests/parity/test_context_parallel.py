@@ -1,6 +1,8 @@
 """Context parallel ranks give the one-process answer to 1e-10 in fp64, for every kind, alone and
 with tensor, pipeline and data ranks. No number of pieces used here divides ten tokens: with four
 ranks, the last pieces hold nothing but padding.
+
+Tests `megaframe.context_parallel.ring`.
 """
 
 import json

@@ -1,5 +1,7 @@
 """Experts give the one-process answer to 1e-10 in fp64 under every layout: each dispatch method and
 each balance, with tensor, context, pipeline and data ranks, ZeRO and recompute.
+
+Tests `megaframe.model.moe.layer` and `megaframe.model.moe.router`.
 """
 
 from functools import cache

@@ -1,6 +1,8 @@
 """Latent attention gives the one-process answer to 1e-10 in fp64 under tensor, context, pipeline
 and data ranks, ZeRO and recompute. The weights that make the latents are whole on every tensor
 rank; their gradients, and those of the latents' norms, are summed over tensor ranks.
+
+Tests `megaframe.distributed.differentiable`.
 """
 
 from functools import cache

@@ -1,5 +1,7 @@
 """Tensor and sequence parallel ranks give the one-process answer to 1e-10 in fp64, alone and with
 pipelines and data ranks: odd vocabulary, uneven groups and rows, tied and untied, every norm.
+
+Tests `megaframe.tensor_parallel.embedding`.
 """
 
 from collections import Counter

@@ -1,4 +1,7 @@
-"""The writer: deleting, replacing, ranks that fail or are missing, and old keys in the store."""
+"""The writer: deleting, replacing, ranks that fail or are missing, and old keys in the store.
+
+Tests `megaframe.checkpoint.coordinator`.
+"""
 
 import mmap
 import os

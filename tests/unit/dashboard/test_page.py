@@ -1,4 +1,7 @@
-"""The page in a real browser: every panel draws, names stay text, new lines appear."""
+"""The page in a real browser: every panel draws, names stay text, new lines appear.
+
+Tests `megaframe.dashboard.rows`.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""CSV and TSV: every text comes back however the file is cut, and a bad row is named."""
+"""CSV and TSV: every text comes back however the file is cut, and a bad row is named.
+
+Tests `megaframe.data.preprocessing.csv_rows`.
+"""
 
 import csv
 import gzip

@@ -1,4 +1,7 @@
-"""Which blocks share buckets: the same on every rank of a real world's mesh, and in the plan."""
+"""Which blocks share buckets: the same on every rank of a real world's mesh, and in the plan.
+
+Tests `megaframe.data_parallel.bucket_layout`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""A fault in what a part says of itself is one message with part, method, file and line."""
+"""A fault in what a part says of itself is one message with part, method, file and line.
+
+Tests `megaframe.config.part_calls`.
+"""
 
 import pytest
 

@@ -1,5 +1,8 @@
 """Pipeline schedules of extensions: named, planned, searched with, and refused where they are not
-what they say."""
+what they say.
+
+Tests `megaframe.validate.schedule_part`.
+"""
 
 import numpy as np
 import pytest

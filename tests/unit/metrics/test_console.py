@@ -1,4 +1,7 @@
-"""Console output, on a terminal without any capability."""
+"""Console output, on a terminal without any capability.
+
+Tests `megaframe.metrics.totals`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sinks of extensions: each gets every step once, and none can end a run."""
+"""Sinks of extensions: each gets every step once, and none can end a run.
+
+Tests `megaframe.metrics.extension_sink`.
+"""
 
 import csv
 import json

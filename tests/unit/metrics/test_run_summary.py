@@ -1,4 +1,7 @@
-"""What a run shows: console modes, Prometheus, profiles, and the report of memory."""
+"""What a run shows: console modes, Prometheus, profiles, and the report of memory.
+
+Tests `megaframe.metrics.profiler`.
+"""
 
 import json
 import urllib.error

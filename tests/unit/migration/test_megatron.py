@@ -1,4 +1,7 @@
-"""Megatron-LM's flags become a config that means the same, loads, and can be planned."""
+"""Megatron-LM's flags become a config that means the same, loads, and can be planned.
+
+Tests `megaframe.migration.megatron_training`.
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""What is read of a shell script is what a shell makes of it, without running anything."""
+"""What is read of a shell script is what a shell makes of it, without running anything.
+
+Tests `megaframe.migration.shell_tests` and `megaframe.migration.shell_words`.
+"""
 
 import subprocess
 

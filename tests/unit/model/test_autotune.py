@@ -1,4 +1,7 @@
-"""The routines of a CPU: chosen by measurement, once, for all ranks, and kept by resumed runs."""
+"""The routines of a CPU: chosen by measurement, once, for all ranks, and kept by resumed runs.
+
+Tests `megaframe.metrics.environment`.
+"""
 
 import json
 import os

@@ -1,5 +1,8 @@
 """Norms, activations and feed-forward layers of extensions: their numbers are those of plain
-autograd, their descriptions are exact, and the run says where they have no kernel."""
+autograd, their descriptions are exact, and the run says where they have no kernel.
+
+Tests `megaframe.architecture.extension_parts`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,8 @@
-"""The model's loss and gradients, compared with a plain autograd GPT in fp64."""
+"""The model's loss and gradients, compared with a plain autograd GPT in fp64.
+
+Tests `megaframe.model.embedding`, `megaframe.model.mlp`, `megaframe.model.output_head` and
+`megaframe.model.query_key_norm`.
+"""
 
 import math
 

@@ -1,5 +1,8 @@
 """Torch modules from outside: what they compute is what plain autograd computes, what they keep is
-measured, and what no layer may do is one message with the module, the place and what to do."""
+measured, and what no layer may do is one message with the module, the place and what to do.
+
+Tests `megaframe.model.torch_module.layer` and `megaframe.model.torch_module.source`.
+"""
 
 import random
 import re

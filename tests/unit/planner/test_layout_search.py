@@ -1,5 +1,8 @@
 """The layout search: every candidate is valid, estimates agree with simulation, no random candidate
-beats the first choice, and a model that fits nowhere gets advice."""
+beats the first choice, and a model that fits nowhere gets advice.
+
+Tests `megaframe.planner.memory_estimates`.
+"""
 
 import random
 

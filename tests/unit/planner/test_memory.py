@@ -1,4 +1,7 @@
-"""The memory plan, compared with the storages that are really kept."""
+"""The memory plan, compared with the storages that are really kept.
+
+Tests `megaframe.schedule.zero_buffers`.
+"""
 
 from itertools import product
 from types import SimpleNamespace

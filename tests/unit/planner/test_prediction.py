@@ -1,4 +1,7 @@
-"""Predicted steps: parts sum to the step, follow the simulator, and agree with array estimates."""
+"""Predicted steps: parts sum to the step, follow the simulator, and agree with array estimates.
+
+Tests `megaframe.planner.communication_times`.
+"""
 
 from dataclasses import fields, replace
 from itertools import product

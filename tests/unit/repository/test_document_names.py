@@ -1,5 +1,6 @@
-"""Names in the documents, and in the docstrings of the sources, stand for something that is there.
-Only texts are read. tests/end_to_end/test_documents.py has the commands, links and values of keys.
+"""Names in the documents, and in the docstrings of the sources, stand for something that is there,
+and every module is named by a test. Only texts are read. tests/end_to_end/test_documents.py has the
+commands, links and values of keys.
 """
 
 import re
@@ -67,7 +68,7 @@ SPANS = [*list_document_spans(), *list_source_spans()]
 
 
 def find_missing(name):
-    """Return what of a dotted name `megaframe.a.b` does not exist, or None."""
+    """Return what of a dotted name like megaframe.a.b does not exist, or None."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         folder = Path(*parts[:end])
@@ -131,3 +132,45 @@ def test_names_of_functions_and_variables_stand_in_a_source():
     ]
     wrong = [f"{p}: {word}" for p, word in named if word not in words | FOREIGN_NAMES]
     assert not wrong and len(named) > 300
+
+
+def list_names_in_tests():
+    """Yield the dotted name of everything that a test imports from the library, or names."""
+    for name, text in TEXTS.items():
+        if name.startswith("tests/") and name.endswith(".py"):
+            yield from re.findall(r"megaframe(?:\.\w+)+", text)
+            for module, names in re.findall(r"from (megaframe[\w.]*) import (\([^)]*\)|.*)", text):
+                yield from (f"{module}.{symbol}" for symbol in re.findall(r"\w+", names))
+
+
+def test_every_module_is_named_by_a_test():
+    """Each module has a test that imports it, has its name, or says that it tests it."""
+    prefixes = {
+        ".".join(parts[:end])
+        for parts in (name.split(".") for name in list_names_in_tests())
+        for end in range(2, len(parts) + 1)
+    }
+    files = {Path(name).stem for name in TEXTS if name.startswith("tests/")}
+    modules = [
+        ".".join(Path(name).with_suffix("").parts)
+        for name in TEXTS
+        if name.startswith("megaframe/") and name.endswith(".py") and "__init__" not in name
+    ]
+    unnamed = [
+        module
+        for module in modules
+        if module not in prefixes
+        and not {f"test_{'_'.join(module.split('.')[-n:])}" for n in (1, 2)} & files
+    ]
+    assert not unnamed and len(modules) > 300
+
+
+def test_modules_that_tests_name_exist():
+    named = {
+        (place, name)
+        for place, text in TEXTS.items()
+        if place.startswith("tests/")
+        for name in re.findall(r"`(megaframe(?:\.\w+)+)`", text)
+    }
+    wrong = [f"{place}: {missing}" for place, name in named if (missing := find_missing(name))]
+    assert not wrong and len(named) > 50

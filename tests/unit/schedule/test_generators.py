@@ -1,4 +1,8 @@
-"""The named schedules: exact closed forms, validity at every size, refusals."""
+"""The named schedules: exact closed forms, validity at every size, refusals.
+
+Tests `megaframe.schedule.limits`, `megaframe.schedule.looped`, `megaframe.schedule.named`,
+`megaframe.schedule.named_schedule`, `megaframe.schedule.one_stage` and `megaframe.schedule.vee`.
+"""
 
 from fractions import Fraction
 

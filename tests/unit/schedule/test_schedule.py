@@ -1,4 +1,7 @@
-"""The text form of actions and of schedules."""
+"""The text form of actions and of schedules.
+
+Tests `megaframe.schedule.actions`.
+"""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,7 @@
-"""tools/plan.py from the command line."""
+"""tools/plan.py from the command line.
+
+Tests `megaframe.training.meta_step.compare`.
+"""
 
 import json
 import re

@@ -1,5 +1,6 @@
 """What the axes divide: every layer says what its limits are, also one from outside, and a refusal
-names the layer, both numbers, the key and values that work."""
+names the layer, both numbers, the key and values that work.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,7 @@
-"""Checks across sections: refusals name both numbers, and suggest values that work."""
+"""Checks across sections: refusals name both numbers, and suggest values that work.
+
+Tests `megaframe.validate.optim` and `megaframe.validate.train`.
+"""
 
 import re
 

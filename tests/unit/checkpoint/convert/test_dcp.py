@@ -1,5 +1,8 @@
 """Folders of torch.distributed.checkpoint: torch reads ours and megaframe reads torch's, bit for
-bit, and hostile folders are refused."""
+bit, and hostile folders are refused.
+
+Tests `megaframe.checkpoint.convert.dcp.payload`.
+"""
 
 import io
 import json

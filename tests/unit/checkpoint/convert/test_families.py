@@ -1,4 +1,11 @@
-"""Families of Hugging Face models: the logits are the same after an import and after an export."""
+"""Families of Hugging Face models: the logits are the same after an import and after an export.
+
+Tests `megaframe.checkpoint.convert.huggingface.dense_families`,
+`megaframe.checkpoint.convert.huggingface.gpt_families`,
+`megaframe.checkpoint.convert.huggingface.layered_families`,
+`megaframe.checkpoint.convert.huggingface.moe_families` and
+`megaframe.checkpoint.convert.huggingface.moe_variants`.
+"""
 
 import json
 

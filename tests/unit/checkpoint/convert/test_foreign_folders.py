@@ -1,4 +1,10 @@
-"""Foreign folders: whatever is in them, an import is right or one error, and does no harm."""
+"""Foreign folders: whatever is in them, an import is right or one error, and does no harm.
+
+Tests `megaframe.checkpoint.convert.huggingface.build_model`,
+`megaframe.checkpoint.convert.huggingface.key_types`,
+`megaframe.checkpoint.convert.huggingface.match_tensors` and
+`megaframe.checkpoint.convert.huggingface.read_files`.
+"""
 
 import json
 import os

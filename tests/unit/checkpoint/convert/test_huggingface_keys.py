@@ -1,4 +1,8 @@
-"""Keys of a foreign config: each is read, changes nothing in transformers either, or is refused."""
+"""Keys of a foreign config: each is read, changes nothing in transformers either, or is refused.
+
+Tests `megaframe.checkpoint.convert.huggingface.family` and
+`megaframe.checkpoint.convert.huggingface.key_pairs`.
+"""
 
 import dataclasses
 import json

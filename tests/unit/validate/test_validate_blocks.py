@@ -1,0 +1,62 @@
+"""Blocks that do not describe the layers of a model are refused; what a refusal suggests passes."""
+
+import pytest
+
+from megaframe.config import ModelConfig
+from megaframe.validate.blocks import find_block_mistakes
+
+MOE = {"experts": 4, "ffn": 8}
+LATENT = {"kv_rank": 8, "head_dim": 4, "rotary_dim": 2, "value_dim": 4}
+OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "message", "suggested"),
+    [
+        ({"blocks": []}, "model.blocks=[] has 0 blocks to repeat", {"blocks": [{}]}),
+        (
+            {"blocks": [{"repeat": 2}, {"repeat": 3}]},
+            "model.blocks describes 5 layers and model.layers=4; use 1 to 4",
+            {"blocks": [{"repeat": 2}, {"repeat": 2}]},
+        ),
+        (
+            {"blocks": [{}], "emulate": {}},
+            "no effect with model.emulate, whose blocks only wait; leave it out",
+            {"emulate": {}},
+        ),
+        (
+            {"blocks": [{}], "window": 4},
+            "model.window has no effect with model.blocks; say window in the mixer",
+            {"blocks": [{"mixer": {"window": 4}}]},
+        ),
+        (
+            {"blocks": [OF_EXPERTS], "moe": {**MOE, "every": 2}},
+            "model.moe.first=0 and model.moe.every=2 have no effect with model.blocks",
+            {"blocks": [OF_EXPERTS], "moe": MOE},
+        ),
+        (
+            {"blocks": [{}, OF_EXPERTS]},
+            "model.blocks.1 has kind: moe, and model.moe is missing; set its keys",
+            {"blocks": [{}, OF_EXPERTS], "moe": MOE},
+        ),
+        (
+            {"blocks": [{"mixer": {"kind": "latent"}}]},
+            "model.blocks.0 has kind: latent, and model.latent is missing; set its keys",
+            {"blocks": [{"mixer": {"kind": "latent"}}], "latent": LATENT},
+        ),
+        (
+            {"blocks": [{}], "latent": LATENT},
+            "model.latent has no effect, because no block of model.blocks has kind: latent",
+            {"blocks": [{}]},
+        ),
+        (
+            {"blocks": [{}, {"parallel": "one_norm", "norms": "after"}]},
+            "model.blocks.1.parallel=one_norm has no norm to share with norms=after",
+            {"blocks": [{}, {"parallel": "two_norms", "norms": "after"}]},
+        ),
+    ],
+)
+def test_a_refusal_names_the_key_and_suggests_what_passes(model, message, suggested):
+    (mistake,) = find_block_mistakes(ModelConfig(layers=4, **model))
+    assert message in mistake
+    assert list(find_block_mistakes(ModelConfig(layers=4, **suggested))) == []
