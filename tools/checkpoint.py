@@ -8,14 +8,20 @@ python tools/checkpoint.py export-hf runs/demo/checkpoints --to demo-hf --family
 python tools/checkpoint.py import-hf demo-hf --to runs/imported/checkpoints
 python tools/checkpoint.py export-dcp runs/demo/checkpoints --to demo-dcp
 python tools/checkpoint.py import-dcp demo-dcp --to runs/back/checkpoints
+python tools/checkpoint.py average runs/a/checkpoints runs/b/checkpoints --to runs/ab
+python tools/checkpoint.py select-layers runs/demo/checkpoints --layers 0-3,2-5 --to runs/deep
+python tools/checkpoint.py grow-vocabulary runs/demo/checkpoints --vocab 50304 --to runs/more
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +39,7 @@ from megaframe.checkpoint import (
 )
 from megaframe.checkpoint.inspect import compare_checkpoints, describe_folder, find_damage
 from megaframe.checkpoint.reshard import reshard_checkpoint
+from megaframe.checkpoint.starting_weights import StartingWeights
 from megaframe.config import RunConfig
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, report_errors
@@ -188,12 +195,65 @@ def import_hf(arguments: argparse.Namespace) -> int:
     """Write a model in the folder format of Hugging Face as a checkpoint of step 0."""
     from megaframe.checkpoint.convert.huggingface.model_folder import import_model
 
-    imported = import_model(Path(arguments.path), parse_path(arguments.to))
-    print(f"wrote {imported.checkpoint}")
-    if imported.config_file is not None:
-        print(f"wrote {imported.config_file}; train on with")
-        print(f"  pretrain_gpt.py --config {imported.config_file} data.sources=[PATH]")
-    for note in imported.notes:
+    return _print_written(import_model(Path(arguments.path), parse_path(arguments.to)))
+
+
+def average(arguments: argparse.Namespace) -> int:
+    """Write the average of the weights of checkpoints, as a checkpoint of step 0."""
+    from megaframe.checkpoint.surgery import average_checkpoints
+
+    with ExitStack() as opened:
+        checkpoints = [
+            opened.enter_context(open_checkpoint(locate_checkpoint(path, "path")))
+            for path in (arguments.path, *arguments.others)
+        ]
+        return _print_written(
+            average_checkpoints(
+                checkpoints, parse_path(arguments.to), arguments.weights, ema=arguments.ema
+            )
+        )
+
+
+def select_layers(arguments: argparse.Namespace) -> int:
+    """Write a model of some layers of another, in any order and number, as a checkpoint of
+    step 0."""
+    from megaframe.checkpoint.surgery import select_layers
+
+    layers = list(_read_ranges(arguments.layers))
+    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+        return _print_written(select_layers(checkpoint, parse_path(arguments.to), layers))
+
+
+def grow_vocabulary(arguments: argparse.Namespace) -> int:
+    """Write a model with more words, whose rows are the mean of the others, as a checkpoint of
+    step 0."""
+    from megaframe.checkpoint.surgery import grow_vocabulary
+
+    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+        return _print_written(
+            grow_vocabulary(checkpoint, parse_path(arguments.to), arguments.vocab)
+        )
+
+
+def _read_ranges(text: str) -> Iterator[int]:
+    """Yield the numbers of a list such as 0-3,2,5.
+
+    Raises:
+        UserError: It is no such list.
+    """
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if match is None:
+            raise UserError(f"--layers={text}: give layers and ranges of them, such as 0-3,2,5")
+        yield from range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+def _print_written(weights: StartingWeights) -> int:
+    print(f"wrote {weights.checkpoint}")
+    if weights.config_file is not None:
+        print(f"wrote {weights.config_file}; train on with")
+        print(f"  pretrain_gpt.py --config {weights.config_file} data.sources=[PATH]")
+    for note in weights.notes:
         print(f"note: {note}")
     return 0
 
@@ -246,6 +306,7 @@ def _parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run in (
         inspect, verify, diff, reshard, export_hf, import_hf, export_dcp, import_dcp,
+        average, select_layers, grow_vocabulary,
     ):  # fmt: skip
         assert run.__doc__ is not None
         name = run.__name__.replace("_", "-")
@@ -265,7 +326,24 @@ def _parse_arguments() -> argparse.Namespace:
             )
         if run is reshard:
             command.add_argument("--files", type=int, required=True, help="number of files")
-        if run in (reshard, import_hf, import_dcp):
+        if run is average:
+            command.add_argument("others", nargs="*", help="further checkpoints of this model")
+            command.add_argument(
+                "--weights",
+                type=float,
+                nargs="+",
+                help="how much each checkpoint counts; default: all alike",
+            )
+            command.add_argument(
+                "--ema", action="store_true", help="of the averages that optim.ema keeps"
+            )
+        if run is select_layers:
+            command.add_argument(
+                "--layers", required=True, help="layers of the old model, such as 0-3,2-5"
+            )
+        if run is grow_vocabulary:
+            command.add_argument("--vocab", type=int, required=True, help="size of the vocabulary")
+        if run in (reshard, import_hf, import_dcp, average, select_layers, grow_vocabulary):
             command.add_argument(
                 "--to", required=True, help="folder for the new checkpoint; path or URL"
             )

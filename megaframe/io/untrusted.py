@@ -217,3 +217,11 @@ def _find_secrets(settings: Any, is_secret: bool = False) -> Iterator[str]:
             yield from _find_secrets(value, is_secret)
     elif is_secret and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
         yield settings
+
+
+def make_printable(text: object) -> str:
+    """Return a foreign name as it can be printed: on one line, not too long, without escape
+    sequences."""
+    plain = str(text)
+    plain = plain if plain.isprintable() else ascii(plain)
+    return plain if len(plain) <= 200 else f"{plain[:200]}..."

@@ -32,10 +32,10 @@ from megaframe.checkpoint.convert.huggingface.model_facts import (
     find_differences,
     start_facts,
 )
-from megaframe.checkpoint.convert.huggingface.read_files import make_printable
 from megaframe.config import ModelConfig
 from megaframe.config.registry import list_parts
 from megaframe.errors import UserError, join_or
+from megaframe.io.untrusted import make_printable
 
 _MAX_NAMED_KEYS = 5
 """Number of keys that an error names."""

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from megaframe.checkpoint.convert.huggingface.read_files import make_printable
 from megaframe.errors import UserError
+from megaframe.io.untrusted import make_printable
 
 Shape = tuple[int, ...]
 _MAX_SIZE = 2**31 - 1

@@ -16,12 +16,12 @@ from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.read_files import (
     TensorHeader,
     check_type,
-    make_printable,
     read_tensor,
 )
 from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor
 from megaframe.config import ModelConfig
 from megaframe.errors import UserError
+from megaframe.io.untrusted import make_printable
 
 _MAX_NAMED_TENSORS = 5
 """Number of tensors that an error names."""

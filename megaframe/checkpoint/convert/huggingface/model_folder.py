@@ -11,12 +11,10 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,7 +37,6 @@ from megaframe.checkpoint.convert.huggingface.read_files import (
     TensorHeader,
     check_finite,
     check_regular_file,
-    make_printable,
     read_headers,
     read_json,
     read_tensor,
@@ -53,12 +50,17 @@ from megaframe.checkpoint.convert.huggingface.tokenizer import (
 from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint, group_by_bytes
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
 from megaframe.checkpoint.slices import Box, index_within, split_into_runs
+from megaframe.checkpoint.starting_weights import (
+    FILE_BYTES,
+    StartingWeights,
+    find_config_file,
+    write_run_config,
+)
 from megaframe.checkpoint.train_state import make_initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.data.token_file_record import read_recorded_tokenizer
 from megaframe.errors import UserError, join_or
 from megaframe.io.regular_file import write_file
-from megaframe.io.run_files import CONFIG_FILE
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.validate.run import find_mistakes
 
@@ -67,8 +69,6 @@ _Origin = tuple[HuggingFaceTensor | ParamSpec, int]
 spec with a constant initial value."""
 _Origins = dict[tuple[str, tuple[int, ...]], _Origin]
 """The origin of each box, by the name of its tensor and its offset."""
-FILE_BYTES = 2 << 30
-"""Bytes of tensors after which a new file is begun."""
 _TYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -215,23 +215,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_file(path, json.dumps(content, indent=2) + "\n")
 
 
-@dataclass(frozen=True)
-class ImportedModel:
-    """What an import has written.
-
-    Attributes:
-        checkpoint: Path of the checkpoint.
-        config_file: A config that trains on from it, beside it; None in an object store, where a
-            run reads no config.
-        notes: A line for each thing that is not imported as it is.
-    """
-
-    checkpoint: StorePath
-    config_file: Path | None
-    notes: tuple[str, ...]
-
-
-def import_model(folder: Path, target: StorePath) -> ImportedModel:
+def import_model(folder: Path, target: StorePath) -> StartingWeights:
     """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `target`,
     in fp32, and write a config beside it that trains on from it.
 
@@ -241,9 +225,7 @@ def import_model(folder: Path, target: StorePath) -> ImportedModel:
         UserError: For a model that is not supported, for tensors that are missing, unknown, of
             another shape, of integers or not finite, and for damaged files.
     """
-    config_file = target / CONFIG_FILE if isinstance(target, Path) else None
-    if config_file is not None and os.path.lexists(config_file):
-        raise UserError(f"{config_file} already exists; remove it or give another folder")
+    config_file = find_config_file(target)
     whole_config = read_json(folder / _CONFIG)
     config = unwrap_config(whole_config)
     family = get_family(config.get("model_type"))
@@ -280,24 +262,8 @@ def import_model(folder: Path, target: StorePath) -> ImportedModel:
         box_reader.read_bytes,
     )
     if config_file is not None:
-        _write_run_config(config_file, folder, run, checkpoint)
-    return ImportedModel(checkpoint, config_file, (*notes, *skipped.describe(headers)))
-
-
-def _write_run_config(path: Path, folder: Path, run: RunConfig, checkpoint: StorePath) -> None:
-    """Write a config of a new run that starts with imported weights."""
-    sections = run.model_dump(
-        mode="json", include={"model", "data", "train"}, exclude_unset=True, exclude_none=True
-    )
-    sections["checkpoint"] = {"weights": os.path.abspath(str(checkpoint))}
-    header = (
-        f"# Trains on from the weights of {make_printable(folder)}: add data.sources, and run.dir\n"
-        "# and optim.lr as you like. train.seq is the longest that the model was made for.\n"
-    )
-    try:
-        write_file(path, header + yaml.safe_dump(sections, sort_keys=False), inside=path.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        write_run_config(config_file, folder, run, checkpoint)
+    return StartingWeights(checkpoint, config_file, (*notes, *skipped.describe(headers)))
 
 
 def _find_tokenizer(folder: Path) -> str | None:

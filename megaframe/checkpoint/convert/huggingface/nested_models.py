@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.read_files import TensorHeader, make_printable
+from megaframe.checkpoint.convert.huggingface.read_files import TensorHeader
 from megaframe.errors import UserError
+from megaframe.io.untrusted import make_printable
 
 _TEXT = "text_config"
 

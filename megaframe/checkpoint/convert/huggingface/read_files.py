@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megaframe.errors import UserError
-from megaframe.io.untrusted import open_file, parse_json, read_file
+from megaframe.io.untrusted import make_printable, open_file, parse_json, read_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -155,11 +155,3 @@ def check_finite(name: str, tensor: Tensor, dtype: str) -> None:
         raise UserError(
             f"{make_printable(name)}: {wrong} of {count} elements are NaN or infinite in {dtype}"
         )
-
-
-def make_printable(text: object) -> str:
-    """Return a foreign name as it can be printed: on one line, not too long, without escape
-    sequences."""
-    plain = str(text)
-    plain = plain if plain.isprintable() else ascii(plain)
-    return plain if len(plain) <= 200 else f"{plain[:200]}..."

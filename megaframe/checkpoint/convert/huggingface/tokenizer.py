@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.checkpoint import StorePath
-from megaframe.checkpoint.convert.huggingface.read_files import make_printable
 from megaframe.checkpoint.convert.huggingface.sentencepiece_model import (
     PieceType,
     SentencePieceModel,
@@ -35,6 +34,7 @@ from megaframe.data.tokenizer import (
     split_name,
 )
 from megaframe.errors import UserError
+from megaframe.io.untrusted import make_printable
 
 TOKENIZER_FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 """The file of each kind of tokenizer in a folder of Hugging Face."""
