@@ -1,7 +1,7 @@
 """A sink of metrics from outside: a table of comma-separated values in the run folder.
 
 python pretrain_gpt.py --config configs/demo.yaml "run.extensions=[examples/sink.py]" \
-    "meter.sinks=[{kind: csv, columns: [step, loss, tokens_per_second]}]"
+    "metrics.sinks=[{kind: csv, columns: [step, loss, tokens_per_second]}]"
 """
 
 from __future__ import annotations

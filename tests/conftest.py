@@ -209,7 +209,7 @@ def overrides(corpus, tmp_path):
             "data.sources": f"[{{path: {corpus}}}]",
             "data.split": "[0.8, 0.2, 0.0]",
             "checkpoint.every": 0,
-            "meter.peak_tflops": 1.0,
+            "metrics.peak_tflops": 1.0,
             # Not measured: two runs of a test must compute alike, however busy the machine is.
             "kernels.matmul": "torch",
             **{key.replace("__", "."): value for key, value in changes.items()},

@@ -70,9 +70,9 @@ def project(run: RunFolder) -> str:
     Raises:
         UserError: If it has none.
     """
-    name = get_config_value(run.config, "meter.wandb")
+    name = get_config_value(run.config, "metrics.wandb")
     if not name:
-        raise UserError(f"{run.folder} has no meter.wandb in its config: it is in no project")
+        raise UserError(f"{run.folder} has no metrics.wandb in its config: it is in no project")
     return str(name)
 
 

@@ -54,7 +54,7 @@ _MODEL = {
     "data.split": "[0.8, 0.2, 0.0]",
     "optim.lr": 0.01,
     "checkpoint.every": 0,
-    "meter.peak_tflops": 1.0,
+    "metrics.peak_tflops": 1.0,
     "kernels.matmul": "torch",
     **{f"kernels.{key}": "reference" for key in ("elementwise", "attention", "loss", "update")},
 }

@@ -1,10 +1,10 @@
 """Show how much of a step's transfers is exposed, and how long each GPU is idle.
 
-python pretrain_gpt.py --config run.yaml meter.profile=[20]
+python pretrain_gpt.py --config run.yaml metrics.profile=[20]
 python tools/overlap_report.py runs/default/profile
 
-It reads the traces that torch's profiler wrote for the steps in `meter.profile`: files, or all of a
-folder. A transfer is hidden while the same GPU computes. Compute, exposed communication, exposed
+It reads the traces that torch's profiler wrote for the steps in `metrics.profile`: files, or all of
+a folder. A transfer is hidden while the same GPU computes. Compute, exposed communication, exposed
 copies and idle time sum to the span from the start of the first operation to the end of the last.
 """
 
@@ -60,7 +60,7 @@ def find_traces(paths: Iterable[Path]) -> Iterator[Path]:
         files = sorted((*path.glob("*.json"), *path.glob("*.json.gz")))
         if not files:
             raise UserError(
-                f"{path} has no trace: a run writes them for the steps of meter.profile"
+                f"{path} has no trace: a run writes them for the steps of metrics.profile"
             )
         yield from files
 

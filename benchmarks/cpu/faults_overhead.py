@@ -45,7 +45,7 @@ KEYS = {
     "train.steps": STEPS,
     "train.precision": "fp32",
     "data.split": "[1, 0, 0]",
-    "meter.peak_tflops": 1,
+    "metrics.peak_tflops": 1,
     "parallel.pipeline": RANKS,
     "checkpoint.every": 1000,
     "faults.compare_every": 20,

@@ -39,7 +39,7 @@ COMMON = (
     "data.tokenizer",
     "checkpoint.every",
     "checkpoint.resume",
-    "meter.wandb",
+    "metrics.wandb",
 )
 """The keys that people change, in the order of the schema: few enough for one screen."""
 

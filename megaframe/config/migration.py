@@ -15,14 +15,24 @@ RENAMED_KEYS: Mapping[str, str] = {
 }
 """By the name of a key of earlier versions, in the section of its successor: the key that has
 replaced it. Of each two, a run could use only one."""
+RENAMED_SECTIONS: Mapping[str, str] = {"meter": "metrics"}
+"""By the name of a section of earlier versions: the one that has its keys."""
+
+
+def upgrade_name(name: str) -> str:
+    """Return a key of an earlier version, `section.key`, under the name that its section has now,
+    other names as they are."""
+    section, dot, key = name.partition(".")
+    return f"{RENAMED_SECTIONS.get(section, section)}{dot}{key}"
 
 
 def upgrade_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config in a checkpoint, as plain values, with the keys of this version: what the
-    former ones said that had an effect, under the keys that have replaced them."""
+    """Return the config in a checkpoint or a run folder, as plain values, with the keys of this
+    version: what the former ones said that had an effect, under those that have replaced them."""
+    config = {upgrade_name(name): value for name, value in config.items()}
     section = config.get("parallel")
     if not isinstance(section, dict):
-        return {**config}
+        return config
     # These had defaults of their own; only that of the compression in use meant anything.
     unused = {"compress_rank": "topk", "compress_share": "powersgd"}
     parallel = {name: value for name, value in section.items() if name not in RENAMED_KEYS}
@@ -46,6 +56,8 @@ def translate_setting(name: str) -> str | None:
         A clause for each thing that it is in some program; None if nobody has the name.
     """
     parts = name.strip().lstrip("-").lower().replace("-", "_").split(".")
+    if parts[0] in RENAMED_SECTIONS:
+        return f"{upgrade_name('.'.join(parts))} has replaced {'.'.join(parts)}"
     for start in range(len(parts)):
         foreign_name = ".".join(parts[start:])
         if foreign_name in RENAMED_KEYS:

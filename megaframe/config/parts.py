@@ -162,7 +162,7 @@ class CallbackPart(Part):
 
 
 class SinkPart(Part):
-    """What takes the metrics of each step: an item of the list `meter.sinks`."""
+    """What takes the metrics of each step: an item of the list `metrics.sinks`."""
 
     @abstractmethod
     def make_sink(self, config: Any, folder: Path, start_step: int) -> Any:
@@ -237,7 +237,7 @@ ROLES: dict[str, Role] = {
     "pipeline_schedule": Role(PipelineSchedulePart, "parallel.schedule", SCHEDULE_NAMES),
     "loss": Role(LossPart, "train.loss", ("cross_entropy",)),
     "data_transform": Role(DataTransformPart, "data.transforms"),
-    "sink": Role(SinkPart, "meter.sinks"),
+    "sink": Role(SinkPart, "metrics.sinks"),
     "callback": Role(CallbackPart, "run.callbacks"),
 }
 """By name."""

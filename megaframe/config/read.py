@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from megaframe.config.keys import get_config_keys, suggest_keys
+from megaframe.config.migration import upgrade_name
 from megaframe.config.shipped import (
     find_shipped_config,
     is_shipped_name,
@@ -97,7 +98,8 @@ class ConfigReader:
 
     Attributes:
         run: The folder of a run, if its config is read. That may be somebody else's, so it is read
-            as it is: no link in the folder is followed, and the config extends nothing.
+            as it is: no link in the folder is followed, and the config extends nothing. Sections
+            may have the names of an earlier version.
     """
 
     run: Path | None = None
@@ -253,7 +255,10 @@ class ConfigReader:
         for name, value in self._list_items(mapping, origin, prefix):
             if name == skip:
                 continue
-            entry = self._read_entry(prefix + name, nodes[name], value, origin)
+            full = prefix + name
+            if self.run is not None:  # which may be of an earlier version
+                full = upgrade_name(full)
+            entry = self._read_entry(full, nodes[name], value, origin)
             for twice in table.keys() & entry.keys():
                 self._add_mistake(
                     origin, value, f"{twice}: given twice, first on line {table[twice].line}"

@@ -111,7 +111,7 @@ class TrainConfig(Section):
     """Validation samples per evaluation, the same ones each time."""
     sample_every: NonNegative = 0
     """Steps between samples of text, which the model makes of `sample_prompts`; also at the end. 0:
-    none. They are in the run log, in samples.jsonl in the run folder, and where `meter` sends
+    none. They are in the run log, in samples.jsonl in the run folder, and where `metrics` sends
     metrics. Needs `data.tokenizer`."""
     sample_prompts: tuple[str, ...] = ("",)
     """sample_every: texts to continue; an empty one begins a new document."""
@@ -345,7 +345,7 @@ class RunConfig(Section):
     """Which kernel computes each function that has a fast implementation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
-    meter: MetricsConfig = MetricsConfig()
+    metrics: MetricsConfig = MetricsConfig()
     """What is measured and where it is shown."""
     faults: FaultToleranceConfig = FaultToleranceConfig()
     """How to handle hangs, non-finite numbers and lost ranks."""

@@ -24,7 +24,7 @@ _ADVICE = {
     "evaluation": "a larger train.eval_every or smaller train.eval_samples",
     "sampling": "a larger train.sample_every, or fewer train.sample_tokens or prompts",
     "other": "time that no part claims: the host may be slower than the device; "
-    "meter.trace=[STEP] shows where",
+    "metrics.trace=[STEP] shows where",
     "communication/tensor": "waits for tensor ranks: keep parallel.tensor within a node, make "
     "it smaller, or set parallel.tensor_chunks",
     "communication/context": "waits for context ranks: a smaller parallel.context",

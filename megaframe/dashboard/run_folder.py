@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.config.migration import upgrade_name
 from megaframe.dashboard.find_runs import find_runs, is_run_folder
 from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.dashboard.run_texts import measure_texts
@@ -65,7 +66,8 @@ class RunFolder:
         new = self.metrics.read()
         if new or not self.config:
             self._notes = []
-            self.config = self._read_description(CONFIG_FILE)
+            config = self._read_description(CONFIG_FILE)
+            self.config = {upgrade_name(name): value for name, value in config.items()}
             self.environment = self._read_description(ENVIRONMENT_FILE)
         return new
 
@@ -79,7 +81,7 @@ class RunFolder:
         """What a reader should know about the run."""
         notes = [*self.metrics.list_notes(), *self._notes]
         if len(self.metrics) and not np.isfinite(self.metrics.get_column("mfu")).any():
-            notes.append("MFU n/a: the peak of this device is not known; set meter.peak_tflops")
+            notes.append("MFU n/a: the peak of this device is not known; set metrics.peak_tflops")
         if missing := self._describe_missing_ranks():
             notes.append(missing)
         return notes

@@ -32,9 +32,9 @@ _RECENT_STEPS = 50
 
 
 class ConsoleSink(Sink):
-    """Prints a line every `meter.every` steps and at the first and last step; its speeds are means
-    since the previous line. With meter.console=quiet, steps are only in the run log. With json,
-    each step is printed as an object on its own line, and so are notes and the summary.
+    """Prints a line every `metrics.every` steps and at the first and last step; its speeds are
+    means since the previous line. With metrics.console=quiet, steps are only in the run log. With
+    json, each step is printed as an object on its own line, and so are notes and the summary.
 
     ending: may be set to names and texts that the summary shows last.
     """
@@ -62,13 +62,13 @@ class ConsoleSink(Sink):
 
     def write(self, line: Line) -> None:
         step, last = line["step"], self._config.train.steps
-        if self._config.meter.console == "json":
+        if self._config.metrics.console == "json":
             self._show(json.dumps(replace_nonfinite(line), allow_nan=False))
         self._run.add(line)
         self._since.add(line)
         self._recent.append((line["seconds"], line["tokens"]))
         first = step == self._start_step + 1
-        if first or step == last or step % self._config.meter.every == 0:
+        if first or step == last or step % self._config.metrics.every == 0:
             if not self._has_header:
                 self._has_header = True
                 self._print(align(self._columns, list(self._columns)), None)
@@ -93,8 +93,8 @@ class ConsoleSink(Sink):
         if self._run.steps:
             files = [METRICS_FILE, LOG_FILE]
             files += [SAMPLES_FILE] * bool(self._config.train.sample_every)
-            files += ["tensorboard"] * self._config.meter.tensorboard
-            files += ["wandb"] * (self._config.meter.wandb is not None)
+            files += ["tensorboard"] * self._config.metrics.tensorboard
+            files += ["wandb"] * (self._config.metrics.wandb is not None)
             places = f"{self._folder}: {', '.join(files)}"
             rows = [*self._run.summarize(self._start_step), ("files", places), *self.ending]
             self._print(format_table("Summary", rows), {"summary": dict(rows)})
@@ -123,13 +123,13 @@ class ConsoleSink(Sink):
         return left * train.seq * sum(seconds) / sum(tokens)
 
     def _print(self, text: str, json_form: Mapping[str, Any] | None) -> None:
-        """Log `text` and, depending on `meter.console`, print it.
+        """Log `text` and, depending on `metrics.console`, print it.
 
         Args:
             text: The text.
             json_form: The same for JSON; None for the text of a step.
         """
-        text, how = escape_unprintable(text), self._config.meter.console
+        text, how = escape_unprintable(text), self._config.metrics.console
         if how == "lines" or (how == "quiet" and json_form is not None):
             self._show(text)
         elif how == "json" and json_form is not None:
@@ -150,7 +150,7 @@ class ConsoleSink(Sink):
 def print_note(config: RunConfig, text: str) -> None:
     """Print a note of a rank that has no sink, and append it to the run log, if that is there."""
     text = escape_unprintable(text)
-    output = json.dumps({"note": text}) if config.meter.console == "json" else text
+    output = json.dumps({"note": text}) if config.metrics.console == "json" else text
     folder = Path(config.run.dir)
     with suppress(OSError):
         print(output, flush=True)

@@ -33,7 +33,7 @@ class ExpertLoadMetrics:
     def __init__(self, config: RunConfig, specs: Iterable[ParamSpec], ranks: int) -> None:
         moe = config.model.moe
         assert moe is not None
-        self._moe, self._every = moe, config.meter.experts_every
+        self._moe, self._every = moe, config.metrics.experts_every
         self._layer_index = {
             spec.name: index
             for index, spec in enumerate(spec for spec in specs if spec.role == "balance")

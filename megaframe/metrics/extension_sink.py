@@ -22,7 +22,7 @@ def make_extension_sinks(config: RunConfig, start_step: int, files: OutputFiles)
     Raises:
         UserError: One cannot be made.
     """
-    for part in config.meter.sinks:
+    for part in config.metrics.sinks:
         sink = call_part(part, "make_sink", Sink, config, files.folder, start_step)
         yield GuardedSink(part.name, sink, files)
 

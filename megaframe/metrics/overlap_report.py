@@ -81,7 +81,7 @@ def measure_overlap(path: Path, gaps: int = 0) -> list[DeviceOverlap]:
     if not spans:
         raise UserError(
             f"{path} has {len(events)} events and none of a GPU; profile a step on one "
-            "(run.device=cuda, meter.profile=[10])"
+            "(run.device=cuda, metrics.profile=[10])"
         )
     return [_measure_device(device, spans[device], gaps) for device in sorted(spans)]
 

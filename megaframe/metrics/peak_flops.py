@@ -48,10 +48,10 @@ class DevicePeak:
 def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
     """Return the peak of this run's devices. On a CPU all ranks must call it, because they share
     its cores and therefore measure at the same time."""
-    configured_peak, precision = config.meter.peak_tflops, config.train.precision
+    configured_peak, precision = config.metrics.peak_tflops, config.train.precision
     if configured_peak is not None:
         return DevicePeak(
-            configured_peak, f"mfu against meter.peak_tflops={configured_peak:g} TFLOP/s"
+            configured_peak, f"mfu against metrics.peak_tflops={configured_peak:g} TFLOP/s"
         )
     if mesh.device.type == "cpu":
         barrier(mesh.world)
@@ -67,7 +67,7 @@ def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
     chip_peak = find_chip_peak(name, kind)
     if chip_peak is None:
         problem = f"no dense {kind} peak of" if find_chip(name) else "unknown chip:"
-        return DevicePeak(None, f"mfu n/a: {problem} {name!r}; set meter.peak_tflops")
+        return DevicePeak(None, f"mfu n/a: {problem} {name!r}; set metrics.peak_tflops")
     return DevicePeak(
         chip_peak, f"mfu against the dense {kind} peak of {name}, {chip_peak:g} TFLOP/s"
     )

@@ -15,7 +15,7 @@ from megaframe.io.regular_file import make_folder
 
 
 class Profiler:
-    """Profiles the steps in `meter.profile`, each into its own file; these steps take longer.
+    """Profiles the steps in `metrics.profile`, each into its own file; these steps take longer.
 
     Args:
         config: The run.
@@ -29,7 +29,7 @@ class Profiler:
     ) -> None:
         self._report = report
         self._folder, self._rank = Path(config.run.dir) / "profile", mesh.rank
-        self._steps = frozenset(config.meter.profile)
+        self._steps = frozenset(config.metrics.profile)
         self._activities = [ProfilerActivity.CPU]
         if mesh.device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)

@@ -33,7 +33,7 @@ class PrometheusSink(Sink):
             self._server = PageServer(LOOPBACK, port, self._answer)
         except OSError as error:
             raise UserError(
-                f"cannot listen on meter.port={port}: {error.strerror}; choose another, or 0 "
+                f"cannot listen on metrics.port={port}: {error.strerror}; choose another, or 0 "
                 "for a free one"
             ) from None
         self.port: int = self._server.server_address[1]

@@ -50,14 +50,14 @@ def open_sinks(config: RunConfig, start_step: int, files: OutputFiles) -> list[S
     sinks: list[Sink] = [JsonlSink(files, start_step)]
     if config.train.sample_every:
         sinks.append(SampleSink(files, start_step, SAMPLES_FILE))
-    if config.meter.tensorboard:
+    if config.metrics.tensorboard:
         sinks.append(TensorBoardSink(files, start_step))
-    if config.meter.wandb is not None:
-        sinks.append(WandbSink(files, config.meter.wandb, config, start_step))
-    if config.meter.port is not None:
+    if config.metrics.wandb is not None:
+        sinks.append(WandbSink(files, config.metrics.wandb, config, start_step))
+    if config.metrics.port is not None:
         from megaframe.metrics.prometheus import PrometheusSink
 
-        sinks.append(PrometheusSink(config.meter.port, files.folder.name))
+        sinks.append(PrometheusSink(config.metrics.port, files.folder.name))
     return [*sinks, *make_extension_sinks(config, start_step, files)]
 
 
@@ -198,7 +198,7 @@ class TensorBoardSink(Sink):
             from tensorboard.summary.writer.record_writer import RecordWriter
             from torch.utils.tensorboard import summary
         except ImportError:
-            raise _make_missing_extra_error("meter.tensorboard=true", "tensorboard") from None
+            raise _make_missing_extra_error("metrics.tensorboard=true", "tensorboard") from None
         self._event, self._session, self._summary = Event, SessionLog, summary
         now = time.time()
         name = f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}"
@@ -265,7 +265,7 @@ class WandbSink(Sink):
                 folder, project, fresh=start_step == 0, config=config.model_dump(mode="json")
             )
         except ImportError:
-            raise _make_missing_extra_error(f"meter.wandb={project}", "wandb") from None
+            raise _make_missing_extra_error(f"metrics.wandb={project}", "wandb") from None
         except InvalidWandbId as error:
             raise UserError(str(error)) from None
         except OSError as error:

@@ -1,7 +1,7 @@
 """The time split of a step on every rank, and how it becomes a part of the step's line.
 
 Every line has the mean, minimum and maximum over ranks and, for each pipeline stage, how long its
-ranks worked and waited. Every `meter.ranks_every` steps it also has rows with a number for each
+ranks worked and waited. Every `metrics.ranks_every` steps it also has rows with a number for each
 rank.
 """
 
@@ -42,7 +42,7 @@ class StepBreakdown:
         self._parts = [*PARTS, *(COMMUNICATION + axes for axes in self._axes)]
         self._place, self._rank = mesh.coordinate["pipeline"], mesh.rank
         self._world, self._stages = mesh.layout.world, mesh.layout.pipeline
-        self._every = config.meter.ranks_every
+        self._every = config.metrics.ranks_every
 
     def make_records(self, split: StepTimeline, step: int) -> Iterator[Record]:
         """Yield what this rank reports about a step."""

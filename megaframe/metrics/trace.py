@@ -28,7 +28,7 @@ Slice = tuple[str, str, str, float, float]
 
 
 class Tracer:
-    """Traces the steps in `meter.trace`. All ranks make the same calls.
+    """Traces the steps in `metrics.trace`. All ranks make the same calls.
 
     Args:
         config: The run.
@@ -47,7 +47,7 @@ class Tracer:
         files: OutputFiles | None,
     ) -> None:
         self._files = files
-        self._steps = {step for step in config.meter.trace if step > start_step}
+        self._steps = {step for step in config.metrics.trace if step > start_step}
         self._mesh, self._timer = mesh, timer
         self._splits: list[tuple[int, StepTimeline]] = []
         timer.records_actions = start_step + 1 in self._steps

@@ -163,7 +163,7 @@ def _convert_files(c: Conversion) -> None:
                "tools/checkpoint.py import-hf, for checkpoint.weights")  # fmt: skip
     kinds = c.read_values("report_to") or ()
     if {"tensorboard", "all"} & {*kinds}:
-        c.put("meter.tensorboard", True, "report_to")
+        c.put("metrics.tensorboard", True, "report_to")
     if {"wandb", "all"} & {*kinds}:
-        c.put("meter.wandb", "megaframe", "report_to", why="the name of the project")
+        c.put("metrics.wandb", "megaframe", "report_to", why="the name of the project")
     c.drop("logging_dir")

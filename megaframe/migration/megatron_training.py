@@ -326,10 +326,10 @@ def _convert_files(c: Conversion) -> None:
     _convert_load(c)
     c.drop("finetune")
     if c.has("tensorboard_dir"):
-        c.put("meter.tensorboard", True, "tensorboard_dir", why="in the run folder")
+        c.put("metrics.tensorboard", True, "tensorboard_dir", why="in the run folder")
     if c.read_switch("profile"):
         first, last = c.read_integer("profile_step_start") or 10, c.read_integer("profile_step_end")
-        c.put("meter.profile", [*range(first, min(max(last or 12, first + 1), first + 20))],
+        c.put("metrics.profile", [*range(first, min(max(last or 12, first + 1), first + 20))],
               "profile", "profile_step_start", "profile_step_end")  # fmt: skip
     c.drop("profile_step_start", "profile_step_end")
     graphs = c.read_text("cuda_graph_impl")

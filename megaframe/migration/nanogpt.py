@@ -160,6 +160,6 @@ def _convert_training(c: Conversion) -> None:
                "newest")  # fmt: skip
     if c.read_switch("wandb_log"):
         project = c.read_text("wandb_project") or "owt"
-        c.put("meter.wandb", project, "wandb_log", "wandb_project")
+        c.put("metrics.wandb", project, "wandb_log", "wandb_project")
     else:
         c.drop("wandb_log", "wandb_project")

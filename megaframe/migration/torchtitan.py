@@ -224,10 +224,10 @@ def _convert_files(c: Conversion) -> None:
     c.drop("checkpoint.initial_load_model_only")
     c.put("run.dir", c.read_text("job.dump_folder"), "job.dump_folder")
     if c.read_switch("metrics.enable_wandb"):
-        c.put("meter.wandb", "torchtitan", "metrics.enable_wandb", why="the name of the project")
+        c.put("metrics.wandb", "torchtitan", "metrics.enable_wandb", why="the name of the project")
     if c.read_switch("profiling.enable_profiling"):
         every = c.read_integer("profiling.profile_freq") or 10
-        c.put("meter.profile", [every], "profiling.enable_profiling", "profiling.profile_freq")
+        c.put("metrics.profile", [every], "profiling.enable_profiling", "profiling.profile_freq")
     c.drop("profiling.profile_freq")
     if c.read_switch("validation.enable"):
         c.put("train.eval_every", c.read_integer("validation.freq"), "validation.freq",

@@ -188,7 +188,15 @@ def test_the_table_of_options_is_what_the_schema_says():
     assert tuple(rows[: len(COMMON)]) == COMMON, "the page begins with what --help shows"
 
 
-FILES = ("run.log", "model.py", "plan.html", "data.py", "train.py")
+FILES = (
+    "run.log",
+    "metrics.jsonl",
+    "metrics.1.jsonl",
+    "model.py",
+    "plan.html",
+    "data.py",
+    "train.py",
+)
 """Names of files that look like keys."""
 PAST = ("log", "CHANGELOG", "prediction")
 """Documents that record the past, and may name keys and files that no longer exist."""

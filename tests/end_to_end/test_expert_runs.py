@@ -21,7 +21,7 @@ EXPERTS = {
     "model__mtp_depth": 1,
     "optim__schedule": "constant",
     "train__microbatch": 1,
-    "meter__experts_every": 1,
+    "metrics__experts_every": 1,
 }
 LAYOUTS = (
     (1, {}),
@@ -94,7 +94,7 @@ def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, over
     pool.run(1, train, overrides(**{**keys, "model__moe": f"{{{moe}, {other}}}"}))
 
 
-def test_what_is_dropped_is_metered(pool, overrides, tmp_path):
+def test_what_is_dropped_is_in_the_metrics(pool, overrides, tmp_path):
     keys = {**EXPERTS, "model__moe": "{experts: 6, ffn: 12, capacity: 0.5}"}
     pool.run(2, train, overrides(train__steps=2, **keys))
     for line in read_lines(tmp_path / "run"):

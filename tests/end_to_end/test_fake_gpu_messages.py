@@ -70,9 +70,9 @@ def test_8_bits_that_would_be_slow_are_an_error_unless_they_are_asked_for(fake_g
 
 def test_an_unknown_chip_runs_and_has_no_prediction(fake_gpu, overrides):
     keys = {**SMALL, **PLAIN, "train__steps": 1, "run__device": "cuda"}
-    keys["meter__peak_tflops"] = "null"
+    keys["metrics__peak_tflops"] = "null"
     output = pretrain_on(fake_gpu, STRANGER, overrides(**keys))
     assert "unknown chip NVIDIA Abacus with 47.0 GiB: its memory is planned" in output
-    assert "mfu n/a: unknown chip: 'NVIDIA Abacus'; set meter.peak_tflops" in output
+    assert "mfu n/a: unknown chip: 'NVIDIA Abacus'; set metrics.peak_tflops" in output
     output = pretrain_on(fake_gpu, STRANGER, overrides(**keys, parallel__auto="true"), fails=True)
     assert fake_gpu.failed and "speed is not predicted; measure it there with" in output

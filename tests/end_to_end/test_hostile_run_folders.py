@@ -17,7 +17,7 @@ SECRET = "root:x:hunter22"
 KEYS = (
     *("model.layers=1", "model.hidden=16", "model.heads=2", "model.vocab=257", "train.seq=8"),
     *("train.global_batch=2", "train.microbatch=2", "train.precision=fp32", "kernels.matmul=torch"),
-    *("run.device=cpu", "checkpoint.every=2", "meter.peak_tflops=1"),
+    *("run.device=cpu", "checkpoint.every=2", "metrics.peak_tflops=1"),
 )
 
 

@@ -59,7 +59,7 @@ def delete_run(trainer, steps):
 def test_a_folder_that_is_deleted_is_made_again_with_all_its_files(pool, overrides, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run, whole = tmp_path / "run", tmp_path / "whole"
-    keys = {"checkpoint__every": 4, "meter__tensorboard": True, "meter__trace": "[2]"}
+    keys = {"checkpoint__every": 4, "metrics__tensorboard": True, "metrics__trace": "[2]"}
     assert pool.run(2, main, overrides(**keys, run__dir=whole)) == [0, 0]
     assert pool.run(2, main, overrides(**keys), delete_run, 0, (5, 9)) == [0, 0]
     same = "nothing that computes reads these files"

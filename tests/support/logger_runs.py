@@ -9,13 +9,13 @@ from megaframe.metrics import MetricsLogger
 from megaframe.model.model_chunk import list_model_specs
 
 
-def make(folder, start=0, **meter):
+def make(folder, start=0, **metrics):
     config = RunConfig.model_validate(
         {
             "run": {"dir": str(folder), "device": "cpu"},
             "model": {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
             "train": {"steps": 9, "seq": 16, "recompute": "full"},
-            "meter": {"peak_tflops": 0.5, **meter},
+            "metrics": {"peak_tflops": 0.5, **metrics},
         }
     )
     return config, MetricsLogger(
@@ -23,11 +23,11 @@ def make(folder, start=0, **meter):
     )
 
 
-def step(meter, number):
-    meter.start_step()
-    with meter.time("compute"), meter.time("data"):
+def step(logger, number):
+    logger.start_step()
+    with logger.time("compute"), logger.time("data"):
         sum(range(1000))
-    meter.record("loss", 5.0)
-    meter.record("tokens", 128)
-    meter.record("traffic_bytes/data", number, "sum")
-    meter.flush(number)
+    logger.record("loss", 5.0)
+    logger.record("tokens", 128)
+    logger.record("traffic_bytes/data", number, "sum")
+    logger.flush(number)

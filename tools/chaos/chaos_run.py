@@ -43,7 +43,7 @@ OVERRIDES = {
     "checkpoint.memory_every": COPY_EVERY,
     "checkpoint.resume": "latest",
     "data.split": "[1, 0, 0]",
-    "meter.peak_tflops": 1,
+    "metrics.peak_tflops": 1,
     "faults.step_timeout": 8,
     "faults.elastic": "true",
     "parallel.timeout": 60,

@@ -31,7 +31,7 @@ CONFIG = {
     "data": {"sources": [{"path": "tokens", "weight": 1.0}], "tokenizer": "bytes"},
     "optim": {"lr": 0.001, "frozen": []},
     "checkpoint": {"every": 2, "memory_every": 0},
-    "meter": {"peak_tflops": 1.0},
+    "metrics": {"peak_tflops": 1.0},
     "kernels": {"matmul": "torch"},
 }
 
@@ -168,7 +168,7 @@ def read_tokenizer(name):
 
 
 def run_folder():
-    write(Path("run"), make_lines(60), {"meter": {"wandb": "x"}})
+    write(Path("run"), make_lines(60), {"metrics": {"wandb": "x"}})
     prediction = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
     Path("prediction.json").write_text(json.dumps(prediction))
     Path("run/run.log").write_text("a line\n" * 50)

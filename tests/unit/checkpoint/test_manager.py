@@ -26,7 +26,7 @@ KEYS = {
     "checkpoint__keep": 9,
     "optim__lr": 0.1,
     "parallel__zero": 2,
-    "meter__every": 1,
+    "metrics__every": 1,
 }
 
 
@@ -164,7 +164,7 @@ def delay_save(trainer):
     CheckpointWriter._lead_save, CheckpointWriter.wait = lead_late, wait_and_tell
 
 
-def test_waiting_for_the_save_before_is_said_and_metered(pool, overrides, tmp_path):
+def test_waiting_for_the_save_before_is_said_and_in_the_metrics(pool, overrides, tmp_path):
     keys = overrides(**{**KEYS, "train__steps": 2})
     pool.run(1, train, keys, 0.0, delay_save)
     log = (tmp_path / "run/run.log").read_text()

@@ -45,7 +45,7 @@ def test_the_type_of_the_field_decides_what_a_scalar_means():
             "train.steps=12",
             "checkpoint.resume=latest",
             "model.window=null",
-            "meter.wandb=",
+            "metrics.wandb=",
             "data.tokenizer=sentencepiece:runs/a b.model",
             "data.sources=[{path: x}, {path: 1e5, weight: 2}]",
             "data.split=[.9, 0.1, 0]",
@@ -54,7 +54,7 @@ def test_the_type_of_the_field_decides_what_a_scalar_means():
     )
     assert (config.optim.lr, config.run.dir, config.model.bias) == (1e-4, "007", True)
     assert (config.train.steps, config.checkpoint.resume) == (12, "latest")
-    assert (config.model.window, config.meter.wandb) == (None, None)
+    assert (config.model.window, config.metrics.wandb) == (None, None)
     assert config.data.tokenizer == "sentencepiece:runs/a b.model"
     assert [(s.path, s.weight) for s in config.data.sources] == [("x", 1.0), ("1e5", 2.0)]
     assert config.data.split == (0.9, 0.1, 0.0)
@@ -250,7 +250,7 @@ def test_one_override(override, message):
         (["optim.lr=", "3e-4", "train.steps=5"], ["optim.lr=3e-4", "train.steps=5"]),
         (["train.steps=5", "optim.lr", "=3e-4"], ["train.steps=5", "optim.lr=3e-4"]),
         (["run.dir", "=", "a=b", "train.steps", "=", "5"], ["run.dir=a=b", "train.steps=5"]),
-        (["meter.wandb=", "train.steps=5"], ["meter.wandb=null", "train.steps=5"]),
+        (["metrics.wandb=", "train.steps=5"], ["metrics.wandb=null", "train.steps=5"]),
         (["run.dir=a=", "train.steps=5"], ["run.dir=a=", "train.steps=5"]),
     ],
 )

@@ -8,8 +8,10 @@ import pytest
 
 from megaframe.config import RunConfig, explain, load
 from megaframe.config.keys import get_config_keys, suggest_keys
+from megaframe.config.load import load_from_run
 from megaframe.config.migration import RENAMED_KEYS, translate_setting, upgrade_keys
 from megaframe.config.settings_elsewhere import SETTINGS_ELSEWHERE, SETTINGS_WITHOUT_KEY
+from megaframe.dashboard.run_folder import RunFolder, get_config_value
 from megaframe.errors import UserError
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/migrating.md"
@@ -65,7 +67,9 @@ def test_what_has_no_key_has_a_reason(program):
         keys = [
             key
             for key in list_keys(reason)
-            if key.partition(".")[0] in RunConfig.model_fields and "_data.py" not in reason
+            if key.partition(".")[0] in RunConfig.model_fields
+            and "_data.py" not in reason
+            and key != "metrics.jsonl"
         ]
         assert {*keys} <= {*get_config_keys()}, reason
         assert name not in SETTINGS_ELSEWHERE[program]
@@ -156,6 +160,24 @@ def test_a_former_key_is_refused_with_its_successor(name):
 def test_a_checkpoint_with_former_keys_says_the_same(saved, upgraded):
     assert upgrade_keys({"run": {}, "parallel": saved}) == {"run": {}, "parallel": upgraded}
     assert upgrade_keys({"parallel": "nonsense"}) == {"parallel": "nonsense"}
+
+
+def test_a_former_section_is_refused_with_its_successor(tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_text("meter:\n  every: 3\n  wandb: words\n")
+    with pytest.raises(UserError, match=r"old.yaml:1: meter: .*; metrics has replaced meter"):
+        load(str(path))
+    with pytest.raises(UserError, match=r"metrics\.every has replaced meter\.every"):
+        load(None, ["meter.every=3"])
+    with pytest.raises(UserError, match="is not a config key; metrics has replaced meter"):
+        explain("meter")
+
+
+def test_a_former_section_of_a_checkpoint_and_of_a_run_folder_is_read(tmp_path):
+    assert upgrade_keys({"meter": {"every": 3}}) == {"metrics": {"every": 3}}
+    (tmp_path / "config.yaml").write_text("meter: {every: 3, wandb: words}\n")
+    assert load_from_run(tmp_path).metrics.every == 3
+    assert get_config_value(RunFolder(tmp_path).config, "metrics.wandb") == "words"
 
 
 def test_a_name_of_no_program_is_not_translated():

@@ -350,7 +350,7 @@ def test_a_config_of_a_stranger_is_shown_or_noted(tmp_path, text):
 
 
 def test_names_of_strangers_are_escaped_and_their_secrets_masked(tmp_path):
-    config = {"meter": {"wandb": "\x1b[31mred\x07"}, "run": {"dir": "s3://key:Zq8@host/x"}}
+    config = {"metrics": {"wandb": "\x1b[31mred\x07"}, "run": {"dir": "s3://key:Zq8@host/x"}}
     config["data"] = {"sources": [{"path": "\x1b]0;title\x07"}, {"path": "\u202ecode"}]}
     odd = {"layout": "\ud800\x9b", "\x1b[2J": 1}
     folder = write(tmp_path / "r\x1b[31mun", make_lines(3), config, odd)

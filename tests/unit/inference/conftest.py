@@ -18,7 +18,7 @@ def saved_run(tmp_path_factory):
         train={"seq": 16, "steps": 1, "global_batch": 1, "precision": "fp32"},
         data={"sources": [{"path": data}], "split": [0.8, 0.2, 0.0], "tokenizer": "bytes"},
         checkpoint={"every": 1},
-        meter={"peak_tflops": 1.0, "console": "quiet"},
+        metrics={"peak_tflops": 1.0, "console": "quiet"},
     )
     trainer = make_trainer(config)
     trainer.run()

@@ -64,7 +64,7 @@ def test_lines_header_and_summary(print_lines):
     lines = [make_line(step) for step in range(1, 11)]
     lines[3] = make_line(4, eval_loss=2.25, eval_perplexity=9.4877, eval_bits_per_byte=1.5)
     lines[6] = make_line(7, eval_loss=2.5)
-    printed = print_lines(lines, train={"steps": 10}, meter={"every": 4}).splitlines()
+    printed = print_lines(lines, train={"steps": 10}, metrics={"every": 4}).splitlines()
     assert printed[0] == "a [note]"
     assert re.split(r"\s\s+", printed[1].strip()) == [
         "step", "loss", "grad norm", "lr", "tokens/s", "TFLOP/s", "MFU", "seconds", "ETA",
@@ -96,7 +96,7 @@ def test_lines_header_and_summary(print_lines):
 def test_figures_of_speed_are_means_since_the_line_before(print_lines):
     lines = [make_line(1), make_line(2, seconds=1.0, mfu=0.9), make_line(3, seconds=3.0, mfu=0.1)]
     lines[0]["mfu"] = 0.5
-    printed = print_lines(lines, train={"steps": 3}, meter={"every": 3})
+    printed = print_lines(lines, train={"steps": 3}, metrics={"every": 3})
     row = next(text for text in printed.splitlines() if text.lstrip().startswith("3/3")).split()
     assert row[4:8] == ["1,024", "0.25", "30.0%", "2"]  # 0.3 = (0.9 * 1 + 0.1 * 3) / 4
 

@@ -130,9 +130,9 @@ def test_one_that_cannot_be_made_is_one_message(tmp_path):
 
 def test_the_example_continues_its_table(tmp_path):
     load_extensions(None, [EXAMPLE])
-    assert "meter.sinks[csv].columns\n  Names in a line" in explain("meter.sinks")
-    with pytest.raises(UserError, match=r"meter.sinks.0=tsv: takes csv"):
-        load_with_extensions(None, [EXAMPLE, "meter.sinks=[tsv]"])
+    assert "metrics.sinks[csv].columns\n  Names in a line" in explain("metrics.sinks")
+    with pytest.raises(UserError, match=r"metrics.sinks.0=tsv: takes csv"):
+        load_with_extensions(None, [EXAMPLE, "metrics.sinks=[tsv]"])
     sinks = [{"kind": "csv", "columns": ["step", "loss"]}]
     for start in (0, 2):
         _, logger = logger_runs.make(tmp_path, start, sinks=sinks)

@@ -1,4 +1,4 @@
-"""The meter as a trainer uses it, on one rank."""
+"""The metrics logger as a trainer uses it, on one rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def read(folder):
 
 
 def test_a_line_has_every_key_and_adds_up(tmp_path):
-    config, meter = make(tmp_path)
+    config, logger = make(tmp_path)
     flops = count_flops(list_model_specs(config), config)
     for number in (1, 2):
-        step(meter, number)
-    meter.close()
+        step(logger, number)
+    logger.close()
     for number, line in enumerate(read(tmp_path), 1):
         assert list(line) == [*KEYS, "traffic_bytes"]
         assert (line["step"], line["loss"], line["lr"]) == (number, 5.0, None)
@@ -47,39 +47,39 @@ def test_a_line_has_every_key_and_adds_up(tmp_path):
 
 
 def test_a_line_is_written_one_step_later_or_when_settled(tmp_path):
-    _, meter = make(tmp_path)
-    step(meter, 1)
+    _, logger = make(tmp_path)
+    step(logger, 1)
     assert read(tmp_path) == []
-    step(meter, 2)
+    step(logger, 2)
     assert [line["step"] for line in read(tmp_path)] == [1]
-    meter.write_pending_steps()
-    meter.write_pending_steps()
+    logger.write_pending_steps()
+    logger.write_pending_steps()
     assert [line["step"] for line in read(tmp_path)] == [1, 2]
-    step(meter, 3)
-    meter.close()
+    step(logger, 3)
+    logger.close()
     assert [line["step"] for line in read(tmp_path)] == [1, 2, 3]
 
 
 def test_a_resumed_run_appends_to_the_same_file(tmp_path, capsys):
-    _, meter = make(tmp_path)
+    _, logger = make(tmp_path)
     for number in range(1, 6):
-        step(meter, number)  # a kill here leaves step 5 without a line
+        step(logger, number)  # a kill here leaves step 5 without a line
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "lo')
-    _, meter = make(tmp_path, start=3)
+    _, logger = make(tmp_path, start=3)
     for number in range(4, 10):
-        step(meter, number)
-    meter.close()
+        step(logger, number)
+    logger.close()
     assert [line["step"] for line in read(tmp_path)] == list(range(1, 10))
     printed = capsys.readouterr().out
     assert "steps" in printed and "4 to 9" in printed
     log = (tmp_path / "run.log").read_text()
-    assert "model FLOPs per token" in log and "meter.peak_tflops=0.5" in log
+    assert "model FLOPs per token" in log and "metrics.peak_tflops=0.5" in log
 
 
-def test_names_of_the_meter_itself_are_refused(tmp_path):
-    _, meter = make(tmp_path)
-    meter.record("mfu", 1.0)
-    meter.flush(1)
+def test_names_of_the_logger_itself_are_refused(tmp_path):
+    _, logger = make(tmp_path)
+    logger.record("mfu", 1.0)
+    logger.flush(1)
     with pytest.raises(ValueError, match=r"\['mfu'\]"):
-        meter.write_pending_steps()
+        logger.write_pending_steps()

@@ -63,16 +63,16 @@ def run_ranks(folder):
         train={"steps": 3, "seq": 16, "precision": "fp32"},
         model={"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
     )
-    meter = MetricsLogger(config, mesh, list_model_specs(config))
-    meter.note(f"note of rank {rank}")
+    logger = MetricsLogger(config, mesh, list_model_specs(config))
+    logger.note(f"note of rank {rank}")
     for step in (1, 2, 3):
-        meter.start_step()
-        with meter.time("compute"):
+        logger.start_step()
+        with logger.time("compute"):
             torch.ones(64, 64) @ torch.ones(64, 64)
-        meter.record("loss", torch.tensor(float(step + rank)), "sum")
-        meter.record("tokens", 64)
-        meter.flush(step)
-    meter.close()
+        logger.record("loss", torch.tensor(float(step + rank)), "sum")
+        logger.record("tokens", 64)
+        logger.flush(step)
+    logger.close()
     mesh.finish()
     return results
 

@@ -130,4 +130,4 @@ def test_the_tool_reads_a_folder_and_says_the_worst_first(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     process = run_tool(empty)
-    assert process.returncode == 2 and "meter.profile" in process.stderr
+    assert process.returncode == 2 and "metrics.profile" in process.stderr

@@ -76,9 +76,9 @@ def test_a_cpu_is_measured_and_the_note_says_so():
 
 
 def test_a_given_peak_is_taken():
-    config = RunConfig.model_validate({"meter": {"peak_tflops": 123.0}})
+    config = RunConfig.model_validate({"metrics": {"peak_tflops": 123.0}})
     peak = find_device_peak(config, Mesh(Layout(), device="cpu"))
-    assert peak.tflops == 123.0 and "meter.peak_tflops=123" in peak.note
+    assert peak.tflops == 123.0 and "metrics.peak_tflops=123" in peak.note
 
 
 def test_a_share_above_one_of_a_measured_peak_is_no_number():

@@ -25,10 +25,10 @@ from megaframe.training.train_step import TrainStep
 @pytest.mark.parametrize("console", ["lines", "quiet", "json"])
 def test_console_modes(console, tmp_path, capsys):
     """What few users need, such as the peak that MFU is measured against, is only in the log."""
-    _, meter = make(tmp_path, console=console, port=0)
+    _, logger = make(tmp_path, console=console, port=0)
     for number in (1, 2):
-        step(meter, number)
-    meter.close()
+        step(logger, number)
+    logger.close()
     printed = capsys.readouterr().out
     log = (tmp_path / "run.log").read_text()
     assert "1/9" in log and "Summary" in log and "line is at http://127.0.0.1:" in log
@@ -69,7 +69,7 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
         ]
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(sink.address.removesuffix("metrics"))
-        with pytest.raises(UserError, match=rf"cannot listen on meter\.port={sink.port}"):
+        with pytest.raises(UserError, match=rf"cannot listen on metrics\.port={sink.port}"):
             PrometheusSink(sink.port, "b")
     finally:
         sink.close()
@@ -77,11 +77,11 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
 
 
 def test_a_profile_has_the_operators_of_its_step(tmp_path):
-    _, meter = make(tmp_path, profile=[2])
+    _, logger = make(tmp_path, profile=[2])
     for number in (1, 2, 3):
         torch.ones(8, 8) @ torch.ones(8, 8)
-        step(meter, number)
-    meter.close()
+        step(logger, number)
+    logger.close()
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "step-00000002-rank-00000.json"
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]

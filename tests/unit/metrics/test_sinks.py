@@ -115,10 +115,10 @@ def test_a_run_folder_that_cannot_be_one(tmp_path):
 @pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
 def test_a_missing_extra_is_named(tmp_path, extra, monkeypatch):
     value = True if extra == "tensorboard" else "project"
-    config = RunConfig.model_validate({"run": {"dir": str(tmp_path)}, "meter": {extra: value}})
+    config = RunConfig.model_validate({"run": {"dir": str(tmp_path)}, "metrics": {extra: value}})
     module = "torch.utils.tensorboard" if extra == "tensorboard" else "wandb"
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(UserError, match=rf"meter\.{extra}=.* pip install 'megaframe\[{extra}\]'"):
+    with pytest.raises(UserError, match=rf"metrics\.{extra}=.* pip install 'megaframe\[{extra}\]'"):
         open_sinks(config, 0, OutputFiles(Path(config.run.dir)))
 
 

@@ -123,7 +123,7 @@ class Delays:
             patch.setattr(owner, name, self.delayed(getattr(owner, name), FIRST + number, axes))
         flush = MetricsLogger.flush
         patch.setattr(
-            MetricsLogger, "flush", lambda meter, step: self.next(partial(flush, meter), step)
+            MetricsLogger, "flush", lambda logger, step: self.next(partial(flush, logger), step)
         )
 
     def next(self, flush, step):
@@ -154,7 +154,7 @@ def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
         train__eval_samples=4,
         checkpoint__every=1,
         parallel__tensor=2,
-        meter__ranks_every=2,
+        metrics__ranks_every=2,
     )
     pool.run(4, run_prepared, keys, Delays)
     lines = read(tmp_path)
@@ -172,7 +172,7 @@ def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
 
 
 def test_rows_have_every_rank_and_sum_to_the_step(pool, overrides, tmp_path):
-    keys = overrides(train__steps=8, parallel__tensor=2, meter__ranks_every=2)
+    keys = overrides(train__steps=8, parallel__tensor=2, metrics__ranks_every=2)
     pool.run(4, run_prepared, keys, delay_rank)
     lines = read(tmp_path)
     assert ["ranks" in line for line in lines] == [False, True] * 4
@@ -234,7 +234,7 @@ def test_a_wait_for_a_neighbour_is_bubble_and_for_a_slow_link_communication(
     pool.run(
         2,
         run_prepared,
-        overrides(train__steps=6, parallel__pipeline=2, meter__ranks_every=1),
+        overrides(train__steps=6, parallel__pipeline=2, metrics__ranks_every=1),
         prepare,
     )
     for line in read(tmp_path)[2:]:

@@ -226,7 +226,7 @@ def test_a_mixtral_script(tmp_path):
         ("--optimizer muon --muon-momentum 0.9",
          {"optim.name": "muon", "optim.momentum": 0.9, "optim.nesterov": False}),
         ("--distributed-timeout-minutes 5", {"parallel.timeout": 300}),
-        ("--profile --profile-step-start 4 --profile-step-end 6", {"meter.profile": [4, 5]}),
+        ("--profile --profile-step-start 4 --profile-step-end 6", {"metrics.profile": [4, 5]}),
         ("--num-experts 4 --moe-layer-freq 2 --moe-router-topk 1 --moe-router-pre-softmax "
          "--tensor-model-parallel-size 2",
          {"model.moe.experts": 4, "model.moe.top_k": 1, "model.moe.score": "softmax",
@@ -251,7 +251,7 @@ def test_a_mixtral_script(tmp_path):
           "model.rotary_scaling.mscale_all_dim": 1.0}),
         ("--adam-beta1 0.8 --adam-eps 1e-6 --seed 7 --init-method-std 0.01 --log-interval 5",
          {"optim.beta1": 0.8, "optim.eps": 1e-6, "run.seed": 7, "model.init_std": 0.01,
-          "meter.every": 5}),
+          "metrics.every": 5}),
     ],
 )  # fmt: skip
 def test_what_flags_mean(words, keys, tmp_path):

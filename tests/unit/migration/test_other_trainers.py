@@ -157,7 +157,7 @@ def test_a_nanogpt_config(tmp_path):
     assert (train.global_batch, train.microbatch, train.seq, train.steps) == (480, 12, 512, 5000)
     assert (optim.lr, optim.min_lr, optim.warmup, optim.decay) == (1e-3, 1e-4, 2000, 5000)
     assert (train.eval_every, train.eval_samples) == (250, 240)
-    assert (config.run.dir, config.meter.wandb) == ("out-words", "words")
+    assert (config.run.dir, config.metrics.wandb) == ("out-words", "words")
     assert "dtype = an expression" in "\n".join(conversion.notes[DECIDE])
     assert conversion.notes[UNKNOWN] == conversion.notes[REFUSED] == []
 
@@ -208,7 +208,7 @@ def test_training_arguments(tmp_path):
     assert (optim.beta2, optim.weight_decay, config.run.seed) == (0.999, 0.0, 42)
     assert (train.recompute, train.precision, train.eval_every) == ("full", "bf16", 100)
     assert (config.checkpoint.every, config.checkpoint.keep) == (500, 3)
-    assert (config.run.dir, config.meter.wandb) == ("out", "megaframe")
+    assert (config.run.dir, config.metrics.wandb) == ("out", "megaframe")
     assert conversion.notes[REFUSED] == conversion.notes[UNKNOWN] == []
     assert len(conversion.notes[DECIDE]) == 1  # the data
 
@@ -226,7 +226,7 @@ def test_training_arguments(tmp_path):
         ({"save_strategy": "no"}, {"checkpoint.every": 0}),
         ({"optim": "adamw_bnb_8bit"}, {"optim.state": "int8"}),
         ({"resume_from_checkpoint": True}, {"checkpoint.resume": "latest"}),
-        ({"report_to": "none", "use_cpu": True}, {"meter.wandb": None, "run.device": "cpu"}),
+        ({"report_to": "none", "use_cpu": True}, {"metrics.wandb": None, "run.device": "cpu"}),
     ],
 )  # fmt: skip
 def test_what_training_arguments_mean(arguments, keys):

@@ -27,7 +27,7 @@ def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, mon
     pytest.importorskip("plotly")
     without_wandb_key(monkeypatch, tmp_path)
     folder = write(tmp_path / "run", make_lines(30), environment={"ranks": 1, "device": "CPU"})
-    (folder / "config.yaml").write_text(dump(load(None, [*SMALL, "meter.wandb=project"])))
+    (folder / "config.yaml").write_text(dump(load(None, [*SMALL, "metrics.wandb=project"])))
     (folder / "wandb.id").write_text("a1b2c3d4\n")
     run_tool(monkeypatch, folder, "--upload")
     assert "added the page" in capsys.readouterr().out
@@ -58,4 +58,4 @@ def test_a_run_in_no_project_has_nowhere_to_send_its_page(tmp_path, monkeypatch,
     with pytest.raises(SystemExit) as ended:
         run_tool(monkeypatch, folder, "--upload")
     assert ended.value.code == 2
-    assert "meter.wandb" in capsys.readouterr().err
+    assert "metrics.wandb" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""CUDA graphs of a run: how many it keeps, when it drops them, what watch and meter are told, and
+"""CUDA graphs of a run: how many it keeps, when it drops them, what watch and metrics are told, and
 where graphs are refused. parity/test_cuda_graph_replay.py tests the results of recorded steps.
 """
 

@@ -291,7 +291,7 @@ def test_suggested_heads_work(hidden, heads, kv_heads):
         "run.dir={}",
         "checkpoint.memory_dir={}",
         "parallel.cluster={}",
-        "meter.wandb={}",
+        "metrics.wandb={}",
         "data.sources=[{{path: a}}, {{path: {}}}]",
         "data.tokenizer=hf:{}",
     ],
@@ -305,6 +305,6 @@ def test_a_key_that_takes_no_url_refuses_it(override, url):
 
 
 def test_an_api_key_is_no_project():
-    (line,) = list_refusals("meter.wandb=" + "0123456789" * 4)
+    (line,) = list_refusals("metrics.wandb=" + "0123456789" * 4)
     assert "not an API key; give that in WANDB_API_KEY" in line and "0123456789" not in line
-    assert list_refusals("meter.wandb=project-of-40-hexadecimal") == []
+    assert list_refusals("metrics.wandb=project-of-40-hexadecimal") == []

@@ -461,7 +461,7 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     imported = folders.import_model(Path("theirs"), Path("own"))
     assert imported.config_file == Path("own/config.yaml")
     run = {
-        **{"run.dir": tmp_path / "run", "run.device": "cpu", "meter.peak_tflops": 1.0},
+        **{"run.dir": tmp_path / "run", "run.device": "cpu", "metrics.peak_tflops": 1.0},
         **{"train.steps": 1, "train.global_batch": 2, "train.microbatch": 1},
         **{"optim.lr": 1e-12, "optim.min_lr": 0, "checkpoint.every": 1},
         **{"data.sources": f"[{{path: {corpus}}}]", "kernels.matmul": "torch"},

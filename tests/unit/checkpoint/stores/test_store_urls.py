@@ -57,7 +57,7 @@ class TestSecrets:
         assert SECRET not in str(error.value)
         monkeypatch.chdir(tmp_path)
         folders = ("folder", "resume", "weights", "memory_dir")
-        for key in (*(f"checkpoint__{name}" for name in folders), "run__dir", "meter__wandb"):
+        for key in (*(f"checkpoint__{name}" for name in folders), "run__dir", "metrics__wandb"):
             for options in ([], ["--dry-run"]):
                 argv = ["pretrain_gpt.py", *overrides(**{key: url}), *options]
                 monkeypatch.setattr(sys, "argv", argv)

@@ -59,8 +59,8 @@ def run_rank(folder: Path, steps: int) -> None:
         "model.heads": 4, "model.vocab": 4096, "train.seq": 128, "train.global_batch": 16,
         "train.microbatch": 8, "train.precision": "fp32", "train.steps": steps,
         "parallel.tensor": 2, "checkpoint.every": 0, "data.sources": f"[{{path: {folder}/tokens}}]",
-        "data.split": "[1, 0, 0]", "meter.peak_tflops": 1.0, "meter.console": "quiet",
-        "meter.ranks_every": 10,
+        "data.split": "[1, 0, 0]", "metrics.peak_tflops": 1.0, "metrics.console": "quiet",
+        "metrics.ranks_every": 10,
     }  # fmt: skip
     config = load(None, [f"{key}={value}" for key, value in keys.items()])
     if read_global_rank() == 0:
@@ -78,9 +78,9 @@ def run_rank(folder: Path, steps: int) -> None:
         marks.append(len(split.marks) + len(split.transfers))
         return split
 
-    def time_flush(meter: MetricsLogger, step: int) -> list[StepValues]:
+    def time_flush(logger: MetricsLogger, step: int) -> list[StepValues]:
         start = time.perf_counter()
-        values = flush(meter, step)
+        values = flush(logger, step)
         flushes.append(time.perf_counter() - start)
         return values
 
