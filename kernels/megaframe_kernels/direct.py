@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+is_compiling = torch.compiler.is_compiling
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
 Keep = Callable[[Any, tuple[Any, ...], Any], None]
 Differentiate = Callable[..., tuple[Tensor | None, ...]]
 
@@ -37,14 +39,10 @@ def bypass_dispatcher(
 
     def call(*arguments: Any) -> Any:
         # Asked at every call: the same function may be traced now and run directly later.
-        return (operator if is_traced() else plain)(*arguments)
+        is_traced = is_compiling() or count_dispatch_modes() > 0
+        return (operator if is_traced else plain)(*arguments)
 
     return call
-
-
-def is_traced() -> bool:
-    """Return whether operator calls are observed, by a compiler or by a dispatch mode."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _make_function(
@@ -67,10 +65,10 @@ def _make_function(
 
     def call(*arguments: Any) -> Any:
         # autograd.Function costs host time, so it is used only where a gradient is needed.
-        if torch.is_grad_enabled() and any(
-            isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
-        ):
-            return Differentiated.apply(*arguments)
+        if torch.is_grad_enabled():
+            for argument in arguments:
+                if isinstance(argument, Tensor) and argument.requires_grad:
+                    return Differentiated.apply(*arguments)
         return function(*arguments)
 
     return call

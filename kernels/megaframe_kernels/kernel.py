@@ -90,10 +90,13 @@ def refuse_nothing(*_: Any, **__: Any) -> None:
 
 def refuse_types(*tensors: Tensor | None) -> str | None:
     """Return why a Triton kernel cannot take these tensors, or None."""
+    on_gpu = True
     for tensor in tensors:
-        if tensor is not None and tensor.dtype not in FLOATS:
-            return f"{tensor.dtype} is not one of {', '.join(map(str, FLOATS))}"
-    return refuse_place(*tensors)
+        if tensor is not None:
+            if tensor.dtype not in FLOATS:
+                return f"{tensor.dtype} is not one of {', '.join(map(str, FLOATS))}"
+            on_gpu = on_gpu and tensor.is_cuda
+    return None if on_gpu else refuse_place(*tensors)
 
 
 def refuse_place(*tensors: Tensor | None) -> str | None:

@@ -103,8 +103,8 @@ class Rotary:
         # Angles, cosines and sines in fp64, rounded once to the type of the activations.
         angle = positions.to(torch.float64)[..., None] * rate
         # [..., S, 1, D/2]: the same for all heads.
-        self.cos = (angle.cos() * factor).to(dtype).unsqueeze(-2)
-        self.sin = (angle.sin() * factor).to(dtype).unsqueeze(-2)
+        self._tables = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+        self.cos, self.sin = self._tables[0].unsqueeze(-2), self._tables[1].unsqueeze(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x with its leading dims rotated, [B, S, N, head_dim].
@@ -113,9 +113,8 @@ class Rotary:
             x: [B, S, N, head_dim], or in groups [B, S, G, N / G, head_dim], which need not be
                 adjacent: a kernel reads them where they are.
         """
-        tables = self.cos.squeeze(-2), self.sin.squeeze(-2)
-        if run := self._kernels.find("rotary", x, *tables):
-            return run(x, *tables)
+        if run := self._kernels.find("rotary", x, *self._tables):
+            return run(x, *self._tables)
         x = x.flatten(2, -2)
         return self._kernels.maybe_compile(_rotate, _rotate_for_compiler)(x, self.cos, self.sin)
 

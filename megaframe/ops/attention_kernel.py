@@ -55,7 +55,7 @@ def attend_by_kernel(
     if kernel is None:
         return None
     out, _ = kernel(*operands, **options)
-    return out[..., : value_BKGV.shape[-1]]
+    return out if value is value_BKGV else out[..., : value_BKGV.shape[-1]]
 
 
 TileResult = tuple[Tensor, Tensor]

@@ -156,11 +156,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     query, key, value, starts, stops, first, last, sinks, *ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, starts, stops, first, last, sinks)
     ctx.mark_non_differentiable(output[1])
+    # None instead of zeros for what has no gradient, such as the log-sum-exp.
+    ctx.set_materialize_grads(False)
 
 
-def _compute_gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _compute_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    *d_inputs, d_sinks = _direct_backward(gradients[0], *saved, *ctx.numbers)
+    d_out = torch.zeros_like(saved[0]) if gradients[0] is None else gradients[0]
+    *d_inputs, d_sinks = _direct_backward(d_out, *saved, *ctx.numbers)
     # None for the four tensors of the spans, and for scale, softcap and fused.
     return *d_inputs, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
 

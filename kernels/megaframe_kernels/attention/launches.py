@@ -246,17 +246,23 @@ def launch_backward(
     Returns:
         The gradients of query, key, value and sinks (empty without sinks).
     """
-    query, key, value, d_out = (_make_adjacent(x) for x in (query, key, value, d_out))
+    query, key, value = _make_adjacent(query), _make_adjacent(key), _make_adjacent(value)
+    d_out = _make_adjacent(d_out)
     batch, queries, heads, width = query.shape
     shift, delta = _prepare(d_out, out, lse)
     groups, per_group = key.shape[2], heads // key.shape[2]
-    strides = (s for x in (query, key, value, d_out) for s in x.stride()[:3])
+    strides = (
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *d_out.stride()[:3],
+    )
     lengths = queries, key.shape[1]
     numbers = (heads, per_group, width, *strides, scale_or_default(query, scale), softcap or 1.0)
     # Gradients are contiguous, whatever the strides of the inputs.
-    d_query, d_key, d_value = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
-    )
+    d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    d_key = torch.empty_like(key, memory_format=torch.contiguous_format)
+    d_value = torch.empty_like(value, memory_format=torch.contiguous_format)
     options = _choose_constants(query, scale, softcap)
     saved = (query, key, value, d_out, shift, delta)
     by_key = _choose_key_blocks(query, softcap, fused)

@@ -178,7 +178,7 @@ _direct_turn = bypass_dispatcher(_turn_op, launch_turn, _keep, _compute_gradient
 
 def run_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute the reference in Triton."""
-    return _direct_turn(x, cos.detach(), sin.detach(), False)
+    return _direct_turn(x, cos, sin, False)
 
 
 KERNEL = Kernel(

@@ -296,8 +296,9 @@ def _refuse_inputs(
     **_: Any,
 ) -> str | None:
     tensors = (weights, grads, mean, square, copy)
-    if any(t is not None and not t.is_contiguous() for t in tensors):
-        return "a span is not contiguous"
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            return "a span is not contiguous"
     return refuse_types(*tensors, divisor, skip)
 
 
