@@ -7,10 +7,10 @@ and waited for by its consumer. A sent tensor is kept until its send is done.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,13 +24,18 @@ from megaframe.model.pass_state import LayerStatistics
 from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import PassMaximum, measure_pass
 from megaframe.pipeline_parallel.stage import Stage
+from megaframe.pipeline_parallel.stage_pass import (
+    PlannedAction,
+    RankPlan,
+    StagePass,
+    plan_actions,
+)
 from megaframe.schedule import Action, ActionKind, Schedule
 from megaframe.tensor_parallel.context import count_rows_per_rank
 
 ActionTrace = Callable[[Action, str], AbstractContextManager[object]]
 """Returns a context around one action, given with the name of its kind."""
 _UNPAIRED: Mapping[Action, Action] = {}
-_PASSES = (ActionKind.F, ActionKind.B, ActionKind.W)
 
 
 @dataclass(frozen=True)
@@ -71,49 +76,56 @@ class PipelineExecutor:
         self._sends: deque[Pending[Tensor]] = deque()
         """Sends in flight to other ranks."""
 
+    def plan(self, schedule: Schedule, paired: Mapping[Action, Action] = _UNPAIRED) -> RankPlan:
+        """Return what this rank does in every step of a schedule.
+
+        Args:
+            schedule: A lowered schedule.
+            paired: Forwards that are interleaved with the backward right after them in the list.
+        """
+
+        def find_first_unit(stage: int, backward: bool) -> Module | None:
+            return self.stages[stage].find_first_unit(backward=backward)
+
+        return plan_actions(schedule, self.rank, find_first_unit, paired)
+
     def run(
         self,
-        schedule: Schedule,
+        plan: RankPlan,
         microbatches: Sequence[Microbatch],
         scale: Tensor,
-        paired: Mapping[Action, Action] = _UNPAIRED,
         *,
         by_block: bool = False,
     ) -> PipelineOutput:
         """Run all passes of a step: this rank's list up to the update.
 
         Args:
-            schedule: A lowered schedule for this number of microbatches.
+            plan: That of a schedule for this number of microbatches.
             microbatches: This rank's.
             scale: fp64 scalar; gradients are those of scale * (sum of the losses).
-            paired: Forwards that are interleaved with the backward right after them in the list.
             by_block: Record the maximum of every block, not only of whole passes.
         """
-        run = _ScheduleRun(self, schedule, microbatches, scale, by_block=by_block)
-        progress = self.mesh.progress
-        actions = iter(self._with_next_unit(schedule.ranks[self.rank]))
-        for action, next_unit in actions:
-            kind = action.kind
-            progress.begin_part("", action, kind.value if kind in _PASSES else None)
+        run = _ScheduleRun(self, plan.schedule, microbatches, scale, by_block=by_block)
+        begin_part = self.mesh.progress.begin_part
+        for planned in plan.actions:
+            action, kind = planned.action, planned.action.kind
+            begin_part("", action, planned.counted)
             if kind is ActionKind.UPDATE:
                 continue
-            if action in paired:
-                backward, next_unit = next(actions)
-                with self._trace(action, "F"), self._trace(backward, "BW"):
-                    run.interleave(action, backward, next_unit)
+            if planned.partner is not None:
+                with self._trace(action, "F"), self._trace(planned.partner.action, "BW"):
+                    run.interleave(planned, planned.partner)
                 continue
-            with self._trace(action, run.name_kind(action)):
+            with self._trace(action, planned.name):
                 if kind is ActionKind.F:
-                    run.forward(action, next_unit)
+                    run.forward(planned)
                 elif kind is ActionKind.B:
-                    run.backward(action, next_unit)
+                    run.backward(planned)
                 elif kind is ActionKind.W:
-                    run.compute_weight_gradients(action)
-                elif kind is ActionKind.REDUCE:
-                    run.begin_reduction(action)
+                    run.compute_weight_gradients(planned)
                 elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                     run.send(action)
-                else:
+                elif kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                     run.receive(action)
         statistics = [stage.take_statistics() for stage in self.stages.values()]
         # What layers add to the loss (routers) counts on the rank that has the layer.
@@ -163,19 +175,6 @@ class PipelineExecutor:
         while self._sends:
             self._sends.popleft().wait()
 
-    def _with_next_unit(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
-        """Return each action with the unit whose values are needed first by the next pass."""
-        pairs: list[tuple[Action, Module | None]] = []
-        next_unit: Module | None = None
-        # Backwards, so that the pass after an action is known when the action is reached.
-        for action in reversed(actions):
-            pairs.append((action, next_unit))
-            if action.stage is not None and action.kind in (ActionKind.F, ActionKind.B):
-                # A W reads no values that must be gathered, so only F and B count.
-                stage = self.stages[action.stage]
-                next_unit = stage.find_first_unit(backward=action.kind is ActionKind.B)
-        return pairs[::-1]
-
 
 class _ScheduleRun:
     """The state of one run of a schedule, and what each kind of action does.
@@ -210,50 +209,29 @@ class _ScheduleRun:
         """
         self._executor, self._microbatches = executor, microbatches
         self._scale, self._by_block = scale, by_block
-        self._rank_of, self._split = schedule.rank_of, schedule.split_backwards
+        self._rank_of = schedule.rank_of
         self._incoming: dict[tuple[ActionKind, int, int], Pending[Tensor]] = {}
         self._outgoing: dict[tuple[ActionKind, int, int], Tensor] = {}
-        self._reducing: set[int] = set()
-        """Stages whose gradients are complete after their next backward pass."""
-        self._num_forwards: Counter[int] = Counter()
         self.maxima: list[PassMaximum] = []
         self.hidden: dict[int, Tensor] = {}
         zeros = partial(torch.zeros, dtype=torch.float64, device=executor.mesh.device)
         self.losses, self.mtp_loss = zeros(len(microbatches)), zeros(())
 
-    def name_kind(self, action: Action) -> str:
-        """Return the name of the action's kind; BW for a backward that computes both gradients."""
-        is_split = (action.stage, action.microbatch) in self._split
-        return "BW" if action.kind is ActionKind.B and not is_split else action.kind.value
-
-    def forward(
-        self, action: Action, next_unit: Module | None, hand_over: HandOver | None = None
-    ) -> None:
+    def forward(self, planned: PlannedAction, hand_over: HandOver | None = None) -> None:
         """Run a forward pass.
 
         Args:
-            action: The F.
-            next_unit: The unit whose values are needed first after this pass.
+            planned: The F.
             hand_over: Lets a pass that is interleaved with this one continue.
         """
         assert self._scale is not None
-        number, microbatch = _unpack(action)
+        number, index = _unpack(planned.action)
         stage = self._executor.stages[number]
-        x = None if stage.plan.first else self._take(ActionKind.F, number, microbatch)
-        # The head's gradients are computed in the forward pass, so the last forward completes them.
-        self._num_forwards[number] += 1
-        y = stage.forward(
-            microbatch,
-            self._microbatches[microbatch],
-            self._scale,
-            x,
-            last=self._num_forwards[number] == len(self._microbatches),
-            next_unit=next_unit,
-            hand_over=hand_over,
-            on_block=self._make_block_recorder(False, number, microbatch),
-        )
-        self.maxima.append(measure_pass(False, number, microbatch, y))
-        self._finish_forward(stage, number, microbatch, y)
+        x = None if stage.plan.first else self._take(ActionKind.F, number, index)
+        stage_pass = self._prepare(planned, hand_over)
+        y = stage.forward(stage_pass, self._microbatches[index], self._scale, x)
+        self.maxima.append(measure_pass(False, number, index, y))
+        self._finish_forward(stage, number, index, y)
 
     def evaluate(self, action: Action) -> None:
         """Run a forward pass without gradients."""
@@ -274,53 +252,30 @@ class _ScheduleRun:
         else:
             self._pass_on(ActionKind.F, number, microbatch, y, number + 1)
 
-    def backward(
-        self, action: Action, next_unit: Module | None, hand_over: HandOver | None = None
-    ) -> None:
+    def backward(self, planned: PlannedAction, hand_over: HandOver | None = None) -> None:
         """Run a backward pass. The arguments are those of `forward`."""
-        number, microbatch = _unpack(action)
+        number, index = _unpack(planned.action)
         stage = self._executor.stages[number]
-        gradient = None if stage.plan.last else self._take(ActionKind.B, number, microbatch)
-        gradient = stage.backward(
-            microbatch,
-            gradient,
-            last=number in self._reducing,
-            next_unit=next_unit,
-            hand_over=hand_over,
-            on_block=self._make_block_recorder(True, number, microbatch),
-            split=(number, microbatch) in self._split,
-        )
-        self.maxima.append(measure_pass(True, number, microbatch, gradient))
+        gradient = None if stage.plan.last else self._take(ActionKind.B, number, index)
+        gradient = stage.backward(self._prepare(planned, hand_over), gradient)
+        self.maxima.append(measure_pass(True, number, index, gradient))
         if not stage.plan.first:
-            self._pass_on(ActionKind.B, number, microbatch, gradient, number - 1)
+            self._pass_on(ActionKind.B, number, index, gradient, number - 1)
 
-    def compute_weight_gradients(self, action: Action) -> None:
+    def compute_weight_gradients(self, planned: PlannedAction) -> None:
         """Compute the weight gradients that a split backward has left."""
-        number, microbatch = _unpack(action)
-        # With split backwards the gradients are complete after W, not after B.
-        last = number in self._reducing
-        self._executor.stages[number].compute_weight_gradients(microbatch, last=last)
+        number, _ = _unpack(planned.action)
+        assert planned.stage_pass is not None
+        self._executor.stages[number].compute_weight_gradients(planned.stage_pass)
 
-    def interleave(self, forward: Action, backward: Action, next_unit: Module | None) -> None:
-        """Run a forward and a backward in turns.
-
-        Args:
-            forward: The action of the forward pass.
-            backward: The action of the backward pass.
-            next_unit: The unit whose values are needed first after both.
-        """
+    def interleave(self, forward: PlannedAction, backward: PlannedAction) -> None:
+        """Run a forward and a backward in turns."""
         self._executor.interleaved.run(
             # Where the two hand over depends on the model alone, so all ranks start their transfers
             # in the same order.
-            lambda hand_over: self.forward(forward, None, hand_over),
-            lambda hand_over: self.backward(backward, next_unit, hand_over),
+            lambda hand_over: self.forward(forward, hand_over),
+            lambda hand_over: self.backward(backward, hand_over),
         )
-
-    def begin_reduction(self, action: Action) -> None:
-        """Note that the next backward of a stage completes its gradients. Nothing is sent yet: from
-        that backward on, each bucket's reduction starts as soon as its gradients are complete."""
-        assert action.stage is not None
-        self._reducing.add(action.stage)
 
     def send(self, action: Action) -> None:
         """Start to send the output of a stage, or the gradient of its input."""
@@ -359,18 +314,19 @@ class _ScheduleRun:
         if mtp_loss is not None:
             self.mtp_loss += mtp_loss
 
-    def _make_block_recorder(
-        self, backward: bool, stage: int, microbatch: int
-    ) -> Callable[[int, Tensor], None] | None:
-        """Return a function that records the maximum of each block of a pass; None without
-        `by_block`."""
-        if not self._by_block:
-            return None
+    def _prepare(self, planned: PlannedAction, hand_over: HandOver | None) -> StagePass:
+        """Return the pass of an action, with what only this step asks for."""
+        stage_pass = planned.stage_pass
+        assert stage_pass is not None
+        if hand_over is None and not self._by_block:
+            return stage_pass
+        on_block = partial(self._record_block, planned.action) if self._by_block else None
+        return replace(stage_pass, hand_over=hand_over, on_block=on_block)
 
-        def record(block: int, result: Tensor) -> None:
-            self.maxima.append(measure_pass(backward, stage, microbatch, result, block))
-
-        return record
+    def _record_block(self, action: Action, block: int, result: Tensor) -> None:
+        """Record the maximum of a block."""
+        is_backward = action.kind is ActionKind.B
+        self.maxima.append(measure_pass(is_backward, *_unpack(action), result, block))
 
     def _pass_on(
         self, kind: ActionKind, stage: int, microbatch: int, x: Tensor, other: int

@@ -9,7 +9,7 @@ next block's input holds the same numbers, and the last output is not needed onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.sharded_parameters import NoSharding, ParameterSharding
-from megaframe.distributed.interleaving import HandOver
 from megaframe.model.dropout import DropoutKeys
 from megaframe.model.forward_context import (
     MicrobatchContext,
@@ -41,11 +40,9 @@ from megaframe.pipeline_parallel.activation_offload import (
     OffloadedActivation,
     take_last_input,
 )
+from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradient, DeferredGradientQueue
 
-OnBlock = Callable[[int, Tensor], None]
-"""Called with the number of each block (-1 for the embedding) and the result of its pass, an output
-or a gradient."""
 _NO_SHARDING = NoSharding()
 _ALWAYS_HERE = nullcontext()
 
@@ -151,36 +148,27 @@ class Stage:
 
     def forward(
         self,
-        number: int,
+        stage_pass: StagePass,
         microbatch: Microbatch,
         scale: Tensor,
         x: Tensor | None = None,
-        *,
-        last: bool = False,
-        next_unit: Module | None = None,
-        hand_over: HandOver | None = None,
-        on_block: OnBlock | None = None,
     ) -> Tensor:
         """Run the forward pass of a microbatch and keep what its backward needs.
 
         Args:
-            number: The microbatch's number.
-            microbatch: This rank's part of it.
+            stage_pass: Which pass, and what follows.
+            microbatch: This rank's part of the microbatch.
             scale: fp64 scalar; gradients are those of scale * (loss sum).
             x: [rows, hidden], the output of the previous stage; None on the first stage.
-            last: No later forward of the step follows on this stage.
-            next_unit: The unit whose values are needed first after this pass.
-            hand_over: Lets a pass that is interleaved with this one continue.
-            on_block: Called with the result of each block.
 
         Returns:
             The output for the next stage, [rows, hidden]; on the last stage the loss sum over valid
             tokens, fp64 scalar.
         """
         context, state = self.make_context(microbatch, self.keys, scale), self.make_pass_state()
-        activations = self._activations[number] = StageActivations(context, state)
-        state.interleave_hook.switch = hand_over
-        values = self._make_value_contexts(self.units, next_unit, with_second_half=False)
+        activations = self._activations[stage_pass.index] = StageActivations(context, state)
+        state.interleave_hook.switch, on_block = stage_pass.hand_over, stage_pass.on_block
+        values = self._make_value_contexts(self.units, stage_pass.next_unit, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):
                 x = self.embedding(microbatch, context)
@@ -212,38 +200,24 @@ class Stage:
             x, microbatch, context, state, scale, values
         )
         # Only gradients of norms are missing: the head's own is computed with its loss.
-        self._sharding.reduce(self.post_process.head, last=last)
+        self._sharding.reduce(self.post_process.head, last=stage_pass.last)
         return loss
 
-    def backward(
-        self,
-        number: int,
-        gradient: Tensor | None = None,
-        *,
-        last: bool = False,
-        next_unit: Module | None = None,
-        hand_over: HandOver | None = None,
-        on_block: OnBlock | None = None,
-        split: bool = False,
-    ) -> Tensor:
-        """Run the backward pass of a microbatch.
+    def backward(self, stage_pass: StagePass, gradient: Tensor | None = None) -> Tensor:
+        """Run the backward pass of a microbatch. A split one leaves the weight gradients of
+        matrices for `compute_weight_gradients`, which then reduces gradients.
 
         Args:
-            number: The microbatch's number.
+            stage_pass: Which pass, and what follows.
             gradient: That of this stage's output, None on the last stage.
-            last: No later backward of the step follows on this stage.
-            next_unit: The unit whose values are needed first after this pass.
-            hand_over: Lets a pass that is interleaved with this one continue.
-            on_block: Called with the gradient of the input of each block.
-            split: Leave the weight gradients of matrices for `compute_weight_gradients`, which then
-                reduces gradients.
 
         Returns:
             The gradient of this stage's input; on the first stage, that of the embedding's output.
         """
+        index, last, split = stage_pass.index, stage_pass.last, stage_pass.split
         # A split backward leaves the microbatch to `compute_weight_gradients`, which removes it.
-        activations = self._activations[number] if split else self._activations.pop(number)
-        context, state = activations.context, activations.state
+        activations = self._activations[index] if split else self._activations.pop(index)
+        context, state, on_block = activations.context, activations.state, stage_pass.on_block
 
         def finish(unit: Module) -> None:
             if split:
@@ -252,11 +226,11 @@ class Stage:
                 self._sharding.reduce(unit, last=last)
 
         state.deferred.deferring = split
-        state.interleave_hook.switch = hand_over
+        state.interleave_hook.switch = stage_pass.hand_over
         # Called when autograd has passed the boundary of the halves: the second half's reduction
         # starts while the first half is still differentiated.
         state.boundary.done = None if split else partial(self._sharding.reduce, last=last)
-        values = self._make_value_contexts(self._backward_units(), next_unit)
+        values = self._make_value_contexts(self._backward_units(), stage_pass.next_unit)
         if self.post_process is not None:
             assert activations.post_process is not None
             gradient = self.post_process.backward(activations.post_process, values, finish)
@@ -289,14 +263,13 @@ class Stage:
         return gradient
 
     @torch.no_grad()  # as in autograd's own backward pass, where this work would otherwise run
-    def compute_weight_gradients(self, number: int, *, last: bool = False) -> None:
+    def compute_weight_gradients(self, stage_pass: StagePass) -> None:
         """Compute and reduce the weight gradients that a microbatch's split backward has left.
 
         Args:
-            number: The microbatch's number.
-            last: As in `backward`.
+            stage_pass: The W.
         """
-        activations = self._activations.pop(number)
+        activations, last = self._activations.pop(stage_pass.index), stage_pass.last
         # One queue for all units: the first transfer of a unit overlaps with the work before it.
         queue = DeferredGradientQueue(
             gradient for _, gradients in activations.deferred for gradient in gradients

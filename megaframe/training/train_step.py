@@ -42,7 +42,8 @@ from megaframe.parameters.parameter import PRECISIONS
 from megaframe.pipeline_parallel.executor import ActionTrace, PipelineExecutor, PipelineOutput
 from megaframe.pipeline_parallel.nonfinite import PassMaximum
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.schedule import Action, Schedule, lower
+from megaframe.pipeline_parallel.stage_pass import RankPlan
+from megaframe.schedule import Schedule, lower
 from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
 from megaframe.tensor_parallel.context import RowPartition
 from megaframe.training.cuda_graph import StepGraph, check_cuda_graph
@@ -50,7 +51,7 @@ from megaframe.training.cuda_graph import StepGraph, check_cuda_graph
 Timer = Callable[[Part], AbstractContextManager[object]]
 """Returns a context that charges the code in it to a part of the step."""
 _SCHEDULES = 32
-"""Lowered schedules to cache. During a batch ramp the number of microbatches takes a few values."""
+"""Planned schedules to cache. During a batch ramp the number of microbatches takes a few values."""
 
 
 @dataclass(frozen=True)
@@ -131,20 +132,19 @@ class TrainStep:
             self.graph = StepGraph(mesh, tell)
 
         @lru_cache(_SCHEDULES)
-        def lower_schedule(
-            microbatches: int, train: bool
-        ) -> tuple[Schedule, Mapping[Action, Action]]:
+        def plan_schedule(microbatches: int, train: bool) -> RankPlan:
+            plan = self._executor.plan
             if not train:
-                return lower(build_forward_schedule(rank_of, microbatches)), {}
+                return plan(lower(build_forward_schedule(rank_of, microbatches)))
             is_full = microbatches == self.schedule.microbatches
             schedule = self.schedule if is_full else build_step_schedule(config, microbatches)
             if not config.parallel.expert_overlap:
-                return lower(schedule), {}
+                return plan(lower(schedule))
             paired = find_overlap_pairs(schedule, compute_stage_costs(config, plan_stages(config)))
             ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
-            return Schedule(ranks), paired
+            return plan(Schedule(ranks), paired)
 
-        self._lower_schedule = lower_schedule
+        self._plan_schedule = plan_schedule
 
     def _connect_pipeline(
         self, config: RunConfig, chunks: Mapping[int, ModelChunk]
@@ -184,7 +184,7 @@ class TrainStep:
             scale: Gradients are those of scale * (sum of the losses).
             by_block: Record the largest magnitude of every block; then no CUDA graph is used.
         """
-        schedule, paired = self._lower_schedule(len(microbatches), True)
+        plan = self._plan_schedule(len(microbatches), True)
         if self._depth:
             microbatches = [look_ahead(microbatch, self._depth) for microbatch in microbatches]
         parts = self._select_context_parts(microbatches)
@@ -194,25 +194,24 @@ class TrainStep:
         for stage in self.stages.values():
             stage.start_step(step)
         if self.graph is None or by_block:
-            output = self._executor.run(schedule, parts, scale, paired, by_block=by_block)
+            output = self._executor.run(plan, parts, scale, by_block=by_block)
         else:
-            output = self._run_as_graph(self.graph, schedule, parts, scale, paired)
-        update = self._update(schedule)
+            output = self._run_as_graph(self.graph, plan, parts, scale)
+        update = self._update(plan)
         self._executor.wait_for_sends()
         return StepResult(output.loss, output.mtp_loss, update, output.maxima, output.statistics)
 
     def _run_as_graph(
         self,
         graph: StepGraph,
-        schedule: Schedule,
+        plan: RankPlan,
         microbatches: Sequence[Microbatch],
         scale: Tensor,
-        paired: Mapping[Action, Action],
     ) -> PipelineOutput:
         """Run all passes through `graph`, which may launch them as one CUDA graph."""
 
         def compute(inputs: Sequence[Microbatch], input_scale: Tensor) -> PipelineOutput:
-            output = self._executor.run(schedule, inputs, input_scale, paired)
+            output = self._executor.run(plan, inputs, input_scale)
             # What a graph starts, it must wait for.
             self.sharded_parameters.wait_for_gradients()
             return output
@@ -222,9 +221,9 @@ class TrainStep:
         self.sharded_parameters.wait_for_values()
         return graph.run(compute, microbatches, scale)
 
-    def _update(self, schedule: Schedule) -> UpdateResult:
+    def _update(self, plan: RankPlan) -> UpdateResult:
         """Update the weights, which is the last action of a rank's list."""
-        action = schedule.ranks[self._mesh.coordinate["pipeline"]][-1]
+        action = plan.actions[-1].action
         progress = self._mesh.progress
         progress.begin_part("", action, action.kind.value)
         with self._trace(action, action.kind.value), self._time("optimizer"):
@@ -236,8 +235,8 @@ class TrainStep:
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return the loss sum of each microbatch over this rank's valid tokens, without gradients,
         fp64 [M]; zero on a rank without the head."""
-        schedule, _ = self._lower_schedule(len(microbatches), False)
-        return self._executor.evaluate(schedule, self._select_context_parts(microbatches))
+        plan = self._plan_schedule(len(microbatches), False)
+        return self._executor.evaluate(plan.schedule, self._select_context_parts(microbatches))
 
     def predict(self, microbatches: Sequence[Microbatch], rows: int) -> Tensor | None:
         """Predict the next token at some positions, without gradients. All ranks must call this,
@@ -252,9 +251,9 @@ class TrainStep:
             The logits, in at least fp32, [rows, vocabulary]; None on ranks without the head. They
             are right on the first data rank; the others need not have any.
         """
-        schedule, _ = self._lower_schedule(len(microbatches), False)
+        plan = self._plan_schedule(len(microbatches), False)
         parts = self._select_context_parts(microbatches)
-        hidden_by_microbatch = self._executor.compute_hidden(schedule, parts)
+        hidden_by_microbatch = self._executor.compute_hidden(plan.schedule, parts)
         if not hidden_by_microbatch:
             return None
         mesh, stage = self._mesh, self.stages[len(self.rank_of) - 1]

@@ -23,6 +23,7 @@ from megaframe.data.microbatch import Microbatch, look_ahead
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
+from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import Action, ActionKind
@@ -69,7 +70,7 @@ def measure_saved_bytes(layers, recompute, tensor, dropout):
     stage = train_step.stages[0]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scale = torch.ones((), dtype=torch.float64)
-        stage.forward(0, Microbatch(tokens, tokens, torch.arange(BATCH)), scale)
+        stage.forward(StagePass(0), Microbatch(tokens, tokens, torch.arange(BATCH)), scale)
     for leaf in stage._activations[0].inputs:
         keep(leaf)
     for bucket in train_step.sharded_parameters.buckets:
@@ -138,7 +139,7 @@ def measure_stage(name, recompute, tensor):
 
     stage = train_step.stages[0]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
+        stage.forward(StagePass(0), microbatch, torch.ones((), dtype=torch.float64))
     activations = stage._activations[0]
     post_process, tables = activations.post_process, activations.context.rotary.values()
     for leaf in (*activations.inputs, *post_process.leaves, *post_process.d_normed):

@@ -24,6 +24,7 @@ from megaframe.extensions import load_extensions
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
+from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.candidates import enumerate_candidates
 from megaframe.planner.communication_volume import compute_communication_bytes
 from megaframe.planner.constants import get_family_constants
@@ -157,8 +158,8 @@ def test_loss_and_gradients_equal_a_plain_reference(name, recompute, documents, 
     expected.backward()
     train_step.sharded_parameters.start_step()
     (stage,) = train_step.stages.values()
-    loss = stage.forward(0, batch, torch.tensor(1 / valid, dtype=torch.float64)) / valid
-    stage.backward(0)
+    loss = stage.forward(StagePass(0), batch, torch.tensor(1 / valid, dtype=torch.float64)) / valid
+    stage.backward(StagePass(0))
     mesh.finish()
     terms = 2 * (8 * 16 + 10) + 37 + 30  # from a token to a gradient
     assert_near(loss, expected, terms)
@@ -269,7 +270,7 @@ def measure_kept(*arguments):
     ((part, *_),) = [share(make_global_batch(config, 0), 2, 0, 1, ragged=False)]
     part = select_context_part(part, train_step.context.index, train_step.context.size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stage.forward(0, part, torch.ones((), dtype=torch.float64))
+        stage.forward(StagePass(0), part, torch.ones((), dtype=torch.float64))
     for leaf in stage._activations[0].inputs:
         keep(leaf)
     for bucket in train_step.sharded_parameters.buckets:

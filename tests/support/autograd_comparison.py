@@ -6,6 +6,7 @@ import torch
 from tolerances import assert_near
 
 from megaframe.data.microbatch import IGNORE, look_ahead
+from megaframe.pipeline_parallel.stage_pass import StagePass
 
 TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
 TERMS = 6 * (6 * 16 + 12) + 37 + 36
@@ -22,7 +23,7 @@ def compute_gradients(build, microbatch, train):
     valid = int((microbatch.labels_BS != IGNORE).sum())
     built.sharded_parameters.start_step()
     scale = torch.tensor(1.0 / valid, dtype=torch.float64)
-    loss = built.stage.forward(0, microbatch, scale) / valid
+    loss = built.stage.forward(StagePass(0), microbatch, scale) / valid
     ahead = built.stage.post_process.take_loss_ahead()
     if ahead is not None:
         loss += built.config.train.mtp_weight * ahead / valid
@@ -37,7 +38,7 @@ def compute_gradients(build, microbatch, train):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(built.sharded_parameters, "reduce", tell)
-        built.stage.backward(0)
+        built.stage.backward(StagePass(0))
     parts = [part for unit in built.stage.units[:-1] for part in (unit, unit.second_half) if part]
     assert done == parts[::-1]
     return loss

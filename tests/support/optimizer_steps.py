@@ -2,13 +2,15 @@
 
 import torch
 
+from megaframe.pipeline_parallel.stage_pass import StagePass
+
 
 def take_step(built, microbatch, step, scale=1.0):
     built.sharded_parameters.start_step()
     scale = torch.as_tensor(scale * built.optimizer.loss_scale, dtype=torch.float64)
     built.stage.start_step(step)
-    loss = built.stage.forward(0, microbatch, scale, last=True)
-    built.stage.backward(0, last=True)
+    loss = built.stage.forward(StagePass(0, last=True), microbatch, scale)
+    built.stage.backward(StagePass(0, last=True))
     built.sharded_parameters.wait_for_gradients()
     return loss, built.optimizer.update()
 

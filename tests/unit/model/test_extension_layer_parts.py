@@ -28,6 +28,7 @@ from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.model.activation import activate
 from megaframe.ops.kernel_dispatch import make_kernels
+from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.parameter_counts import count_parameters
 from megaframe.training.layer_check import find_lies, measure_layers
 from megaframe.training.train_step import TrainStep
@@ -151,8 +152,10 @@ def test_a_norm_is_recomputed_only_where_it_says_so(block, again, build, make_mi
 
 def compute_gradients(built, make_microbatch):
     built.sharded_parameters.start_step()
-    built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
-    built.stage.backward(0)
+    built.stage.forward(
+        StagePass(0), make_microbatch(built.config), torch.ones((), dtype=torch.float64)
+    )
+    built.stage.backward(StagePass(0))
     return [parameter.grad.clone() for parameter in built.stage.parameters()]
 
 

@@ -19,6 +19,7 @@ from tolerances import assert_near
 
 from megaframe.data.microbatch import IGNORE, look_ahead
 from megaframe.ops.operator_mode import OperatorMode
+from megaframe.pipeline_parallel.stage_pass import StagePass
 
 pytestmark = pytest.mark.numeric
 
@@ -208,7 +209,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
 def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_microbatch):
     built = build()
     microbatch = make_microbatch(built.config)
-    loss = built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
+    loss = built.stage.forward(StagePass(0), microbatch, torch.ones((), dtype=torch.float64))
     assert_near(built.stage.evaluate(microbatch), loss, TERMS)
 
 

@@ -8,6 +8,7 @@ from tolerances import assert_near
 from megaframe.model.moe import experts
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS
+from megaframe.pipeline_parallel.stage_pass import StagePass
 
 pytestmark = pytest.mark.numeric
 
@@ -26,8 +27,10 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
             patch.setattr(experts, "can_group", lambda *_, at_once=at_once: at_once)
             built.sharded_parameters.start_step()
             for number in range(2):  # the second adds to the first one's gradients
-                built.stage.forward(number, microbatch, torch.ones((), dtype=torch.float64))
-                built.stage.backward(number)
+                built.stage.forward(
+                    StagePass(number), microbatch, torch.ones((), dtype=torch.float64)
+                )
+                built.stage.backward(StagePass(number))
         gradients.append({p.spec.name: p.grad.clone() for p in built.stage.parameters()})
         loads = next(load for name, load in gradients[-1].items() if "balance" in name)
         assert (loads == 0).any()
@@ -57,8 +60,8 @@ def test_copies_of_rows_change_no_gradient(activation, build, make_microbatch, m
         built.sharded_parameters.start_step()
         counts.clear()
         for number in range(2):
-            built.stage.forward(number, microbatch, torch.ones((), dtype=torch.float64))
-            built.stage.backward(number)
+            built.stage.forward(StagePass(number), microbatch, torch.ones((), dtype=torch.float64))
+            built.stage.backward(StagePass(number))
         assert all(count % multiple == 0 for count in counts) and 0 not in counts
         if multiple == 1:
             assert any(count % 8 for count in counts)

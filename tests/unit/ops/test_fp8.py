@@ -9,6 +9,7 @@ from slow_cases import slow
 
 from megaframe.ops.fp8 import BLOCK, Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS
+from megaframe.pipeline_parallel.stage_pass import StagePass
 
 SCALINGS = ("tensor", "row", "block")
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 3.5, -2.0, 13.0, -104.0, 448.0])
@@ -128,8 +129,8 @@ def learn(built, steps):
         words = (start + (1 + by % 4) * torch.arange(17)) % 61
         batch = Microbatch(words[:, :-1], words[:, 1:], torch.arange(8) + 8 * step)
         built.sharded_parameters.start_step()
-        losses.append(float(built.stage.forward(0, batch, scale, last=True)) / 128)
-        built.stage.backward(0, last=True)
+        losses.append(float(built.stage.forward(StagePass(0, last=True), batch, scale)) / 128)
+        built.stage.backward(StagePass(0, last=True))
         built.sharded_parameters.wait_for_gradients()
         built.optimizer.update()
     return sum(losses[-5:]) / 5

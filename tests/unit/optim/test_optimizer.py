@@ -7,6 +7,7 @@ from tolerances import assert_near, estimate_growth, near
 
 from megaframe.config import RunConfig
 from megaframe.optim.loss_scale import LossScale
+from megaframe.pipeline_parallel.stage_pass import StagePass
 
 pytestmark = pytest.mark.numeric
 
@@ -51,8 +52,10 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
     built = build()
     before = {name: w.clone() for name, w in copy_weights(built).items()}
     built.sharded_parameters.start_step()
-    built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
-    built.stage.backward(0, last=True)
+    built.stage.forward(
+        StagePass(0), make_microbatch(built.config), torch.ones((), dtype=torch.float64)
+    )
+    built.stage.backward(StagePass(0, last=True))
     built.stage.blocks[1].mlp.down.weight.grad[0, 0] = torch.nan
     update = built.optimizer.update()
     assert not update.is_finite()
@@ -64,8 +67,10 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
 def test_a_norm_that_overflows_has_no_name(build, make_microbatch):
     built = build()
     built.sharded_parameters.start_step()
-    built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
-    built.stage.backward(0, last=True)
+    built.stage.forward(
+        StagePass(0), make_microbatch(built.config), torch.ones((), dtype=torch.float64)
+    )
+    built.stage.backward(StagePass(0, last=True))
     for block in built.stage.blocks:  # each square fits fp64, their sum does not
         block.mlp.down.weight.grad[0, 0] = 1.2e154
     update = built.optimizer.update()

@@ -19,6 +19,7 @@ from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.model.moe import experts
+from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.activations import compute_block_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
@@ -85,7 +86,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
+            built.stage.forward(StagePass(0), microbatch, torch.ones((), dtype=torch.float64))
         of_end = built.stage._activations[0].post_process
         for tensor in (*of_end.leaves, *of_end.d_normed):
             keep(tensor)
