@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -50,7 +51,7 @@ class Group:
     control: bool = False
     steps: tuple[Group, ...] = ()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)

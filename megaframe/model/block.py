@@ -35,7 +35,7 @@ class TransformerBlock(Module):
     mlp(norm(x))."""
 
     def __init__(self, description: BlockDescription, layer: int, run: RunContext) -> None:
-        self.name, self.run = f"blocks.{layer}", run
+        self.name, self.run, self.kernels = f"blocks.{layer}", run, run.kernels
         self.parallel = description.parallel != "none"
         self.residual_scale = description.residual_scale
         self.recomputes_norms = run.recompute and description.norm.recomputes
@@ -75,7 +75,7 @@ class TransformerBlock(Module):
         # Between the halves: the values of the MLP are waited for here, and in the backward pass
         # its gradients are complete here.
         branch = state.boundary.cross(branch, self.mlp)
-        kernels = self.run.kernels
+        kernels = self.kernels
         if self.mlp_norm is not None and kernels.fuses and not self.recomputes_norms:
             # One kernel adds the branch and normalises the sum. With recompute the norm is left to
             # the linear after it, which computes it again.
@@ -105,14 +105,14 @@ class TransformerBlock(Module):
         in the backward pass."""
         if norm is None or self.recomputes_norms:
             return x, norm
-        return norm(x, self.run.kernels), None
+        return norm(x, self.kernels), None
 
     def _finish(
         self, branch: Tensor, norm: Norm | None, half: str, context: MicrobatchContext
     ) -> Tensor:
         """Return what a half adds to the stream, from its output."""
         if norm is not None:
-            branch = norm(branch, self.run.kernels)
+            branch = norm(branch, self.kernels)
         if context.dropout is not None:
             branch = context.dropout(branch, f"{self.name}.{half}")
         return branch if self.residual_scale == 1.0 else branch * self.residual_scale

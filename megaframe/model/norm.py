@@ -62,8 +62,8 @@ class Norm(Module):
         return run(x, branch, gain, bias, *self.options.values())
 
     def _use_gain_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        gain, *bias = (weight.use() for weight in self.weights)
-        return gain, bias[0] if bias else None
+        gain = self.weights[0].use()
+        return gain, self.weights[1].use() if len(self.weights) > 1 else None
 
 
 def normalize(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:

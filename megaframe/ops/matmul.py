@@ -100,6 +100,14 @@ def get_libraries_in_use(dtype: torch.dtype) -> dict[MatmulKind, MatmulLibrary]:
     return {kind: _get_library(dtype, kind) for kind in KINDS}
 
 
+def _choose_library(left: Tensor, kind: MatmulKind) -> MatmulLibrary:
+    """Return the library for a product with this left operand."""
+    # On a GPU and for empty operands it is always torch.
+    if left.device.type != "cpu" or not left.numel():
+        return "torch"
+    return _get_library(left.dtype, kind)
+
+
 def _get_library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
     library = _library_of.get((dtype, kind))
     if library is None:
@@ -131,12 +139,7 @@ def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) ->
         right_KN: The right operand.
         bias_N: Added to each row.
     """
-    # On a GPU and for empty operands it is always torch.
-    library: MatmulLibrary = "torch"
-    if _on_cpu(left_MK):
-        library = _get_library(
-            left_MK.dtype, "experts" if len(left_MK) < MAX_EXPERT_ROWS else "dense"
-        )
+    library = _choose_library(left_MK, "experts" if left_MK.shape[0] < MAX_EXPERT_ROWS else "dense")
     if library in ("torch", "onednn"):
         return _multiply_by(library, left_MK, right_KN, bias_N)
     out_MN = left_MK.new_empty(len(left_MK), right_KN.shape[1])
@@ -209,7 +212,7 @@ def _multiply_into(
         wide = torch.ops.aten.addmm.dtype_out
         wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, out=out_MN)
         return
-    library: MatmulLibrary = _get_library(left_MK.dtype, kind) if _on_cpu(left_MK) else "torch"
+    library = _choose_library(left_MK, kind)
     if library.startswith("fp32-"):
         _multiply_widened_into(library, out_MN, left_MK, right_KN, add=add)
     elif out_MN.dtype == left_MK.dtype and library == "torch":

@@ -118,8 +118,11 @@ class ElementwiseRule(UpdateRule):
         for span, chunk_weights, moments in self._moments.iterate_chunks(
             weights, step, mixed, single_span=self._single_chunk
         ):
-            rounded_chunk = None if rounded is None else rounded[span]
-            chunk = UpdateChunk(chunk_weights, grads[span], moments, rounded_chunk)
+            chunk_grads, rounded_chunk = grads, rounded
+            if chunk_weights is not weights:
+                chunk_grads = grads[span]
+                rounded_chunk = None if rounded is None else rounded[span]
+            chunk = UpdateChunk(chunk_weights, chunk_grads, moments, rounded_chunk)
             if self._counted is None:
                 for part in self._transforms:
                     part.apply(chunk, step)

@@ -100,6 +100,8 @@ class RowPartition:
 
     def pad(self, x_T: Tensor, value: float = 0) -> Tensor:
         """Pad [tokens, ...] with `value` to [padded, ...]."""
+        if self.ranks == 1:
+            return x_T
         # The last rows are padding that nothing reads; they only make the parts equal.
         padding = self.padded - self.tokens
         if not padding:

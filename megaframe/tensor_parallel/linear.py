@@ -53,6 +53,7 @@ class Linear(Module):
         self.bias: Parameter | None = bias[0] if bias else None
         self.tensor = tensor
         self._outputs = len(spec.outputs)
+        self._viewed = self._matrix = self.weight.value
         self.is_local = spec.split is None or tensor.group.size == 1
         """Whether this rank computes the product of its rows alone."""
         self.column = spec.is_column
@@ -79,7 +80,12 @@ class Linear(Module):
     @property
     def matrix(self) -> Tensor:
         """This rank's part of the weight as a matrix [O, I]."""
-        return self.weight.value.view(math.prod(self.weight.value.shape[: self._outputs]), -1)
+        value = self.weight.value
+        # Made again only where the value was withdrawn in between (ZeRO stage 3).
+        if self._viewed is not value:
+            self._viewed = value
+            self._matrix = value.view(math.prod(value.shape[: self._outputs]), -1)
+        return self._matrix
 
     @property
     def flat_bias(self) -> Tensor | None:
@@ -112,10 +118,12 @@ class _Linear(torch.autograd.Function):
         # pass gathers and computes the rest again.
         ctx.save_for_backward(x)
         ctx.linear, ctx.deferred, ctx.before = linear, deferred, before
-        tensor, matrix, bias = linear.tensor, linear.matrix, linear.flat_bias
+        tensor, matrix = linear.tensor, linear.matrix
+        bias = None if linear.bias is None else linear.flat_bias
         group = tensor.group
         if linear.is_local:
-            return tensor.forward_product(_apply(before, x, tensor), matrix, bias)
+            x = x if before is None else before(x, tensor.kernels)
+            return tensor.forward_product(x, matrix, bias)
         if linear.column:
             # Before the rows are gathered, so that each rank normalises only its own.
             x = _apply(before, x, tensor)
@@ -180,7 +188,8 @@ def _backward_locally(linear: Linear, deferred: DeferredGradients, dy: Tensor, x
 
     def add_weight_gradient() -> None:
         linear.tensor.add_weight_gradient(linear.weight, dy, x)
-        linear.add_bias_gradient(dy)
+        if linear.bias is not None:
+            linear.add_bias_gradient(dy)
 
     deferred.add(add_weight_gradient)
     return linear.tensor.compute_input_gradient(dy, linear.matrix)
