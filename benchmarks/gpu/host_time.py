@@ -35,8 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = "configs/bench/llama-8b-slice.yaml"
 _NARROW = (
-    *("model.hidden=64", "model.heads=4", "model.kv_heads=1", "model.ffn=224", "model.vocab=256"),
-    *("train.seq=32", "train.global_batch=1", "train.microbatch=1", "train.precision=fp32"),
+    *("model.hidden=32", "model.heads=4", "model.kv_heads=1", "model.ffn=64", "model.vocab=256"),
+    *("train.seq=16", "train.global_batch=1", "train.microbatch=1", "train.precision=fp32"),
     *("optim.warmup=1", "run.device=cpu"),
     *(f"kernels.{key}=triton" for key in ("elementwise", "attention", "loss", "update")),
 )

@@ -63,12 +63,16 @@ def _make_function(
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
             return differentiate(ctx, *gradients)
 
+    # Without what transforms of `torch.func` need, which looks at each argument of each call in
+    # Python: where anything traces, the operator is called instead.
+    apply = super(torch.autograd.Function, Differentiated).apply
+
     def call(*arguments: Any) -> Any:
         # autograd.Function costs host time, so it is used only where a gradient is needed.
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
-                    return Differentiated.apply(*arguments)
+                    return apply(*arguments)
         return function(*arguments)
 
     return call

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.model.key_value_cache import KeyValueCache, LayerCache
+from megaframe.ops.autograd import get_direct_apply
 from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
@@ -81,7 +82,7 @@ class BlockBoundary:
         if self.take is not None:
             self.take(second_half)
         # Without gradients there is no backward pass that could report anything.
-        return _Boundary.apply(x, self, second_half) if torch.is_grad_enabled() else x
+        return _apply_boundary(x, self, second_half) if torch.is_grad_enabled() else x
 
 
 class _Boundary(torch.autograd.Function):
@@ -98,6 +99,9 @@ class _Boundary(torch.autograd.Function):
             # differentiated.
             ctx.boundary.done(ctx.second_half)
         return gradients[0], None, None
+
+
+_apply_boundary = get_direct_apply(_Boundary)
 
 
 @dataclass(frozen=True)

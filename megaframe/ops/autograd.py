@@ -29,6 +29,13 @@ def backward(output: Tensor | GradientEdge, gradient: Tensor) -> None:
     )
 
 
+def get_direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `function.apply` without what transforms of `torch.func` need, which looks at each
+    argument of each call in Python and takes as long as the rest of it. For functions that neither
+    a transform nor a compiler traces."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 def recompute(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return function(*tensors) and keep only the tensors for the backward pass, which calls the
     function again. So a layer keeps what its description can say in one line.

@@ -83,6 +83,12 @@ class Kernels:
             name: replace(choice, on_refusal=partial(self._report_refusal, name))
             for name, choice in (choices or {}).items()
         }
+        self._error: tuple[type[Exception], ...] = ()
+        if self._choices:
+            # Not at the top: without choices the library is not imported.
+            from megaframe_kernels.kernel import KernelError
+
+            self._error = (KernelError,)
         self._plain, self._notify = plain or {}, notify
         self._reported: set[tuple[str, str]] = set()
         self._compiler = compiler
@@ -172,11 +178,9 @@ class Kernels:
         choice = self._choices.get(name)
         if choice is None:
             return None
-        from megaframe_kernels.kernel import KernelError
-
         try:
             run = choice.find(*arguments, **options)
-        except KernelError as error:
+        except self._error as error:
             raise UserError(f"kernels.{_FAMILY[name]}: {error}; use another, or {AUTO}") from None
         # The caller's plain code is the reference, so it runs that instead.
         return None if run is choice.kernel.reference else run

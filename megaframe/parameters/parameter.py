@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
+from megaframe.ops.autograd import get_direct_apply
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.matmul import write_weight_gradient
 
@@ -100,7 +101,7 @@ class Parameter:
             return self.value
         # A leaf that requires a gradient, so that autograd calls `_Use.backward`, which adds to
         # `grad` and leaves the leaf without one.
-        return _Use.apply(self.value.detach().requires_grad_(), self)
+        return _apply_use(self.value.detach().requires_grad_(), self)
 
     def add(self, gradient: Tensor, matrix: int | None = None) -> None:
         """Add to the gradient.
@@ -218,6 +219,9 @@ class _Use(torch.autograd.Function):
         # The leaf gets no gradient of its own, so nothing is stored twice.
         ctx.parameter.add(gradients[0])
         return None, None
+
+
+_apply_use = get_direct_apply(_Use)
 
 
 class Module:

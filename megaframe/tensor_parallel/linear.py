@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaframe.architecture.linear import LinearSpec
 from megaframe.distributed.collectives import Pending, all_gather
-from megaframe.ops.autograd import backward
+from megaframe.ops.autograd import backward, get_direct_apply
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel import symmetric_memory
@@ -75,7 +75,7 @@ class Linear(Module):
         if before is not None and not self.tensor.recompute:
             # Outside of `_Linear`, so that autograd keeps what its backward pass needs.
             x, before = before(x, self.tensor.kernels), None
-        return _Linear.apply(x, self, deferred, before)
+        return _apply_linear(x, self, deferred, before)
 
     @property
     def matrix(self) -> Tensor:
@@ -171,6 +171,9 @@ class _Linear(torch.autograd.Function):
             backward(operand, dx)
             dx = x.grad
         return dx, None, None, None
+
+
+_apply_linear = get_direct_apply(_Linear)
 
 
 def _apply(before: Elementwise | None, x: Tensor, tensor: TensorParallel) -> Tensor:
