@@ -55,7 +55,7 @@ class Steps:
     live: list[int] = field(default_factory=list)
 
 
-class StagePass(NamedTuple):
+class RecordedPass(NamedTuple):
     """When a pass of a stage ran, and how many activations its rank held after it."""
 
     start: float
@@ -131,7 +131,7 @@ def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) 
 
     times = config.model.emulate
     assert times is not None, "a benchmark of blocks that wait"
-    passes: list[StagePass] = []
+    passes: list[RecordedPass] = []
     units = [block for stage in train_step.stages.values() for block in stage.blocks]
     blocks = [block for block in units if isinstance(block, EmulatedBlock)]
     for block in blocks:
@@ -164,7 +164,7 @@ def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) 
 
 
 def _record_passes(
-    function: Callable[..., Any], stages: Sequence[Stage], into: list[StagePass]
+    function: Callable[..., Any], stages: Sequence[Stage], into: list[RecordedPass]
 ) -> Callable[..., Any]:
     """Return `function`, wrapped to record every pass that it runs."""
 
@@ -173,7 +173,7 @@ def _record_passes(
         start = time.perf_counter()
         result = function(*args, **kwargs)
         end = time.perf_counter()
-        into.append(StagePass(start, end, sum(stage.live for stage in stages)))
+        into.append(RecordedPass(start, end, sum(stage.live for stage in stages)))
         return result
 
     return run_and_record
