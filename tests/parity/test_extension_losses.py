@@ -45,7 +45,7 @@ def test_a_loss_is_that_of_one_process_for_tokens_ahead_too(layout, pool, expect
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-def test_a_tied_head_too(layout, pool):
+def test_a_loss_with_a_tied_head_is_that_of_one_process(layout, pool):
     ranks, parallel, train = LAYOUTS[layout]
     expected = pool.run(1, run_with_loss, MODELS["gpt2"], {}, {})[0]
     assert_same(pool.run(ranks, run_with_loss, MODELS["gpt2"], train, parallel), expected)

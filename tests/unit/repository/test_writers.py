@@ -97,5 +97,5 @@ def test_a_writer_is_found(call):
         *("np.memmap(p, t, 'r')", "os.open(p, os.O_RDONLY)", "open_append(p)", "self._open(step)"),
     ],
 )
-def test_a_reader_is_not(call):
+def test_a_reader_is_no_writer(call):
     assert not [*find_writers(call)]
