@@ -135,6 +135,7 @@ def _serve(end: Connection, prepare: Callable[[], object] | None) -> None:
         prepare()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does: ranks share the cores
+    deterministic = torch.are_deterministic_algorithms_enabled()
     while True:
         try:
             environment, call = end.recv()
@@ -149,5 +150,6 @@ def _serve(end: Connection, prepare: Callable[[], object] | None) -> None:
             answer = pickle.dumps((False, traceback.format_exc().strip()))
         end.send_bytes(answer)
         del answer
+        torch.use_deterministic_algorithms(deterministic)  # a run may have asked for others
         gc.collect()  # cycles keep a world's connections, threads and buffers alive
         gc.freeze()  # what remains was imported since

@@ -59,6 +59,17 @@ def test_each_rank_knows_its_place_and_processes_stay():
         assert pool.run(3, get_process) == processes and len({*processes}) == 3
 
 
+def ask_for_deterministic_algorithms():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    return before
+
+
+def test_a_call_finds_the_algorithms_as_the_first_one_did(pool):
+    for _ in range(2):
+        assert pool.run(1, ask_for_deterministic_algorithms) == [False]
+
+
 def test_a_failure_is_told_without_waiting_for_all_and_the_next_call_starts_anew():
     with closing(RankPool(2)) as pool:
         processes = pool.run(2, get_process)
