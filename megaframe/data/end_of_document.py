@@ -58,8 +58,9 @@ def find_end_of_document(
     if os.path.basename(path) == "tokenizer.json":
         for file, token in _read_model_folder(os.path.dirname(path), vocab):
             if token not in vocab:
+                # It is not quoted: the file may be a link to any other one.
                 raise UserError(
-                    f"{file} names {token!r} as the end of a text, which is no token of {path}; "
+                    f"what {file} names as the end of a text is no token of {path}; "
                     f"{_describe_remedy(path, special)}"
                 )
             return token

@@ -22,7 +22,6 @@ from megaframe.data.split_advice import SPLITS, Split, SplitSetting, enlarge_spl
 from megaframe.data.token_file_record import TokenFileRecord, read_record
 from megaframe.errors import UserError
 
-_CHECKED_AT_ONCE = 1 << 20
 _LOOKED_AT = 1 << 20
 
 
@@ -69,7 +68,8 @@ class GPTDataset:
                 f"{path} without a document: {shares[SPLITS.index(split)]:g} of {documents} "
                 f"documents; {self._advise(shares, split, seq, setting)}"
             )
-        self._first, tokens = self._read_span()
+        sequences = (int(self._file.documents[number]) for number in self._documents)
+        self._first, tokens = self._file.locate_tokens(*sequences)
         if documents == 1:
             begin, end = split_range(tokens, shares, split)
             self._first, tokens = self._first + begin, end - begin
@@ -147,31 +147,6 @@ class GPTDataset:
         enough = enlarge_split(shares, split, ends, seq + 1)
         keeps = enough is not None and enough[0] == shares[0]
         return (setting or SplitSetting()).advise(enough, keeps_training=keeps)
-
-    def _read_span(self) -> tuple[int, int]:
-        """Return the first token in the file, and the number of tokens, of the split's documents.
-
-        Raises `UserError` if their sequences are not contiguous or not aligned to tokens.
-        """
-        low, high = (int(self._file.documents[number]) for number in self._documents)
-        lengths, pointers = self._file.lengths[low:high], self._file.pointers[low:high]
-        item = self._file.dtype.itemsize
-        end = begin = int(pointers[0]) if low < high else 0
-        for start in range(0, high - low, _CHECKED_AT_ONCE):
-            chunk = slice(start, start + _CHECKED_AT_ONCE)
-            ends = end + np.cumsum(lengths[chunk].astype(np.int64) * item)
-            if int(pointers[start]) != end or (pointers[chunk][1:] != ends[:-1]).any():
-                raise UserError(
-                    f"{self.path}.idx: sequences {low + start} and after do not follow one another "
-                    f"in {self.path}.bin; write the file again with its sequences in order"
-                )
-            end = int(ends[-1])
-        if begin % item:
-            raise UserError(
-                f"{self.path}.idx: sequence {low} is at byte {begin}, which is not a multiple of "
-                f"the {item} bytes of a {self._file.dtype} token; write the file again"
-            )
-        return begin // item, (end - begin) // item
 
     def find_document_starts(self) -> NDArray[np.int64]:
         """Return the first token of each non-empty document that begins in the split, counted from

@@ -243,6 +243,33 @@ class IndexedDataset:
         stop = start + int(self.lengths[number]) * self.dtype.itemsize
         return np.asarray(self._bytes)[start:stop].view(self.dtype)
 
+    def locate_tokens(self, low: int, high: int) -> tuple[int, int]:
+        """Return where in `tokens` the first token of sequences `low` to `high` is, and how many
+        they have.
+
+        Raises:
+            UserError: If they do not follow one another, or not at multiples of a token's size. So
+                what is read is never more than the file holds.
+        """
+        item = self.dtype.itemsize
+        end = begin = int(self.pointers[low]) if low < high else 0
+        for start in range(low, high, _CHECKED_AT_ONCE):
+            chunk = slice(start, min(start + _CHECKED_AT_ONCE, high))
+            ends = end + np.cumsum(self.lengths[chunk].astype(np.int64) * item)
+            pointers = self.pointers[chunk]
+            if int(pointers[0]) != end or (pointers[1:] != ends[:-1]).any():
+                raise UserError(
+                    f"{self.prefix}.idx: sequences {start} and after do not follow one another in "
+                    f"{self.prefix}.bin; write the file again with its sequences in order"
+                )
+            end = int(ends[-1])
+        if begin % item:
+            raise UserError(
+                f"{self.prefix}.idx: sequence {low} is at byte {begin}, which is not a multiple of "
+                f"the {item} bytes of a {self.dtype} token; write the file again"
+            )
+        return begin // item, (end - begin) // item
+
     def compute_digest(self) -> str:
         """Return a digest of a few parts of the file, by which it is recognised in another place:
         the lengths of the first sequences, and the first and last tokens. Reading all of a large

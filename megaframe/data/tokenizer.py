@@ -29,7 +29,11 @@ from numpy.typing import NDArray
 
 from megaframe.data.end_of_document import EOD_OPTION, find_end_of_document
 from megaframe.data.tiktoken_ranks import GPT2_PATTERN, MAX_VOCAB, PUBLISHED_RANKS, parse_ranks
-from megaframe.data.tokenizer_description import format_description, read_description
+from megaframe.data.tokenizer_description import (
+    check_sentencepiece,
+    format_description,
+    read_description,
+)
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 
@@ -116,6 +120,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: str) -> None:
         sentencepiece = import_library("sentencepiece", "")
         content = read_file(path)
+        check_sentencepiece(path, content)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError, ValueError, TypeError):

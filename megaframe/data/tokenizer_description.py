@@ -1,9 +1,9 @@
-"""What a `tokenizer.json` may ask of Hugging Face's library, which trusts the file.
+"""What a `tokenizer.json` or a SentencePiece model may ask of its library, which trusts the file.
 
 A few words in it can make the library take any amount of memory, loop, or end the process: a chain
 of replacements that doubles a text forty times, a piece of a million characters. The file is
-therefore parsed and bounded here, and the library is given what was checked, written anew, without
-the parts that decide on no id.
+therefore parsed and bounded here. Hugging Face's library is given what was checked, written anew,
+without the parts that decide on no id.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megaframe.data.sentencepiece_model import parse_fields
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json
 
@@ -33,6 +34,10 @@ _LARGEST_ADDED = 4 << 20
 """Characters of all added tokens."""
 _LONGEST_WORD = 10_000
 """Characters of a word that WordPiece divides, in time that grows with their square."""
+_PIECE, _NORMALIZERS, _CHARSMAP = 1, (3, 5), 2
+"""Fields of a SentencePiece model, and of its normalizer and denormalizer."""
+_LONGEST_PIECE_MESSAGE = 4 * _LONGEST_PIECE + 32
+"""Bytes of a piece with its score and type."""
 
 
 def read_description(path: str, content: bytes) -> dict[str, Any]:
@@ -59,6 +64,37 @@ def format_description(description: Description) -> bytes:
     """Return the file that the library is given."""
     keys = ("version", "added_tokens", "model", *_PARTS)
     return json.dumps({key: description[key] for key in keys if key in description}).encode()
+
+
+def check_sentencepiece(path: str, content: bytes) -> None:
+    """Check a SentencePiece model.
+
+    Raises:
+        UserError: If it is none, or asks for more than a tokenizer needs.
+    """
+    try:
+        problem = next(_find_model_problems(content), None)
+    except (ValueError, IndexError):
+        raise UserError(f"{path} is not a SentencePiece model") from None
+    if problem:
+        raise UserError(f"{path}: {problem}")
+
+
+def _find_model_problems(content: bytes) -> Iterator[str]:
+    """Find what is too large. Of what is there twice, the library takes a part of each."""
+    for number, value in parse_fields(content):
+        if not isinstance(value, bytes):
+            continue
+        if number == _PIECE and len(value) > _LONGEST_PIECE_MESSAGE:
+            yield f"a piece has {len(value)} bytes; the most is {_LONGEST_PIECE_MESSAGE}"
+        elif number in _NORMALIZERS:
+            for inner, charsmap in parse_fields(value):
+                growth = _measure_charsmap(charsmap) if isinstance(charsmap, bytes) else 1
+                if inner == _CHARSMAP and growth > _LARGEST_GROWTH:
+                    yield (
+                        f"its rules can make {growth} characters of one; the most is "
+                        f"{_LARGEST_GROWTH}"
+                    )
 
 
 def _find_problems(description: Description, model: Description) -> Iterator[str]:
@@ -161,17 +197,20 @@ def _measure_growth(part: Description) -> int:
         between = not isinstance(pattern, dict) or not pattern.get("String")
         return len(content) + 1 if between and content else max(1, len(content))
     if isinstance(part.get("precompiled_charsmap"), str):
-        return _measure_charsmap(part["precompiled_charsmap"])
+        return _measure_encoded_charsmap(part["precompiled_charsmap"])
     spaced = part.get("type") in ("ByteLevel", "Metaspace")
     return 2 if spaced or "add_prefix_space" in part or "prepend_scheme" in part else 1
 
 
-def _measure_charsmap(encoded: str) -> int:
-    """Return the length of the longest replacement. They follow a trie, whose bytes are counted by
-    the first four."""
+def _measure_encoded_charsmap(encoded: str) -> int:
     try:
-        content = base64.b64decode(encoded)
+        return _measure_charsmap(base64.b64decode(encoded))
     except (binascii.Error, ValueError):
         return 1  # the library refuses it
+
+
+def _measure_charsmap(content: bytes) -> int:
+    """Return the length of the longest replacement. They follow a trie, whose bytes are counted by
+    the first four."""
     replacements = content[4 + int.from_bytes(content[:4], "little") :]
     return max(1, *(len(text.decode(errors="replace")) for text in replacements.split(b"\0")))

@@ -341,7 +341,8 @@ def _read_token_file(
     made_with = file_record.tokenizer if file_record else None
     used = [("the run", record), (f"the token file {prefix}", made_with)]
     check_same_tokenizer(used, _OTHER_TOKENIZER)
-    tokens = np.concatenate([file.get_sequence(number) for number in range(len(file))])
+    first, count = file.locate_tokens(0, len(file))
+    tokens = file.tokens[first : first + count]
     ends = np.concatenate(([0], np.cumsum(file.lengths, dtype=np.int64)))
     starts = ends[np.asarray(file.documents[:-1], np.int64)]
     end = find_document_end(data)

@@ -69,11 +69,11 @@ ASKED = {
     ),
     "not in the vocabulary": (
         {"special": ("</s>",), "tokenizer_config": {"eos_token": "<end>"}},
-        r"tokenizer_config\.json names '<end>'.*no token of.*\?eod=</s>",
+        r"tokenizer_config\.json names as the end of a text is no token of.*\?eod=</s>",
     ),
     "no such id": (
         {"special": ("</s>",), "config": {"eos_token_id": 99}},
-        r"config\.json names 'id 99'",
+        r"config\.json names as the end of a text is no token of",
     ),
 }
 
@@ -81,8 +81,9 @@ ASKED = {
 @pytest.mark.parametrize("case", ASKED)
 def test_where_nothing_says_it_the_user_is_asked(case, tmp_path):
     tokens, message = ASKED[case]
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as error:
         load_tokenizer(write_tokenizer(tmp_path, **tokens))
+    assert "<end>" not in str(error.value)  # the file may be a link to one with secrets
 
 
 def test_the_user_names_it_after_the_path(tmp_path):

@@ -103,6 +103,43 @@ def test_a_file_that_asks_for_more_than_a_tokenizer_needs_is_refused(tmp_path, n
     assert len(str(error.value)) < 1000
 
 
+def message(number, content):
+    """Return a field of a protocol buffer that holds bytes."""
+    size = len(content)
+    digits = [size >> 7 * place & 127 for place in range(5)]
+    return bytes([number << 3 | 2, *(digit | 128 for digit in digits[:-1]), digits[-1]]) + content
+
+
+RULES = b"\0\0\0\0" + b"a" * 300 + b"\0"
+PIECES = b"".join(message(1, message(1, piece)) for piece in (b"<unk>", b"</s>", b"a"))
+HOSTILE_MODELS = {
+    "rules": (message(3, message(2, RULES)), "its rules can make 300 characters of one; .* 256"),
+    "later rules": (
+        message(3, message(1, b"nfkc")) + message(3, message(2, RULES)) + message(3, b""),
+        "its rules can make 300",
+    ),
+    "rules after decoding": (message(5, message(2, RULES)), "its rules can make 300"),
+    "hidden rules": (  # the library takes 32 bits of a field's number
+        bytes([3 << 3 | 2 | 128, 128, 128, 128, 16]) + message(3, message(2, RULES))[1:],
+        "is not a SentencePiece model",
+    ),
+    "long piece": (
+        message(1, message(1, b"a" * 10**6)),
+        r"a piece has \d+ bytes; the most is 4032",
+    ),
+    "cut": (b"\x0a", "is not a SentencePiece model"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_MODELS)
+def test_a_model_that_asks_for_more_than_a_tokenizer_needs_is_refused(tmp_path, name):
+    """A rule of a few kilobytes turns a text of a kilobyte into gigabytes."""
+    part, problem = HOSTILE_MODELS[name]
+    (tmp_path / "t.model").write_bytes(PIECES + part)
+    with pytest.raises(UserError, match=problem):
+        load_tokenizer(f"sentencepiece:{tmp_path}/t.model")
+
+
 def test_parts_that_decide_on_no_id_are_not_given_to_the_library(tmp_path):
     """Some make it panic or pad each text to a terabyte."""
     harmful = {

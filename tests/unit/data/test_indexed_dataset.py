@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from megaframe.data.indexed_dataset import IndexedDataset, choose_token_dtype
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, name_unfinished
+from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.errors import UserError
+from megaframe.inference.evaluation import read_sequence
 
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
 
@@ -81,6 +83,22 @@ def test_reader_gives_documents_of_several_sequences_in_any_place(tmp_path):
         file.get_sequence(3)
     with pytest.raises(IndexError):
         file.get_sequence(-1)
+
+
+def test_sequences_in_order_have_one_place(tmp_path):
+    prefix = make(tmp_path, lengths=[2, 0, 3], pointers=[0, 4, 4], documents=[0, 0, 2, 3])
+    file = IndexedDataset(prefix)
+    spans = [file.locate_tokens(*span) for span in ((0, 3), (1, 3), (2, 2), (0, 2))]
+    assert spans == [(0, 5), (2, 3), (0, 0), (0, 2)]
+
+
+def test_sequences_that_overlap_are_read_only_one_by_one(tmp_path):
+    """A small file could otherwise have more tokens than any memory."""
+    prefix = make(tmp_path, lengths=[5] * 9, pointers=[0] * 9, documents=[0, 9])
+    with pytest.raises(UserError, match="sequences 0 and after do not follow one another"):
+        IndexedDataset(prefix).locate_tokens(0, 9)
+    with pytest.raises(UserError, match="do not follow one another"):
+        read_sequence(CorpusFile(f"{prefix}.bin"), None)
 
 
 def test_unaligned_sequences_are_read(tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.checkpoint import StorePath
-from megaframe.checkpoint.convert.huggingface.sentencepiece_model import (
+from megaframe.data.sentencepiece_model import (
     PieceType,
     SentencePieceModel,
     TextPiece,

@@ -18,11 +18,11 @@ from small_model_folders import write_small_folder
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
-from megaframe.checkpoint.convert.huggingface.sentencepiece_model import PieceType, parse_model
 from megaframe.checkpoint.convert.huggingface.tokenizer import export_tokenizer
 from megaframe.checkpoint.manifest import decode_manifest, encode_manifest
 from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
+from megaframe.data.sentencepiece_model import PieceType, parse_model
 from megaframe.data.token_file_record import check_same_tokenizer, record_tokenizer
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError

@@ -18,6 +18,8 @@ from megaframe.errors import UserError
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
 _LONGEST_VARINT = 10
 """Bytes of an integer of 64 bits."""
+_LARGEST_TAG = 1 << 32
+"""The library takes the lower 32 bits of a larger one."""
 _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 
@@ -79,9 +81,9 @@ def parse_model(path: str, content: bytes) -> SentencePieceModel:
         UserError: For anything in it that this reader does not know.
     """
     try:
-        fields = list(_parse_fields(content))
+        fields = list(parse_fields(content))
         messages = {
-            field: dict(_parse_fields(_expect_bytes(data)))
+            field: dict(parse_fields(_expect_bytes(data)))
             for field, data in fields
             if field in (2, 3)
         }
@@ -101,18 +103,25 @@ def parse_model(path: str, content: bytes) -> SentencePieceModel:
 
 
 def _parse_piece(data: bytes) -> TextPiece:
-    fields = dict(_parse_fields(data))
+    fields = dict(parse_fields(data))
     (score,) = struct.unpack("<f", _expect_bytes(fields.get(2, bytes(4))))
     kind = PieceType(_expect_number(fields.get(3, PieceType.NORMAL)))
     return TextPiece(_expect_bytes(fields[1]).decode(), score, kind)
 
 
-def _parse_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field of a message: an integer, or bytes."""
+def parse_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the number and value of each field of a message: an integer, or bytes.
+
+    Raises:
+        ValueError: For what is no message of the wire format, or has groups.
+        IndexError: If it ends within a field.
+    """
     offset = 0
     while offset < len(data):
         tag, offset = _parse_varint(data, offset)
         number, wire = tag >> 3, tag & 7
+        if tag >= _LARGEST_TAG:
+            raise ValueError(f"field {number}")
         if wire == _VARINT:
             value, offset = _parse_varint(data, offset)
             yield number, value
