@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import fuzz
@@ -15,7 +16,13 @@ import mutators
 import pytest
 from targets import Target, list_targets, make_nothing
 
+from megaframe.config.load import load
+from megaframe.dashboard import metrics_file
+from megaframe.dashboard.metrics_file import MetricColumn
 from megaframe.errors import UserError
+from megaframe.extensions import load as extensions_load
+from megaframe.inference import generation
+from megaframe.io.run_files import CONFIG_FILE
 
 
 def run_target(call, tmp_path, **settings):
@@ -105,6 +112,83 @@ def test_some_inputs_of_the_quick_targets_are_taken_or_refused(tmp_path):
     names = ("config", "overrides", "dashboard", "token files", "schedule", "goodput", "trace")
     counts = run(60, "always", 3, tmp_path, names)
     assert all(count.total() == 3 for count in counts.values()) and len(counts) == len(names)
+
+
+def follow_links(patch):
+    patch.setattr(os, "O_NOFOLLOW", 0)
+
+
+def wait_for_pipes(patch):
+    patch.setattr(os, "O_NONBLOCK", 0)
+    patch.setattr(fuzz, "HANGING", 5)
+
+
+def read_as_ones_own(patch):
+    """Read the config of a run folder like one that the user names."""
+    patch.setattr(extensions_load, "load_from_run", lambda folder: load(str(folder / CONFIG_FILE)))
+
+
+def keep_all_columns(patch):
+    """Keep every name of a metric, with a number for each line."""
+    patch.setattr(metrics_file, "_MOST_COLUMNS", 1 << 60)
+    patch.setattr(MetricColumn, "put", lambda self, line, value: self.values.extend([0.0] * line))
+
+
+def plant(name):
+    return lambda draw: mutators.plant(draw, Path(name))
+
+
+def plant_lock(draw):
+    Path("out.parts").mkdir()
+    mutators.plant(draw, Path("out.parts/lock"))
+
+
+def name_outside(draw):
+    path = Path("run/config.yaml")
+    mutators.change_json(draw, path, partial(mutators.name_outside, path=path))
+
+
+def add_names(_):
+    path = Path("run/metrics.jsonl")
+    lines = path.read_text().splitlines()
+    mutators.add_names(lines)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def change_counts(draw):
+    (path,) = Path().glob("run/checkpoints/step-*/manifest.json")
+    mutators.change_json(draw, path, mutators.change_counts)
+
+
+PROTECTIONS = {
+    "links are not read": (follow_links, "dashboard", plant("run/run.log"), "secret"),
+    "nor written": (follow_links, "preprocess", plant_lock, "outside"),
+    "pipes do not block": (wait_for_pipes, "report", plant("run/config.yaml"), "hung"),
+    "nothing is extended": (read_as_ones_own, "report", name_outside, "secret"),
+    "columns are few": (keep_all_columns, "report", add_names, "slow traceback hung"),
+    "counts are those of files": (
+        lambda patch: patch.setattr(generation, "_check_size", lambda *_: None),
+        "generate",
+        change_counts,
+        "traceback",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protection", PROTECTIONS)
+def test_what_a_protection_keeps_out_is_found_without_it(protection, tmp_path, monkeypatch):
+    remove, name, change, sought = PROTECTIONS[protection]
+    (tmp_path / "findings").mkdir()
+    fuzzer = fuzz.Fuzzer("always", tmp_path, [name])
+    (target,) = fuzzer.targets
+    monkeypatch.setattr(fuzz, "change", lambda _, draw: (change(draw), (list(target.words), {}))[1])
+    assert all(fuzzer.take(target, case)[0] in ("answer", "refused") for case in range(3))
+    remove(monkeypatch)
+    kinds = []
+    while not kinds or (kinds[-1] not in sought.split() and len(kinds) < 60):
+        kinds.append(fuzzer.take(target, len(kinds))[0])
+    assert kinds[-1] in sought.split(), kinds
 
 
 @pytest.mark.slow

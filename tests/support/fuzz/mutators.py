@@ -10,7 +10,11 @@ import os
 import struct
 import sys
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+
+import numpy as np
+import yaml
 
 from megaframe.checkpoint.manifest import compute_checksum
 
@@ -64,6 +68,16 @@ SECRETS = {
 }
 """Content of the files beside the working folder, by name."""
 OUTSIDE = "../outside"
+NAMING = {
+    "extends": "{}",
+    "parallel.cluster": "{}",
+    "parallel.schedule": "file:{}",
+    "data.tokenizer": "hf:{}",
+    "checkpoint.folder": "{}",
+}
+"""Keys of a config that name a file, and how."""
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Of a token file: magic, version, type, numbers of sequences and of ends of documents."""
 ODD = ["nul\0", "half\ud800"]
 """What no argument can hold, but a file can."""
 
@@ -121,6 +135,16 @@ def change_counts(draw, root):
     ]
     for parent, key in draw.sample(places, min(len(places), draw.choice([1, 1, 2, 5]))):
         parent[key] = (parent[key] or 1) * draw.choice([1000, 10**6, 10**9, 2**31])
+    return root
+
+
+def change_lengths(draw, root):
+    """Repeat one entry of a list of a JSON value a hundred thousand times, or fewer if it is
+    long."""
+    places = [(parent, key) for parent, key in _list_places({"root": root}) if type(key) is int]
+    if places:
+        parent, key = draw.choice(places)
+        parent[key:key] = [parent[key]] * min(100_000, (1 << 22) // len(_dump(parent[key])))
     return root
 
 
@@ -185,7 +209,18 @@ def plant(draw, path):
         )
         path.write_text(format_json({"weight_map": {"a": names}, "eos_token_id": [2**40]}))
     else:
-        path.symlink_to(draw.choice(_list_outside(path)))
+        path.symlink_to(draw.choice([*_list_outside(path), path.name]))
+
+
+def name_outside(draw, root, path):
+    """Let a key of the config at `path` name a file outside; return it."""
+    key = draw.choice([*NAMING])
+    named = NAMING[key].format(draw.choice(_list_outside(path)))
+    section, _, name = key.rpartition(".")
+    inner = root.setdefault(section, {}) if section else root
+    if isinstance(inner, dict):
+        inner[name or key] = named
+    return root
 
 
 def _list_outside(path):
@@ -211,6 +246,31 @@ def _dump(value):
         return json.dumps(value, ensure_ascii=True)
     finally:
         sys.set_int_max_str_digits(limit)
+
+
+def change_index(draw, data):
+    """Change some whole numbers of the index of a token file, or what follows its header, together
+    with the numbers of the header that count it."""
+    head, body = INDEX_HEADER.unpack(data[: INDEX_HEADER.size]), data[INDEX_HEADER.size :]
+    sequences, documents = head[3:]
+    if draw.random() < 0.3:  # every sequence is there many times
+        times = draw.choice([2, 1000, 100_000])
+        lengths = np.frombuffer(body, "<i4", sequences).repeat(times)
+        places = np.frombuffer(body, "<i8", sequences, 4 * sequences).repeat(times)
+        ends = np.arange(0, len(lengths) + 1, times, np.int64)
+        counts = (len(lengths), len(ends))
+        parts = [part.tobytes() for part in (lengths, places, ends)]
+        return INDEX_HEADER.pack(*head[:3], *counts) + b"".join(parts)
+    numbers = bytearray(body)
+    for _ in range(draw.choice([1, 2, 5])):
+        size, first, count = draw.choice(
+            [(4, 0, sequences), (8, 4 * sequences, sequences), (8, 12 * sequences, documents)]
+        )
+        at = first + size * draw.randrange(count)
+        number = draw.choice([*NUMBERS[:14], -5, 7, 1260]) % 2 ** (8 * size)
+        numbers[at : at + size] = number.to_bytes(size, "little")
+    code = draw.choice([head[2], draw.randrange(10)])
+    return INDEX_HEADER.pack(*head[:2], code, *head[3:]) + bytes(numbers)
 
 
 def change_bytes(draw, data):
@@ -271,48 +331,60 @@ def change_file(draw, path, handed_over=False):
         return
     data = path.read_bytes()
     kind = "bytes" if draw.random() < 0.25 else path.suffix
-    change = change_counts if draw.random() < 0.25 else change_tree
+    (change,) = draw.choices((change_tree, change_counts, change_lengths), (70, 25, 5))
     if b"added_tokens" in data and draw.random() < 0.5:
         change = change_tokenizer
     if kind == ".parquet":
         write_repeated_text(draw, path)
         return
-    if path.name == "manifest.json" and kind != "bytes":
-        manifest = json.loads(data)
-        del manifest["checksum"]
-        changed = change(draw, manifest)
-        if isinstance(changed, dict):  # a matching checksum, as an attacker could write it
-            body = format_json(changed)[1:].encode()
-            path.write_bytes(b'{"checksum":"%s",' % compute_checksum(body).encode() + body)
-            return
     if kind in (".json", ".yaml"):
-        changed = change(draw, json.loads(data))
-        if handed_over and isinstance(changed, dict) and draw.random() < 0.2:
-            changed["extends"] = str(draw.choice(_list_outside(path)))
-        path.write_text(format_json(changed))
+        if handed_over and path.name == "config.yaml" and draw.random() < 0.2:
+            change = partial(name_outside, path=path)
+        change_json(draw, path, change)
     elif kind == ".jsonl":
-        lines = data.decode().splitlines()
-        for at in draw.sample(range(len(lines)), min(len(lines), draw.choice([1, 3]))):
-            lines[at] = (
-                format_json(change_tree(draw, json.loads(lines[at])))
-                if lines[at][:1] == "{"
-                else ""
-            )
-        if draw.random() < 0.1:  # every line has a name of its own
-            late = (
-                '{"step": %d, "time": {"%d": 1}, "ranks": {"%d": [1]}, "prompt": "%d", "text": ""}'
-            )
-            lines += [late.replace("%d", str(step)) for step in range(100, 10_000)]
-        path.write_text("\n".join(lines) + "\n")
+        change_lines(draw, path)
     elif kind == ".safetensors":
         size = struct.unpack("<Q", data[:8])[0]
         head = format_json(change(draw, json.loads(data[8 : 8 + size]))).encode()
         path.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
+    elif kind == ".idx":
+        path.write_bytes(change_index(draw, data))
     elif kind == ".tiktoken" and draw.random() < 0.5:
         line = base64.b64encode(draw.randbytes(3)) + b" %s\n" % _show(draw.choice(NUMBERS)).encode()
         path.write_bytes(data + line)
     else:
         path.write_bytes(change_bytes(draw, data))
+
+
+def change_json(draw, path, change):
+    """Change what a file holds; a manifest gets the checksum that an attacker would give it."""
+    data = path.read_bytes()
+    value = (json.loads if data[:1] == b"{" else yaml.safe_load)(data)
+    is_manifest = path.name == "manifest.json"
+    if is_manifest:
+        del value["checksum"]
+    text = format_json(change(draw, value))
+    if is_manifest and text[:1] == "{":
+        text = f'{{"checksum":"{compute_checksum(text[1:].encode())}",{text[1:]}'
+    path.write_text(text)
+
+
+def change_lines(draw, path):
+    """Change some lines of JSON, or add many that each have a name of their own."""
+    lines = path.read_text().splitlines()
+    for at in draw.sample(range(len(lines)), min(len(lines), draw.choice([1, 3]))):
+        lines[at] = (
+            format_json(change_tree(draw, json.loads(lines[at]))) if lines[at][:1] == "{" else ""
+        )
+    if draw.random() < 0.1:
+        add_names(lines)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def add_names(lines):
+    """Add metrics and samples with a name in each line that no other line has."""
+    late = '{"step": %d, "time": {"%d": 1}, "ranks": {"%d": [1]}, "prompt": "%d", "text": ""}'
+    lines += [late.replace("%d", str(step)) for step in range(100, 10_000)]
 
 
 def _replace(draw, path, handed_over):

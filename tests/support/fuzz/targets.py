@@ -83,13 +83,26 @@ def write_tokens():
     with IndexedDatasetWriter("tokens", np.dtype(np.uint16)) as writer:
         for _ in range(30):
             writer.append(np.append(draw.integers(0, 256, 20), 256).astype(np.uint16))
+    tokenizer = {"name": "bytes", "fingerprint": "bytes", "vocabulary": ""}
+    record = {"version": 1, "tokenizer": tokenizer, "eod": 256, "documents": 30, "tokens": 630}
+    Path("tokens.tokens.json").write_text(json.dumps(record))
 
 
 def read_tokens():
+    """Read what a run and an evaluation read of a token file."""
+    from megaframe.data.gpt_dataset import GPTDataset
     from megaframe.data.indexed_dataset import IndexedDataset
+    from megaframe.data.preprocessing.corpus_files import CorpusFile
+    from megaframe.inference.evaluation import read_sequence
 
     file = IndexedDataset("tokens")
-    sum(int(file.get_sequence(number).sum()) for number in range(len(file)))
+    sum(int(file.get_sequence(number).sum()) for number in range(min(len(file), 1000)))
+    dataset = GPTDataset("tokens", "train", (0.9, 0.1, 0.0), 8, 257)
+    dataset.read_record()
+    for window in np.array_split(np.arange(dataset.windows), 8):
+        dataset.read(window)
+        dataset.is_document_start(window)
+    read_sequence(CorpusFile("tokens.bin"), None)
 
 
 def write_config():
@@ -284,13 +297,15 @@ KEYS = tuple(
     for key, inner in values.items()
     if not isinstance(inner, list)
 )
+SAVED_IN_RUN = tuple(f"run/checkpoints/step-*/{name}" for name in ("*.json", "*.safetensors"))
 SAVED = ("saved/step-*/manifest.json", "saved/step-*/*.safetensors")
 PLANTED_SAVED = ("saved/latest", "saved/best", "saved/config.yaml", "saved/step-00000002/lock")
 PLANTED_TOKENS = ("out.parts", "out.parts/lock", "out.bin", "out.idx", "out.parts.tmp")
 RUN_FILES = ("config.yaml", "environment.json", "run.log", "metrics.jsonl", "samples.jsonl")
 WRITTEN = ("report.md", "report.html", "dashboard.html", "faults", "checkpoints", "run-id")
 PARTS = tuple(f"{name}.partial" for name in (*RUN_FILES, *WRITTEN[:3]))
-PLANTED_RUN = tuple(f"run/{name}" for name in (*RUN_FILES, *WRITTEN, *PARTS, "faults/ledger.jsonl"))
+BELOW = ("faults/ledger.jsonl", "checkpoints/latest", "checkpoints/step-00000002/manifest.json")
+PLANTED_RUN = tuple(f"run/{name}" for name in (*RUN_FILES, *WRITTEN, *PARTS, *BELOW))
 MODEL_FILES = ("model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "config.json")
 PLANTED_MODEL = tuple(f"exported/{name}" for name in (*MODEL_FILES, "model.safetensors"))
 LAUNCHED = (
@@ -307,7 +322,8 @@ def list_targets():
     yield Target(
         "environment", write_config, PRETRAIN, (*SMALL, "--dry-run"), variables=LAUNCHED, fixed=3
     )
-    yield Target("token files", write_tokens, read_tokens, files=("tokens.*",))
+    planted = ("tokens.idx", "tokens.bin", "tokens.tokens.json")
+    yield Target("token files", write_tokens, read_tokens, files=("tokens.*",), planted=planted)
     yield Target("corpus", write_corpus, read_corpus, files=("*.*",), passes=True)
     for name, kind in (
         ("pieces.model", "sentencepiece"),
@@ -317,8 +333,9 @@ def list_targets():
         kind = kind.removeprefix("ranks.")
         call = read_tokenizer(f"{kind}:{name}")
         yield Target(kind, make_tokenizers, call, files=(name,), planted=(name,))
-    beside, call = ("tokenizer_config.json",), read_tokenizer("hf:tokenizer.json")
-    yield Target("end of document", make_tokenizers, call, files=beside)
+    beside = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+    given = {"files": beside[:1], "planted": beside}
+    yield Target("end of document", make_tokenizers, read_tokenizer("hf:tokenizer.json"), **given)
     for command in (
         "inspect --tensors",
         "verify",
@@ -332,9 +349,9 @@ def list_targets():
         yield Target(first, make_checkpoint, TOOL, words, SAVED, **given)
     words = ("diff", "saved/step-00000002", "run/checkpoints/step-00000002")
     yield Target("diff", make_checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=1)
-    words = ("--checkpoint", "saved", "--prompt", "x", "--tokens", "2", "--tokenizer", "bytes")
-    tool = load_main("tools/generate.py")
-    yield Target("generate", make_checkpoint, tool, words, SAVED, PLANTED_SAVED)
+    words = ("--checkpoint", "run", "--prompt", "x", "--tokens", "2", "--tokenizer", "bytes")
+    tool, files = load_main("tools/generate.py"), ("run/config.yaml", *SAVED_IN_RUN)
+    yield Target("generate", make_checkpoint, tool, words, files, PLANTED_RUN)
     tool, words = load_main("tools/evaluate.py"), ("--checkpoint", "saved", "--text", "text.txt")
     words += ("--tokenizer", "bytes", "--batch", "2")
     yield Target("evaluate", make_text, tool, words, (*SAVED, "text.txt"), PLANTED_SAVED, fixed=4)
