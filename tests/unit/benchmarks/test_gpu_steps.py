@@ -187,6 +187,19 @@ def test_the_time_of_one_step_that_is_asked_for_is_that_of_the_call(monkeypatch,
     assert gpu_check.main() == 0 and given == [240.0]
 
 
+@pytest.mark.parametrize("why", ["its driver 450.1 is too old for CUDA 13.0", None])
+def test_no_gpu_is_said_first_and_nothing_is_written(why, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("megaframe.distributed.device.explain_unusable_gpu", lambda: why)
+    monkeypatch.setattr("megaframe.distributed.device.explain_hidden_gpu", lambda: None)
+    monkeypatch.setattr(gpu_check, "run_steps", None)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--write", str(tmp_path / "new")])
+    assert gpu_check.main() == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"torch sees no GPU: {why}: nothing" if why else "torch sees no GPU: no")
+    assert not (tmp_path / "new").exists()
+
+
 # What is measured is used.
 
 
