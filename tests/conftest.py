@@ -35,6 +35,7 @@ if not torch.cuda.is_available():
 from fake_cuda.build import explain_obstacle
 from fake_cuda.client import FakeCuda
 from patience import report_at_once
+from slow_cases import COLLECTED
 
 from megaframe.config import RunConfig
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
@@ -68,11 +69,13 @@ def pytest_collection(session):
             importlib.import_module(path.stem)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
+def pytest_collection_modifyitems(config, items):
     """Begin with the documents' commands: they take a tenth of all the time, in one file, which
     would go on alone if it were begun late. Of the others, those of one small thing come last, so
     that both workers end together."""
     items.sort(key=rank_file)
+    config.stash[COLLECTED] = [*items]
 
 
 _LONG = {"end_to_end", "parity", "published", "convert", "stores", "support", "tools", "training"}

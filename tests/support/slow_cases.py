@@ -5,6 +5,9 @@ With several `parametrize` on a test, a case is slow if any of its values is.
 
 import pytest
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All tests of this run, in `config.stash`, those that its options leave out included."""
+
 
 def slow(*values, **options):
     """Return a slow case of these values, one for each parameter, as `pytest.param` does."""

@@ -10,6 +10,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 from annotated_types import Ge, Le
+from slow_cases import COLLECTED
 
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
@@ -41,10 +42,10 @@ SHOWN_BY = {
 """The test whose cases have every value of a key but its default, and the value's name in them."""
 
 
-@pytest.fixture(scope="module")
-def quick():
-    """Return {file::test: for each case that is not slow, the (name, value) of its parameters}, for
-    all tests that could run here."""
+def collect_all(config):
+    """Return all tests that could run here: those of this run, if it is of everything."""
+    if config.args == config.getini("testpaths"):
+        return config.stash[COLLECTED]
 
     class Collected:
         def pytest_collection_finish(self, session):
@@ -56,8 +57,15 @@ def quick():
     with contextlib.redirect_stdout(io.StringIO()) as output:
         status = pytest.main(arguments, plugins=[collected])
     assert status == 0, output.getvalue()
+    return collected.items
+
+
+@pytest.fixture(scope="module")
+def quick(pytestconfig):
+    """Return {file::test: for each case that is not slow, the (name, value) of its parameters}, for
+    all tests that could run here."""
     cases_by_test = {}
-    for item in collected.items:
+    for item in collect_all(pytestconfig):
         file = item.path.relative_to(TESTS).as_posix()
         cases = cases_by_test.setdefault(f"{file}::{getattr(item, 'originalname', item.name)}", [])
         if item.get_closest_marker("slow") is None:
