@@ -125,19 +125,19 @@ class RankProcesses:
         self._ranks, self._environment = ranks, environment
         self._timeout, self._device, self._command = timeout, device, command
 
-    def run_parts(self, names: Sequence[str], tell: Callable[[str], None]) -> Lines:
+    def run_parts(self, names: Sequence[str], note: Callable[[str], None]) -> Lines:
         """Do all parts; return what the ranks have written. A part that fails is a finding of the
         rank that says why.
 
         Args:
             names: The parts, in order.
-            tell: Called with the name of each part.
+            note: Called with the name of each part.
         """
         lines: Lines = {rank: [] for rank in self._ranks}
         first = 0
         while first < len(names):
             with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-                errors = self._run(names, first, Path(folder), tell)
+                errors = self._run(names, first, Path(folder), note)
                 for rank in self._ranks:
                     lines[rank] += _read(Path(folder) / f"rank-{rank}.jsonl")
             open_parts = [_find_unfinished(lines[rank], names, first) for rank in self._ranks]
@@ -151,7 +151,7 @@ class RankProcesses:
         return lines
 
     def _run(
-        self, names: Sequence[str], first: int, folder: Path, tell: Callable[[str], None]
+        self, names: Sequence[str], first: int, folder: Path, note: Callable[[str], None]
     ) -> dict[int, str]:
         """Start the ranks with the parts from number `first` on, and wait until all have ended.
         Returns the last words of each."""
@@ -169,7 +169,7 @@ class RankProcesses:
                     command, env=environment, stdout=subprocess.DEVNULL, stderr=errors
                 )
         try:
-            self._wait(started, folder, tell)
+            self._wait(started, folder, note)
         finally:
             for process in started.values():
                 process.kill()
@@ -183,7 +183,7 @@ class RankProcesses:
         self,
         started: Mapping[int, subprocess.Popen[bytes]],
         folder: Path,
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         part, since, failed = "", time.monotonic(), 0.0
         first = min(started)
@@ -195,7 +195,7 @@ class RankProcesses:
             ]
             if begun and begun[-1] != part:
                 part, since = begun[-1], now
-                tell(part)
+                note(part)
             if any(process.poll() for process in started.values()):
                 failed = failed or now
             if (failed and now - failed > _GRACE) or now - since > 2 * self._timeout + _LATE:
@@ -362,11 +362,11 @@ def check_ranks(
     environment = run_alone(ranks) if ranks else lambda: lambda rank: {}
     processes = RankProcesses(local_ranks, environment, timeout, device, command)
 
-    def tell(part: str) -> None:
+    def note(part: str) -> None:
         if not me:
             print(f"... {part}", file=sys.stderr, flush=True)
 
-    lines = processes.run_parts(names, tell)
+    lines = processes.run_parts(names, note)
     if not ranks:
         lines = gather_lines(lines, me, world, timeout)
     if me:

@@ -66,7 +66,7 @@ def check_smoke(results: Results, until: float, dry: bool) -> None:
 
     results.sections["smoke"] = {}
     command = [sys.executable, str(HERE / "gpu_smoke.py"), *(["--dry"] if dry else [])]
-    completed = run_limited(command, until - time.monotonic(), tell=read_line)
+    completed = run_limited(command, until - time.monotonic(), note=read_line)
     if completed.code != 0 and "trouble" not in results.sections["smoke"]:
         trouble = {"trouble": completed.explain_failure(), "details": completed.errors}
         results.add(smoke=trouble)
@@ -80,12 +80,12 @@ def check_tests(results: Results, name: str, until: float, dry: bool, alone: boo
         return
     ended: list[str] = []
 
-    def tell(line: str) -> None:
+    def note(line: str) -> None:
         ended.append(line)
         results.add(tests={name: {"outcome": "not finished", "counts": "; ".join(ended)}})
 
     count = tests.count_processes(dry)
-    results.add(tests={name: run_tests(tests.build_command(dry), seconds, count, tell)})
+    results.add(tests={name: run_tests(tests.build_command(dry), seconds, count, note)})
 
 
 def check_constants(results: Results, until: float, dry: bool) -> None:
@@ -145,7 +145,7 @@ def measure_group(
         if ceilings:
             call += ["--ceilings", str(ceilings["copy"]), str(ceilings["product"])]
         reader.running = False
-        completed = run_limited(call, seconds, tell=reader.read_line, quiet=quiet)
+        completed = run_limited(call, seconds, note=reader.read_line, quiet=quiet)
         if completed.code == 0:
             return
         lost = [reader.todo[reader.at]] if reader.running else []

@@ -59,19 +59,19 @@ def run_tests(
     command: Sequence[str],
     seconds: float,
     processes: int = 1,
-    tell: Callable[[str], None] = lambda line: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run tests. Return the outcome, the counts, and the end of the output of those that fail.
 
     Args:
-        tell: Is given the last line of each process as it ends.
+        note: Is given the last line of each process as it ends.
     """
 
     def run_shard(number: int) -> TimedResult:
         folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         shard = {"SHARD": f"{number}/{processes}", "PYTHONPATH": os.pathsep.join(folders)}
         completed = run_limited(command, seconds, {**os.environ, **shard})
-        tell(find_counts(completed))
+        note(find_counts(completed))
         return completed
 
     with ThreadPoolExecutor(processes) as pool:

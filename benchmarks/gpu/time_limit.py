@@ -55,14 +55,14 @@ def run_limited(
     command: Sequence[str],
     seconds: float,
     environment: Mapping[str, str] | None = None,
-    tell: Callable[[str], None] | None = None,
+    note: Callable[[str], None] | None = None,
     quiet: float = math.inf,
 ) -> TimedResult:
     """Run the command in the root of the project. quiet: seconds without a line after which it is
     ended too.
 
     Args:
-        tell: Is given each line as it comes.
+        note: Is given each line as it comes.
     """
     lines: list[str] = []
     late = threading.Event()
@@ -106,8 +106,8 @@ def run_limited(
                 if not late.is_set():
                     begin(min(begun + seconds - time.monotonic(), quiet), end_late)
                 lines.append(line.rstrip("\n"))
-                if tell is not None:
-                    tell(lines[-1])
+                if note is not None:
+                    note(lines[-1])
             code = process.wait()
         finally:
             timer.cancel()

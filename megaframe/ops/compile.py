@@ -22,16 +22,16 @@ class Compiled:
     """A function that is compiled for the first `MAX_KINDS` kinds of arguments that it gets."""
 
     def __init__(
-        self, function: Callable[..., Any], backend: str, notify: Callable[[str], None]
+        self, function: Callable[..., Any], backend: str, note: Callable[[str], None]
     ) -> None:
         """Prepare to compile; the first call does.
 
         Args:
             function: Takes tensors and plain values.
             backend: A backend of torch.compile.
-            notify: Called with a line to show.
+            note: Called with a line to show.
         """
-        self._plain, self._notify = function, notify
+        self._plain, self._note = function, note
         # Static shapes: each kind of arguments has code of its own, which is why kinds are limited.
         self._fast = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
         self._met: set[tuple[Any, ...]] = set()
@@ -55,7 +55,7 @@ class Compiled:
         if not self._warned:
             self._warned = True
             name = self._plain.__name__.strip("_")
-            self._notify(
+            self._note(
                 f"train.compile: {name} has met {MAX_KINDS} kinds of shapes; of others it runs "
                 "as it is"
             )

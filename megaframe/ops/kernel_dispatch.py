@@ -64,7 +64,7 @@ class Kernels:
         choices: Mapping[str, KernelChoice] | None = None,
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         plain: Mapping[str, str] | None = None,
-        notify: Callable[[str], None] = print,
+        note: Callable[[str], None] = print,
         without: Mapping[str, str] | None = None,
     ) -> None:
         """Take over the choices.
@@ -74,7 +74,7 @@ class Kernels:
             compiler: Compiles a function of plain code; None to run plain code as it is.
             plain: Why plain code runs, for each key of `FAMILIES` that the run uses without any
                 choice.
-            notify: Called with a line to show, when an implementation first refuses arguments.
+            note: Called with a line to show, when an implementation first refuses arguments.
             without: Why there is no kernel for parts of this run's model, by part.
         """
         self._without = without or {}
@@ -89,7 +89,7 @@ class Kernels:
             from megaframe_kernels.kernel import KernelError
 
             self._error = (KernelError,)
-        self._plain, self._notify = plain or {}, notify
+        self._plain, self._note = plain or {}, note
         self._reported: set[tuple[str, str]] = set()
         self._compiler = compiler
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -99,7 +99,7 @@ class Kernels:
         if (name, implementation) not in self._reported:
             self._reported.add((name, implementation))
             slow = "warning: " if instead == PLAIN_CODE else ""
-            self._notify(
+            self._note(
                 f"{slow}kernel {name}: {instead} in place of {implementation}, which does not take "
                 f"some of this run's inputs: {reason}"
             )
@@ -224,7 +224,7 @@ def make_kernels(
     config: RunConfig,
     device: torch.device,
     compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    notify: Callable[[str], None] = print,
+    note: Callable[[str], None] = print,
 ) -> Kernels:
     """Return the kernels of a run on a device. With a compiler, elementwise kernels are left to it
     unless the config names an implementation.
@@ -233,7 +233,7 @@ def make_kernels(
         config: The run.
         device: What it runs on.
         compiler: As for `Kernels`.
-        notify: As for `Kernels`.
+        note: As for `Kernels`.
 
     Raises:
         UserError: A named implementation that this machine does not have; no library on a GPU,
@@ -253,7 +253,7 @@ def make_kernels(
         needing[f"train.fp8={config.train.fp8}"] = "train.fp8=none"
     without = _explain_parts_without_kernels(config.model)
     if not (selected or needing):
-        return Kernels({}, compiler, reasons, notify, without)
+        return Kernels({}, compiler, reasons, note, without)
     try:
         from megaframe_kernels.kernel import KernelError
         from megaframe_kernels.registry import KERNELS
@@ -284,7 +284,7 @@ def make_kernels(
             choices |= select(kernels_of_key, overrides)
         except KernelError as error:
             raise UserError(f"kernels.{key}: {error}; use another, or {AUTO}") from None
-    return Kernels(choices, compiler, reasons, notify, without)
+    return Kernels(choices, compiler, reasons, note, without)
 
 
 def _explain_parts_without_kernels(model: ModelConfig) -> dict[str, str]:

@@ -77,16 +77,16 @@ class StepGraph:
     """Runs the passes of steps as CUDA graphs, one for each kind of shapes."""
 
     def __init__(
-        self, mesh: Mesh, tell: Callable[[str], None], record: Record = record_cuda
+        self, mesh: Mesh, note: Callable[[str], None], record: Record = record_cuda
     ) -> None:
         """Start without graphs.
 
         Args:
             mesh: This rank's groups.
-            tell: Called with a line to show.
+            note: Called with a line to show.
             record: Makes a graph.
         """
-        self._mesh, self._tell, self._record = mesh, tell, record
+        self._mesh, self._note, self._record = mesh, note, record
         self._graphs: dict[Any, _RecordedGraph] = {}
         self._eager_runs: dict[Any, int] = {}
         self._has_told = False
@@ -129,7 +129,7 @@ class StepGraph:
     def _tell_once(self, why: str) -> None:
         if not self._has_told:
             self._has_told = True
-            self._tell(f"train.cuda_graph: {why}; some steps run without one")
+            self._note(f"train.cuda_graph: {why}; some steps run without one")
 
 
 def check_cuda_graph(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:

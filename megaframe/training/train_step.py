@@ -83,7 +83,7 @@ class TrainStep:
         config: RunConfig,
         mesh: Mesh,
         time: Timer | None = None,
-        tell: Callable[[str], None] = print,
+        note: Callable[[str], None] = print,
         *,
         trace: ActionTrace | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class TrainStep:
             config: The run.
             mesh: This rank's groups.
             time: Charges the update to its part of the step.
-            tell: Called with a line to show.
+            note: Called with a line to show.
             trace: Entered around every action of a step; see `PipelineExecutor`.
         """
         train, self._depth = config.train, config.model.mtp_depth
@@ -107,8 +107,8 @@ class TrainStep:
             *mesh.divide_context(count_exchanging_ranks(config.parallel))
         )
         experts = _make_expert_parallel(config, mesh)
-        compiler = _make_compiler(config, tell)
-        self.kernels = kernels = make_kernels(config, mesh.device, compiler, tell)
+        compiler = _make_compiler(config, note)
+        self.kernels = kernels = make_kernels(config, mesh.device, compiler, note)
         compute = PRECISIONS[train.precision].compute
         self._warning = check_fp8(config, mesh.device, compute, kernels)
         run = make_run_context(config, mesh.group("tensor"), self.context, experts, kernels)
@@ -129,7 +129,7 @@ class TrainStep:
         self.graph: StepGraph | None = None
         if train.cuda_graph:
             check_cuda_graph(config, mesh, kernels)
-            self.graph = StepGraph(mesh, tell)
+            self.graph = StepGraph(mesh, note)
 
         @lru_cache(_SCHEDULES)
         def plan_schedule(microbatches: int, train: bool) -> RankPlan:
@@ -297,10 +297,10 @@ def _make_expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
 
 
 def _make_compiler(
-    config: RunConfig, tell: Callable[[str], None]
+    config: RunConfig, note: Callable[[str], None]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     backend = config.train.compile
-    return None if backend == "none" else partial(Compiled, backend=backend, notify=tell)
+    return None if backend == "none" else partial(Compiled, backend=backend, note=note)
 
 
 def _list_links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -42,7 +42,7 @@ def train_two_steps(config: RunConfig) -> TrainedSteps:
     layout = Layout.from_parallel(config.parallel, read_world_size())
     mesh = Mesh(layout, device="cpu", timeout=config.parallel.timeout)
     data = mesh.group("data")
-    train_step = TrainStep(config, mesh, tell=lambda line: None)
+    train_step = TrainStep(config, mesh, note=lambda line: None)
     train_step.optimizer.initialize(config.run.seed)
     losses, norms = [], []
     for step in range(_STEPS):

@@ -113,7 +113,7 @@ def test_a_cpu_needs_the_library_only_for_what_is_named(no_library):
 @without_gpu
 def test_what_a_kernel_refuses_is_said_once_with_the_reason():
     messages = []
-    kernels = make_kernels(RunConfig(model=MOE), GPU, notify=messages.append)
+    kernels = make_kernels(RunConfig(model=MOE), GPU, note=messages.append)
     x = torch.ones(2, 8, dtype=torch.float64)
     for _ in range(3):
         kernels.find("norm", x, x[0])
@@ -139,7 +139,7 @@ def test_8_bits_on_a_cpu_are_a_warning():
 @without_gpu
 def test_scores_are_bounded_and_have_sinks_in_a_kernel_that_computes_them():
     lines = []
-    kernels = make_kernels(RunConfig(), GPU, notify=lines.append)
+    kernels = make_kernels(RunConfig(), GPU, note=lines.append)
     heads, mask = torch.zeros(1, 4, 2, 16), SequenceMask(AttentionMask(None, None), 1, 4, CPU)
     operands = heads, heads, heads, mask.spans
     found = kernels.find("attention", *operands, scale=1.0, softcap=5.0, sinks_N=torch.zeros(2))
