@@ -192,7 +192,7 @@ class Trainer:
         """
         with handle_signals(self.mesh.progress), self.fault_handler:
             try:
-                while not self._is_finished():
+                while not self._is_over() or self._judge_last_steps():
                     self._run_step()
                 self.checkpointer.finish(self.metrics.note, leaving=not self._is_at_end())
                 barrier(self.mesh.world)
@@ -226,11 +226,14 @@ class Trainer:
         self.checkpointer.wait_briefly()
         self.metrics.release()
 
-    def _is_finished(self) -> bool:
-        """Return whether the run is over: no steps are left, or it must leave, and the fault
-        handler asks for no step to be run again."""
-        over = self._is_leaving() or self._is_at_end()
-        return over and not self.fault_handler.judge_steps(self.metrics.write_pending_steps())
+    def _is_over(self) -> bool:
+        """Return whether no steps are left, or the run must leave."""
+        return self._is_leaving() or self._is_at_end()
+
+    def _judge_last_steps(self) -> bool:
+        """Write the lines of the last steps, and act on what they say. Returns whether the run has
+        gone back, so that steps are run again."""
+        return self.fault_handler.judge_steps(self.metrics.write_pending_steps())
 
     def _is_leaving(self) -> bool:
         """Return whether a signal or a callback ends the run before its last step."""
