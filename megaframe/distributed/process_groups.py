@@ -19,15 +19,11 @@ import torch.distributed as dist
 
 from megaframe.distributed import gloo_sockets
 from megaframe.distributed.collectives import Group, Ring
+from megaframe.distributed.connections import connect_link, connect_pairs, connect_ring
 from megaframe.distributed.desync_check import DesyncCheck
 from megaframe.distributed.fake_group import FakeGroup
 from megaframe.distributed.host_staged_group import HostStagedGroup
-from megaframe.distributed.nccl_communicators import (
-    NcclCommunicators,
-    connect_link,
-    connect_pairs,
-    connect_ring,
-)
+from megaframe.distributed.nccl_communicators import NcclCommunicators
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout, count_ranks_per_node, exchange_groups, exchange_steps

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.partition import BucketPartition
 from megaframe.distributed.collectives import Group, Pending
-from megaframe.distributed.nccl_communicators import connect_pairs
+from megaframe.distributed.connections import connect_pairs
 from megaframe.optim.elementwise import (
     ElementwiseRule,
     GradientDescent,

@@ -1,6 +1,7 @@
 """Every kind of layout comes to an end by NCCL's and CUDA's rules, from 2 to 16 ranks: steps and an
 evaluation, of which each rank's calls are recorded and then simulated together. And each mistake
-that the rules are there for is found.
+that the rules are there for is found, such as a link without its first message
+(`megaframe.distributed.connections`).
 """
 
 from functools import partial
