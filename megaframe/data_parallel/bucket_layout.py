@@ -87,16 +87,16 @@ class BucketLayout:
         self.used_by: dict[int, list[Bucket]] = {}
         self.vectors_of: dict[int, list[Bucket]] = {}
         self._bucket_of: dict[Parameter, Bucket] = {}
-        for number, units in stages.items():
-            self._lay_out_stage(number, units)
+        for stage, units in stages.items():
+            self._lay_out_stage(stage, units)
         self.buckets: list[Bucket] = list(dict.fromkeys(self._bucket_of.values()))
 
-    def _lay_out_stage(self, number: int, units: Sequence[Module]) -> None:
+    def _lay_out_stage(self, stage: int, units: Sequence[Module]) -> None:
         """Make buckets for the parameters of a stage that no earlier stage has."""
         # Gains and biases come first, because the first block waits for them.
         vectors = {p: None for u in units for p in u.parameters() if p.spec.role in _VECTORS}
         buckets = self._make_buckets(list(vectors))
-        self.vectors_of[number] = [bucket for bucket in buckets if bucket.trained]
+        self.vectors_of[stage] = [bucket for bucket in buckets if bucket.trained]
         self._bucket_of |= {p: bucket for bucket in buckets for p in bucket.parameters}
         minimum = self._config.parallel.bucket_size
         for sharing, halves in group_units(units, self._mesh, minimum):
