@@ -27,7 +27,6 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 import numpy as np
 import torch
 from hypothesis import settings
-from xdist.scheduler import LoadFileScheduling
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything (such as transformers) imports Triton
@@ -92,17 +91,20 @@ _SHARED_STARTS = {"transformers": "/convert/", "stand-ins for GPUs": "/test_fake
 """What takes seconds to load or start, and what is in the paths of all files that need it."""
 
 
-class FilesOfOneStart(LoadFileScheduling):
-    """Gives files that start the same thing to one worker, as if they were one file."""
-
-    def _split_scope(self, nodeid):
-        file = super()._split_scope(nodeid)
-        return next((name for name, part in _SHARED_STARTS.items() if part in file), file)
-
-
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Have `--dist loadfile` start things once."""
-    return FilesOfOneStart(config, log) if config.getvalue("dist") == "loadfile" else None
+    """Have `--dist loadfile` give files that start the same thing to one worker, as if they were
+    one file."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # not everywhere are there several workers
+
+    class FilesOfOneStart(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return next((name for name, part in _SHARED_STARTS.items() if part in file), file)
+
+    return FilesOfOneStart(config, log)
 
 
 def pytest_collection_finish():
