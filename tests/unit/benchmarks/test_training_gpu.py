@@ -27,6 +27,12 @@ def test_a_row_is_a_config_that_a_run_takes(row):
     validate_config(load(str(ROOT / row.path), row.list_overrides(dry=False)), 1, data=False)
 
 
+def test_the_slice_divides_and_recomputes_nothing():
+    (row,) = (row for row in training_gpu.ROWS if row.name == "llama-8b-slice")
+    config = load(str(ROOT / row.path), row.list_overrides(dry=False))
+    assert (config.parallel.zero, config.train.recompute) == (0, "none")
+
+
 def test_rows_have_names_of_their_own():
     assert len({row.name for row in training_gpu.ROWS}) == len(training_gpu.ROWS)
 
