@@ -46,6 +46,10 @@ class Registry:
     families: dict[str, Any] = field(default_factory=dict)
     extensions: list[Extension] = field(default_factory=list)
 
+    def copy(self) -> Registry:
+        """Return another registry of the same parts."""
+        return Registry({**self.parts}, {**self.places}, {**self.families}, [*self.extensions])
+
     def register(self, section: type[Part]) -> None:
         """Add a part.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megaframe.config.registry import get_registry, use_registry
 from megaframe.io.local_rendezvous import find_free_port, make_rank_environment
 
 RARELY = 50_000
@@ -135,7 +136,8 @@ def _serve(end: Connection, prepare: Callable[[], object] | None) -> None:
         prepare()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does: ranks share the cores
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    # A call may load extensions or ask for deterministic algorithms, of which the next knows nothing.
+    registry, deterministic = get_registry(), torch.are_deterministic_algorithms_enabled()
     while True:
         try:
             environment, call = end.recv()
@@ -145,11 +147,12 @@ def _serve(end: Connection, prepare: Callable[[], object] | None) -> None:
         try:
             function, arguments = pickle.loads(call)
             # Pickled here, because torch would send each tensor as a file in shared memory.
-            answer = pickle.dumps((True, function(*arguments)))
+            with use_registry(registry.copy()):
+                answer = pickle.dumps((True, function(*arguments)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc().strip()))
         end.send_bytes(answer)
         del answer
-        torch.use_deterministic_algorithms(deterministic)  # a run may have asked for others
+        torch.use_deterministic_algorithms(deterministic)
         gc.collect()  # cycles keep a world's connections, threads and buffers alive
         gc.freeze()  # what remains was imported since

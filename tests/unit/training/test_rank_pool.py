@@ -9,7 +9,10 @@ from functools import partial
 import pytest
 import torch
 from patience import PATIENCE
+from repo_copy import ROOT
 
+from megaframe.config.registry import get_registry
+from megaframe.extensions import load_extensions
 from megaframe.training import rank_pool
 from megaframe.training.rank_pool import RankFailure, RankPool
 
@@ -65,9 +68,18 @@ def ask_for_deterministic_algorithms():
     return before
 
 
-def test_a_call_finds_the_algorithms_as_the_first_one_did(pool):
+def load_an_extension():
+    before = [*get_registry().extensions]
+    load_extensions(None, [f"run.extensions=[{ROOT / 'examples/optimizer.py'}]"])
+    return before
+
+
+@pytest.mark.parametrize(
+    ("change", "before"), [(ask_for_deterministic_algorithms, False), (load_an_extension, [])]
+)
+def test_what_a_call_changes_is_not_there_in_the_next(change, before, pool):
     for _ in range(2):
-        assert pool.run(1, ask_for_deterministic_algorithms) == [False]
+        assert pool.run(1, change) == [before]
 
 
 def test_a_failure_is_told_without_waiting_for_all_and_the_next_call_starts_anew():
