@@ -136,7 +136,7 @@ def _serve(end: Connection, prepare: Callable[[], object] | None) -> None:
         prepare()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does: ranks share the cores
-    # A call may load extensions or ask for deterministic algorithms, of which the next knows nothing.
+    # A call may load extensions or ask for deterministic algorithms; the next starts without them.
     registry, deterministic = get_registry(), torch.are_deterministic_algorithms_enabled()
     while True:
         try:
