@@ -23,6 +23,9 @@ _REAL = (torch.int64, torch.int32, torch.bool)
 """Types whose tensors are real."""
 _MOST = 1 << 26
 """Elements of the largest real tensor that is made; larger ones are meta tensors."""
+_MOST_SHAPES = 1 << 16
+_shapes: dict[Any, Any] = {}
+"""Results of operators by their arguments: blocks, microbatches and measurements repeat them."""
 _ATEN = torch.ops.aten
 _CHOICES = (_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable)
 _BY_INDEX = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default)
@@ -79,11 +82,6 @@ class AllocationTracker(OperatorMode):
 class MetaTensorMode(AllocationTracker):
     """Runs operators on meta tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._shapes: dict[Any, Any] = {}
-        """Results of operators by their arguments, since blocks and microbatches repeat them."""
-
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator for real if no argument is a meta tensor, else for the shapes only."""
         if not any(tensor.is_meta for tensor in _iterate_tensors((args, kwargs))):
@@ -113,14 +111,16 @@ class MetaTensorMode(AllocationTracker):
         if not is_filling and not _is_allocating(func):
             return func(*args, **kwargs)
         key = (func, _describe_argument(args), _describe_argument(kwargs))
-        if key not in self._shapes:
+        if key not in _shapes:
             out = func(*args, **kwargs)
             if is_filling or all(_is_plain(tensor) for tensor in _iterate_tensors(out)):
-                self._shapes[key] = None if is_filling else _map_tensors(out, _make_meta_tensor)
+                if len(_shapes) >= _MOST_SHAPES:
+                    _shapes.clear()
+                _shapes[key] = None if is_filling else _map_tensors(out, _make_meta_tensor)
             return out
         if is_filling:
             return args[0] if func._schema.returns else None
-        return _map_tensors(self._shapes[key], _make_meta_tensor)
+        return _map_tensors(_shapes[key], _make_meta_tensor)
 
     def _run_on_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
