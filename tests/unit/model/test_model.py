@@ -18,6 +18,8 @@ from slow_cases import mark_slow
 from tolerances import assert_near
 
 from megaframe.data.microbatch import IGNORE, look_ahead
+from megaframe.model import attention
+from megaframe.model.rotary import Rotary
 from megaframe.ops.operator_mode import OperatorMode
 from megaframe.pipeline_parallel.stage_pass import StagePass
 
@@ -253,3 +255,27 @@ def test_without_padding_no_gradient_is_copied_into_zeros(name, build, make_micr
         compute_gradients(built, microbatch, TRAIN)
     assert torch.ops.aten.mm in operators.called
     assert torch.ops.aten.slice_backward not in operators.called
+
+
+def test_queries_of_groups_are_not_copied_before_or_after_their_rotation(
+    build, make_microbatch, monkeypatch
+):
+    """They lie between keys and values, where the kernel of the rotation reads them."""
+    built = build({"kv_heads": 2, "heads": 8, "head_dim": 6, "position": "rotary"}, train=TRAIN)
+    attend, rotate, rotated, attending = attention.attend_heads, Rotary.__call__, [], []
+
+    def look_at_rotation(rotary, x):
+        rotated.append((x, rotate(rotary, x)))
+        return rotated[-1][1]
+
+    def look_at_attention(query, *arguments, **options):
+        attending.append(query)
+        return attend(query, *arguments, **options)
+
+    monkeypatch.setattr(Rotary, "__call__", look_at_rotation)
+    monkeypatch.setattr(attention, "attend_heads", look_at_attention)
+    built.stage.evaluate(make_microbatch(built.config))
+    (before, after), (keys, _), query = *rotated[:2], attending[0]
+    assert before.numel() == 4 * keys.numel()
+    assert before.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+    assert query.data_ptr() == after.data_ptr()
