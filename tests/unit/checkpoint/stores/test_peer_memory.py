@@ -18,6 +18,7 @@ from megaframe.checkpoint.stores.memory_folder import MemoryFolder
 from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_nodes
 from megaframe.checkpoint.stores.peer_memory_load import open_peer_memory
 from megaframe.config import load
+from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_global_rank
 from megaframe.errors import UserError
 from megaframe.layout import Layout
@@ -55,6 +56,7 @@ def train(keys, memory, stop=False, node_size=2):
         trainer.run()
     except Stopped:
         trainer.checkpointer._writer.wait()
+        barrier(trainer.mesh.world)  # none leaves while others still send it the step's weights
         return True
     finally:
         trainer.mesh.close()
