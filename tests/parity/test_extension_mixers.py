@@ -194,7 +194,7 @@ def measure(*arguments):
 
 @pytest.mark.parametrize("precision", [slow("fp64"), "bf16"])
 @pytest.mark.parametrize("recompute", ["none", slow("selective")])
-@pytest.mark.parametrize("name", mark_slow(DESCRIBED, except_for=["linear", "differential"]))
+@pytest.mark.parametrize("name", mark_slow(DESCRIBED, except_for=["linear"]))
 def test_descriptions_are_exact(name, recompute, precision, pool, registry):
     train = {"seq": 12, "microbatch": 2, "global_batch": 2}
     train |= {"precision": precision, "recompute": recompute}
@@ -280,7 +280,7 @@ def measure_kept(*arguments):
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), [slow(1, {}, "none"), *CONTEXT])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mark_slow(MODELS, except_for=["linear"]))
 def test_the_plan_is_what_two_more_layers_keep_to_a_byte(name, ranks, parallel, recompute, pool):
     two, four = (
         pool.run(ranks, measure_kept, name, recompute, parallel, layers) for layers in (2, 4)
@@ -289,6 +289,7 @@ def test_the_plan_is_what_two_more_layers_keep_to_a_byte(name, ranks, parallel, 
         assert more - less == planned_more - planned_less > 0
 
 
+@pytest.mark.slow
 def test_the_plan_s_time_and_search_follow_the_description(registry):
     load_examples()
     model = {
