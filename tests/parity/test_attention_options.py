@@ -3,10 +3,8 @@ one-process answer to 1e-10 in fp64 under tensor, context, pipeline and data ran
 recompute. Two key heads are shared by neighbours of four tensor ranks.
 """
 
-from functools import cache
-
 import pytest
-from parity_runs import FEW, assert_same, run
+from parity_runs import make_layout_check
 from saved_bytes import measure_block
 from slow_cases import mark_slow
 
@@ -50,27 +48,17 @@ CASES = [
 QUICK = [("scores", *NESTED), ("whole-norms", *TENSOR_AND_ZERO), ("packed-sinks", *NESTED)]
 
 
-def run_layout(ranks, name, train, parallel, pool, stages):
-    """Train two steps of a model with two layers for each stage."""
-    packed = name.startswith("packed")
-    model = {**SHAPES[name], "layers": 2 * stages}
-    return pool.run(ranks, run, model, {**FEW, **train}, parallel, False, False, packed)
-
-
 @pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, stages) -> the result of one process, with two layers for each stage."""
-    return cache(lambda name, stages: run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0])
+def check_layout(pool):
+    return make_layout_check(pool, SHAPES)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
-def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
-    stages = parallel.get("pipeline", 1)
-    results = run_layout(ranks, name, train, parallel, pool, stages)
-    assert_same(results, expected(name, stages))
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, check_layout):
+    microbatch = 1 if "pipeline" in parallel else 2
+    check_layout(name, ranks, parallel, microbatch=microbatch, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

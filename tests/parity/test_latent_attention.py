@@ -5,10 +5,8 @@ rank; their gradients, and those of the latents' norms, are summed over tensor r
 Tests `megaframe.distributed.differentiable`.
 """
 
-from functools import cache
-
 import pytest
-from parity_runs import FEW, assert_same, run
+from parity_runs import make_layout_check
 from saved_bytes import measure_block
 from slow_cases import mark_slow, slow
 
@@ -35,26 +33,16 @@ LAYOUTS = [
 ]
 
 
-def run_layout(ranks, name, train, parallel, pool, stages):
-    """Train two steps of a model with two layers for each stage."""
-    packed = name.startswith("packed")
-    model = {**SHAPES[name], "layers": 2 * stages}
-    return pool.run(ranks, run, model, {**FEW, **train}, parallel, False, False, packed)
-
-
 @pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, stages) -> the result of one process, with two layers for each stage."""
-    return cache(lambda name, stages: run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0])
+def check_layout(pool):
+    return make_layout_check(pool, SHAPES)
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
 @pytest.mark.parametrize("name", mark_slow(SHAPES, except_for=["deepseek"]))
-def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
-    stages = parallel.get("pipeline", 1)
-    results = run_layout(ranks, name, train, parallel, pool, stages)
-    assert_same(results, expected(name, stages))
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, check_layout):
+    microbatch = 1 if "pipeline" in parallel else 2
+    check_layout(name, ranks, parallel, microbatch=microbatch, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [slow("none"), "selective"])

@@ -4,12 +4,11 @@ ahead that another context rank may have.
 """
 
 import json
-from functools import cache
 
 import pytest
 import torch
 from entry_runs import make_trainer
-from parity_runs import FEW, assert_same, run
+from parity_runs import make_layout_check
 from slow_cases import mark_slow
 from tolerances import promised
 
@@ -40,26 +39,17 @@ CASES = [(name, *layout) for name in SHAPES for layout in LAYOUTS]
 QUICK = [("tied", *ZB_V), ("packed", *RING)]
 
 
-def run_layout(ranks, name, train, parallel, pool, stages):
-    """Train two steps of a model with two layers for each stage."""
-    model, train = {**SHAPES[name], "layers": 2 * stages}, {**FEW, **train}
-    return pool.run(ranks, run, model, train, parallel, False, False, name == "packed")
-
-
 @pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, stages) -> the result of one process, with two layers for each stage."""
-    return cache(lambda name, stages: run_layout(1, name, {"microbatch": 4}, {}, pool, stages)[0])
+def check_layout(pool):
+    return make_layout_check(pool, SHAPES)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
-def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    train = {"microbatch": 1 if {"pipeline", "data"} & {*parallel} else 2, "recompute": recompute}
-    stages = parallel.get("pipeline", 1)
-    results = run_layout(ranks, name, train, parallel, pool, stages)
-    assert_same(results, expected(name, stages))
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, check_layout):
+    microbatch = 1 if {"pipeline", "data"} & {*parallel} else 2
+    check_layout(name, ranks, parallel, microbatch=microbatch, recompute=recompute)
 
 
 def test_what_is_ahead_ends_with_the_document_and_the_sample():

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -208,6 +209,27 @@ def assert_same(results, expected):
         reference = expected.whole(name)
         allowed = PROMISE * find_size(name.partition("/")[0], expected)
         assert_within(weights, reference, allowed, "what is promised of layouts", name)
+
+
+def make_layout_check(pool, shapes):
+    """Return check(name, ranks, parallel, **train): two steps of one of the models, with two layers
+    for each stage, are those of one process. `packed...` are names of models on documents."""
+
+    def train_shape(name, ranks, train, parallel, stages):
+        model = {**shapes[name], "layers": 2 * stages}
+        packed = name.startswith("packed")
+        return pool.run(ranks, run, model, {**FEW, **train}, parallel, False, False, packed)
+
+    @cache
+    def get_expected(name, stages):
+        return train_shape(name, 1, {"microbatch": 4}, {}, stages)[0]
+
+    def check(name, ranks, parallel, **train):
+        stages = parallel.get("pipeline", 1)
+        results = train_shape(name, ranks, train, parallel, stages)
+        assert_same(results, get_expected(name, stages))
+
+    return check
 
 
 def find_size(kind, expected):
