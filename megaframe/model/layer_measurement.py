@@ -152,8 +152,8 @@ class OperationLayer(Module):
 
 @dataclass
 class _Record:
-    """What one pass did: FLOPs, products and operators, and of these the names of such as write to
-    what is older than the pass, and of such as draw random numbers."""
+    """What one pass did: FLOPs, products and operators that are no views, and the names of such as
+    write to what is older than the pass, and of such as draw random numbers."""
 
     flops: int = 0
     products: list[MeasuredProduct] = field(default_factory=list)
@@ -220,7 +220,8 @@ class _Counter(MetaTensorMode):
             self._look_for_writes(func, args, kwargs)
         out = super().run(func, args, kwargs)
         record = self.record
-        record.operators.append((str(func), _describe_shapes(args)))
+        if not func.is_view:  # layers may keep views of their weights
+            record.operators.append((str(func), _describe_shapes(args)))
         name = func._overloadpacket
         if torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot" not in str(name):
             record.random.append(str(name))
@@ -309,6 +310,7 @@ class _Passes:
             parameter.grad = torch.empty(box.shape, dtype=self._precision.master)
             counter.parameters.add(parameter.value.untyped_storage()._cdata)
             counter.writable.add(parameter.grad.untyped_storage()._cdata)
+            parameter.fresh = False  # each pass adds to a gradient, so that all do the same
 
     def measure(self) -> MeasuredLayer:
         """Run the passes, and return what they did.
@@ -316,12 +318,14 @@ class _Passes:
         Raises:
             UserError: They do what layers must not.
         """
-        self._run()  # makes what outlives passes, such as tables
+        before = self._run()
         self._counter.protect()
-        first, second, split = self._run(), self._run(), self._run(split=True)
-        problem = _find_problem(first, second)
+        first = self._run()
+        # A layer that makes what outlives passes, such as tables, does so in the run before.
+        problem = _find_problem(first, before) and _find_problem(first, self._run())
         if problem:
             raise UserError(f"{_name_layer(self._description)} {problem}")
+        split = self._run(split=True)
         return MeasuredLayer(
             saved_bytes=first.saved,
             keeps_output=first.keeps_output,
@@ -340,6 +344,7 @@ class _Passes:
         """Run both passes, with a weight pass after them if they are split."""
         counter, state, dtype = self._counter, PassState(), self._precision.compute
         start = counter.live
+        counter.start()  # what is made here is of no pass
         leaf = torch.empty(self._shape, dtype=dtype).requires_grad_()
         before = counter.live
         forward = counter.start()

@@ -137,7 +137,7 @@ def _serve(end: Connection, prepare: Callable[[], object] | None) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does: ranks share the cores
     # A call may load extensions or ask for deterministic algorithms; the next starts without them.
-    registry, deterministic = get_registry(), torch.are_deterministic_algorithms_enabled()
+    registry, debug_mode = get_registry(), torch.get_deterministic_debug_mode()
     while True:
         try:
             environment, call = end.recv()
@@ -153,6 +153,7 @@ def _serve(end: Connection, prepare: Callable[[], object] | None) -> None:
             answer = pickle.dumps((False, traceback.format_exc().strip()))
         end.send_bytes(answer)
         del answer
-        torch.use_deterministic_algorithms(deterministic)
+        # The other setter imports torch's compiler first, which takes a second.
+        torch.set_deterministic_debug_mode(debug_mode)
         gc.collect()  # cycles keep a world's connections, threads and buffers alive
         gc.freeze()  # what remains was imported since

@@ -157,7 +157,7 @@ def deterministic():
     if torch.cuda.is_available():
         set_deterministic()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def on(device, batch):

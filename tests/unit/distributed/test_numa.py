@@ -92,6 +92,7 @@ def test_the_log_says_where_the_ranks_of_a_machine_are(system):
 
 BOUND = """
 import json, os, sys, threading
+from contextlib import suppress
 from pathlib import Path
 import torch
 from megaframe.distributed.numa import bind_to_numa_node
@@ -100,8 +101,10 @@ for wanted, root in zip(sys.argv[1::2], sys.argv[2::2]):
     found = []
     thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
     thread.start(); thread.join()
-    tasks = [int(path.name) for path in Path("/proc/self/task").iterdir()]
-    sets = {tuple(sorted(os.sched_getaffinity(task))) for task in tasks}
+    sets = set()
+    for path in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # a thread that is joined may not have left yet
+            sets.add(tuple(sorted(os.sched_getaffinity(int(path.name)))))
     print(json.dumps([lines, found[0], len(sets)]))
 """
 """Binds itself, each time as two words say, and prints what it logs, the cores of a thread that it
