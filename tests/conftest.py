@@ -51,10 +51,8 @@ from megaframe.training.rank_pool import FORKSERVER, RARELY, RankPool
 
 # What ranks of a test import beside the trainer is imported once, before they are forked: also
 # torch's compiler, which it imports to find the shapes of some operators of layers from outside.
-FORKSERVER.set_forkserver_preload(
-    ["megaframe.training.trainer", "megaframe.training.rank_pool", "hypothesis", "pytest"]
-    + ["torch._dynamo"]
-)
+TRAINER = ["megaframe.training.trainer", "megaframe.training.rank_pool"]
+FORKSERVER.set_forkserver_preload([*TRAINER, "hypothesis", "pytest", "torch._dynamo"])
 
 # Examples of each property, where a test does not ask for fewer. `make test` takes the quick ones.
 settings.register_profile("full", deadline=None, max_examples=50)
