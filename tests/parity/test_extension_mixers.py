@@ -195,14 +195,19 @@ def measure(*arguments):
 @pytest.mark.parametrize("precision", [slow("fp64"), "bf16"])
 @pytest.mark.parametrize("recompute", ["none", slow("selective")])
 @pytest.mark.parametrize("name", mark_slow(DESCRIBED, except_for=["linear"]))
-def test_descriptions_are_exact(name, recompute, precision, pool, registry):
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        *(slow(1, {}), slow(2, {"tensor": 2})),
+        *((2, {"context": 2, **RING}), slow(2, {"context": 2, **ALL_TO_ALL})),
+    ],
+)
+def test_descriptions_are_exact(name, recompute, precision, ranks, parallel, pool, registry):
     train = {"seq": 12, "microbatch": 2, "global_batch": 2}
     train |= {"precision": precision, "recompute": recompute}
-    for parallel in ({}, {"tensor": 2}, {"context": 2, **RING}, {"context": 2, **ALL_TO_ALL}):
-        arguments = name, train, parallel
-        ranks = parallel.get("tensor", 1) * parallel.get("context", 1)
-        lies = find_lies(make_config(*arguments), pool.run(ranks, measure, *arguments))
-        assert not lies, "\n" + "\n".join(map(str, lies))
+    arguments = name, train, parallel
+    lies = find_lies(make_config(*arguments), pool.run(ranks, measure, *arguments))
+    assert not lies, "\n" + "\n".join(map(str, lies))
 
 
 CONTEXT = [
@@ -280,7 +285,8 @@ def measure_kept(*arguments):
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), [slow(1, {}, "none"), *CONTEXT])
-@pytest.mark.parametrize("name", mark_slow(MODELS, except_for=["linear"]))
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_the_plan_is_what_two_more_layers_keep_to_a_byte(name, ranks, parallel, recompute, pool):
     two, four = (
         pool.run(ranks, measure_kept, name, recompute, parallel, layers) for layers in (2, 4)

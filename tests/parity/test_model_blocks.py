@@ -35,7 +35,7 @@ LAYOUTS = [
     slow(2, {"data": 2, "zero": 3}, "full"),
     (2, {"context": 2, "context_kind": "ring"}, "none"),
     slow(4, {"tensor": 4}, "none"),
-    (4, {"context": 2, "context_kind": "all_to_all", "tensor": 2, "zero": 1}, "selective"),
+    slow(4, {"context": 2, "context_kind": "all_to_all", "tensor": 2, "zero": 1}, "selective"),
     (4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2}, "selective"),
 ]
 

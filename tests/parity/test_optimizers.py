@@ -38,7 +38,6 @@ QUICK = [
     (0, 4, {"pipeline": 2, "tensor": 2}, 2),
     (1, 4, {"tensor": 2}, 2),
     (2, 4, {"data_replicate": 2}, 1),
-    (3, 4, {"tensor": 4}, 4),
     (3, 4, {"context": 2}, 1),
 ]
 """Each ZeRO stage and each axis."""

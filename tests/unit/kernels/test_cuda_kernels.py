@@ -19,7 +19,7 @@ from megaframe_kernels.cuda_build import (
 )
 from megaframe_kernels.experts import expert_order
 from megaframe_kernels.kernel import refuse_nothing
-from slow_cases import mark_slow
+from slow_cases import mark_slow, slow
 
 from megaframe.config import RunConfig
 from megaframe.ops.kernel_dispatch import make_kernels
@@ -70,7 +70,8 @@ def test_compiles_without_spills(chip, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "k", "experts"), [(0, 2, 4), (1, 1, 1), (1100, 2, 5), (700, 8, 300), (9, 4, 1024)]
+    ("tokens", "k", "experts"),
+    [(0, 2, 4), (1, 1, 1), slow(1100, 2, 5), slow(700, 8, 300), (9, 4, 1024)],
 )
 def test_expert_order(library, tokens, k, experts):
     chosen = torch.randint(0, experts, (tokens, k), generator=make_generator(3), device="cpu")

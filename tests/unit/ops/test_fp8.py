@@ -86,8 +86,8 @@ MOE = {"experts": 4, "ffn": 128, "top_k": 2}
 @pytest.mark.parametrize(
     ("scaling", "parallel", "extra"),
     [
-        slow("block", {"tensor": 2}, {}),
-        ("block", {"tensor": 2, "expert": 2}, {"moe": MOE}),
+        ("block", {"tensor": 2}, {}),
+        slow("block", {"tensor": 2, "expert": 2}, {"moe": MOE}),
         ("row", {"data": 2, "zero": 2}, {"ffn": 64}),
         ("tensor", {"pipeline": 2}, {"layers": 2, "ffn": 64}),
     ],

@@ -174,7 +174,7 @@ CASES = {
     ),
     "away, pipeline": (8, LLAMA, {}, {"pipeline": 4, "tensor": 2}, {"offload": True}),
 }
-QUICK = ("zero 2, tied", "shared heads", "context", "zb-v", "experts, zero 3", "muon")
+QUICK = ("zero 2, tied", "context", "zb-v", "experts, zero 3")
 """Each axis, each ZeRO stage that moves gradients, and an optimizer of matrices."""
 
 
