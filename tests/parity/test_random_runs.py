@@ -121,12 +121,14 @@ def drawn():
     return runs
 
 
+@pytest.mark.slow
 def test_random_runs_are_legal(drawn):
     with use_examples():
         for run in drawn:
             assert not find_mistakes(RunConfig(**run.sections), run.ranks, data=False)
 
 
+@pytest.mark.slow
 def test_every_part_of_the_examples_that_models_and_optimizers_have_is_drawn(drawn):
     with use_examples():
         expected = {name for role, name in get_registry().parts if role in DRAWN_ROLES}
@@ -164,6 +166,7 @@ def find_sections(annotation):
     return [kind for member in get_args(annotation) for kind in find_sections(member)]
 
 
+@pytest.mark.slow
 def test_every_key_is_drawn(drawn):
     values = defaultdict(set)
     for run in drawn:
