@@ -1,7 +1,7 @@
 """Measure source trees: the length of files and functions, imports between rooms, names, comments,
 and for megaframe what a step of one microbatch calls (`trace_step.py`).
 
-    python tools/measure_tree.py before=../before after=. nanochat=../nanochat/nanochat --write
+    python tools/measure_tree.py rooms=../rooms now=. nanochat=../nanochat/nanochat --write
 
 Each argument is NAME=PATH. PATH is a folder of Python files, or a checkout of megaframe, of which
 `megaframe/` is measured and a tiny run on the CPU is traced. `--write` keeps the numbers in
@@ -15,18 +15,23 @@ import argparse
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from trace_step import STEPS, trace_step
 from tree_counts import LONG, PREFIXES, SHORT, VERBS, measure_tree
+from tree_names import KINDS, WORDS, measure_names, measure_outside
 
 from megaframe.io.closed_output import allow_closed_output
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/tree.json"
 PAGE = ROOT / "docs/reference/tree.md"
+BESIDE = ("kernels", "tools", "benchmarks", "examples", "tests")
+"""Folders beside megaframe's package of which only the lines are counted."""
 
 
 def count_contract_layers(checkout: Path) -> int | None:
@@ -42,9 +47,20 @@ def measure(path: Path) -> dict[str, Any]:
     is_megaframe = (path / "pretrain_gpt.py").exists()
     package = path / "megaframe" if is_megaframe else path
     measures = {**describe_commit(package), **measure_tree(package.resolve())}
+    measures |= measure_names(package.resolve())
     if is_megaframe:
-        measures |= {"contract_layers": count_contract_layers(path), **trace_step(path)}
+        measures |= {
+            "contract_layers": count_contract_layers(path),
+            "outside": measure_outside(path),
+            "beside_lines": {name: count_lines(path / name) for name in BESIDE},
+            **trace_step(path),
+        }
     return measures
+
+
+def count_lines(folder: Path) -> int:
+    """Return the lines of all Python files of a folder, with its tests."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
 
 
 def describe_commit(package: Path) -> dict[str, str]:
@@ -82,40 +98,113 @@ ROWS = (
     ("rooms that import each other", "rooms_in_cycles", "{rooms_in_cycles}"),
     ("trainer to block: calls / files", "block_calls", "{block_calls} / {block_files}"),
     ("step of one microbatch: calls / files", "step_calls", "{step_calls:,} / {step_files}"),
+    (
+        "functions that take the whole config / files",
+        "config_functions",
+        "{config_functions} / {config_files}",
+    ),
 )
 """Rows of the table: heading, a measure that it needs, and how it is shown."""
 
 
 def format_table(trees: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the measures as a Markdown table with a column for each tree."""
-    lines = [f"| | {' | '.join(trees)} |", "|---" * (1 + len(trees)) + "|"]
-    for heading, needed, form in ROWS:
-        cells = (
-            form.format_map(tree) if tree.get(needed) is not None else "" for tree in trees.values()
+    rows = (
+        (
+            heading,
+            [form.format_map(tree) if needed in tree and tree[needed] is not None else ""
+             for tree in trees.values()],
         )
-        lines.append(f"| {heading} | {' | '.join(cells)} |")
+        for heading, needed, form in ROWS
+    )  # fmt: skip
+    return align_rows(trees, rows)
+
+
+def align_rows(columns: Iterable[str], rows: Iterable[tuple[str, Iterable[object]]]) -> str:
+    """Return a Markdown table of these columns and rows, each with its heading and cells."""
+    columns = list(columns)
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines += (f"| {heading} | {' | '.join(map(str, cells))} |" for heading, cells in rows)
     return "\n".join(lines)
+
+
+def format_touched(trees: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return how many files name one of each kind, in the tree, and as an example brings it."""
+    rows: list[tuple[str, list[object]]] = []
+    for kind in KINDS:
+        rows.append(
+            (kind.heading, [len(tree["touched"][kind.heading]) or "" for tree in trees.values()])
+        )
+        if kind.outside:
+            outside = [tree.get("outside", {}).get(kind.heading) or "" for tree in trees.values()]
+            rows.append(("- from outside", outside))
+    return align_rows(trees, rows)
+
+
+def format_words(trees: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return with how many types each word is annotated."""
+    rows = ((f"`{word}`", [tree["word_types"][word] or "" for tree in trees.values()])
+            for word in WORDS)  # fmt: skip
+    return align_rows(trees, rows)
+
+
+def format_rooms(trees: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the lines of each room of megaframe's trees, and of the folders beside the package."""
+    ours = {name: tree for name, tree in trees.items() if "beside_lines" in tree}
+    lines = {
+        name: {**fold_loose_modules(tree["room_lines"]),
+               **{f"({folder})": size for folder, size in tree["beside_lines"].items()}}
+        for name, tree in ours.items()
+    }  # fmt: skip
+    last = lines[next(reversed(lines))]
+    rooms = sorted(
+        {*chain(*lines.values())}, key=lambda room: (room[0] == "(", -last.get(room, 0), room)
+    )
+    rows = ((room, [f"{lines[name][room]:,}" if room in lines[name] else "" for name in ours])
+            for room in rooms)  # fmt: skip
+    return align_rows(ours, rows)
+
+
+def fold_loose_modules(room_lines: Mapping[str, int]) -> dict[str, int]:
+    """Return the lines of rooms, those of modules that lie beside them as one."""
+    folded: Counter[str] = Counter()
+    for room, size in room_lines.items():
+        folded["modules beside rooms" if room.endswith(".py") else room] += size
+    return dict(folded)
+
+
+def format_peers(trees: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the rooms of the other trees with their lines."""
+    return "\n".join(
+        f"- {name}: "
+        + ", ".join(
+            f"{room} {size:,}" for room, size in fold_loose_modules(tree["room_lines"]).items()
+        )
+        for name, tree in trees.items()
+        if "beside_lines" not in tree
+    )
 
 
 PAGE_TEXT = """\
 # The tree, measured
 
-How megaframe's source is cut and named, before and after it was laid out in rooms by concept, \
-beside four other trainers.
+How megaframe's source is cut and named: before it was laid out in rooms by concept (`modules`), \
+before layers were measured instead of described by formulas (`rooms`), and now, beside four other \
+trainers.
 
 {table}
 
 Made by
 
 ```sh
-.venv/bin/python tools/measure_tree.py this=.
+.venv/bin/python tools/measure_tree.py now=.
 ```
 
 which measures this checkout and prints its column. `NAME=PATH` of other folders of Python files \
 add columns, and `--write` keeps all of them in `benchmarks/results/tree.json` and makes this \
-page: `python tools/measure_tree.py before=../before after=. torchtitan=../torchtitan/torchtitan \
-OLMo-core=../OLMo-core/src/olmo_core nanochat=../nanochat/nanochat \
-Megatron-core=../Megatron-LM/megatron/core --write`.
+page: `python tools/measure_tree.py modules=../modules rooms=../rooms now=. \
+torchtitan=../torchtitan/torchtitan OLMo-core=../OLMo-core/src/olmo_core \
+nanochat=../nanochat/nanochat Megatron-core=../Megatron-LM/megatron/core --write`.
 
 ## What is counted
 
@@ -132,11 +221,44 @@ docstrings.
 - **Rooms** are the folders directly below the package. The **longest chain of imports** between \
 them takes rooms that import each other, directly or not, as one, and counts imports within \
 functions.
+- **Functions that take the whole config** have a parameter annotated as `RunConfig`, in \
+Megatron-core as `TransformerConfig`. In the other trees functions take the config of their part.
+- **What one more touches**: identifiers, names of modules and texts are searched, without \
+docstrings and comments, by the patterns in `tools/tree_names.py`. A cell is empty where a tree \
+has none of the kind, or no example brings one.
 - **Trainer to block**: the calls on the stack, in the package, when the first block is called, \
 from the first that is not in `trainer.py` to the block, and the files that they are in. **Step of \
 one microbatch**: all calls of the package's functions, and their files, within the outermost of \
 these calls: a forward and a backward pass, and the update. The run has one rank, one layer and \
 {steps} steps, on a CPU; the last step is counted, by `sys.setprofile`.
+
+## What one more touches
+
+Files whose code names one of a kind: about those that another of its kind would touch. *From \
+outside* are the files of `megaframe/` and `examples/` that name one which an example brings.
+
+{touched}
+
+Of `now`:
+
+{touched_files}
+
+## Words
+
+With how many types a tree annotates parameters and fields that are called by one of these words \
+alone. A word with one type has one meaning to look up; several types can be several meanings.
+
+{words}
+
+## Lines by room
+
+In parentheses: folders beside the package.
+
+{rooms}
+
+Of the others, by the folders directly below the package:
+
+{peers}
 
 ## Trainer to block
 
@@ -153,6 +275,14 @@ def format_page(trees: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     return PAGE_TEXT.format(
         table=format_table(trees),
+        touched=format_touched(trees),
+        touched_files="\n".join(
+            f"- {kind}: {', '.join(f'`{file}`' for file in files)}"
+            for kind, files in trees["now"]["touched"].items()
+        ),
+        words=format_words(trees),
+        rooms=format_rooms(trees),
+        peers=format_peers(trees),
         verbs=len(VERBS),
         prefixes=len(PREFIXES),
         steps=STEPS,

@@ -68,6 +68,7 @@ class TreeCounts:
     """What is counted over the files of a tree."""
 
     file_lines: list[int] = field(default_factory=list)
+    room_lines: Counter[str] = field(default_factory=Counter)
     function_lines: list[int] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     classes: Counter[str] = field(default_factory=Counter)
@@ -95,6 +96,7 @@ def measure_tree(package: Path) -> dict[str, Any]:
     return {
         "files": len(counts.file_lines),
         "lines": sum(counts.file_lines),
+        "room_lines": dict(counts.room_lines.most_common()),
         "file_median": round(statistics.median(counts.file_lines or [0])),
         "file_max": max(counts.file_lines, default=0),
         "functions": len(functions),
@@ -142,6 +144,7 @@ def count_file(counts: TreeCounts, package: Path, path: Path) -> None:
             if not is_property(node):
                 counts.functions.append(node.name)
     room = path.relative_to(package).parts[0]
+    counts.room_lines[room] += len(text.splitlines())
     if room != "__init__.py":
         counts.imports[room.removesuffix(".py")] |= set(find_imported_rooms(tree, package, path))
 

@@ -1,5 +1,6 @@
 """The measures of a source tree count what they say, and the page is made of the kept numbers."""
 
+import ast
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 import measure_tree  # noqa: E402
 import tree_counts  # noqa: E402
+import tree_names  # noqa: E402
 from trace_step import trace_step  # noqa: E402
 
 UPPER = '''# Licence: of no interest
@@ -89,7 +91,47 @@ def test_names_that_are_no_verbs(name):
 def test_the_page_is_made_of_the_kept_numbers():
     trees = json.loads(measure_tree.RESULTS.read_text(encoding="utf-8"))
     assert measure_tree.PAGE.read_text(encoding="utf-8") == measure_tree.format_page(trees)
-    assert measure_tree.format_table(trees).startswith("| | before | after | torchtitan |")
+    assert measure_tree.format_table(trees).startswith("| | modules | rooms | now | torchtitan |")
+
+
+def test_files_that_one_more_touches_are_those_of_the_page():
+    touched = json.loads(measure_tree.RESULTS.read_text(encoding="utf-8"))["now"]["touched"]
+    texts = tree_names.read_texts(ROOT / "megaframe")
+    for kind in tree_names.KINDS:
+        files = tree_names.find_naming_files(texts, kind.pattern)
+        names = [path.relative_to(ROOT / "megaframe").as_posix() for path in files]
+        assert names == touched[kind.heading], "run `python tools/measure_tree.py now=. --write`"
+
+
+def test_what_an_extension_brings_is_in_one_file():
+    counts = tree_names.measure_outside(ROOT)
+    assert counts == {kind.heading: 1 for kind in tree_names.KINDS if kind.outside}
+
+
+NAMES = '''"""Names lion in no code."""
+from package.muon import update
+
+def step(run: "RunConfig", stage: int, config: RunConfig | None = None):
+    # lion
+    return {"adabelief": update}
+
+class Pass:
+    stage: Stage | None
+    run: RunConfig
+
+    def __init__(self, stage, microbatch: Optional[Microbatch], kind: dict[str, int | str]):
+        self.lion = stage
+'''
+
+
+def test_names_takers_and_types_of_words():
+    tree = ast.parse(NAMES)
+    names = set(tree_names.list_names(tree))
+    assert {"package.muon", "adabelief", "lion", "Pass"} <= names
+    assert not any("Names lion" in name for name in names)
+    assert [node.name for node in tree_names.find_takers(tree, "RunConfig")] == ["step"]
+    types = tree_names.count_word_types([tree], ["stage", "run", "microbatch", "kind", "number"])
+    assert types == {"stage": 2, "run": 1, "microbatch": 1, "kind": 1, "number": 0}
 
 
 def test_the_layers_of_the_import_contract_are_counted():
