@@ -7,10 +7,12 @@ is measured again.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -108,18 +110,50 @@ def _write(path: Path, measured: MeasuredLayer) -> None:
 
 
 def _digest_code(description: LayerDescription) -> str | None:
-    """Return a digest of what could change a measurement: our code, that of all extensions and of
-    the description, and the names and versions of what is installed. None if the description has
-    no source file."""
+    """Return a digest of what could change a measurement: our code, that of all extensions, of the
+    description and of what it imports, and the names and versions of what is installed. None if
+    the description has no source file."""
     file = getattr(sys.modules.get(type(description).__module__), "__file__", None)
     if file is None:
         return None
     try:
-        own = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
+        own = _digest_sources(file)
+    except (OSError, SyntaxError, ValueError):
         return None
     extensions = [extension.digest for extension in get_registry().extensions]
     return " ".join((_digest_package(), torch.__version__, own, *extensions))
+
+
+@cache
+def _digest_sources(file: str) -> str:
+    """Return a digest of a file and of the files that it imports, directly or not, but for what is
+    installed and our own."""
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    roots = [Path(root or ".") for root in sys.path if not root.startswith(installed)]
+    digest, files = hashlib.sha256(), [Path(file)]
+    for path in files:  # grows
+        data = path.read_bytes()
+        digest.update(f"{path.name} {len(data)}\n".encode() + data)
+        for name in _list_imports(ast.parse(data)):
+            parts = name.split(".")
+            if parts[0] == __package__.partition(".")[0]:
+                continue
+            for root in roots:
+                module = root.joinpath(*parts)
+                found = (module.with_suffix(".py"), module / "__init__.py")
+                files += (one for one in found if one.is_file() and one not in files)
+    return digest.hexdigest()
+
+
+def _list_imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of modules that a file imports anywhere, and names that may be modules. A
+    module of the file's own package is in the digest of the extension."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @cache

@@ -15,7 +15,7 @@ from megaframe.config import ModelConfig, ParallelConfig
 from megaframe.config.registry import Registry, get_registry, use_registry
 from megaframe.extensions import load_extensions
 from megaframe.model.measured import MeasuredActivation, MeasuredMixer, MeasuredNorm, fit_saved
-from megaframe.model.measurement_cache import _find_in_process
+from megaframe.model.measurement_cache import _digest_sources, _find_in_process
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Linear
 
@@ -95,6 +95,30 @@ def test_another_process_finds_what_was_measured(cache):
             file.write_text(damage)
         assert Scores().count_saved(ParallelConfig(), "none") == saved
         assert [file.read_text() for file in files] == texts
+
+
+def test_what_a_layer_s_file_imports_may_change_what_is_measured(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    files = {
+        "layer.py": "import torch\nfrom megaframe import config\ndef build():\n import helper",
+        "helper.py": "from some_package import part",
+        "some_package/part.py": "import helper\nWIDTH = 8",
+        "some_package/other.py": "",
+    }
+    (tmp_path / "some_package").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    def digest():
+        _digest_sources.cache_clear()
+        return _digest_sources(str(tmp_path / "layer.py"))
+
+    first = digest()
+    for name in files:
+        with (tmp_path / name).open("a") as file:
+            file.write("\n")
+        assert (digest() != first) == (name != "some_package/other.py"), name
+        first = digest()
 
 
 def test_nothing_is_kept_where_nothing_can_be_written(tmp_path, monkeypatch):
