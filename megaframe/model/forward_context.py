@@ -8,7 +8,7 @@ block, so they are made once and passed to every block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from megaframe.architecture.block import list_mixers
 from megaframe.architecture.layer import MixerDescription
 from megaframe.architecture.rotary import RotaryDescription
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, MoEConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch, divide_zigzag
@@ -26,15 +26,36 @@ from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.model.dropout import Dropout, DropoutKeys
+from megaframe.model.moe.choice import choose_experts
 from megaframe.model.rotary import Rotary
+from megaframe.ops.attention_local import attend_locally
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.ops.matmul import get_row_multiple
 from megaframe.tensor_parallel import symmetric_memory
 from megaframe.tensor_parallel.context import RowPartition, TensorParallel
 
 _PADDING = 2**31 - 1
 """Document number of padding tokens."""
+
+
+@dataclass(frozen=True)
+class LayerRoutines:
+    """Plain code of layers that depends on their numbers or on the processor.
+
+    Attributes:
+        attend_locally: Computes attention among tokens that are all on this rank.
+        choose_experts: Chooses the experts of rows by their scores.
+        get_row_multiple: Returns of which number the rows of an expert should be a multiple.
+    """
+
+    attend_locally: Callable[..., Tensor] = attend_locally
+    choose_experts: Callable[[MoEConfig, Tensor], Tensor] = choose_experts
+    get_row_multiple: Callable[[Tensor], int] = get_row_multiple
+
+
+PLAIN_ROUTINES = LayerRoutines()
 
 
 @dataclass(frozen=True)
@@ -45,11 +66,13 @@ class RunContext:
         tensor: The ranks that divide matrices and rows, and how products are computed.
         context: The ranks that divide samples.
         experts: The ranks that hold experts.
+        routines: Plain code of which a measurement of layers replaces parts.
     """
 
     tensor: TensorParallel = field(default_factory=TensorParallel)
     context: ContextParallel = field(default_factory=ContextParallel)
     experts: ExpertParallel = field(default_factory=ExpertParallel)
+    routines: LayerRoutines = PLAIN_ROUTINES
 
     @property
     def kernels(self) -> Kernels:
@@ -68,6 +91,7 @@ def make_run_context(
     context: ContextParallel | None = None,
     experts: ExpertParallel | None = None,
     kernels: Kernels = NO_KERNELS,
+    routines: LayerRoutines = PLAIN_ROUTINES,
 ) -> RunContext:
     """Return what the config fixes for layers on a rank with these groups; by default, on a single
     rank.
@@ -78,6 +102,7 @@ def make_run_context(
         context: The ranks that divide samples; None for one rank.
         experts: The ranks that hold experts; None for one rank.
         kernels: Fast kernels that replace plain code.
+        routines: What plain code is made of.
     """
     parallel, train = config.parallel, config.train
     fp8 = None if train.fp8 == "none" else Fp8Matmul(train.fp8, kernels)
@@ -95,6 +120,7 @@ def make_run_context(
         ),
         context or ContextParallel(),
         experts or ExpertParallel(),
+        routines,
     )
 
 

@@ -30,7 +30,7 @@ from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
 from megaframe.metrics import Part
-from megaframe.model.forward_context import make_run_context
+from megaframe.model.forward_context import PLAIN_ROUTINES, LayerRoutines, make_run_context
 from megaframe.model.model_chunk import ModelChunk, build_chunks
 from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.compile import Compiled
@@ -86,6 +86,7 @@ class TrainStep:
         note: Callable[[str], None] = print,
         *,
         trace: ActionTrace | None = None,
+        routines: LayerRoutines = PLAIN_ROUTINES,
     ) -> None:
         """Build everything that this rank runs. All ranks of the world must call this.
 
@@ -95,6 +96,7 @@ class TrainStep:
             time: Charges the update to its part of the step.
             note: Called with a line to show.
             trace: Entered around every action of a step; see `PipelineExecutor`.
+            routines: What the plain code of layers is made of.
         """
         train, self._depth = config.train, config.model.mtp_depth
         self._mesh = mesh
@@ -111,7 +113,8 @@ class TrainStep:
         self.kernels = kernels = make_kernels(config, mesh.device, compiler, note)
         compute = PRECISIONS[train.precision].compute
         self._warning = check_fp8(config, mesh.device, compute, kernels)
-        run = make_run_context(config, mesh.group("tensor"), self.context, experts, kernels)
+        tensor = mesh.group("tensor")
+        run = make_run_context(config, tensor, self.context, experts, kernels, routines)
         rank = mesh.coordinate["pipeline"]
         plans = [plan for plan in plan_stages(config) if rank_of[plan.number] == rank]
         chunks = build_chunks(config, plans, run)

@@ -21,9 +21,10 @@ from torch import Tensor
 from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.activation import activate, recompute_activation
+from megaframe.model.forward_context import RunContext
 from megaframe.model.pass_state import PassState
 from megaframe.ops.fp8 import Fp8Matmul
-from megaframe.ops.matmul import get_row_multiple, multiply_into
+from megaframe.ops.matmul import multiply_into
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.context import TensorParallel
 
@@ -31,15 +32,16 @@ from megaframe.tensor_parallel.context import TensorParallel
 class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
-    def __init__(self, name: str, description: MoEDescription, tensor: TensorParallel) -> None:
+    def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
         """Make the matrices of all experts, which are two parameters.
 
         Args:
             name: Of the experts in the model.
             description: What the layer declares.
-            tensor: How products are computed.
+            run: How products are computed, and of how many rows.
         """
-        self.tensor, self.activation = tensor, description.activation
+        self.tensor, self.activation = run.tensor, description.activation
+        self.get_row_multiple = run.routines.get_row_multiple
         self.up, self.down = map(Parameter, description.experts.declare_parameters(name))
 
     def __call__(
@@ -80,7 +82,7 @@ class _Experts(torch.autograd.Function):
         state: PassState,
     ) -> Tensor:
         up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
-        slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts.tensor)
+        slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts)
         y_NH, ups = _allocate_rows(slices, gates_N, x_AH, state), []
         # Slice by slice, so that intermediate results stay in cache.
         for piece in slices:
@@ -221,15 +223,16 @@ class _ExpertSlice:
 
 
 def _divide(
-    x_AH: Tensor, up: Tensor, down: Tensor, expert_rows: ExpertRows, tensor: TensorParallel
+    x_AH: Tensor, up: Tensor, down: Tensor, expert_rows: ExpertRows, experts: Experts
 ) -> list[_ExpertSlice]:
     """Return all rows as one slice if that can be multiplied at once, else those of each expert
     that has any."""
+    tensor = experts.tensor
     if all(
         _can_multiply_at_once(x_AH, matrices, expert_rows.ends_E, tensor) for matrices in (up, down)
     ):
         return [_ExpertSlice(tensor, slice(None), slice(None), expert_rows.ends_E)]
-    slices, start, multiple = [], 0, get_row_multiple(x_AH)
+    slices, start, multiple = [], 0, experts.get_row_multiple(x_AH)
     # The host needs the counts, and may wait for them, only if experts are multiplied one by one.
     for expert, count in enumerate(expert_rows.read_counts()):
         if count:

@@ -24,7 +24,7 @@ class MixtureOfExperts(Module):
     def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
         self.run = run
         self.router = Router(f"{name}.router", description, run)
-        self.experts = Experts(f"{name}.experts", description, run.tensor)
+        self.experts = Experts(f"{name}.experts", description, run)
         self.shared: MLP | None = None
         if description.shared is not None:
             self.shared = MLP(f"{name}.shared", description.shared, run.tensor)

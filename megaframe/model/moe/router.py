@@ -79,27 +79,15 @@ class Router(Module):
     def _choose_plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             # Which experts are chosen has no gradient; their weights have one, through `gather`.
-            chosen_RK = self.choose(scores_RE)
+            biased = self.moe.balance == "bias"
+            chosen_RK = self.run.routines.choose_experts(
+                self.moe, scores_RE + self.balance.value if biased else scores_RE
+            )
         # From the scores without the balance bias, which decides only who is chosen.
         gates_RK = scores_RE.gather(1, chosen_RK)
         if self.moe.normalise:
             gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp_min(1e-20)
         return chosen_RK, gates_RK
-
-    def choose(self, scores_RE: Tensor) -> Tensor:
-        """Return the experts of each row, int64 [R, K], from scores [R, E] without gradients."""
-        moe = self.moe
-        if moe.balance == "bias":
-            scores_RE = scores_RE + self.balance.value
-        if moe.top_groups < moe.groups:
-            grouped = scores_RE.unflatten(1, (moe.groups, -1))
-            # A group is as good as the sum of its best experts; all others are closed to the row.
-            best_RG = grouped.topk(moe.group_best, -1).values.sum(-1)
-            groups = best_RG.topk(moe.top_groups, -1).indices
-            open_RG = torch.zeros_like(best_RG, dtype=torch.bool).scatter_(1, groups, True)
-            grouped = grouped.masked_fill(~open_RG[..., None], -torch.inf)
-            scores_RE = grouped.flatten(1)
-        return scores_RE.topk(moe.top_k, -1).indices
 
     def _balance(
         self,

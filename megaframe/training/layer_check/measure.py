@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations
 from math import comb, lcm
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +23,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.spec import ParamSpec
-from megaframe.config import RunConfig
+from megaframe.config import MoEConfig, RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
-from megaframe.model import attention
 from megaframe.model.block import TransformerBlock
-from megaframe.model.forward_context import MicrobatchContext
-from megaframe.model.moe import experts
-from megaframe.model.moe.router import Router
+from megaframe.model.forward_context import LayerRoutines, MicrobatchContext
 from megaframe.model.multi_token_prediction import MultiTokenPredictor
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
+from megaframe.ops.attention_local import attend_locally
 from megaframe.ops.autograd import backward
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.pipeline_parallel.stage import Stage
@@ -98,14 +95,13 @@ def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
     """
     layout = Layout.from_parallel(config.parallel, read_world_size())
     mesh = Mesh(layout, device="cpu", timeout=config.parallel.timeout)
-    train_step = TrainStep(config, mesh)
+    attention = _LocalAttention()
+    train_step = TrainStep(config, mesh, routines=_make_routines(config, attention))
     train_step.optimizer.initialize(config.run.seed)
     stage = train_step.stages[0]
     stage.start_step(0)
     microbatch = _make_microbatch(config, train_step)
-    # Rows that are computed again only for the CPU's routines are not part of the layer.
-    with _choose_evenly(config), patch.object(experts, "get_row_multiple", lambda x: 1):
-        measurements = _Measuring(train_step, mesh, microbatch).measure_all()
+    measurements = _Measuring(train_step, mesh, microbatch, attention).measure_all()
     stage.take_statistics()
     mesh.finish()
     return measurements
@@ -126,12 +122,15 @@ def _make_microbatch(config: RunConfig, train_step: TrainStep) -> Microbatch:
 class _Measuring:
     """Runs the parts of the only stage of a rank."""
 
-    def __init__(self, train_step: TrainStep, mesh: Mesh, microbatch: Microbatch) -> None:
-        self._sharded, self._mesh, self._microbatch = (
-            train_step.sharded_parameters,
-            mesh,
-            microbatch,
-        )
+    def __init__(
+        self,
+        train_step: TrainStep,
+        mesh: Mesh,
+        microbatch: Microbatch,
+        attention: _LocalAttention,
+    ) -> None:
+        self._sharded, self._mesh = train_step.sharded_parameters, mesh
+        self._microbatch, self._attention = microbatch, attention
         self._stage: Stage = train_step.stages[0]
         scale = torch.ones((), dtype=torch.float64)
         self._context = self._stage.make_context(microbatch, self._stage.keys, scale)
@@ -218,7 +217,7 @@ class _Measuring:
         kept = [value for value in storages.values() if value.shape not in self._table_shapes]
         backward(output, torch.randn_like(output) if gradient is None else gradient)
         backward_bytes = self._mesh.take_traffic()
-        with FlopCounterMode(display=False) as counter, _compute_all_scores():
+        with FlopCounterMode(display=False) as counter, self._attention.compute_all_scores():
             state = self._stage.make_pass_state()
             output, gradient = part.run(self._make_leaf(), state)
             flops = counter.get_total_flops()
@@ -285,42 +284,53 @@ def _find_storages(deferred: Any) -> dict[int, int]:
     return storages
 
 
-@contextmanager
-def _compute_all_scores() -> Iterator[None]:
-    """Within it attention multiplies all queries with all keys, so that its FLOPs do not depend on
-    tiles and padding of this machine's kernels."""
+class _LocalAttention:
+    """Attention among a rank's tokens as layers compute it, or with all scores."""
 
-    def attend_to_all(
-        query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask: Any, scale: float, *_: Any
+    def __init__(self) -> None:
+        self._computes_all_scores = False
+
+    def __call__(
+        self, query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, *options: Any
     ) -> Tensor:
-        # A softcap and sinks add no products.
+        """Compute attention. The arguments are those of `attend_locally`."""
+        if not self._computes_all_scores:
+            return attend_locally(query_BSND, key_BSGD, value_BSGV, *options)
+        # A mask, a softcap and sinks add no products.
         out_BNSV = F.scaled_dot_product_attention(
             query_BSND.transpose(1, 2),
             key_BSGD.transpose(1, 2),
             value_BSGV.transpose(1, 2),
             is_causal=True,
-            scale=scale,
             enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
         )
         return out_BNSV.transpose(1, 2)
 
-    with patch.object(attention, "attend_locally", attend_to_all), sdpa_kernel(SDPBackend.MATH):
-        yield
+    @contextmanager
+    def compute_all_scores(self) -> Iterator[None]:
+        """Within it all queries are multiplied with all keys, so that FLOPs do not depend on tiles
+        and padding of this machine's kernels."""
+        self._computes_all_scores = True
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
+        finally:
+            self._computes_all_scores = False
 
 
-def _choose_evenly(config: RunConfig) -> AbstractContextManager[object]:
-    """Return a context in which routers choose all sets of experts in turn, or if there are too
-    many, all experts."""
+def _make_routines(config: RunConfig, attention: Callable[..., Tensor]) -> LayerRoutines:
+    """Return what layers compute while they are measured.
+
+    Routers choose all sets of experts in turn, or if there are too many, all experts. Rows that are
+    computed again only for the CPU's routines are not part of the layer.
+    """
     moe = config.model.moe
-    if moe is None:
-        return nullcontext()
-    sets = list_expert_sets(moe.experts, moe.top_k)
+    sets = torch.tensor([] if moe is None else list_expert_sets(moe.experts, moe.top_k))
 
-    def choose(router: Router, scores_RE: Tensor) -> Tensor:
-        rows = torch.arange(len(scores_RE)) % len(sets)
-        return torch.tensor(sets)[rows]
+    def choose_evenly(_: MoEConfig, scores_RE: Tensor) -> Tensor:
+        return sets[torch.arange(len(scores_RE)) % len(sets)]
 
-    return patch.object(Router, "choose", choose)
+    return LayerRoutines(attention, choose_evenly, lambda x: 1)
 
 
 def list_expert_sets(experts: int, choices: int) -> list[tuple[int, ...]]:

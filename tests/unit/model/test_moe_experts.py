@@ -5,6 +5,7 @@ import pytest
 import torch
 from tolerances import assert_near
 
+from megaframe.model.forward_context import LayerRoutines
 from megaframe.model.moe import experts
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS
@@ -52,10 +53,10 @@ def test_copies_of_rows_change_no_gradient(activation, build, make_microbatch, m
     monkeypatch.setattr(experts._ExpertSlice, "multiply", record)
     results = []
     for multiple in (1, 8):
-        monkeypatch.setattr(experts, "get_row_multiple", lambda x, multiple=multiple: multiple)
+        routines = LayerRoutines(get_row_multiple=lambda x, multiple=multiple: multiple)
         moe = {"experts": 6, "ffn": 8, "top_k": 2}
         model = {"moe": moe, "activation": activation, "layers": 2, "hidden": 16}
-        built = build(model, train={"precision": "fp64", "seq": 11, "microbatch": 1})
+        built = build(model, routines, train={"precision": "fp64", "seq": 11, "microbatch": 1})
         microbatch = make_microbatch(built.config)
         built.sharded_parameters.start_step()
         counts.clear()

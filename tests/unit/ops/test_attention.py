@@ -17,9 +17,9 @@ from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
 from megaframe.data.microbatch import Microbatch, divide_zigzag
 from megaframe.distributed.collectives import Ring
-from megaframe.model.attention import attend_locally
 from megaframe.model.forward_context import RunContext, make_microbatch_context
 from megaframe.ops import attention_mask, attention_plain, attention_tiles, cpu_attention
+from megaframe.ops.attention_local import attend_locally
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
 from megaframe.ops.attention_tiles import attend, attend_backward, merge
 

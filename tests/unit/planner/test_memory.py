@@ -18,7 +18,7 @@ from megaframe.data.microbatch import Microbatch, look_ahead
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.model.moe import experts
+from megaframe.model.forward_context import LayerRoutines
 from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.activations import compute_block_bytes
 from megaframe.planner.memory import compute_memory
@@ -55,13 +55,11 @@ MODELS = [
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_block_keeps_what_the_plan_says(
-    model, recompute, precision, build, make_microbatch, monkeypatch
-):
+def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, make_microbatch):
     """Without the rows that experts compute again for the routines of this CPU."""
-    monkeypatch.setattr(experts, "get_row_multiple", lambda x: 1)
     train = {"precision": precision, "seq": 32, "recompute": recompute}
-    built = build({"layers": 1, "hidden": 64, **model}, train=train)
+    routines = LayerRoutines(get_row_multiple=lambda x: 1)
+    built = build({"layers": 1, "hidden": 64, **model}, routines, train=train)
     microbatch = make_microbatch(built.config)
     saved = measure_block_bytes(built.stage, microbatch, built.sharded_parameters.buckets)
     assert saved == compute_block_bytes(built.config, 0)

@@ -78,6 +78,13 @@ def test_what_tests_share_is_in_support():
         assert not imported, f"{path.relative_to(ROOT)} imports {imported}"
 
 
+def test_what_is_shipped_imports_no_mocks():
+    """What a layer computes while it is measured is given to it (`LayerRoutines`)."""
+    command = ["git", "grep", "-lE", r"^ *(from|import) unittest", "--", "megaframe", "kernels"]
+    found = subprocess.run([*command, "tools"], cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (1, ""), found.stderr
+
+
 def test_no_module_lies_outside_the_rooms():
     beside = {path.name for path in (ROOT / "megaframe").iterdir() if path.is_file()}
     assert beside == {"__init__.py", "errors.py", "layout.py", "py.typed"}
