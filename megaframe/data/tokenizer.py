@@ -96,6 +96,10 @@ class Tokenizer(ABC):
         """Return the token ids of one text, without `eod`."""
         return self.encode_batch([text])[0].tolist()
 
+    def find_id(self, token: str) -> int | None:
+        """Return the id of a token by its name, or None if there is no such token."""
+        return None
+
 
 class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a document."""
@@ -148,6 +152,10 @@ class SentencePieceTokenizer(Tokenizer):
     def digest_vocabulary(self) -> str:
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
         return _digest_pieces(dict(enumerate(pieces)), self.eod)
+
+    def find_id(self, token: str) -> int | None:
+        piece: int = self._model.piece_to_id(token)  # that of `unk` if there is none
+        return piece if self._model.id_to_piece(piece) == token else None
 
     def _count_bytes(self, token: int) -> int:
         model = self._model
@@ -234,6 +242,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def digest_vocabulary(self) -> str:
         return _digest_pieces(self._names, self.eod)
+
+    def find_id(self, token: str) -> int | None:
+        piece: int | None = self._model.token_to_id(token)
+        return piece
 
     def _list_essentials(self) -> bytes:
         """Return what of the file decides on ids, in one form however it is written: transformers

@@ -39,6 +39,8 @@ from megaframe.io.untrusted import make_printable
 
 _MAX_NAMED_KEYS = 5
 """Number of keys that an error names."""
+_DROPOUTS = ("_dropout", "_pdrop")
+"""What the names of rates end with that some classes do not take for 0 if they are missing."""
 _COMMON_READ: dict[str, Any] = {"model_type": str, "dtype": Text, "torch_dtype": Text}
 _COMMON_FIXED: dict[str, Any] = {
     **{"is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False},
@@ -319,6 +321,8 @@ class Family:
             "architectures": [self.architecture],
             "model_type": self.name,
             self.positions: positions,
+            **{key: 0.0 for key in self.training if key.endswith(_DROPOUTS)},
+            **({self.predictors: 0} if self.predictors else {}),
             **self.fixed,
         }
         for key in self.keys:

@@ -25,6 +25,8 @@ from megaframe.errors import UserError
 Keys = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`."""
+_FIRST_FULL = "max_window_layers"
+"""How many first layers do not slide, in configs without `layer_types`."""
 DENSE, SPARSE = "dense", "sparse"
 """The values of `mlp_layer_types`."""
 
@@ -119,6 +121,51 @@ class Pair(Key):
         if value is None and self.otherwise:
             value = facts.get(self.otherwise)
         return {self.name: self.absent if value is None else self.to_key(value)}
+
+
+@dataclass(frozen=True)
+class Derived(Key):
+    """A key whose value follows from others. Transformers does not read it; vLLM or SGLang does.
+
+    Attributes:
+        name: The key.
+        type: Of its value.
+        compute: Returns the value; None if there is none, and the key is left out.
+    """
+
+    name: str
+    type: Any
+    compute: Callable[[Facts], Any]
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The key."""
+        return {self.name: self.type}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Raise `UserError` if it contradicts the facts, which other keys have set before."""
+        value, expected = config.get(self.name), self.compute(facts)
+        if value is not None and value != expected:
+            raise UserError(
+                f"{self.name}={reprlib.repr(value)} contradicts other keys, by which it is "
+                f"{reprlib.repr(expected)}; transformers computes what those say"
+            )
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the key."""
+        value = self.compute(facts)
+        return {} if value is None else {self.name: value}
+
+
+def count_dense_first(has_experts: Sequence[bool]) -> int | None:
+    """Return how many first layers are dense; None if a later one is dense, too."""
+    number = [*has_experts, True].index(True)
+    return number if all(has_experts[number:]) else None
+
+
+def list_experts(facts: Facts) -> list[bool]:
+    """Return for each layer whether it has experts."""
+    return [kind == "moe" for kind in facts.list_values("feed_forward.kind")]
 
 
 def choose(name: str, path: str, values: Mapping[Any, Any], **options: Any) -> Pair:
@@ -246,7 +293,9 @@ class LayerTypes(Key):
         windows, window = facts.list_values("mixer.window"), find_window(facts)
         kinds = [FULL if w is None else SLIDING for w in windows]
         switch = {self.switch: window is not None} if self.switch else {}
-        return {"sliding_window": window, "layer_types": kinds, **switch}
+        first = [kind == SLIDING for kind in kinds] + [True]
+        more = {key: first.index(True) for key, _ in self.more if key == _FIRST_FULL}
+        return {"sliding_window": window, "layer_types": kinds, **switch, **more}
 
 
 def slide_except(
@@ -331,7 +380,7 @@ class ExpertLayers(Key):
 
     def write(self, facts: Facts) -> Keys:
         """Return the keys."""
-        return self.state([kind == "moe" for kind in facts.list_values("feed_forward.kind")])
+        return self.state(list_experts(facts))
 
 
 def make_layer_kinds(first: int = 1, first_name: str = "") -> ExpertLayers:
@@ -352,7 +401,9 @@ def make_layer_kinds(first: int = 1, first_name: str = "") -> ExpertLayers:
         return [kind == SPARSE for kind in kinds]
 
     def state(has_experts: Sequence[bool]) -> Keys:
-        return {"mlp_layer_types": [SPARSE if has else DENSE for has in has_experts]}
+        number = count_dense_first(has_experts)
+        dense_first = {first_name: number} if first_name and number is not None else {}
+        return {"mlp_layer_types": [SPARSE if h else DENSE for h in has_experts], **dense_first}
 
     first_keys = ((first_name, Count),) if first_name else ()
     return ExpertLayers((("mlp_layer_types", Texts), *first_keys), find, state)

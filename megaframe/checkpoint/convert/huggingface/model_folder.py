@@ -47,6 +47,7 @@ from megaframe.checkpoint.convert.huggingface.tokenizer import (
     check_tokenizer_path,
     export_tokenizer,
 )
+from megaframe.checkpoint.convert.huggingface.tokenizer_settings import GENERATION_CONFIG
 from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint, group_by_bytes
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
 from megaframe.checkpoint.slices import Box, index_within, split_into_runs
@@ -111,13 +112,13 @@ def export_model(
     name = tokenizer or check_tokenizer_path(run.data.tokenizer, checkpoint.path)
     recorded = read_recorded_tokenizer(state.data)
     exported_tokenizer = export_tokenizer(name, run.model.vocab or 0, run.train.seq, recorded)
-    ends = {"bos_token_id": exported_tokenizer.eod, "eos_token_id": exported_tokenizer.eod}
-    token_ids = {k: v for k, v in ends.items() if v is not None or k not in row.numbers}
+    ids = exported_tokenizer.ids
+    token_ids = {k: v for k, v in ids.items() if v is not None or k not in row.numbers}
     learned = run.model.position == "learned" and run.model.positions
     config = {
         **row.write_config(run.model, learned or run.train.seq),
-        **{**token_ids, "pad_token_id": None},
-        "dtype": _get_dtype_name(torch_dtype),
+        **token_ids,
+        **dict.fromkeys(("dtype", "torch_dtype"), _get_dtype_name(torch_dtype)),  # new and old name
     }
     specs = list_model_specs(run)
     checkpoint.require_shapes({spec.name: spec.shape for spec in specs})
@@ -129,7 +130,7 @@ def export_model(
         temporary.mkdir(parents=True)
         _write_files(checkpoint, tensors, temporary, torch_dtype)
         _write_json(temporary / _CONFIG, config)
-        _write_json(temporary / "generation_config.json", token_ids)
+        _write_json(temporary / GENERATION_CONFIG, exported_tokenizer.generation or token_ids)
         for file, content in exported_tokenizer.files.items():
             write_file(temporary / file, content)
         os.rename(temporary, folder)

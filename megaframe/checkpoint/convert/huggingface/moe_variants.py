@@ -13,11 +13,14 @@ from megaframe.checkpoint.convert.huggingface.dense_families import (
     list_qwen_types,
 )
 from megaframe.checkpoint.convert.huggingface.key_pairs import (
+    Derived,
     ExpertLayers,
     Key,
     Keys,
     LayerTypes,
     Pair,
+    count_dense_first,
+    list_experts,
     make_dense_first,
     make_layer_kinds,
     slide_except,
@@ -39,7 +42,13 @@ from megaframe.checkpoint.convert.huggingface.moe_families import (
     WIDTH,
     Groups,
 )
-from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys, RotaryKeysOfTypes
+from megaframe.checkpoint.convert.huggingface.rotary_keys import (
+    RotaryKeys,
+    RotaryKeysOfTypes,
+    get_head_dim,
+    set_share,
+)
+from megaframe.errors import UserError
 
 _ROUTED: tuple[Key, ...] = (
     Pair("n_routed_experts", "moe.experts", "value"),
@@ -132,14 +141,52 @@ DOTS1 = QWEN3.derive(
     has_empty_shared=True,
     aliases={"num_local_experts": "n_routed_experts"},
 )
+
+
+@dataclass(frozen=True)
+class RotaryWidth(Key):
+    """The rotated share of a head as a width, which holds if there is no share."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The width."""
+        return {"rotary_dim": Size}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the share, or compare it."""
+        width, rope = config.get("rotary_dim"), config.get("rope_parameters") or {}
+        if width is None:
+            return
+        if config.get("partial_rotary_factor", rope.get("partial_rotary_factor")) is None:
+            set_share(facts, width / get_head_dim(facts))
+        elif width != _find_rotary_width(facts):
+            raise UserError(
+                f"rotary_dim={width} contradicts partial_rotary_factor, by which it is "
+                f"{_find_rotary_width(facts)}"
+            )
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the width."""
+        return {"rotary_dim": _find_rotary_width(facts)}
+
+
+def _find_rotary_width(facts: Facts) -> int:
+    return round(facts.get("mixer.rotary_fraction") * get_head_dim(facts))
+
+
 MINIMAX_M2 = MIXTRAL.derive(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
     RotaryKeys(base=5e6, share=1.0),
     Pair("num_key_value_heads", "mixer.kv_heads", "value"),
     Pair("head_dim", "mixer.head_dim", "present"),
+    RotaryWidth(),
     without=("sliding_window", "layer_types"),
     own=SIGMOID | {"mixer.qk_norm": "whole"},
+    fixed={
+        **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
+        "qk_norm_type": "per_layer",
+    },
     block={
         "self_attn.q_norm": "attention.query_norm",
         "self_attn.k_norm": "attention.key_norm",
@@ -200,8 +247,10 @@ HY_V3 = LLAMA.derive(
     Pair("head_dim", "mixer.head_dim", "present"),
     RotaryKeys(base=11158840.0),
     make_layer_kinds(1),
+    Derived("first_k_dense_replace", Count, lambda facts: count_dense_first(list_experts(facts))),
+    Derived("expert_hidden_dim", Size, lambda facts: facts.get("moe.ffn")),
     own=SIGMOID | {"mixer.qk_norm": "head"},
-    fixed={"mlp_bias": False},
+    fixed={"mlp_bias": False, "qk_norm": True, "route_norm": True},
     neutral=("enable_moe_fp32_combine",),
     aliases=EXPERT_ALIASES,
     block={
@@ -281,6 +330,7 @@ EXAONE_MOE = EXAONE4.derive(
     Pair("norm_topk_prob", "moe.normalise", "value"),
     Groups(best=2),
     make_layer_kinds(1, "first_k_dense_replace"),
+    Derived("is_moe_layer", list[bool] | None, list_experts),
     own=SIGMOID | {"norms": "before"},
     block={
         "input_layernorm": "attention_norm",

@@ -89,13 +89,15 @@ class RotaryKeys(Key):
             facts.set(f"mixer.rotary_scaling.{key}", value)
 
     def write(self, facts: Facts) -> Keys:
-        """Return the section `rope_parameters`."""
-        share = facts.get("mixer.rotary_fraction")
+        """Return the section `rope_parameters`, and base and share outside of it, too, where
+        programs look that serve a model."""
+        share, base = facts.get("mixer.rotary_fraction"), facts.get("mixer.rotary_base")
         rotated = next((layer for layer in facts.layers if layer.get("mixer.rotary")), {})
-        section = {"rope_theta": facts.get("mixer.rotary_base"), **write_scaling(rotated)}
+        section = {"rope_theta": base, **write_scaling(rotated)}
+        outside = {self.base_name: base}
         if self.share is not None and share is not None:
-            section["partial_rotary_factor"] = share
-        return {"rope_parameters": section}
+            section["partial_rotary_factor"] = outside[self.share_name] = share
+        return {"rope_parameters": section, **outside}
 
 
 class _RopeKeysOfTypes(BaseModel):
@@ -192,10 +194,16 @@ def read_rope_kind(name: str, rope: Mapping[str, Any]) -> str:
 
 def set_share(facts: Facts, share: float) -> None:
     """Set the share of heads that is rotated, as transformers rounds their width."""
-    head_dim = facts.get("mixer.head_dim")
+    head_dim = get_head_dim(facts)
+    facts.set("mixer.rotary_fraction", int(head_dim * share) / head_dim if head_dim else share)
+
+
+def get_head_dim(facts: Facts) -> int:
+    """Return the width of a head."""
+    head_dim: int | None = facts.get("mixer.head_dim")
     if head_dim is None:
         head_dim = facts.get("hidden") // facts.get("mixer.heads")
-    facts.set("mixer.rotary_fraction", int(head_dim * share) / head_dim if head_dim else share)
+    return head_dim
 
 
 _FIELDS = tuple(RotaryScalingConfig.model_fields)

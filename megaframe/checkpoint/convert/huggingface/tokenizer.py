@@ -1,4 +1,5 @@
-"""Exports tokenizers: writes `tokenizer.json`, which gives the same ids as the run's tokenizer.
+"""Exports tokenizers: writes `tokenizer.json`, which gives the same ids as the run's tokenizer, and
+what programs that serve the model need beside it.
 
 A `tokenizer.json` describes a tokenizer completely, so programs do not have to guess, as they do
 from a SentencePiece model alone. Where it cannot describe all that SentencePiece computes, a line
@@ -15,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.checkpoint import StorePath
+from megaframe.checkpoint.convert.huggingface.tokenizer_settings import (
+    CHAT_TEMPLATE,
+    TOKENIZER_CONFIG,
+    TokenizerSettings,
+    read_tokenizer_settings,
+)
 from megaframe.data.sentencepiece_model import (
     PieceType,
     SentencePieceModel,
@@ -42,15 +49,26 @@ NO_TOKENIZER = "none"
 _SPACE = "▁"
 _END = "<|endoftext|>"
 Description = dict[str, Any]
+_IDS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
+"""Special tokens, by the keys of their ids."""
 
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """The files of a tokenizer by name; the id that ends documents, if there is a tokenizer; and a
-    line for each thing that is not exported, or not exactly."""
+    """A tokenizer as it is exported.
+
+    Attributes:
+        files: Contents by name.
+        eod: The id that ends documents, if there is a tokenizer.
+        ids: Those of special tokens, as a `config.json` names them; None for tokens there are not.
+        generation: Content of `generation_config.json`.
+        notes: A line for each thing that is not exported, or not exactly.
+    """
 
     files: dict[str, bytes] = field(default_factory=dict)
     eod: int | None = None
+    ids: dict[str, int | None] = field(default_factory=lambda: dict.fromkeys(_IDS))
+    generation: Description = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -110,16 +128,49 @@ def export_tokenizer(
         "name the one that the run was trained with (--tokenizer)",
     )
     files, eod_text, notes = _convert(name, tokenizer)
+    path = Path(split_name(name)[1])
+    is_in_model = path.name in TOKENIZER_FILES.values()
+    settings = read_tokenizer_settings(path.parent) if is_in_model else TokenizerSettings()
+    ids = _find_ids(tokenizer, settings)
+    words = {"bos_token": eod_text, "eos_token": eod_text} if not settings.config else {}
     if "tokenizer.json" in files:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": eod_text,
-            "eos_token": eod_text,
-            "model_max_length": positions,
             "clean_up_tokenization_spaces": False,
+            **words,
+            **settings.config,
+            "model_max_length": positions,
         }
-        files["tokenizer_config.json"] = _encode_json(config)
-    return ExportedTokenizer(files, tokenizer.eod, notes)
+        if ids["eos_token_id"] == tokenizer.eod:
+            config["eos_token"] = eod_text
+        files[TOKENIZER_CONFIG] = _encode_json(config)
+        if settings.template is not None:
+            files[CHAT_TEMPLATE] = settings.template.encode()
+    ends = [
+        *dict.fromkeys(
+            (
+                ids["eos_token_id"],
+                *(end for end in settings.ends if 0 <= end < vocab),
+                tokenizer.eod,
+            )
+        )
+    ]
+    generation = {
+        **settings.generation,
+        **{key: token for key, token in ids.items() if token is not None},
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
+    }
+    return ExportedTokenizer(files, tokenizer.eod, ids, generation, [*notes, *settings.notes])
+
+
+def _find_ids(tokenizer: Tokenizer, settings: TokenizerSettings) -> dict[str, int | None]:
+    """Return the ids of special tokens. Without settings a text begins and ends as documents do."""
+    if not settings.config:
+        return {**dict.fromkeys(_IDS, tokenizer.eod), "pad_token_id": None}
+    names = {key: settings.name_token(word) for key, word in _IDS.items()}
+    ids = {key: None if name is None else tokenizer.find_id(name) for key, name in names.items()}
+    end = ids["eos_token_id"]
+    return {**ids, "eos_token_id": tokenizer.eod if end is None else end}
 
 
 def _convert(name: str, tokenizer: Tokenizer) -> tuple[dict[str, bytes], str, list[str]]:

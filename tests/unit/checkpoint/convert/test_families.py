@@ -10,6 +10,7 @@ Tests `megaframe.checkpoint.convert.huggingface.dense_families`,
 import json
 
 import pytest
+from family_configs import GLM_ROUTED, GROUPED, MODELS, OTHERS
 from slow_cases import mark_slow
 from transformers_models import (
     assert_same_logits,
@@ -27,128 +28,6 @@ from megaframe.extensions import load_named_extensions
 
 pytestmark = pytest.mark.numeric
 
-SHAPE = {
-    **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61},
-    **{"intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.3},
-    "pad_token_id": 0,
-}
-GROUPED = {**SHAPE, "num_key_value_heads": 2}
-HEADS = {**GROUPED, "head_dim": 8}
-WIDE_HEADS = {**GROUPED, "head_dim": 12}
-LOCAL = {"sliding_window": 5, "num_hidden_layers": 4}
-GEMMA2 = {**WIDE_HEADS, **LOCAL, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0}
-MULTIPLIERS = {
-    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4},
-    "logits_scaling": 4.0,  # which fp32 divides by exactly
-}
-YARN = {
-    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
-    "original_max_position_embeddings": 16,
-}
-DENSE = {
-    "internlm3": {**HEADS, "attention_bias": True, "mlp_bias": True},
-    "iquestcoder": {**HEADS},
-    "arcee": {**HEADS, "mlp_bias": True, "rope_parameters": YARN},
-    "helium": {**HEADS, "attention_bias": True},
-    "seed_oss": {
-        **{**HEADS, "attention_out_bias": True},
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-    },
-    "ernie4_5": {**WIDE_HEADS},
-    "cwm": {**HEADS, **LOCAL},
-    "phi3": {**GROUPED, "sliding_window": 5, "partial_rotary_factor": 0.5},
-    "glm": {**WIDE_HEADS},
-    "glm4": {**WIDE_HEADS, "attention_bias": False},
-    "smollm3": {**GROUPED, **LOCAL, "use_sliding_window": True},
-    "gemma": {**WIDE_HEADS},
-    "vaultgemma": {**GEMMA2},
-    "gemma2": {**GEMMA2},
-    "gemma3_text": {
-        **{**GEMMA2, "sliding_window_pattern": 3, "attn_logit_softcapping": None},
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-    "olmo2": {**GROUPED, "attention_bias": True},
-    "olmo3": {
-        **{**GROUPED, **LOCAL},
-        "rope_parameters": {
-            "full_attention": YARN,
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-    "exaone4": {**GROUPED, **LOCAL},
-    "granite": {**GROUPED, **MULTIPLIERS, "attention_bias": True, "tie_word_embeddings": True},
-    "granite_swa": {**GROUPED, **LOCAL, **MULTIPLIERS},
-    "hyperclovax": {**HEADS, **MULTIPLIERS},
-}
-FUSED = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61}
-UNGATED = {
-    "gpt_bigcode": {**FUSED, "initializer_range": 0.3},
-    "gpt_neo": {
-        **{"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 61, "window_size": 5},
-        **{"attention_types": [[["global", "local"], 2]], "initializer_range": 0.3},
-    },
-    "gpt_neox": {**SHAPE},
-    "falcon": {
-        **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61},
-        "initializer_range": 0.3,
-    },
-    "starcoder2": {**GROUPED, "sliding_window": 5},
-    "stablelm": {**GROUPED, "use_qkv_bias": True},
-    "nemotron": {**WIDE_HEADS},
-    "jais2": {**HEADS},
-    "cohere": {**GROUPED, "attention_bias": True, "logit_scale": 0.25},
-    "cohere2": {**GROUPED, **LOCAL, "logit_scale": 0.25},
-    "olmo": {**GROUPED},
-}
-ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
-NARROW = {**ROUTED, "moe_intermediate_size": 12}
-GRANITE_ROUTED = {**MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 2}
-GLM_ROUTED = {
-    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
-    **{"n_shared_experts": 2, "routed_scaling_factor": 1.5, "n_group": 4, "topk_group": 2},
-    "norm_topk_prob": True,
-}
-LATENT = {
-    **{"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
-    **{"v_head_dim": 5, "num_key_value_heads": 4},
-}
-SPARSE = {
-    "olmoe": {**GROUPED, **ROUTED},
-    "flex_olmo": {**GROUPED, **ROUTED, "norm_topk_prob": True},
-    "granitemoe": {**GROUPED, **GRANITE_ROUTED},
-    "granitemoeshared": {**GROUPED, **GRANITE_ROUTED, "shared_intermediate_size": 48},
-    "granitemoe_swa": {**GROUPED, **LOCAL, **GRANITE_ROUTED},
-    "glm4_moe": {**GROUPED, **GLM_ROUTED, "use_qk_norm": True, "attention_bias": True},
-    "solar_open": {**HEADS, **GLM_ROUTED},
-    "glm4_moe_lite": {**SHAPE, **LATENT, **GLM_ROUTED},
-    "dots1": {**GROUPED, **GLM_ROUTED, "first_k_dense_replace": 1},
-    "minimax_m2": {
-        **{**WIDE_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2},
-        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    },
-    "ernie4_5_moe": {
-        **{**GROUPED, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 12},
-        "num_hidden_layers": 3,
-    },
-    "hy_v3": {**HEADS, **NARROW},
-    "afmoe": {**HEADS, **LOCAL, **NARROW, "mup_enabled": True, "route_scale": 1.5},
-    "exaone_moe": {**GROUPED, **LOCAL, **NARROW, "n_group": 4, "topk_group": 2},
-    "mellum": {
-        **{**HEADS, **LOCAL, **NARROW},
-        "layer_types": ["full_attention", *["sliding_attention"] * 3],
-    },
-    "qwen3_moe": {**HEADS, **NARROW, "num_hidden_layers": 4, "mlp_only_layers": [2]},
-}
-MODELS = {**DENSE, **UNGATED, **SPARSE}
-"""Keys of a tiny config of each family."""
-OTHERS = (
-    *("gpt2", "llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral"),
-    *("deepseek_v2", "deepseek_v3"),
-)
-"""Families that `test_huggingface.py` compares."""
 FIRST = ("gemma2", "glm4", "cohere2", "granitemoeshared")
 """Families in `make test`; all others repeat what these do."""
 

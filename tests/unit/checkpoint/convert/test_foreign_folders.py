@@ -39,7 +39,10 @@ OTHERS = (
     *("topk_method", "scoring_func", "num_experts", "quantization_config", "norm_topk_prob"),
 )
 """Keys that are added."""
-FREE = {"dtype", "max_window_layers", "sliding_window", "layer_types", "use_sliding_window"}
+FREE = {
+    *("dtype", "torch_dtype", "max_window_layers", "sliding_window", "layer_types"),
+    *("use_sliding_window", "rope_theta"),
+}
 """Keys that an export writes in another form."""
 
 
