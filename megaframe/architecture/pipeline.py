@@ -50,10 +50,10 @@ def build_forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Sched
     return Schedule(
         tuple(
             tuple(
-                Action(ActionKind.F, stage, number)
+                Action(ActionKind.F, stage, microbatch)
                 for stage, owner in enumerate(rank_of)
                 if owner == rank
-                for number in range(microbatches)
+                for microbatch in range(microbatches)
             )
             for rank in ranks
         )
@@ -78,6 +78,6 @@ def summarize_pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     yield f"stages      {len(plans)}, {layers} blocks in all"
     for plan in plans:
         recomputed = f", {plan.recomputed} recomputed" if plan.recomputed else ""
-        share = work[plan.number] / sum(work)
-        rank = schedule.rank_of[plan.number]
-        yield f"  {plan.number:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{recomputed}"
+        share = work[plan.stage_index] / sum(work)
+        rank = schedule.rank_of[plan.stage_index]
+        yield f"  {plan.stage_index:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{recomputed}"

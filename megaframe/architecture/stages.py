@@ -26,7 +26,7 @@ from megaframe.schedule.costs import ActionCosts
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stage `number` of `stages`, and the blocks (layers) that it runs.
+    """One of `stages`, counted from 0, and the blocks (layers) that it runs.
 
     The first stage also has the embedding, the last one the head.
 
@@ -34,7 +34,7 @@ class StagePlan:
         recomputed: How many of its first blocks are recomputed in backward.
     """
 
-    number: int
+    stage_index: int
     stages: int
     blocks: range
     recomputed: int = 0
@@ -42,12 +42,12 @@ class StagePlan:
     @property
     def first(self) -> bool:
         """Whether the stage has the embedding."""
-        return self.number == 0
+        return self.stage_index == 0
 
     @property
     def last(self) -> bool:
         """Whether the stage has the head."""
-        return self.number == self.stages - 1
+        return self.stage_index == self.stages - 1
 
     def __str__(self) -> str:
         parts = ["embedding"] * self.first
@@ -107,11 +107,11 @@ def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
         end = compute_output_work(config)
         layers = divide_blocks(sums, end.forward + end.backward + end.weight, stages)
     plans, start = [], 0
-    for number, count in enumerate(layers):
+    for stage_index, count in enumerate(layers):
         blocks = range(start, start + count)
-        recomputed_first = _get_value_for_stage(config.train.recompute_blocks, number)
+        recomputed_first = _get_value_for_stage(config.train.recompute_blocks, stage_index)
         recomputed = count if config.train.recompute == "full" else min(count, recomputed_first)
-        plans.append(StagePlan(number, stages, blocks, recomputed))
+        plans.append(StagePlan(stage_index, stages, blocks, recomputed))
         start += count
     assert start == config.model.layers, "every layer is on one stage"
     return tuple(plans)

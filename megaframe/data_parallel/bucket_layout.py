@@ -77,7 +77,7 @@ class BucketLayout:
         Args:
             config: The run.
             mesh: This rank's groups.
-            stages: The units of each stage, by its number, in the order of the forward pass.
+            stages: The units of each stage, by its index, in the order of the forward pass.
             bucketing: What the optimizer requires of buckets.
             buffers: Lends the memory of the buckets.
         """

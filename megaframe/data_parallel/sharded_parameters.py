@@ -120,7 +120,7 @@ class ShardedParameters:
         Args:
             config: The run.
             mesh: This rank's groups, with those of experts if the model has any.
-            stages: The units of each stage, by its number, in the order of the forward pass.
+            stages: The units of each stage, by its index, in the order of the forward pass.
             bucketing: What the optimizer requires of buckets.
             tied: The token embedding, if this rank and another one have it.
         """

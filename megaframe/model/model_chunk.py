@@ -71,11 +71,11 @@ def build_chunks(
     """Return the chunks of one rank by the number of their stage. If the first and the last stage
     are both on this rank, the last one uses the first one's embedding."""
     chunks: dict[int, ModelChunk] = {}
-    for plan in sorted(plans, key=lambda plan: plan.number):
+    for plan in sorted(plans, key=lambda plan: plan.stage_index):
         # In order of stages, so that the first stage exists before the last one asks for its
         # embedding.
         embedding = chunks[0].embedding if 0 in chunks else None
-        chunks[plan.number] = ModelChunk(config, plan, run, embedding)
+        chunks[plan.stage_index] = ModelChunk(config, plan, run, embedding)
     return chunks
 
 

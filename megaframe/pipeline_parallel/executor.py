@@ -65,7 +65,7 @@ class PipelineExecutor:
         """Prepare to run.
 
         Args:
-            stages: The stages of this rank by number.
+            stages: The stages of this rank by index.
             mesh: This rank's groups and links.
             trace: Entered around every action of a training step.
         """
@@ -225,48 +225,48 @@ class _ScheduleRun:
             hand_over: Lets a pass that is interleaved with this one continue.
         """
         assert self._scale is not None
-        number, index = _unpack(planned.action)
-        stage = self._executor.stages[number]
-        x = None if stage.plan.first else self._take(ActionKind.F, number, index)
+        stage_index, microbatch = _unpack(planned.action)
+        stage = self._executor.stages[stage_index]
+        x = None if stage.plan.first else self._take(ActionKind.F, stage_index, microbatch)
         stage_pass = self._prepare(planned, hand_over)
-        y = stage.forward(stage_pass, self._microbatches[index], self._scale, x)
-        self.maxima.append(measure_pass(False, number, index, y))
-        self._finish_forward(stage, number, index, y)
+        y = stage.forward(stage_pass, self._microbatches[microbatch], self._scale, x)
+        self.maxima.append(measure_pass(False, stage_index, microbatch, y))
+        self._finish_forward(stage, stage_index, microbatch, y)
 
     def evaluate(self, action: Action) -> None:
         """Run a forward pass without gradients."""
-        number, microbatch = _unpack(action)
-        stage = self._executor.stages[number]
-        x = None if stage.plan.first else self._take(ActionKind.F, number, microbatch)
+        stage_index, microbatch = _unpack(action)
+        stage = self._executor.stages[stage_index]
+        x = None if stage.plan.first else self._take(ActionKind.F, stage_index, microbatch)
         y = stage.evaluate(self._microbatches[microbatch], x)
-        self._finish_forward(stage, number, microbatch, y)
+        self._finish_forward(stage, stage_index, microbatch, y)
 
     def compute_hidden(self, action: Action) -> None:
         """Run a forward pass without gradients and without the head."""
-        number, microbatch = _unpack(action)
-        stage = self._executor.stages[number]
-        x = None if stage.plan.first else self._take(ActionKind.F, number, microbatch)
+        stage_index, microbatch = _unpack(action)
+        stage = self._executor.stages[stage_index]
+        x = None if stage.plan.first else self._take(ActionKind.F, stage_index, microbatch)
         y = stage.compute_hidden(self._microbatches[microbatch], x)
         if stage.plan.last:
             self.hidden[microbatch] = y
         else:
-            self._pass_on(ActionKind.F, number, microbatch, y, number + 1)
+            self._pass_on(ActionKind.F, stage_index, microbatch, y, stage_index + 1)
 
     def backward(self, planned: PlannedAction, hand_over: HandOver | None = None) -> None:
         """Run a backward pass. The arguments are those of `forward`."""
-        number, index = _unpack(planned.action)
-        stage = self._executor.stages[number]
-        gradient = None if stage.plan.last else self._take(ActionKind.B, number, index)
+        stage_index, microbatch = _unpack(planned.action)
+        stage = self._executor.stages[stage_index]
+        gradient = None if stage.plan.last else self._take(ActionKind.B, stage_index, microbatch)
         gradient = stage.backward(self._prepare(planned, hand_over), gradient)
-        self.maxima.append(measure_pass(True, number, index, gradient))
+        self.maxima.append(measure_pass(True, stage_index, microbatch, gradient))
         if not stage.plan.first:
-            self._pass_on(ActionKind.B, number, index, gradient, number - 1)
+            self._pass_on(ActionKind.B, stage_index, microbatch, gradient, stage_index - 1)
 
     def compute_weight_gradients(self, planned: PlannedAction) -> None:
         """Compute the weight gradients that a split backward has left."""
-        number, _ = _unpack(planned.action)
+        stage_index, _ = _unpack(planned.action)
         assert planned.stage_pass is not None
-        self._executor.stages[number].compute_weight_gradients(planned.stage_pass)
+        self._executor.stages[stage_index].compute_weight_gradients(planned.stage_pass)
 
     def interleave(self, forward: PlannedAction, backward: PlannedAction) -> None:
         """Run a forward and a backward in turns."""
@@ -279,18 +279,18 @@ class _ScheduleRun:
 
     def send(self, action: Action) -> None:
         """Start to send the output of a stage, or the gradient of its input."""
-        number, microbatch = _unpack(action)
+        stage_index, microbatch = _unpack(action)
         forward = action.kind is ActionKind.SEND_F
         # From here on only the send holds the tensor.
-        x = self._outgoing.pop((ActionKind.F if forward else ActionKind.B, number, microbatch))
-        other = number + 1 if forward else number - 1
+        x = self._outgoing.pop((ActionKind.F if forward else ActionKind.B, stage_index, microbatch))
+        other = stage_index + 1 if forward else stage_index - 1
         self._executor.send(x.contiguous(), self._rank_of[other])
 
     def receive(self, action: Action) -> None:
         """Start to receive the input of a stage, or the gradient of its output."""
-        number, microbatch = _unpack(action)
+        stage_index, microbatch = _unpack(action)
         forward = action.kind is ActionKind.RECV_F
-        stage, mesh = self._executor.stages[number], self._executor.mesh
+        stage, mesh = self._executor.stages[stage_index], self._executor.mesh
         tokens = self._microbatches[microbatch].tokens_BS.numel()
         shape = (
             count_rows_per_rank(tokens, stage.run.tensor.group.size),
@@ -298,15 +298,15 @@ class _ScheduleRun:
         )
         # The stage keeps a received input until its backward pass, so each has memory of its own.
         buffer = torch.empty(shape, dtype=stage.precision.compute, device=mesh.device)
-        other = number - 1 if forward else number + 1
+        other = stage_index - 1 if forward else stage_index + 1
         link = mesh.link(self._rank_of[other], self._executor.rank)
         kind = ActionKind.F if forward else ActionKind.B
-        self._incoming[kind, number, microbatch] = receive(buffer, link)
+        self._incoming[kind, stage_index, microbatch] = receive(buffer, link)
 
-    def _finish_forward(self, stage: Stage, number: int, microbatch: int, y: Tensor) -> None:
+    def _finish_forward(self, stage: Stage, stage_index: int, microbatch: int, y: Tensor) -> None:
         """Pass the output of a forward on; add that of the last stage to the losses."""
         if stage.post_process is None:
-            self._pass_on(ActionKind.F, number, microbatch, y, number + 1)
+            self._pass_on(ActionKind.F, stage_index, microbatch, y, stage_index + 1)
             return
         # An fp64 sum, not a mean: the step divides once, by the tokens of the global batch.
         self.losses[microbatch] += y

@@ -23,10 +23,10 @@ class PassMaximum:
 
     Attributes:
         backward: Whether the pass is a backward pass.
-        stage: The stage's number.
-        microbatch: The microbatch's number.
+        stage: The stage's index.
+        microbatch: The microbatch's index.
         largest: A scalar on the device; NaN if the result has one.
-        block: The block's number, if the pass is that of one block only; -1 is the embedding.
+        block: The block's index, if the pass is that of one block only; -1 is the embedding.
     """
 
     backward: bool
@@ -43,10 +43,10 @@ def measure_pass(
 
     Args:
         backward: Whether the pass is a backward pass.
-        stage: The stage's number.
-        microbatch: The microbatch's number.
+        stage: The stage's index.
+        microbatch: The microbatch's index.
         result: What the pass returned: an output or a gradient.
-        block: The block's number, if the pass is that of one block only; -1 is the embedding.
+        block: The block's index, if the pass is that of one block only; -1 is the embedding.
     """
     # NaN and infinity both survive a maximum, and it stays on the device.
     largest = torch.linalg.vector_norm(result, torch.inf)

@@ -166,7 +166,9 @@ class Stage:
             tokens, fp64 scalar.
         """
         context, state = self.make_context(microbatch, self.keys, scale), self.make_pass_state()
-        activations = self._activations[stage_pass.index] = StageActivations(context, state)
+        activations = self._activations[stage_pass.microbatch_index] = StageActivations(
+            context, state
+        )
         state.interleave_hook.switch, on_block = stage_pass.hand_over, stage_pass.on_block
         values = self._make_value_contexts(self.units, stage_pass.next_unit, with_second_half=False)
         if self.embedding is not None:
@@ -214,7 +216,7 @@ class Stage:
         Returns:
             The gradient of this stage's input; on the first stage, that of the embedding's output.
         """
-        index, last, split = stage_pass.index, stage_pass.last, stage_pass.split
+        index, last, split = stage_pass.microbatch_index, stage_pass.last, stage_pass.split
         # A split backward leaves the microbatch to `compute_weight_gradients`, which removes it.
         activations = self._activations[index] if split else self._activations.pop(index)
         context, state, on_block = activations.context, activations.state, stage_pass.on_block
@@ -259,7 +261,7 @@ class Stage:
             finish(self.embedding)
         # Gains and biases of all blocks are one bucket, complete only here.
         if last and not split:
-            self._sharding.reduce_vectors(self.plan.number)
+            self._sharding.reduce_vectors(self.plan.stage_index)
         return gradient
 
     @torch.no_grad()  # as in autograd's own backward pass, where this work would otherwise run
@@ -269,7 +271,7 @@ class Stage:
         Args:
             stage_pass: The W.
         """
-        activations, last = self._activations.pop(stage_pass.index), stage_pass.last
+        activations, last = self._activations.pop(stage_pass.microbatch_index), stage_pass.last
         # One queue for all units: the first transfer of a unit overlaps with the work before it.
         queue = DeferredGradientQueue(
             gradient for _, gradients in activations.deferred for gradient in gradients
@@ -284,7 +286,7 @@ class Stage:
                 self._sharding.reduce(unit.second_half, last=last)
             self._sharding.reduce(unit, last=last)
         if last:
-            self._sharding.reduce_vectors(self.plan.number)
+            self._sharding.reduce_vectors(self.plan.stage_index)
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ OnBlock = Callable[[int, Tensor], None]
 """Called with the number of each block (-1 for the embedding) and the result of its pass, an output
 or a gradient."""
 FindFirstUnit = Callable[[int, bool], Module | None]
-"""Returns the unit whose values a pass of a stage needs first, by the stage's number and whether
+"""Returns the unit whose values a pass of a stage needs first, by the stage's index and whether
 the pass is a backward pass; None if it needs none."""
 _PASSES = (ActionKind.F, ActionKind.B, ActionKind.W)
 
@@ -29,7 +29,7 @@ class StagePass:
     """A forward or backward pass of one microbatch through a stage, without its data.
 
     Attributes:
-        index: The microbatch's number in the step.
+        microbatch_index: Of the microbatch in the step.
         last: No later microbatch adds to the gradients that the pass completes.
         next_unit: The unit whose values are needed first after this pass; None for none.
         split: A backward pass that leaves the weight gradients of matrices for a W.
@@ -38,7 +38,7 @@ class StagePass:
             input.
     """
 
-    index: int
+    microbatch_index: int
     last: bool = False
     next_unit: Module | None = None
     split: bool = False

@@ -30,11 +30,11 @@ def compute_peak_activations(
         plans: The stages of this rank.
         actions: Its list of actions, in order.
     """
-    size = {plan.number: _compute_stage_bytes(config, plan) for plan in plans}
+    size = {plan.stage_index: _compute_stage_bytes(config, plan) for plan in plans}
     weight_pass_size = {
-        plan.number: _compute_stage_weight_pass_bytes(config, plan) for plan in plans
+        plan.stage_index: _compute_stage_weight_pass_bytes(config, plan) for plan in plans
     }
-    recompute_size = {plan.number: _compute_recompute_bytes(config, plan) for plan in plans}
+    recompute_size = {plan.stage_index: _compute_recompute_bytes(config, plan) for plan in plans}
     stream = config.train.microbatch * config.train.seq * config.model.hidden
     stream *= DTYPE_BYTES[config.train.precision]
     listed = {(action.kind, action.stage, action.microbatch) for action in actions}

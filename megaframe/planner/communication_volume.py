@@ -47,7 +47,7 @@ def compute_communication_bytes(
     weight_passes = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
         microbatches * _count_tensor_elements_of_stage(config, plan)
-        + weight_passes[plan.number] * _count_tensor_elements_of_weight_pass(config, plan)
+        + weight_passes[plan.stage_index] * _count_tensor_elements_of_weight_pass(config, plan)
         for plan in plans
     )
     by_stage = [_count_bytes_of_layers(config, layout, plan) for plan in plans]

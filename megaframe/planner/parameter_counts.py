@@ -205,7 +205,7 @@ class RankParameters:
         for plan in plans:
             stop = start + len(plan.blocks)
             units, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
-            stages[plan.number] = StageBuckets(
+            stages[plan.stage_index] = StageBuckets(
                 embedding if plan.first else None, units, head if plan.last else None
             )
         return stages

@@ -164,13 +164,13 @@ class _GreedyRun:
         best, first, soonest = None, (0, 0), inf
         turn = len(self.free) if self.policy.turns else 1 << 60
         for stage in stages:
-            number, arrivals = self.num_started[kind][stage], self.arrivals[kind][stage]
-            if number >= len(arrivals):
+            microbatch, arrivals = self.num_started[kind][stage], self.arrivals[kind][stage]
+            if microbatch >= len(arrivals):
                 continue
-            if arrivals[number] > now + self.slack:
-                soonest = min(soonest, arrivals[number])
+            if arrivals[microbatch] > now + self.slack:
+                soonest = min(soonest, arrivals[microbatch])
                 continue
-            key = (number // turn, stage if kind is _F and self.policy.turns else -stage)
+            key = (microbatch // turn, stage if kind is _F and self.policy.turns else -stage)
             if best is None or key < first:
                 best, first = stage, key
         return best, soonest
@@ -185,10 +185,10 @@ class _GreedyRun:
             stage: Its stage; the action is of the stage's next microbatch.
         """
         problem = self.problem
-        number = self.num_started[kind][stage]
-        self.num_started[kind][stage] = number + 1
+        microbatch = self.num_started[kind][stage]
+        self.num_started[kind][stage] = microbatch + 1
         stages = len(problem.rank_of)
-        self.steps[rank].append((kind * stages + stage) * problem.microbatches + number)
+        self.steps[rank].append((kind * stages + stage) * problem.microbatches + microbatch)
         end = self.free[rank] = now + self.seconds[kind][stage]
         heappush(self.waking, (end, rank))
         if kind == _W:

@@ -71,7 +71,7 @@ class TrainStep:
     Attributes:
         schedule: That of a full batch. All schedules of the run have the same `rank_of`.
         rank_of: The pipeline rank of each stage.
-        stages: This rank's stages by number.
+        stages: This rank's stages by index.
         sharded_parameters: Where the values and gradients of the stages are.
         optimizer: Updates them.
         kernels: The kernels that the run uses.
@@ -116,17 +116,17 @@ class TrainStep:
         tensor = mesh.group("tensor")
         run = make_run_context(config, tensor, self.context, experts, kernels, routines)
         rank = mesh.coordinate["pipeline"]
-        plans = [plan for plan in plan_stages(config) if rank_of[plan.number] == rank]
+        plans = [plan for plan in plan_stages(config) if rank_of[plan.stage_index] == rank]
         chunks = build_chunks(config, plans, run)
         tied = self._connect_pipeline(config, chunks)
         groups = ParameterGroups(config, mesh, kernels)
-        units = {number: chunk.units for number, chunk in chunks.items()}
+        units = {index: chunk.units for index, chunk in chunks.items()}
         self.sharded_parameters = sharded = ShardedParameters(
             config, mesh, units, groups.bucketing, tied
         )
         self.optimizer = Optimizer(config, mesh, sharded, groups, kernels)
         self.stages: Mapping[int, Stage] = {
-            number: Stage(config, chunk, run, sharded) for number, chunk in chunks.items()
+            index: Stage(config, chunk, run, sharded) for index, chunk in chunks.items()
         }
         self._executor = PipelineExecutor(self.stages, mesh, self._trace)
         self.graph: StepGraph | None = None
@@ -263,8 +263,8 @@ class TrainStep:
         tensor, compute = mesh.group("tensor"), stage.precision.compute
         wide = torch.promote_types(compute, torch.float32)
         x = torch.zeros(rows, stage.config.model.hidden, dtype=wide, device=mesh.device)
-        for number, hidden in hidden_by_microbatch.items() if not mesh.coordinate["data"] else ():
-            labels = parts[number].labels_BS.flatten()
+        for index, hidden in hidden_by_microbatch.items() if not mesh.coordinate["data"] else ():
+            labels = parts[index].labels_BS.flatten()
             own = RowPartition(len(labels), tensor.size, tensor.index).select(labels, IGNORE)
             asked = (own != IGNORE).nonzero().flatten()
             x[own[asked]] = hidden[asked].to(wide)

@@ -58,8 +58,8 @@ def test_no_division_is_better_balanced(blocks, head, stages):
 def test_every_layer_is_on_one_stage(layers, ranks, chunks):
     plans = plan_stages(make_config(layers, pipeline=ranks, chunks=chunks))
     assert [layer for plan in plans for layer in plan.blocks] == list(range(layers))
-    assert [plan.number for plan in plans if plan.first] == [0]
-    assert [plan.number for plan in plans if plan.last] == [ranks * chunks - 1]
+    assert [plan.stage_index for plan in plans if plan.first] == [0]
+    assert [plan.stage_index for plan in plans if plan.last] == [ranks * chunks - 1]
 
 
 def test_a_heavy_head_is_a_stage_of_its_own():
