@@ -23,7 +23,7 @@ from megaframe.config import ModelConfig, ParallelConfig
 from megaframe.config.section import Positive
 from megaframe.extensions import MixerPart, Registry
 from megaframe.model.attention import attend_heads
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.measured import Measured
 from megaframe.model.norm import Norm
 from megaframe.ops.autograd import recompute
@@ -100,9 +100,9 @@ class DifferentialDescription(Measured, SoftmaxAttention):
             "output": LinearSpec(values, stream, self.output_std, split=1, bias=self.bias),
         }
 
-    def make_layer(self, name: str, run: RunContext) -> DifferentialAttention:
+    def make_layer(self, name: str, setup: LayerSetup) -> DifferentialAttention:
         """Return the layer."""
-        return DifferentialAttention(name, self, run)
+        return DifferentialAttention(name, self, setup)
 
 
 class DifferentialAttention(Module):
@@ -110,33 +110,33 @@ class DifferentialAttention(Module):
 
     constant = 0.8  # the paper also lets it grow with depth, and finds little difference
 
-    def __init__(self, name: str, description: DifferentialDescription, run: RunContext) -> None:
-        self.description, self.run, parts = description, run, description.parts
-        self.qkv = Linear(f"{name}.qkv", parts["qkv"], run.tensor)
+    def __init__(self, name: str, description: DifferentialDescription, setup: LayerSetup) -> None:
+        self.description, self.setup, parts = description, setup, description.parts
+        self.qkv = Linear(f"{name}.qkv", parts["qkv"], setup.tensor)
         self.factors = Parameter(*parts["factors"].declare_parameters(f"{name}.factors"))
         self.norm = Norm(f"{name}.norm", parts["norm"])
-        self.output = Linear(f"{name}.output", parts["output"], run.tensor)
+        self.output = Linear(f"{name}.output", parts["output"], setup.tensor)
 
-    def __call__(self, x: Tensor, norm: Any, context: MicrobatchContext, state: Any) -> Tensor:
+    def __call__(self, x: Tensor, norm: Any, inputs: MicrobatchInputs, state: Any) -> Tensor:
         """Return what the layer adds to this rank's rows of the stream."""
         rows, this = self.qkv(x, state.deferred, norm), self.description
-        shape = context.batch, context.length, -1, 6, this.width
-        query, key, value = context.rows.remove_padding(rows).view(shape).split(2, 3)
+        shape = inputs.batch, inputs.length, -1, 6, this.width
+        query, key, value = inputs.rows.remove_padding(rows).view(shape).split(2, 3)
         query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(3)
         if this.rotary is not None:
-            query, key = map(context.rotary[this.rotary], (query, key))
+            query, key = map(inputs.rotary[this.rotary], (query, key))
         # Both heads of a pair have its values. Copies, because views would keep the whole product.
         heads = query.contiguous(), key.contiguous(), value.repeat_interleave(2, 2)
-        out_TX = attend_heads(*heads, context.masks[this.window], this.score_scale, self.run)
+        out_TX = attend_heads(*heads, inputs.masks[this.window], this.score_scale, self.setup)
         out_TX = recompute(self.join, out_TX).flatten(1)
-        return self.output(context.rows.pad(out_TX), state.deferred)
+        return self.output(inputs.rows.pad(out_TX), state.deferred)
 
     def join(self, out_TX: Tensor) -> Tensor:
         """Return the pairs' outputs, [T, P, V], from those of their heads."""
         a, b, c, d = self.factors.use().double()
         factor = ((a @ b).exp() - (c @ d).exp() + self.constant).to(out_TX)
         first, second = out_TX.unflatten(1, (-1, 2, self.description.value_width)).unbind(2)
-        return self.norm(first - factor * second, self.run.kernels) * (1 - self.constant)
+        return self.norm(first - factor * second, self.setup.kernels) * (1 - self.constant)
 
 
 def register(registry: Registry) -> None:

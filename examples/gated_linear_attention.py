@@ -26,7 +26,7 @@ from megaframe.config import ModelConfig
 from megaframe.config.section import Positive
 from megaframe.context_parallel.states import join_chunks, pass_states, split_chunks
 from megaframe.extensions import MixerPart, Registry
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.measured import MeasuredMixer
 from megaframe.model.norm import Norm
 from megaframe.ops.autograd import recompute
@@ -75,34 +75,34 @@ class GatedLinearDescription(MeasuredMixer):
             "output": LinearSpec(values, stream, self.stds[1], split=1),
         }
 
-    def make_layer(self, name: str, run: RunContext) -> GatedLinearAttention:
+    def make_layer(self, name: str, setup: LayerSetup) -> GatedLinearAttention:
         """Return the layer."""
-        return GatedLinearAttention(name, self, run)
+        return GatedLinearAttention(name, self, setup)
 
 
 class GatedLinearAttention(Module):
     """The heads of this tensor rank for the tokens of this context rank."""
 
-    def __init__(self, name: str, description: GatedLinearDescription, run: RunContext) -> None:
-        parts, self.chunk, self.context = description.parts, description.chunk, run.context
+    def __init__(self, name: str, description: GatedLinearDescription, setup: LayerSetup) -> None:
+        parts, self.chunk, self.context = description.parts, description.chunk, setup.context
         self.widths = parts["input"].fused[1]
-        self.input = Linear(f"{name}.input", parts["input"], run.tensor)
-        self.norm, self.kernels = Norm(f"{name}.norm", parts["norm"]), run.kernels
-        self.output = Linear(f"{name}.output", parts["output"], run.tensor)
+        self.input = Linear(f"{name}.input", parts["input"], setup.tensor)
+        self.norm, self.kernels = Norm(f"{name}.norm", parts["norm"]), setup.kernels
+        self.output = Linear(f"{name}.output", parts["output"], setup.tensor)
 
-    def __call__(self, x: Tensor, norm: Any, context: MicrobatchContext, state: Any) -> Tensor:
+    def __call__(self, x: Tensor, norm: Any, inputs: MicrobatchInputs, state: Any) -> Tensor:
         """Return what the layer adds to this rank's rows of the stream."""
-        rows = context.rows.remove_padding(self.input(x, state.deferred, norm))
-        heads_BSNX = rows.view(context.batch, context.length, -1, sum(self.widths))
+        rows = inputs.rows.remove_padding(self.input(x, state.deferred, norm))
+        heads_BSNX = rows.view(inputs.batch, inputs.length, -1, sum(self.widths))
         # Only the result of the product is kept, and all that follows is computed again from it.
-        out_TV = recompute(partial(self.mix, context), heads_BSNX).flatten(0, 1).flatten(1)
-        return self.output(context.rows.pad(out_TV), state.deferred)
+        out_TV = recompute(partial(self.mix, inputs), heads_BSNX).flatten(0, 1).flatten(1)
+        return self.output(inputs.rows.pad(out_TV), state.deferred)
 
-    def mix(self, context: MicrobatchContext, heads_BSNX: Tensor) -> Tensor:
+    def mix(self, inputs: MicrobatchInputs, heads_BSNX: Tensor) -> Tensor:
         """Return the gated outputs of heads, [B, S, N, V]."""
         query, key, value, gate_BSNV, decay = heads_BSNX.split(self.widths, -1)
         falls = F.logsigmoid(decay.to(torch.promote_types(decay.dtype, torch.float32))) / 16
-        begins = context.begins_BS[..., None, None].int()
+        begins = inputs.begins_BS[..., None, None].int()
         query, key, value, falls, begins = (
             split_chunks(each, self.chunk, self.context).transpose(2, 3)  # [P, C, N, L, ...]
             for each in (query * query.shape[-1] ** -0.5, key, value, falls, begins)
@@ -114,7 +114,7 @@ class GatedLinearAttention(Module):
         after = compute_decays(falls[..., -1:, :] - falls, number[..., -1:, :] == number).to(key)
         states = pass_states(before[..., -1:, :], (key * after).mT @ value, self.context).to(key)
         out = (query @ key.mT * within) @ value + (query * before.to(key)) @ states
-        out_BSNV = join_chunks(out.transpose(2, 3), context.batch, context.length)
+        out_BSNV = join_chunks(out.transpose(2, 3), inputs.batch, inputs.length)
         return self.norm(out_BSNV, self.kernels) * F.silu(gate_BSNV)
 
 

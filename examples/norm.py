@@ -25,7 +25,7 @@ from megaframe.config.blocks import MLPConfig
 from megaframe.config.section import Positive
 from megaframe.extensions import FeedForwardPart, NormPart, Registry
 from megaframe.model.activation import activate
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.measured import Measured, MeasuredActivation, MeasuredNorm
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module
@@ -105,22 +105,22 @@ class LowRankDescription(Measured, MLPDescription):
         """All three products."""
         return {"narrow": self.narrow, "up": self.up, "down": self.down}
 
-    def make_layer(self, name: str, run: RunContext) -> Module:
+    def make_layer(self, name: str, setup: LayerSetup) -> Module:
         """Return the torch layer."""
-        return LowRankMLP(name, self, run)
+        return LowRankMLP(name, self, setup)
 
 
 class LowRankMLP(Module):
     """The layer. Its linears communicate, and add their gradients where they belong."""
 
-    def __init__(self, name: str, own: LowRankDescription, run: RunContext) -> None:
-        self.narrow = Linear(f"{name}.narrow", own.narrow, run.tensor)
-        self.up = Linear(f"{name}.up", own.up, run.tensor)
-        self.down = Linear(f"{name}.down", own.down, run.tensor)
+    def __init__(self, name: str, own: LowRankDescription, setup: LayerSetup) -> None:
+        self.narrow = Linear(f"{name}.narrow", own.narrow, setup.tensor)
+        self.up = Linear(f"{name}.up", own.up, setup.tensor)
+        self.down = Linear(f"{name}.down", own.down, setup.tensor)
         self.activate = partial(activate, own.activation)
 
     def __call__(
-        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+        self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
     ) -> Any:
         """Apply the layer to this rank's rows [rows, hidden], after the norm if there is one."""
         up = self.up(self.narrow(x, state.deferred, norm), state.deferred)

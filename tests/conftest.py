@@ -42,7 +42,7 @@ from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data_parallel.sharded_parameters import ShardedParameters
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.model.forward_context import PLAIN_ROUTINES, make_run_context
+from megaframe.model.layer_inputs import PLAIN_ROUTINES, make_layer_setup
 from megaframe.model.model_chunk import build_whole_model_chunk
 from megaframe.optim.optimizer import Optimizer
 from megaframe.optim.parameter_groups import ParameterGroups
@@ -138,7 +138,7 @@ def build():
         }
         shape = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.3}
         config = RunConfig(model={**shape, **(model or {})}, **sections)
-        mesh, run = Mesh(Layout(), device="cpu"), make_run_context(config, routines=routines)
+        mesh, run = Mesh(Layout(), device="cpu"), make_layer_setup(config, routines=routines)
         if config.model.moe is not None:
             mesh.add_groups(EXPERT_SETS)
         chunk, groups = build_whole_model_chunk(config, run), ParameterGroups(config, mesh)

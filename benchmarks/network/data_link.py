@@ -209,7 +209,7 @@ class MegaframeRank:
         import torch
 
         from megaframe.model.block import EmulatedBlock, TransformerBlock
-        from megaframe.model.forward_context import MicrobatchContext
+        from megaframe.model.layer_inputs import MicrobatchInputs
         from megaframe.model.pass_state import PassState
 
         seconds = WAITS.model_dump()
@@ -220,10 +220,10 @@ class MegaframeRank:
 
         class WaitingBlock(TransformerBlock):
             def __call__(
-                self, x: torch.Tensor, context: MicrobatchContext, state: PassState
+                self, x: torch.Tensor, inputs: MicrobatchInputs, state: PassState
             ) -> torch.Tensor:
-                x = state.boundary.cross(first(x, context, state), self.mlp)
-                return second(x, context, state)
+                x = state.boundary.cross(first(x, inputs, state), self.mlp)
+                return second(x, inputs, state)
 
         for block in self.stage.blocks:
             block.__class__ = WaitingBlock

@@ -27,7 +27,7 @@ from harness import Spread, describe_machine, read_commit
 from lab_ranks import LIMIT, Host, open_hosts, start_ranks
 
 if TYPE_CHECKING:
-    from megaframe.tensor_parallel.context import TensorParallel
+    from megaframe.tensor_parallel.axis import TensorParallel
     from megaframe.tensor_parallel.linear import Linear
 
 RANKS = 2
@@ -110,7 +110,7 @@ def measure(arguments: argparse.Namespace) -> Seconds:
     from megaframe.distributed.collectives import barrier
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.tensor_parallel.context import TensorParallel
+    from megaframe.tensor_parallel.axis import TensorParallel
 
     torch.set_num_threads(1)
     torch.manual_seed(arguments.rank)

@@ -90,7 +90,7 @@ def main() -> None:
         parameter.value.copy_(value.view(parameter.value.shape))
     tokens = torch.zeros(1, shape.tokens, dtype=torch.int64)
     microbatch = Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
-    context, state = stage.make_context(microbatch), stage.make_pass_state()
+    inputs, state = stage.make_inputs(microbatch), stage.make_pass_state()
     x = numbers.x.requires_grad_()
 
     def start_step() -> None:
@@ -100,7 +100,7 @@ def main() -> None:
     def step() -> Tensor:
         start_step()
         x.grad = None
-        out = layer(x, None, context, state)
+        out = layer(x, None, inputs, state)
         out.backward(numbers.d_out)
         for parameter in trained:
             parameter.finish()
@@ -109,7 +109,7 @@ def main() -> None:
     step_seconds = measure_seconds(step, arguments.steps, x, WARM_UP)
     peak_bytes = read_peak_bytes()
 
-    chosen, _ = layer.router(x.detach(), context, state)
+    chosen, _ = layer.router(x.detach(), inputs, state)
     loads = torch.bincount(chosen.flatten(), minlength=shape.experts)
     expert_rows = ExpertRows(loads.cumsum(0, dtype=torch.int32), loads.tolist())
     rows = torch.randn(int(loads.sum()), shape.hidden).to(x.dtype).requires_grad_()

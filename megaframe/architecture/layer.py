@@ -147,13 +147,13 @@ class LayerDescription(ABC):
         for part_name, part in self.parts.items():
             yield from part.declare_parameters(f"{name}.{part_name}")
 
-    def make_layer(self, name: str, run: Any) -> Any:
+    def make_layer(self, name: str, setup: Any) -> Any:
         """Return the torch layer of a description from outside. Layers of our own descriptions are
         known to `megaframe.model.block.build_layer`, because nothing here imports torch.
 
         Args:
             name: Of the layer in the model.
-            run: What the run fixes (`RunContext`).
+            setup: What the run fixes (`LayerSetup`).
         """
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.axis import ContextParallel
 
 
 def split_chunks(x_BS: Tensor, size: int, context: ContextParallel) -> Tensor:
@@ -65,7 +65,7 @@ def pass_states(decay_PC: Tensor, added_PC: Tensor, context: ContextParallel) ->
         decay_PC: Factor of the state within each chunk of `split_chunks`, [B * P, C, ...]; it
             broadcasts to `added_PC`. It is zero where a sample or document begins in the chunk.
         added_PC: What each chunk makes of a state of zero, [B * P, C, ...].
-        context: The ranks that divide samples (`RunContext.context`).
+        context: The ranks that divide samples (`LayerSetup.context`).
     """
     wide = torch.promote_types(added_PC.dtype, torch.float32)
     decay_PC, added_PC = decay_PC.to(wide), added_PC.to(wide)

@@ -11,8 +11,8 @@ from torch import Tensor
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.context_parallel.ring import ring_attention
 from megaframe.context_parallel.ring_mask import RingMask
-from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.key_value_cache import LayerCache
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.pass_state import PassState
 from megaframe.model.query_key_norm import make_query_key_norms
 from megaframe.ops.attention_kernel import attend_by_kernel
@@ -25,30 +25,30 @@ from megaframe.tensor_parallel.linear import Elementwise, Linear
 class Attention(Module):
     """Self-attention of one layer, with grouped key and value heads."""
 
-    def __init__(self, name: str, description: AttentionDescription, run: RunContext) -> None:
+    def __init__(self, name: str, description: AttentionDescription, setup: LayerSetup) -> None:
         """Make the layers.
 
         Args:
             name: Of the layer in the model.
             description: What it declares.
-            run: What the run fixes.
+            setup: What the run fixes.
         """
-        self.window, self.scale, self.run = description.window, description.score_scale, run
+        self.window, self.scale, self.setup = description.window, description.score_scale, setup
         self.softcap, self.rotary = description.softcap, description.rotary
         self.groups, self.width = description.kv_heads, description.head_dim
         self.per_group = description.heads_per_group
-        self.qkv = Linear(f"{name}.qkv", description.qkv, run.tensor)
-        self.qk_norms = make_query_key_norms(name, description, run)
+        self.qkv = Linear(f"{name}.qkv", description.qkv, setup.tensor)
+        self.qk_norms = make_query_key_norms(name, description, setup)
         self.sinks: Parameter | None = None
         if description.sinks is not None:
             (spec,) = description.sinks.declare_parameters(f"{name}.sinks")
             self.sinks = Parameter(spec)
         gate = description.gate
-        self.gate = None if gate is None else Linear(f"{name}.gate", gate, run.tensor)
-        self.output = Linear(f"{name}.output", description.output, run.tensor)
+        self.gate = None if gate is None else Linear(f"{name}.gate", gate, setup.tensor)
+        self.output = Linear(f"{name}.output", description.output, setup.tensor)
 
     def __call__(
-        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+        self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
         """Attend within samples. On a tensor axis each rank computes some of the groups, for all
         tokens.
@@ -57,20 +57,20 @@ class Attention(Module):
             x: This rank's rows, [rows, hidden].
             norm: Applied to x first, and again in the backward pass of each product of x; None if
                 it already was, as without recomputation.
-            context: Of the microbatch.
+            inputs: Of the microbatch.
             state: Of its pass.
 
         Returns:
             A tensor like x.
         """
-        batch, length = context.batch, context.length
-        qkv = context.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
+        batch, length = inputs.batch, inputs.length
+        qkv = inputs.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
             batch, length, -1, self.per_group + 2, self.width
         )
         # Views of one product: B, S, then this rank's groups, each with R queries, a key and a
         # value.
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
-        tensor = self.run.tensor.group
+        tensor = self.setup.tensor.group
         if self.groups < tensor.size:
             # Neighbouring ranks share a group; each has some of its query heads.
             sharing = tensor.size // self.groups
@@ -80,31 +80,31 @@ class Attention(Module):
         if self.qk_norms is not None:
             query, key_BSGD = self.qk_norms(query.flatten(2, 3), key_BSGD)
         if self.rotary is not None:
-            rotate = context.rotary[self.rotary]
+            rotate = inputs.rotary[self.rotary]
             # The rotation is the only copy of the queries: it reads them between keys and values.
             query, key_BSGD = rotate(query), rotate(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
         # Query heads of one group stay adjacent, as grouped-query attention expects them.
         query_BSND = query.reshape(batch, length, -1, self.width)
-        mask = context.masks[self.window]
+        mask = inputs.masks[self.window]
         heads_TV = attend_heads(
             query_BSND,
             key_BSGD,
             value_BSGD,
             mask,
             self.scale,
-            self.run,
+            self.setup,
             softcap=self.softcap,
             sinks_N=None if self.sinks is None else self.sinks.use(),
             cache=state.find_cache(self, self.window),
         )
         if self.gate is not None:
-            gates_TN1 = context.rows.remove_padding(self.gate(x, state.deferred, norm)).sigmoid()
+            gates_TN1 = inputs.rows.remove_padding(self.gate(x, state.deferred, norm)).sigmoid()
             gates_TN1 = gates_TN1.view(len(heads_TV), query_BSND.shape[2], -1)
             heads_TV = (heads_TV.view(*gates_TN1.shape[:2], -1) * gates_TN1).flatten(1)
         # The product of a row linear is reduce-scattered in equal parts, so the padding comes back.
-        return self.output(context.rows.pad(heads_TV), state.deferred)
+        return self.output(inputs.rows.pad(heads_TV), state.deferred)
 
 
 def attend_heads(
@@ -113,7 +113,7 @@ def attend_heads(
     value_BSGV: Tensor,
     mask: SequenceMask | RingMask,
     scale: float,
-    run: RunContext,
+    setup: LayerSetup,
     *,
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
@@ -128,7 +128,7 @@ def attend_heads(
         value_BSGV: Values.
         mask: What tokens attend to.
         scale: Factor of the scores.
-        run: Its context ranks exchange heads or pass keys and values around.
+        setup: Its context ranks exchange heads or pass keys and values around.
         softcap: Bound of the scores; None for no bound.
         sinks_N: A logit without a value in the softmax of each of this tensor rank's query heads;
             None for none.
@@ -145,19 +145,19 @@ def attend_heads(
             return _attend_to_past(query_BSND, keys, values, scale, softcap, sinks_N)
     # The two ways of context parallelism nest: heads are exchanged within a group of neighbours,
     # and the ring passes keys around between groups.
-    shared = run.context.scatter_heads(query_BSND, key_BSGD, value_BSGV)
-    if sinks_N is not None and run.context.heads.size > 1:
+    shared = setup.context.scatter_heads(query_BSND, key_BSGD, value_BSGV)
+    if sinks_N is not None and setup.context.heads.size > 1:
         # Those of the heads that the exchange brings to this rank.
-        sinks_N = sinks_N.chunk(run.context.heads.size)[run.context.heads.index]
+        sinks_N = sinks_N.chunk(setup.context.heads.size)[setup.context.heads.index]
     if isinstance(mask, RingMask):
         out_BSNV = ring_attention(*shared, mask, scale, softcap, sinks_N)
     else:
-        by_kernel = attend_by_kernel(run.kernels, *shared, mask, scale, softcap, sinks_N)
+        by_kernel = attend_by_kernel(setup.kernels, *shared, mask, scale, softcap, sinks_N)
         if by_kernel is None:
-            out_BSNV = run.routines.attend_locally(*shared, mask, scale, softcap, sinks_N)
+            out_BSNV = setup.routines.attend_locally(*shared, mask, scale, softcap, sinks_N)
         else:
             out_BSNV = by_kernel
-    out_BSNV = run.context.gather_heads(out_BSNV)
+    out_BSNV = setup.context.gather_heads(out_BSNV)
     return out_BSNV.reshape(out_BSNV.shape[0] * out_BSNV.shape[1], -1)
 
 

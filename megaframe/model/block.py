@@ -17,7 +17,7 @@ from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.mla import LatentAttention
 from megaframe.model.mlp import MLP
 from megaframe.model.moe.layer import MixtureOfExperts
@@ -34,17 +34,17 @@ class TransformerBlock(Module):
     """One transformer layer, as `BlockDescription` says; usually x + attention(norm(x)), then x +
     mlp(norm(x))."""
 
-    def __init__(self, description: BlockDescription, layer: int, run: RunContext) -> None:
-        self.name, self.run, self.kernels = f"blocks.{layer}", run, run.kernels
+    def __init__(self, description: BlockDescription, layer: int, setup: LayerSetup) -> None:
+        self.name, self.setup, self.kernels = f"blocks.{layer}", setup, setup.kernels
         self.parallel = description.parallel != "none"
         self.residual_scale = description.residual_scale
-        self.recomputes_norms = run.recompute and description.norm.recomputes
+        self.recomputes_norms = setup.recompute and description.norm.recomputes
         self.attention_norm = self._make_norm("attention_norm", description)
-        self.attention = build_layer(description.mixer, self.name, run)
+        self.attention = build_layer(description.mixer, self.name, setup)
         self.attention_post_norm = self._make_norm("attention_post_norm", description)
         self.mlp_norm = self._make_norm("mlp_norm", description)
         self.mlp_post_norm = self._make_norm("mlp_post_norm", description)
-        self.mlp = build_layer(description.feed_forward, self.name, run)
+        self.mlp = build_layer(description.feed_forward, self.name, setup)
 
     def _make_norm(self, part: str, description: BlockDescription) -> Norm | None:
         if part not in description.first_half:
@@ -56,22 +56,22 @@ class TransformerBlock(Module):
         """The MLP, or the experts in its place."""
         return self.mlp
 
-    def __call__(self, x: Tensor, context: MicrobatchContext, state: PassState) -> Tensor:
+    def __call__(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Return the residual stream after the block.
 
         Args:
             x: This rank's rows of the stream, [rows, hidden].
-            context: Of the microbatch.
+            inputs: Of the microbatch.
             state: Of its pass.
 
         Returns:
             A tensor like x.
         """
         if self.parallel:
-            return self._run_in_parallel(x, context, state)
+            return self._run_in_parallel(x, inputs, state)
         rows, norm = self._prepare(x, self.attention_norm)
-        branch = self.attention(rows, norm, context, state)
-        branch = self._finish(branch, self.attention_post_norm, "attention", context)
+        branch = self.attention(rows, norm, inputs, state)
+        branch = self._finish(branch, self.attention_post_norm, "attention", inputs)
         # Between the halves: the values of the MLP are waited for here, and in the backward pass
         # its gradients are complete here.
         branch = state.boundary.cross(branch, self.mlp)
@@ -80,25 +80,25 @@ class TransformerBlock(Module):
             # One kernel adds the branch and normalises the sum. With recompute the norm is left to
             # the linear after it, which computes it again.
             normed, x = self.mlp_norm.add_and_normalize(x, branch, kernels)
-            branch = self.mlp(normed, None, context, state)
+            branch = self.mlp(normed, None, inputs, state)
         else:
             x = x + branch
             rows, norm = self._prepare(x, self.mlp_norm)
-            branch = self.mlp(rows, norm, context, state)
-        return x + self._finish(branch, self.mlp_post_norm, "mlp", context)
+            branch = self.mlp(rows, norm, inputs, state)
+        return x + self._finish(branch, self.mlp_post_norm, "mlp", inputs)
 
-    def _run_in_parallel(self, x: Tensor, context: MicrobatchContext, state: PassState) -> Tensor:
+    def _run_in_parallel(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Let both halves start from x. Autograd differentiates the MLP first, because it was
         computed last, so its gradients are complete at the boundary here, too."""
         rows, norm = self._prepare(x, self.attention_norm)
-        branch = self.attention(rows, norm, context, state)
-        branch = self._finish(branch, self.attention_post_norm, "attention", context)
+        branch = self.attention(rows, norm, inputs, state)
+        branch = self._finish(branch, self.attention_post_norm, "attention", inputs)
         branch = state.boundary.cross(branch, self.mlp)
         if self.mlp_norm is not None:
             rows, norm = self._prepare(x, self.mlp_norm)
         # Otherwise one norm for both; if it is recomputed, by each product.
-        second = self.mlp(rows, norm, context, state)
-        return x + branch + self._finish(second, self.mlp_post_norm, "mlp", context)
+        second = self.mlp(rows, norm, inputs, state)
+        return x + branch + self._finish(second, self.mlp_post_norm, "mlp", inputs)
 
     def _prepare(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """Return the input of a half, and the norm that is left to its products, which recompute it
@@ -108,23 +108,23 @@ class TransformerBlock(Module):
         return norm(x, self.kernels), None
 
     def _finish(
-        self, branch: Tensor, norm: Norm | None, half: str, context: MicrobatchContext
+        self, branch: Tensor, norm: Norm | None, half: str, inputs: MicrobatchInputs
     ) -> Tensor:
         """Return what a half adds to the stream, from its output."""
         if norm is not None:
             branch = norm(branch, self.kernels)
-        if context.dropout is not None:
-            branch = context.dropout(branch, f"{self.name}.{half}")
+        if inputs.dropout is not None:
+            branch = inputs.dropout(branch, f"{self.name}.{half}")
         return branch if self.residual_scale == 1.0 else branch * self.residual_scale
 
 
-def build_layer(description: LayerDescription, block: str, run: RunContext) -> BlockLayer:
+def build_layer(description: LayerDescription, block: str, setup: LayerSetup) -> BlockLayer:
     """Return the torch layer of a description.
 
     Args:
         description: What the layer declares.
         block: Name of the block in the model; the first part of the layer's name.
-        run: What the run fixes for layers.
+        setup: What the run fixes for layers.
 
     Raises:
         TypeError: If no layer is known for descriptions of this type, and they make none.
@@ -132,17 +132,17 @@ def build_layer(description: LayerDescription, block: str, run: RunContext) -> B
     name = f"{block}.{description.name}"
     # First, because a description from outside may be derived from one of ours.
     if type(description).make_layer is not LayerDescription.make_layer:
-        layer: BlockLayer = description.make_layer(name, run)
+        layer: BlockLayer = description.make_layer(name, setup)
         return layer
     match description:
         case AttentionDescription():
-            return Attention(name, description, run)
+            return Attention(name, description, setup)
         case LatentAttentionDescription():
-            return LatentAttention(name, description, run)
+            return LatentAttention(name, description, setup)
         case MLPDescription():
-            return MLP(name, description, run.tensor)
+            return MLP(name, description, setup.tensor)
         case MoEDescription():
-            return MixtureOfExperts(name, description, run)
+            return MixtureOfExperts(name, description, setup)
     raise TypeError(f"{type(description).__name__} has no method make_layer(name, run)")
 
 
@@ -158,7 +158,7 @@ class EmulatedBlock(Module):
     def __init__(self, times: EmulationConfig) -> None:
         self.times = times
 
-    def __call__(self, x: Tensor, context: MicrobatchContext, state: PassState) -> Tensor:
+    def __call__(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Return a copy of x after the forward time."""
         return _Wait.apply(x, time.perf_counter(), self.times, state.deferred)
 

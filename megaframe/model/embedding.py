@@ -7,7 +7,7 @@ from torch import Tensor
 from megaframe.architecture.embedding import describe_position_table, describe_token_table
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.model.forward_context import MicrobatchContext, RunContext, get_token_positions
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs, get_token_positions
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.embedding import EmbeddingTable
 
@@ -15,38 +15,40 @@ from megaframe.tensor_parallel.embedding import EmbeddingTable
 class Embedding(Module):
     """Token embedding, plus learned positions if the model has them."""
 
-    def __init__(self, config: RunConfig, run: RunContext) -> None:
+    def __init__(self, config: RunConfig, setup: LayerSetup) -> None:
         model = config.model
         self.position, self.scale = model.position, model.embedding_scale
-        self.tokens = make_token_table(model, run)
+        self.tokens = make_token_table(model, setup)
         position_table = describe_position_table(model, config.train.seq)
         if position_table is not None:
-            self.positions = EmbeddingTable("embedding.positions", position_table, run.tensor.group)
+            self.positions = EmbeddingTable(
+                "embedding.positions", position_table, setup.tensor.group
+            )
 
-    def __call__(self, microbatch: Microbatch, context: MicrobatchContext) -> Tensor:
+    def __call__(self, microbatch: Microbatch, inputs: MicrobatchInputs) -> Tensor:
         """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S]."""
         tokens_BS = microbatch.tokens_BS
-        x = self.tokens(tokens_BS.flatten(), context.rows)
+        x = self.tokens(tokens_BS.flatten(), inputs.rows)
         if self.position == "learned":
             positions = get_token_positions(microbatch).expand_as(tokens_BS)
             # Every rank has the whole table of positions and looks up only its own rows.
-            x = x + self.positions(positions.flatten(), context.rows)
+            x = x + self.positions(positions.flatten(), inputs.rows)
         if self.scale != 1.0:
             x = x * self.scale
-        return x if context.dropout is None else context.dropout(x, "embedding")
+        return x if inputs.dropout is None else inputs.dropout(x, "embedding")
 
 
 def make_token_table(
-    model: ModelConfig, run: RunContext, *, replica: bool = False
+    model: ModelConfig, setup: LayerSetup, *, replica: bool = False
 ) -> EmbeddingTable:
     """Return the token table.
 
     Args:
         model: The model's config.
-        run: What the run fixes.
+        setup: What the run fixes.
         replica: Whether another rank's stage has the same table.
     """
-    table = EmbeddingTable("embedding.tokens", describe_token_table(model), run.tensor.group)
+    table = EmbeddingTable("embedding.tokens", describe_token_table(model), setup.tensor.group)
     if replica:
         table.weight = Parameter(table.weight.spec, replica=True)
     return table

@@ -24,19 +24,19 @@ from megaframe.architecture.norm import NormDescription
 from megaframe.config import ModelConfig, ParallelConfig, TrainConfig
 from megaframe.config.part_calls import describe_failure
 from megaframe.config.parts import ActivationPart
-from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.axis import ContextParallel
 from megaframe.data.microbatch import Microbatch, select_context_part
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.model.block import build_layer
-from megaframe.model.forward_context import MicrobatchContext, RunContext, make_microbatch_context
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs, make_microbatch_inputs
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.ops.autograd import backward
 from megaframe.ops.meta_tensors import MetaTensorMode
 from megaframe.parameters.parameter import PRECISIONS, Module
-from megaframe.tensor_parallel.context import TensorParallel
+from megaframe.tensor_parallel.axis import TensorParallel
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradientQueue
 
 Operator = tuple[str, tuple[tuple[int, ...], ...]]
@@ -142,7 +142,7 @@ class OperationLayer(Module):
         self.norm = Norm(name, part) if isinstance(part, NormDescription) else None
         self.part = part
 
-    def __call__(self, x: Tensor, norm: None, context: MicrobatchContext, state: PassState) -> Any:
+    def __call__(self, x: Tensor, norm: None, inputs: MicrobatchInputs, state: PassState) -> Any:
         """Return the norm of x; or the activation, with x as gate and as up."""
         if self.norm is not None:
             return self.norm(x)
@@ -286,17 +286,17 @@ class _Passes:
             recompute=train.recompute == "selective",
         )
         context = ContextParallel(*mesh.divide_context(count_exchanging_ranks(parallel)))
-        run = RunContext(tensor, context)
+        setup = LayerSetup(tensor, context)
         self._precision = PRECISIONS[train.precision]
-        self._layer: Any = build_layer(description, "layer", run)
+        self._layer: Any = build_layer(description, "layer", setup)
         self._bind_parameters()
         mixers = [description] if isinstance(description, MixerDescription) else []
         microbatch = _make_microbatch(train, context)
         dtype = self._precision.compute
-        self._context = make_microbatch_context(
-            ModelConfig(), run, microbatch, dtype, mixers=mixers
+        self._inputs = make_microbatch_inputs(
+            ModelConfig(), setup, microbatch, dtype, mixers=mixers
         )
-        rows = self._context.rows
+        rows = self._inputs.rows
         self._shape = rows.padded // rows.ranks, hidden
 
     def _bind_parameters(self) -> None:
@@ -380,7 +380,7 @@ class _Passes:
     def _run_forward(self, leaf: Tensor, state: PassState) -> tuple[GradientEdge, int]:
         """Return the edge of the output, and the key of its storage: the output itself is not
         kept, as between blocks."""
-        output = self._layer(leaf, None, self._context, state)
+        output = self._layer(leaf, None, self._inputs, state)
         if not isinstance(output, Tensor) or output.shape != leaf.shape:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"it returns {shape}, and its input is {tuple(leaf.shape)}")

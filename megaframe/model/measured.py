@@ -152,7 +152,7 @@ class _Alone(FeedForwardDescription):
         keeps_output = measure(self, self.hidden, ParallelConfig(), _TOKENS).keeps_output
         return saved + SavedActivations(-self.hidden * keeps_output)
 
-    def make_layer(self, name: str, run: Any) -> Any:
+    def make_layer(self, name: str, setup: Any) -> Any:
         """Return the layer."""
         from megaframe.model.layer_measurement import OperationLayer  # imports torch
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.distributed.differentiable import gather_differentiably
 from megaframe.model.attention import attend_heads
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module
@@ -29,36 +29,38 @@ from megaframe.tensor_parallel.linear import Elementwise, Linear
 class LatentAttention(Module):
     """Latent attention: both latents are RMS-normalised and become heads."""
 
-    def __init__(self, name: str, description: LatentAttentionDescription, run: RunContext) -> None:
+    def __init__(
+        self, name: str, description: LatentAttentionDescription, setup: LayerSetup
+    ) -> None:
         """Make the layers.
 
         Args:
             name: Of the layer in the model.
             description: What it declares.
-            run: What the run fixes.
+            setup: What the run fixes.
         """
-        self.window, self.run = description.window, run
+        self.window, self.setup = description.window, setup
         self.scale, self.latents = description.score_scale, description.latents
         self.width, self.rotary_dim = description.query_width, description.rotary_dim
         assert description.rotary is not None, "the config is refused without rotary positions"
         self.rotary = description.rotary
         self.kv_parts = (description.head_dim, description.value_dim)
         # Not divided: every tensor rank makes the latents of its own rows, without communication.
-        self.down = Linear(f"{name}.down", description.down, run.tensor)
+        self.down = Linear(f"{name}.down", description.down, setup.tensor)
         norm = description.query_norm
         self.query_norm = None if norm is None else Norm(f"{name}.query_norm", norm)
         self.kv_norm = Norm(f"{name}.kv_norm", description.kv_norm)
-        self.query = Linear(f"{name}.query", description.query, run.tensor)
-        self.kv = Linear(f"{name}.kv", description.kv, run.tensor)
-        self.output = Linear(f"{name}.output", description.output, run.tensor)
+        self.query = Linear(f"{name}.query", description.query, setup.tensor)
+        self.kv = Linear(f"{name}.kv", description.kv, setup.tensor)
+        self.output = Linear(f"{name}.output", description.output, setup.tensor)
 
     def __call__(
-        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+        self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
         """Attend within samples, as `Attention` does. On a tensor axis each rank has some of the
         heads and all tokens."""
-        query, kv, key_rotary = self._project(x, norm, context, state.deferred)
-        rotate = context.rotary[self.rotary]
+        query, kv, key_rotary = self._project(x, norm, inputs, state.deferred)
+        rotate = inputs.rotary[self.rotary]
         query_BSND = rotate(query)
         key_plain, value = kv.split(self.kv_parts, 3)
         # One rotated key for all heads: a view without copies, until `cat` gives each head its own.
@@ -66,17 +68,17 @@ class LatentAttention(Module):
         key_BSND = torch.cat((rotated, key_plain), 3)
         # A copy, because a view would keep the unrotated keys alive beside it.
         value_BSNV = value.contiguous()
-        mask = context.masks[self.window]
+        mask = inputs.masks[self.window]
         cache = state.find_cache(self, self.window)
         heads = query_BSND, key_BSND, value_BSNV
-        heads_TV = attend_heads(*heads, mask, self.scale, self.run, cache=cache)
-        return self.output(context.rows.pad(heads_TV), state.deferred)
+        heads_TV = attend_heads(*heads, mask, self.scale, self.setup, cache=cache)
+        return self.output(inputs.rows.pad(heads_TV), state.deferred)
 
     def _project(
         self,
         x: Tensor,
         norm: Elementwise | None,
-        context: MicrobatchContext,
+        inputs: MicrobatchInputs,
         deferred: DeferredGradients,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, S, N, D], the unrotated part of keys together with values [B, S, N, D
@@ -92,10 +94,10 @@ class LatentAttention(Module):
             query = self.query(query_latent[0], deferred, self.query_norm)
         kv = self.kv(kv_latent, deferred, self.kv_norm)
         # Not followed by a product, so no linear gathers it. Each rank uses it for its own heads.
-        key_rotary = gather_differentiably(key_rotary, self.run.tensor.group)
+        key_rotary = gather_differentiably(key_rotary, self.setup.tensor.group)
         widths = (query, self.width), (kv, sum(self.kv_parts)), (key_rotary, self.rotary_dim)
         query, kv, key_rotary = (
-            context.rows.remove_padding(part).view(context.batch, context.length, -1, width)
+            inputs.rows.remove_padding(part).view(inputs.batch, inputs.length, -1, width)
             for part, width in widths
         )
         return query, kv, key_rotary

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.model.activation import activate
-from megaframe.model.forward_context import MicrobatchContext
+from megaframe.model.layer_inputs import MicrobatchInputs
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module
-from megaframe.tensor_parallel.context import TensorParallel
+from megaframe.tensor_parallel.axis import TensorParallel
 from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
@@ -31,7 +31,7 @@ class MLP(Module):
         self.down = Linear(f"{name}.down", description.down, tensor)
 
     def __call__(
-        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+        self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
         """Apply the MLP to each row. The arguments are those of `Attention`."""
         up = self.up(x, state.deferred, norm)

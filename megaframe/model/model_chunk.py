@@ -10,7 +10,7 @@ from megaframe.architecture.stages import StagePlan
 from megaframe.config import RunConfig
 from megaframe.model.block import EmulatedBlock, TransformerBlock
 from megaframe.model.embedding import Embedding
-from megaframe.model.forward_context import RunContext, make_run_context
+from megaframe.model.layer_inputs import LayerSetup, make_layer_setup
 from megaframe.model.output_head import PostProcess
 from megaframe.parameters.parameter import Module, Parameter
 
@@ -32,7 +32,7 @@ class ModelChunk:
         self,
         config: RunConfig,
         plan: StagePlan,
-        run: RunContext,
+        setup: LayerSetup,
         embedding: Embedding | None = None,
     ) -> None:
         """Make the layers. Their parameters have no memory yet.
@@ -40,20 +40,20 @@ class ModelChunk:
         Args:
             config: The run.
             plan: Which part of the model this is.
-            run: What the run fixes for the layers.
+            setup: What the run fixes for the layers.
             embedding: The embedding of another stage on this rank, for the head and the predictors.
         """
         self.plan = plan
-        self.embedding = Embedding(config, run) if plan.first else None
+        self.embedding = Embedding(config, setup) if plan.first else None
         emulate = config.model.emulate
         self.blocks: list[TransformerBlock | EmulatedBlock] = [
-            TransformerBlock(describe_block(config.model, layer), layer, run)
+            TransformerBlock(describe_block(config.model, layer), layer, setup)
             if emulate is None
             else EmulatedBlock(emulate)
             for layer in plan.blocks
         ]
         self.post_process = (
-            PostProcess(config, self.embedding or embedding, run) if plan.last else None
+            PostProcess(config, self.embedding or embedding, setup) if plan.last else None
         )
         first = [] if self.embedding is None else [self.embedding]
         last = [] if self.post_process is None else self.post_process.units
@@ -66,7 +66,7 @@ class ModelChunk:
 
 
 def build_chunks(
-    config: RunConfig, plans: Iterable[StagePlan], run: RunContext
+    config: RunConfig, plans: Iterable[StagePlan], setup: LayerSetup
 ) -> dict[int, ModelChunk]:
     """Return the chunks of one rank by the number of their stage. If the first and the last stage
     are both on this rank, the last one uses the first one's embedding."""
@@ -75,15 +75,15 @@ def build_chunks(
         # In order of stages, so that the first stage exists before the last one asks for its
         # embedding.
         embedding = chunks[0].embedding if 0 in chunks else None
-        chunks[plan.stage_index] = ModelChunk(config, plan, run, embedding)
+        chunks[plan.stage_index] = ModelChunk(config, plan, setup, embedding)
     return chunks
 
 
-def build_whole_model_chunk(config: RunConfig, run: RunContext | None = None) -> ModelChunk:
+def build_whole_model_chunk(config: RunConfig, setup: LayerSetup | None = None) -> ModelChunk:
     """Return the whole model as one chunk; by default, as it is on a single rank."""
     recomputed = config.model.layers if config.train.recompute == "full" else 0
     plan = StagePlan(0, 1, range(config.model.layers), recomputed)
-    return ModelChunk(config, plan, run or make_run_context(config))
+    return ModelChunk(config, plan, setup or make_layer_setup(config))
 
 
 def list_model_specs(config: RunConfig) -> list[ParamSpec]:

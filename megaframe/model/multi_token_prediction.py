@@ -9,7 +9,7 @@ from torch import Tensor
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.config import ModelConfig
 from megaframe.model.block import TransformerBlock
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module
@@ -27,7 +27,7 @@ class MultiTokenPredictor(Module):
         index: int,
         tokens: EmbeddingTable,
         previous_norm: Norm,
-        run: RunContext,
+        setup: LayerSetup,
     ) -> None:
         """Declare the layers.
 
@@ -37,16 +37,16 @@ class MultiTokenPredictor(Module):
             tokens: The token table, which this shares with the embedding.
             previous_norm: The final norm of the previous depth. It is applied to the stream first,
                 because the predictor takes the stream as the head saw it, as in the released code.
-            run: What the run fixes.
+            setup: What the run fixes.
         """
-        self.name, self.run = f"predictors.{index}", run
+        self.name, self.setup = f"predictors.{index}", setup
         self.tokens, self.previous_norm = tokens, previous_norm
         description = describe_predictor(model, index)
         self.stream_norm = Norm(f"{self.name}.stream_norm", description.norm)
         self.token_norm = Norm(f"{self.name}.token_norm", description.norm)
         # Not divided over the tensor ranks: each multiplies its own rows.
-        self.join = Linear(f"{self.name}.join", description.join, run.tensor)
-        self.block = TransformerBlock(description.block, model.layers + index, run)
+        self.join = Linear(f"{self.name}.join", description.join, setup.tensor)
+        self.block = TransformerBlock(description.block, model.layers + index, setup)
 
     @property
     def second_half(self) -> Module:
@@ -54,17 +54,17 @@ class MultiTokenPredictor(Module):
         return self.block.second_half
 
     def __call__(
-        self, x: Tensor, ahead_BS: Tensor, context: MicrobatchContext, state: PassState
+        self, x: Tensor, ahead_BS: Tensor, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
         """Return the next stream from x, the stream [rows, hidden] of the previous depth, and the
         tokens ahead."""
-        ahead = self.tokens(ahead_BS.flatten(), context.rows)
-        if context.dropout is not None:
-            ahead = context.dropout(ahead, self.name)
-        kernels = self.run.kernels
+        ahead = self.tokens(ahead_BS.flatten(), inputs.rows)
+        if inputs.dropout is not None:
+            ahead = inputs.dropout(ahead, self.name)
+        kernels = self.setup.kernels
         # Twice normalised, as in the released code: by the head's norm of the previous depth and by
         # its own.
         stream = self.stream_norm(self.previous_norm(x, kernels), kernels)
         # [rows, 2 * hidden]: stream first, then token, as the weight of `join` has its two inputs.
         stream_and_token = torch.cat((stream, self.token_norm(ahead, kernels)), 1)
-        return self.block(self.join(stream_and_token, state.deferred), context, state)
+        return self.block(self.join(stream_and_token, state.deferred), inputs, state)

@@ -20,7 +20,7 @@ from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.parts import LossPart
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.model.embedding import Embedding, make_token_table
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.loss import HeadResult, LossOptions, compute_head_loss
 from megaframe.model.multi_token_prediction import MultiTokenPredictor
 from megaframe.model.norm import Norm
@@ -40,16 +40,16 @@ class OutputHead(Module):
     """Final norm, projection to the vocabulary, and loss. Each depth of multi-token prediction has
     its own final norm and shares the projection."""
 
-    def __init__(self, config: RunConfig, tokens: EmbeddingTable | None, run: RunContext) -> None:
+    def __init__(self, config: RunConfig, tokens: EmbeddingTable | None, setup: LayerSetup) -> None:
         """Declare the parameters.
 
         Args:
             config: The run.
             tokens: The token table on the last stage, whose weight a tied head uses.
-            run: What the run fixes.
+            setup: What the run fixes.
         """
         model = config.model
-        self.run = run
+        self.setup = setup
         norm = describe_norm(model)
         self.norm = Norm("head.norm", norm)
         self.norms_ahead = [
@@ -75,7 +75,7 @@ class OutputHead(Module):
         return [self.norm, *self.norms_ahead]
 
     def compute_loss(
-        self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, context: MicrobatchContext
+        self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, inputs: MicrobatchInputs
     ) -> HeadResult:
         """Compute the loss sum, and with a scale its gradients; see `compute_head_loss`.
 
@@ -84,11 +84,11 @@ class OutputHead(Module):
             labels_BS: Labels of all tokens.
             scale: Factor of the gradients, fp64 scalar. Without it there are none, and the loss is
                 cross-entropy alone.
-            context: Of the microbatch.
+            inputs: Of the microbatch.
         """
-        labels = context.rows.pad(labels_BS.flatten(), IGNORE)
+        labels = inputs.rows.pad(labels_BS.flatten(), IGNORE)
         options = self.evaluation_options if scale is None else self.training_options
-        tensor = self.run.tensor
+        tensor = self.setup.tensor
         # Detached: the head computes its own gradient, which `PostProcess.backward` passes on.
         return compute_head_loss(
             y.detach(), labels, self.weight, options, scale, tensor.group, tensor.kernels
@@ -109,7 +109,7 @@ class PostProcessActivations:
 
     Attributes:
         microbatch: Its tokens and labels.
-        context: What it brings to layers.
+        inputs: What it brings to layers.
         state: Of its passes.
         leaves: The streams after the last block and after each predictor.
         outputs: The graph edge of each predictor's output, None if the predictor is recomputed.
@@ -118,7 +118,7 @@ class PostProcessActivations:
     """
 
     microbatch: Microbatch
-    context: MicrobatchContext
+    inputs: MicrobatchInputs
     state: PassState
     leaves: list[Tensor] = field(default_factory=list)
     outputs: list[GradientEdge | None] = field(default_factory=list)
@@ -130,23 +130,23 @@ class PostProcess:
     """What follows the last block: the predictors and the head, which `units` lists in the order of
     the forward pass."""
 
-    def __init__(self, config: RunConfig, embedding: Embedding | None, run: RunContext) -> None:
+    def __init__(self, config: RunConfig, embedding: Embedding | None, setup: LayerSetup) -> None:
         """Build the units.
 
         Args:
             config: The run.
             embedding: The model's embedding if it is on this rank, for a tied head and for
                 predictors; without it they use a replica of its `tokens`.
-            run: What the run fixes.
+            setup: What the run fixes.
         """
         model, train = config.model, config.train
-        self.tokens = get_output_token_table(model, embedding, run)
-        self.head = OutputHead(config, self.tokens, run)
+        self.tokens = get_output_token_table(model, embedding, setup)
+        self.head = OutputHead(config, self.tokens, setup)
         self.predictors: list[MultiTokenPredictor] = []
         for index in range(model.mtp_depth):
             assert self.tokens is not None
             self.predictors.append(
-                MultiTokenPredictor(model, index, self.tokens, self.head.norms[index], run)
+                MultiTokenPredictor(model, index, self.tokens, self.head.norms[index], setup)
             )
         self.units: list[Module] = [*self.predictors, self.head]
         self._loss_weight = train.mtp_weight / max(1, model.mtp_depth)
@@ -157,7 +157,7 @@ class PostProcess:
         self,
         x: Tensor,
         microbatch: Microbatch,
-        context: MicrobatchContext,
+        inputs: MicrobatchInputs,
         state: PassState,
         scale: Tensor,
         values: UnitValues,
@@ -167,7 +167,7 @@ class PostProcess:
         Args:
             x: The stream after the last block, [rows, hidden].
             microbatch: Its tokens and labels.
-            context: What it brings to layers.
+            inputs: What it brings to layers.
             state: Of its passes.
             scale: Gradients are of scale * (the loss sum of the next token + the weighted loss sums
                 of the tokens further ahead).
@@ -180,11 +180,11 @@ class PostProcess:
         # A stream is used twice, by the head and by the next predictor. It is cut from its graph as
         # a leaf, in whose `grad` autograd adds up the gradients of both.
         activations = PostProcessActivations(
-            microbatch, context, state, [x.detach().requires_grad_()]
+            microbatch, inputs, state, [x.detach().requires_grad_()]
         )
         for predictor, (tokens, _) in zip(self.predictors, microbatch.ahead, strict=True):
             with values(predictor), torch.set_grad_enabled(not self._recompute):
-                x = predictor(activations.leaves[-1], tokens, context, state)
+                x = predictor(activations.leaves[-1], tokens, inputs, state)
             # A graph edge instead of the stream itself: only its graph is needed later.
             activations.outputs.append(None if self._recompute else get_gradient_edge(x))
             activations.leaves.append(x.detach().requires_grad_())
@@ -206,10 +206,10 @@ class PostProcess:
         for norm, leaf, labels_BS in zip(
             self.head.norms, activations.leaves, labels_by_depth, strict=True
         ):
-            normed = norm(leaf, self.head.run.kernels)
+            normed = norm(leaf, self.head.setup.kernels)
             # The first loss is that of the next token, whose weight is 1.
             depth_scale = scale * self._loss_weight if losses else scale
-            result = self.head.compute_loss(normed, labels_BS, depth_scale, activations.context)
+            result = self.head.compute_loss(normed, labels_BS, depth_scale, activations.inputs)
             assert result.d_hidden is not None
             activations.normed.append(get_gradient_edge(normed))
             activations.d_normed.append(result.d_hidden)
@@ -240,7 +240,7 @@ class PostProcess:
                     # No name for the stream itself: only its graph is needed from here on.
                     output = get_gradient_edge(
                         predictor(
-                            activations.leaves[-1], tokens, activations.context, activations.state
+                            activations.leaves[-1], tokens, activations.inputs, activations.state
                         )
                     )
                 backward(output, gradient)
@@ -267,23 +267,23 @@ class PostProcess:
         return loss
 
     def evaluate(
-        self, x: Tensor, microbatch: Microbatch, context: MicrobatchContext, values: UnitValues
+        self, x: Tensor, microbatch: Microbatch, inputs: MicrobatchInputs, values: UnitValues
     ) -> Tensor:
         """Return the summed cross-entropy of the next token, without gradients.
 
         Args:
             x: The stream after the last block, [rows, hidden].
             microbatch: The tokens and labels.
-            context: What the microbatch fixes for layers.
+            inputs: What the microbatch fixes for layers.
             values: Provides the values of units.
         """
         with values(self.head):
-            normed = self.head.norm(x, self.head.run.kernels)
-            return self.head.compute_loss(normed, microbatch.labels_BS, None, context).loss
+            normed = self.head.norm(x, self.head.setup.kernels)
+            return self.head.compute_loss(normed, microbatch.labels_BS, None, inputs).loss
 
 
 def get_output_token_table(
-    model: ModelConfig, embedding: Embedding | None, run: RunContext
+    model: ModelConfig, embedding: Embedding | None, setup: LayerSetup
 ) -> EmbeddingTable | None:
     """Return the token table of the last stage: that of `embedding` if given, which is on the same
     rank, else a replica. None if the last stage needs no token table."""
@@ -291,4 +291,4 @@ def get_output_token_table(
         return None
     if embedding is not None:
         return embedding.tokens
-    return make_token_table(model, run, replica=True)
+    return make_token_table(model, setup, replica=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.spec import count_copies
 from megaframe.distributed.collectives import all_reduce
-from megaframe.model.forward_context import RunContext
+from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.norm import Norm
 from megaframe.parameters.parameter import Module, Parameter
 
@@ -22,23 +22,23 @@ from megaframe.parameters.parameter import Module, Parameter
 class HeadNorms(Module):
     """An RMSNorm of each query head, and one of each key head."""
 
-    def __init__(self, name: str, description: AttentionDescription, run: RunContext) -> None:
-        self.run = run
+    def __init__(self, name: str, description: AttentionDescription, setup: LayerSetup) -> None:
+        self.setup = setup
         self.query_norm, self.key_norm = (
             Norm(f"{name}.{part}", norm) for part, norm in description.qk_norms.items()
         )
 
     def __call__(self, query_BSND: Tensor, key_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised queries and keys."""
-        kernels = self.run.kernels
+        kernels = self.setup.kernels
         return self.query_norm(query_BSND, kernels), self.key_norm(key_BSGD, kernels)
 
 
 class WholeNorms(Module):
     """An RMSNorm of all query heads of a token, and one of all key heads."""
 
-    def __init__(self, name: str, description: AttentionDescription, run: RunContext) -> None:
-        self.tensor, self.eps = run.tensor.group, description.norm_eps
+    def __init__(self, name: str, description: AttentionDescription, setup: LayerSetup) -> None:
+        self.tensor, self.eps = setup.tensor.group, description.norm_eps
         self.copies = count_copies(description.kv_heads, self.tensor.size)
         self.widths = [norm.width for norm in description.qk_norms.values()]
         self.query_gain, self.key_gain = (
@@ -108,16 +108,16 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def make_query_key_norms(
-    name: str, description: AttentionDescription, run: RunContext
+    name: str, description: AttentionDescription, setup: LayerSetup
 ) -> HeadNorms | WholeNorms | None:
     """Return the norms that attention declares, or None if it has none.
 
     Args:
         name: Of the attention in the model.
         description: What it declares.
-        run: What the run fixes.
+        setup: What the run fixes.
     """
     if description.qk_norm == "none":
         return None
     norms = HeadNorms if description.qk_norm == "head" else WholeNorms
-    return norms(name, description, run)
+    return norms(name, description, setup)

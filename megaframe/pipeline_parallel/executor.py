@@ -31,7 +31,7 @@ from megaframe.pipeline_parallel.stage_pass import (
     plan_actions,
 )
 from megaframe.schedule import Action, ActionKind, Schedule
-from megaframe.tensor_parallel.context import count_rows_per_rank
+from megaframe.tensor_parallel.axis import count_rows_per_rank
 
 ActionTrace = Callable[[Action, str], AbstractContextManager[object]]
 """Returns a context around one action, given with the name of its kind."""
@@ -293,7 +293,7 @@ class _ScheduleRun:
         stage, mesh = self._executor.stages[stage_index], self._executor.mesh
         tokens = self._microbatches[microbatch].tokens_BS.numel()
         shape = (
-            count_rows_per_rank(tokens, stage.run.tensor.group.size),
+            count_rows_per_rank(tokens, stage.setup.tensor.group.size),
             stage.config.model.hidden,
         )
         # The stage keeps a received input until its backward pass, so each has memory of its own.

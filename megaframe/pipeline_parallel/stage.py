@@ -22,13 +22,13 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.sharded_parameters import NoSharding, ParameterSharding
 from megaframe.model.dropout import DropoutKeys
-from megaframe.model.forward_context import (
-    MicrobatchContext,
-    RunContext,
-    make_microbatch_context,
-    make_run_context,
-)
 from megaframe.model.key_value_cache import KeyValueCache
+from megaframe.model.layer_inputs import (
+    LayerSetup,
+    MicrobatchInputs,
+    make_layer_setup,
+    make_microbatch_inputs,
+)
 from megaframe.model.model_chunk import ModelChunk, build_whole_model_chunk
 from megaframe.model.output_head import OutputHead, PostProcessActivations, UnitValues
 from megaframe.model.pass_state import BlockBoundary, LayerStatistics, PassState
@@ -52,18 +52,18 @@ class StageActivations:
     """What a stage keeps of one microbatch between its forward and its backward.
 
     Attributes:
-        context: What the microbatch brings to layers.
+        inputs: What the microbatch brings to layers.
         state: Of its passes.
-        inputs: The leaf that is the input of each block, possibly offloaded.
+        leaves: The input of each block, possibly offloaded.
         outputs: The graph edge of each block's output, None if the block is recomputed.
         embedding_output: The graph edge of the embedding's output.
         post_process: What the predictors and the head keep.
         deferred: The weight gradients that B leaves for W, by unit.
     """
 
-    context: MicrobatchContext
+    inputs: MicrobatchInputs
     state: PassState
-    inputs: list[Tensor | OffloadedActivation] = field(default_factory=list)
+    leaves: list[Tensor | OffloadedActivation] = field(default_factory=list)
     outputs: list[GradientEdge | None] = field(default_factory=list)
     embedding_output: GradientEdge | None = None
     post_process: PostProcessActivations | None = None
@@ -79,7 +79,7 @@ class Stage:
     """Runs the passes of one model chunk.
 
     Attributes:
-        run: What the run fixes for the layers.
+        setup: What the run fixes for the layers.
         precision: Types of numbers.
         keys: Of random masks; None if nothing is random.
     """
@@ -88,7 +88,7 @@ class Stage:
         self,
         config: RunConfig,
         chunk: ModelChunk,
-        run: RunContext,
+        setup: LayerSetup,
         sharding: ParameterSharding = _NO_SHARDING,
     ) -> None:
         """Prepare to run.
@@ -96,10 +96,10 @@ class Stage:
         Args:
             config: The run.
             chunk: The layers.
-            run: What the run fixes for the layers; the one that the chunk was made with.
+            setup: What the run fixes for the layers; the one that the chunk was made with.
             sharding: Provides the values of all units, and reduces their gradients.
         """
-        self.config, self.run = config, run
+        self.config, self.setup = config, setup
         self.plan, self.units = chunk.plan, chunk.units
         self.embedding, self.blocks = chunk.embedding, chunk.blocks
         self.post_process = chunk.post_process
@@ -165,15 +165,15 @@ class Stage:
             The output for the next stage, [rows, hidden]; on the last stage the loss sum over valid
             tokens, fp64 scalar.
         """
-        context, state = self.make_context(microbatch, self.keys, scale), self.make_pass_state()
+        inputs, state = self.make_inputs(microbatch, self.keys, scale), self.make_pass_state()
         activations = self._activations[stage_pass.microbatch_index] = StageActivations(
-            context, state
+            inputs, state
         )
         state.interleave_hook.switch, on_block = stage_pass.hand_over, stage_pass.on_block
         values = self._make_value_contexts(self.units, stage_pass.next_unit, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):
-                x = self.embedding(microbatch, context)
+                x = self.embedding(microbatch, inputs)
             # The edge, not the tensor: the first block's leaf holds the same numbers.
             activations.embedding_output = get_gradient_edge(x)
             if on_block is not None:
@@ -182,16 +182,16 @@ class Stage:
         for index, block in enumerate(self.blocks):
             # The graph of each block begins at a leaf of its own; a recomputed block keeps none.
             leaf = x.detach().requires_grad_()
-            activations.inputs.append(leaf)
+            activations.leaves.append(leaf)
             recompute = index < self.plan.recomputed
             with values(block), torch.set_grad_enabled(not recompute):
-                x = block(leaf, context, state)
+                x = block(leaf, inputs, state)
             # Keeps the graph alive without its output, which is the next block's leaf or is sent.
             activations.outputs.append(None if recompute else get_gradient_edge(x))
             if recompute and self.config.train.offload:
                 # Only a recomputed block's input: the graph of any other block holds its leaf
                 # anyway.
-                activations.inputs[-1] = self._offload_on(leaf.device).store(leaf.detach())
+                activations.leaves[-1] = self._offload_on(leaf.device).store(leaf.detach())
             if on_block is not None:
                 on_block(self.plan.blocks[index], x.detach())
         # Nothing of a pass outlives it in the workspace, so no memory is held between passes.
@@ -199,7 +199,7 @@ class Stage:
         if self.post_process is None:
             return x.detach()
         loss, activations.post_process = self.post_process.forward(
-            x, microbatch, context, state, scale, values
+            x, microbatch, inputs, state, scale, values
         )
         # Only gradients of norms are missing: the head's own is computed with its loss.
         self._sharding.reduce(self.post_process.head, last=stage_pass.last)
@@ -219,7 +219,7 @@ class Stage:
         index, last, split = stage_pass.microbatch_index, stage_pass.last, stage_pass.split
         # A split backward leaves the microbatch to `compute_weight_gradients`, which removes it.
         activations = self._activations[index] if split else self._activations.pop(index)
-        context, state, on_block = activations.context, activations.state, stage_pass.on_block
+        inputs, state, on_block = activations.inputs, activations.state, stage_pass.on_block
 
         def finish(unit: Module) -> None:
             if split:
@@ -238,19 +238,19 @@ class Stage:
             gradient = self.post_process.backward(activations.post_process, values, finish)
         for block in reversed(self.blocks):
             assert gradient is not None
-            leaf, output = take_last_input(activations.inputs), activations.outputs.pop()
+            leaf, output = take_last_input(activations.leaves), activations.outputs.pop()
             with values(block):
                 if output is None:
                     # Recomputed inside `values`, with the dropout masks of the first time: their
-                    # keys are in the context.
-                    output = get_gradient_edge(block(leaf, context, state))
+                    # keys are in the inputs.
+                    output = get_gradient_edge(block(leaf, inputs, state))
                 backward(output, gradient)
             del output  # frees the block's graph before the next block is recomputed
             # The gradient of the leaf is that of the previous block's output.
             gradient = leaf.grad
             finish(block)
             if on_block is not None and gradient is not None:
-                on_block(self.plan.blocks[len(activations.inputs)], gradient.detach())
+                on_block(self.plan.blocks[len(activations.leaves)], gradient.detach())
         self._workspace.clear()
         assert gradient is not None
         if self.embedding is not None:
@@ -296,7 +296,7 @@ class Stage:
         if self.post_process is None:
             return x
         values = self._make_value_contexts([self.post_process.head])
-        return self.post_process.evaluate(x, microbatch, self.make_context(microbatch), values)
+        return self.post_process.evaluate(x, microbatch, self.make_inputs(microbatch), values)
 
     @torch.no_grad()
     def compute_hidden(
@@ -312,16 +312,16 @@ class Stage:
             x: The stream before the first block; None if this stage has the embedding.
             cache: Of the tokens before those of the microbatch, which are added to it.
         """
-        context, state = self.make_context(microbatch), self.make_pass_state()
+        inputs, state = self.make_inputs(microbatch), self.make_pass_state()
         state = state if cache is None else replace(state, cache=cache)
         values = self._make_value_contexts(self.units, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):
-                x = self.embedding(microbatch, context)
+                x = self.embedding(microbatch, inputs)
         assert x is not None
         for block in self.blocks:
             with values(block):
-                x = block(x, context, state)
+                x = block(x, inputs, state)
         return x
 
     @torch.no_grad()
@@ -379,12 +379,12 @@ class Stage:
         statistics, self._statistics = self._statistics, LayerStatistics()
         return statistics
 
-    def make_context(
+    def make_inputs(
         self,
         microbatch: Microbatch,
         keys: DropoutKeys | None = None,
         scale: Tensor | None = None,
-    ) -> MicrobatchContext:
+    ) -> MicrobatchInputs:
         """Return what a microbatch brings to the layers.
 
         Args:
@@ -393,7 +393,7 @@ class Stage:
             scale: As in `forward`; None without gradients.
         """
         dtype = self.precision.compute
-        return make_microbatch_context(self.config.model, self.run, microbatch, dtype, keys, scale)
+        return make_microbatch_inputs(self.config.model, self.setup, microbatch, dtype, keys, scale)
 
     def make_pass_state(self) -> PassState:
         """Return the mutable objects of the passes of one microbatch."""
@@ -404,5 +404,5 @@ class Stage:
 
 def build_whole_model(config: RunConfig) -> Stage:
     """Return the whole model as one stage on one rank."""
-    run = make_run_context(config)
-    return Stage(config, build_whole_model_chunk(config, run), run)
+    setup = make_layer_setup(config)
+    return Stage(config, build_whole_model_chunk(config, setup), setup)

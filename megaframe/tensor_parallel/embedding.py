@@ -11,7 +11,7 @@ from torch import Tensor
 from megaframe.architecture.embedding import TableDescription
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.tensor_parallel.context import RowPartition
+from megaframe.tensor_parallel.axis import RowPartition
 
 
 class EmbeddingTable(Module):

@@ -19,13 +19,13 @@ from megaframe.ops.autograd import backward, get_direct_apply
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel import symmetric_memory
+from megaframe.tensor_parallel.axis import TensorParallel
 from megaframe.tensor_parallel.chunked_collectives import (
     RowAssembly,
     gather_chunks,
     scatter_chunks,
     wait_for_rows,
 )
-from megaframe.tensor_parallel.context import TensorParallel
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
 Elementwise = Callable[[Tensor, Kernels], Tensor]

@@ -22,7 +22,7 @@ from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
-from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.axis import ContextParallel
 from megaframe.data.microbatch import IGNORE, Microbatch, look_ahead, select_context_part
 from megaframe.data_parallel.sharded_parameters import ShardedParameters, TiedEmbedding
 from megaframe.distributed.collectives import all_reduce
@@ -30,7 +30,7 @@ from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
 from megaframe.metrics import Part
-from megaframe.model.forward_context import PLAIN_ROUTINES, LayerRoutines, make_run_context
+from megaframe.model.layer_inputs import PLAIN_ROUTINES, LayerRoutines, make_layer_setup
 from megaframe.model.model_chunk import ModelChunk, build_chunks
 from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.compile import Compiled
@@ -45,7 +45,7 @@ from megaframe.pipeline_parallel.stage import Stage
 from megaframe.pipeline_parallel.stage_pass import RankPlan
 from megaframe.schedule import Schedule, lower
 from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
-from megaframe.tensor_parallel.context import RowPartition
+from megaframe.tensor_parallel.axis import RowPartition
 from megaframe.training.cuda_graph import StepGraph, check_cuda_graph
 
 Timer = Callable[[Part], AbstractContextManager[object]]
@@ -114,10 +114,10 @@ class TrainStep:
         compute = PRECISIONS[train.precision].compute
         self._warning = check_fp8(config, mesh.device, compute, kernels)
         tensor = mesh.group("tensor")
-        run = make_run_context(config, tensor, self.context, experts, kernels, routines)
+        setup = make_layer_setup(config, tensor, self.context, experts, kernels, routines)
         rank = mesh.coordinate["pipeline"]
         plans = [plan for plan in plan_stages(config) if rank_of[plan.stage_index] == rank]
-        chunks = build_chunks(config, plans, run)
+        chunks = build_chunks(config, plans, setup)
         tied = self._connect_pipeline(config, chunks)
         groups = ParameterGroups(config, mesh, kernels)
         units = {index: chunk.units for index, chunk in chunks.items()}
@@ -126,7 +126,7 @@ class TrainStep:
         )
         self.optimizer = Optimizer(config, mesh, sharded, groups, kernels)
         self.stages: Mapping[int, Stage] = {
-            index: Stage(config, chunk, run, sharded) for index, chunk in chunks.items()
+            index: Stage(config, chunk, setup, sharded) for index, chunk in chunks.items()
         }
         self._executor = PipelineExecutor(self.stages, mesh, self._trace)
         self.graph: StepGraph | None = None

@@ -71,7 +71,7 @@ def measure_saved_bytes(layers, recompute, tensor, dropout):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scale = torch.ones((), dtype=torch.float64)
         stage.forward(StagePass(0), Microbatch(tokens, tokens, torch.arange(BATCH)), scale)
-    for leaf in stage._activations[0].inputs:
+    for leaf in stage._activations[0].leaves:
         keep(leaf)
     for bucket in train_step.sharded_parameters.buckets:
         storages.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
@@ -141,8 +141,8 @@ def measure_stage(name, recompute, tensor):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.forward(StagePass(0), microbatch, torch.ones((), dtype=torch.float64))
     activations = stage._activations[0]
-    post_process, tables = activations.post_process, activations.context.rotary.values()
-    for leaf in (*activations.inputs, *post_process.leaves, *post_process.d_normed):
+    post_process, tables = activations.post_process, activations.inputs.rotary.values()
+    for leaf in (*activations.leaves, *post_process.leaves, *post_process.d_normed):
         keep(leaf)
     weights = (bucket.parameters[0].value for bucket in train_step.sharded_parameters.buckets)
     for given in (*weights, tokens, *chain(*microbatch.ahead)):

@@ -276,7 +276,7 @@ def measure_kept(*arguments):
     part = select_context_part(part, train_step.context.index, train_step.context.size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.forward(StagePass(0), part, torch.ones((), dtype=torch.float64))
-    for leaf in stage._activations[0].inputs:
+    for leaf in stage._activations[0].leaves:
         keep(leaf)
     for bucket in train_step.sharded_parameters.buckets:
         storages.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)

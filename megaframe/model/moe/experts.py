@@ -21,27 +21,27 @@ from torch import Tensor
 from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.activation import activate, recompute_activation
-from megaframe.model.forward_context import RunContext
+from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.pass_state import PassState
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.matmul import multiply_into
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.tensor_parallel.context import TensorParallel
+from megaframe.tensor_parallel.axis import TensorParallel
 
 
 class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
-    def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
+    def __init__(self, name: str, description: MoEDescription, setup: LayerSetup) -> None:
         """Make the matrices of all experts, which are two parameters.
 
         Args:
             name: Of the experts in the model.
             description: What the layer declares.
-            run: How products are computed, and of how many rows.
+            setup: How products are computed, and of how many rows.
         """
-        self.tensor, self.activation = run.tensor, description.activation
-        self.get_row_multiple = run.routines.get_row_multiple
+        self.tensor, self.activation = setup.tensor, description.activation
+        self.get_row_multiple = setup.routines.get_row_multiple
         self.up, self.down = map(Parameter, description.experts.declare_parameters(name))
 
     def __call__(

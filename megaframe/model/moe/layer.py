@@ -7,7 +7,7 @@ from torch import Tensor
 from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.dispatch import route_tokens
 from megaframe.expert_parallel.transfer import combine_along, dispatch_along
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.mlp import MLP
 from megaframe.model.moe.experts import Experts
 from megaframe.model.moe.router import Router
@@ -21,23 +21,23 @@ class MixtureOfExperts(Module):
     """A router, the experts to which it sends tokens, and optionally a shared MLP for every token,
     which is computed while tokens are in transit."""
 
-    def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
-        self.run = run
-        self.router = Router(f"{name}.router", description, run)
-        self.experts = Experts(f"{name}.experts", description, run)
+    def __init__(self, name: str, description: MoEDescription, setup: LayerSetup) -> None:
+        self.setup = setup
+        self.router = Router(f"{name}.router", description, setup)
+        self.experts = Experts(f"{name}.experts", description, setup)
         self.shared: MLP | None = None
         if description.shared is not None:
-            self.shared = MLP(f"{name}.shared", description.shared, run.tensor)
+            self.shared = MLP(f"{name}.shared", description.shared, setup.tensor)
 
     def __call__(
-        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+        self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
         """Apply the layer to each row. The arguments are those of `Attention`."""
-        normed = x if norm is None else norm(x, self.run.kernels)
-        chosen, gates = self.router(normed, context, state)
+        normed = x if norm is None else norm(x, self.setup.kernels)
+        chosen, gates = self.router(normed, inputs, state)
         moe = self.router.moe
-        kernels = NO_KERNELS if moe.capacity else self.run.kernels  # kernels cannot drop choices
-        route = route_tokens(chosen, moe.experts, self.run.experts, kernels)
+        kernels = NO_KERNELS if moe.capacity else self.setup.kernels  # kernels cannot drop choices
+        route = route_tokens(chosen, moe.experts, self.setup.experts, kernels)
         rows = dispatch_along(route.rows, state.interleave_hook)
         # The first collective starts here; `in_transit` is an empty tensor that stands for the rows
         # in the autograd graph.
@@ -46,7 +46,7 @@ class MixtureOfExperts(Module):
         # second product.
         weights = dispatch_along(route.gates, state.interleave_hook).run(gates)
         # Between start and finish, so that it is computed while rows are in transit.
-        shared = None if self.shared is None else self.shared(normed, None, context, state)
+        shared = None if self.shared is None else self.shared(normed, None, inputs, state)
         arrived = rows.finish(in_transit)
         outputs = self.experts(arrived, weights, route.last, route.expert_rows, state)
         combined = combine_along(route.rows, state.interleave_hook).run(outputs)

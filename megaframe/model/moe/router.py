@@ -17,7 +17,7 @@ from torch import Tensor
 from megaframe.architecture.moe import MoEDescription
 from megaframe.distributed.collectives import all_reduce
 from megaframe.expert_parallel.dispatch import DROPPED
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
@@ -28,18 +28,18 @@ class Router(Module):
     scores when experts are chosen; otherwise it is the load of the last step, 1 on average. Its
     gradient is the load of the current step."""
 
-    def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
-        self.name, self.moe, self.run = name, description.moe, run
+    def __init__(self, name: str, description: MoEDescription, setup: LayerSetup) -> None:
+        self.name, self.moe, self.setup = name, description.moe, setup
         self.weight, self.balance = map(Parameter, description.router.declare_parameters(name))
 
     def __call__(
-        self, x_RH: Tensor, context: MicrobatchContext, state: PassState
+        self, x_RH: Tensor, inputs: MicrobatchInputs, state: PassState
     ) -> tuple[Tensor, Tensor]:
         """Choose the experts of each row.
 
         Args:
             x_RH: This rank's normalised rows.
-            context: Of the microbatch.
+            inputs: Of the microbatch.
             state: Of its pass; its statistics get the auxiliary losses.
 
         Returns:
@@ -47,8 +47,8 @@ class Router(Module):
             capacity, and their weights [R, K] in the type of x.
         """
         moe = self.moe
-        if moe.jitter and context.dropout is not None:
-            x_RH = x_RH * context.dropout.draw_jitter(x_RH, self.name, moe.jitter)
+        if moe.jitter and inputs.dropout is not None:
+            x_RH = x_RH * inputs.dropout.draw_jitter(x_RH, self.name, moe.jitter)
         logits_RE = _Logits.apply(x_RH, self.weight, state.deferred)
         sigmoid = moe.score == "sigmoid"
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
@@ -56,10 +56,10 @@ class Router(Module):
         gates_RK = gates_RK * moe.scale
         # Only where gradients are recorded, so that a block that is recomputed counts once.
         if torch.is_grad_enabled():
-            gates_RK = self._balance(logits_RE, scores_RE, gates_RK, chosen_RK, context, state)
+            gates_RK = self._balance(logits_RE, scores_RE, gates_RK, chosen_RK, inputs, state)
         # An evaluation drops nothing: its loss would depend on what happens to be beside a text.
-        if moe.capacity is not None and context.gradient_scale is not None:
-            chosen_RK = self._drop_above_capacity(chosen_RK, gates_RK, context, state)
+        if moe.capacity is not None and inputs.gradient_scale is not None:
+            chosen_RK = self._drop_above_capacity(chosen_RK, gates_RK, inputs, state)
         # Rounded once, after everything that is computed from the weights.
         return chosen_RK, gates_RK.to(x_RH.dtype)
 
@@ -70,7 +70,7 @@ class Router(Module):
             return None
         bias = self.balance.value if moe.balance == "bias" else None
         options = {"score": moe.score, "normalise": moe.normalise}
-        kernel = self.run.kernels.find("router", logits_RE, moe.top_k, bias, **options)
+        kernel = self.setup.kernels.find("router", logits_RE, moe.top_k, bias, **options)
         if kernel is None:
             return None
         gates_RK, chosen_RK = kernel(logits_RE, moe.top_k, bias, **options)
@@ -80,7 +80,7 @@ class Router(Module):
         with torch.no_grad():
             # Which experts are chosen has no gradient; their weights have one, through `gather`.
             biased = self.moe.balance == "bias"
-            chosen_RK = self.run.routines.choose_experts(
+            chosen_RK = self.setup.routines.choose_experts(
                 self.moe, scores_RE + self.balance.value if biased else scores_RE
             )
         # From the scores without the balance bias, which decides only who is chosen.
@@ -95,11 +95,11 @@ class Router(Module):
         scores_RE: Tensor,
         gates: Tensor,
         chosen: Tensor,
-        context: MicrobatchContext,
+        inputs: MicrobatchInputs,
         state: PassState,
     ) -> Tensor:
         """Count the load, and attach the auxiliary losses to the gates in the autograd graph."""
-        moe, counted_R1 = self.moe, context.has_label_R[:, None]
+        moe, counted_R1 = self.moe, inputs.has_label_R[:, None]
         # Rows without a label, among them padding, count for nothing.
         picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
         # The gradient of `balance` is the load of the current step.
@@ -114,7 +114,7 @@ class Router(Module):
                 # The load of the last step, 1 on average.
                 load_RE = self.balance.value.to(share_RE.dtype)[None]
             else:
-                load_RE = self._load_of_sequences(picked_RE, context)
+                load_RE = self._load_of_sequences(picked_RE, inputs)
             losses["balance"] = moe.balance_loss * (load_RE * share_RE * counted_R1).sum()
         if moe.z_loss:
             square_R1 = logits_RE.logsumexp(-1, keepdim=True).square()
@@ -124,31 +124,31 @@ class Router(Module):
         state.statistics.add(self.balance.spec.name, entropy)
         for name, loss in losses.items():
             state.statistics.add_loss(name, loss.detach())
-            assert context.gradient_scale is not None, "only what is trained has losses of its own"
+            assert inputs.gradient_scale is not None, "only what is trained has losses of its own"
             # No output depends on the loss. Attached to the gates, it gets its gradient when theirs
             # is computed.
-            gates = _AddLoss.apply(gates, loss * context.gradient_scale)
+            gates = _AddLoss.apply(gates, loss * inputs.gradient_scale)
         return gates
 
-    def _load_of_sequences(self, picked_RE: Tensor, context: MicrobatchContext) -> Tensor:
+    def _load_of_sequences(self, picked_RE: Tensor, inputs: MicrobatchInputs) -> Tensor:
         """Return the load of each expert in each row's sample, 1 on average."""
-        sample_R = context.sample_R
+        sample_R = inputs.sample_R
         # One row more, for the padding, whose sample number is `batch`.
-        loads_BE = picked_RE.new_zeros(context.batch + 1, picked_RE.shape[1])
+        loads_BE = picked_RE.new_zeros(inputs.batch + 1, picked_RE.shape[1])
         loads_BE.index_add_(0, sample_R, picked_RE)
         # The tokens of a sample are divided over these ranks.
-        loads_BE = all_reduce(loads_BE, self.run.experts.sequence).wait()
+        loads_BE = all_reduce(loads_BE, self.setup.experts.sequence).wait()
         # Not 0 where no token of a sample has a label.
         mean_B1 = loads_BE.mean(1, keepdim=True).clamp_min(torch.finfo(loads_BE.dtype).tiny)
         return (loads_BE / mean_B1)[sample_R]
 
     def _drop_above_capacity(
-        self, chosen_RK: Tensor, gates_RK: Tensor, context: MicrobatchContext, state: PassState
+        self, chosen_RK: Tensor, gates_RK: Tensor, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
         """Where an expert was chosen by more tokens than its capacity, drop the choices with the
         least weight. Padding takes no place."""
         assert self.moe.capacity is not None
-        choices, experts, is_token_R = chosen_RK.shape[1], self.moe.experts, context.is_token_R
+        choices, experts, is_token_R = chosen_RK.shape[1], self.moe.experts, inputs.is_token_R
         # The dropped choices below make the host wait as well.
         tokens = int(is_token_R.sum())
         most = max(1, int(self.moe.capacity * tokens * choices / experts))
@@ -164,7 +164,7 @@ class Router(Module):
         nth = torch.arange(len(order), device=order.device) - first[chosen[order]]
         dropped = order[(nth >= most) | (chosen[order] == experts)]
         if torch.is_grad_enabled():
-            labelled = context.has_label_R[dropped // choices]
+            labelled = inputs.has_label_R[dropped // choices]
             state.statistics.add("dropped_choices", labelled.sum())
         return chosen.index_fill(0, dropped, DROPPED).view(chosen_RK.shape)
 

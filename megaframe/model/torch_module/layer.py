@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from megaframe.distributed.differentiable import gather_differentiably
 from megaframe.errors import UserError
-from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.pass_state import PassState
 from megaframe.model.torch_module.source import ModuleSource, get_module
 from megaframe.parameters.parameter import Module, Parameter
@@ -30,43 +30,43 @@ class TorchLayer(Module):
     """A mixer or a feed-forward layer from outside, with the parameters of this layer."""
 
     def __init__(
-        self, name: str, source: ModuleSource, run: RunContext, *, mixes_tokens: bool
+        self, name: str, source: ModuleSource, setup: LayerSetup, *, mixes_tokens: bool
     ) -> None:
         """Make the parameters.
 
         Args:
             name: Of the layer in the model.
             source: Makes the module.
-            run: What the run fixes.
+            setup: What the run fixes.
             mixes_tokens: Whether it needs whole samples. Then every tensor rank gathers the rows of
                 all and computes the same; otherwise each computes its own rows.
         """
-        self.name, self.source, self.run = name, source, run
+        self.name, self.source, self.setup = name, source, setup
         self.mixes_tokens = mixes_tokens
         self.weights = [*map(Parameter, source.declare_parameters(name))]
 
     def __call__(
-        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+        self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
         """Return what the layer adds to this rank's rows of the stream. The arguments are those of
         `Attention`."""
         if norm is not None:
-            x = norm(x, self.run.kernels)
+            x = norm(x, self.setup.kernels)
         if not self.mixes_tokens:
             return self._call(x.unsqueeze(0), {}).squeeze(0)
-        rows, group = context.rows, self.run.tensor.group
+        rows, group = inputs.rows, self.setup.tensor.group
         # Its backward pass sums over the ranks: each has the gradient of its own rows of the result
         # alone, so what they add to parameters and to the input are parts of one sum.
         x_TH = rows.remove_padding(gather_differentiably(x, group))
-        x_BSH = x_TH.view(context.batch, context.length, -1)
-        positions_BS = context.positions_BS.expand(context.batch, context.length)
-        inputs = self.source.select_inputs(positions_BS, context.documents_BS)
-        out_TH = self._call(x_BSH, inputs).flatten(0, 1)
+        x_BSH = x_TH.view(inputs.batch, inputs.length, -1)
+        positions_BS = inputs.positions_BS.expand(inputs.batch, inputs.length)
+        arguments = self.source.select_inputs(positions_BS, inputs.documents_BS)
+        out_TH = self._call(x_BSH, arguments).flatten(0, 1)
         return rows.pad(out_TH).chunk(group.size)[group.index]
 
-    def _call(self, x: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    def _call(self, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(self._keep, _restore):
-            out = call_module(self.source, [w.use() for w in self.weights], x, inputs)
+            out = call_module(self.source, [w.use() for w in self.weights], x, arguments)
         check_output(self.source, x, out)
         return out
 

@@ -29,7 +29,7 @@ from megaframe.architecture.spec import ParamSpec
 from megaframe.config import ModelConfig, ParallelConfig, TrainConfig
 from megaframe.config.parts import FeedForwardPart, MixerPart, NormPart, Part
 from megaframe.errors import UserError
-from megaframe.model.forward_context import RunContext
+from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.layer_measurement import MeasuredLayer, measure_layer
 from megaframe.model.measured import fit_bytes
 from megaframe.model.torch_module.layer import TorchLayer, call_module, check_output
@@ -146,9 +146,9 @@ class ModuleDescription(LayerDescription):
         """Yield the specs of the module's parameters."""
         return self.source.declare_parameters(name)
 
-    def make_layer(self, name: str, run: RunContext) -> TorchLayer:
+    def make_layer(self, name: str, setup: LayerSetup) -> TorchLayer:
         """Return the layer."""
-        return TorchLayer(name, self.source, run, mixes_tokens=self.mixes_tokens)
+        return TorchLayer(name, self.source, setup, mixes_tokens=self.mixes_tokens)
 
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
         """Yield a message if the module cannot be measured, or does what no layer may do."""

@@ -28,7 +28,7 @@ from megaframe.data.microbatch import Microbatch, look_ahead, select_context_par
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.model.block import TransformerBlock
-from megaframe.model.forward_context import LayerRoutines, MicrobatchContext
+from megaframe.model.layer_inputs import LayerRoutines, MicrobatchInputs
 from megaframe.model.multi_token_prediction import MultiTokenPredictor
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
@@ -133,11 +133,11 @@ class _Measuring:
         self._microbatch, self._attention = microbatch, attention
         self._stage: Stage = train_step.stages[0]
         scale = torch.ones((), dtype=torch.float64)
-        self._context = self._stage.make_context(microbatch, self._stage.keys, scale)
+        self._inputs = self._stage.make_inputs(microbatch, self._stage.keys, scale)
         self._scale = scale
         weights = (bucket.parameters[0].value for bucket in self._sharded.buckets)
         self._weights = set(map(_find_storage, weights))
-        tables = [t for rotary in self._context.rotary.values() for t in (rotary.cos, rotary.sin)]
+        tables = [t for rotary in self._inputs.rotary.values() for t in (rotary.cos, rotary.sin)]
         given = [microbatch.tokens_BS, microbatch.labels_BS, *chain(*microbatch.ahead)]
         given += [] if microbatch.positions_BS is None else [microbatch.positions_BS]
         self._known = self._weights | set(map(_find_storage, [*tables, *given]))
@@ -148,12 +148,12 @@ class _Measuring:
         return {part.name: self._measure(part) for part in self._list_parts()}
 
     def _list_parts(self) -> Iterator[_RunnablePart]:
-        stage, context, microbatch = self._stage, self._context, self._microbatch
+        stage, inputs, microbatch = self._stage, self._inputs, self._microbatch
         embedding, post_process = stage.embedding, stage.post_process
         assert embedding is not None and post_process is not None, "all stages are on this rank"
         shared = list(embedding.parameters())
         yield _RunnablePart(
-            "embedding", shared, lambda x, state: (embedding(microbatch, context), None)
+            "embedding", shared, lambda x, state: (embedding(microbatch, inputs), None)
         )
         for layer, block in zip(stage.plan.blocks, stage.blocks, strict=True):
             assert isinstance(block, TransformerBlock)
@@ -165,12 +165,12 @@ class _Measuring:
         shared = [*shared, *own]
         for predictor, (tokens, _) in zip(post_process.predictors, microbatch.ahead, strict=True):
             own_ones = [p for p in predictor.parameters() if p not in shared]
-            run = partial(_run_predictor, predictor, tokens, context)
+            run = partial(_run_predictor, predictor, tokens, inputs)
             yield _RunnablePart(predictor.name, own_ones, run)
 
         def compute_loss(x: Tensor, state: PassState) -> tuple[Tensor, Tensor | None]:
-            normed = head.norm(x, head.run.kernels)
-            loss = head.compute_loss(normed, microbatch.labels_BS, self._scale, context)
+            normed = head.norm(x, head.setup.kernels)
+            loss = head.compute_loss(normed, microbatch.labels_BS, self._scale, inputs)
             return normed, loss.d_hidden
 
         yield _RunnablePart("head", own, compute_loss)
@@ -178,7 +178,7 @@ class _Measuring:
     def _list_parts_of_block(
         self, block: TransformerBlock, names: tuple[str, str]
     ) -> Iterator[_RunnablePart]:
-        context = self._context
+        inputs = self._inputs
 
         def make_part(name: str, module: Module, run: Callable[..., Tensor]) -> _RunnablePart:
             parameters = list(module.parameters())
@@ -187,15 +187,15 @@ class _Measuring:
         for name in _NORMS:
             norm: Norm | None = getattr(block, name)
             if norm is not None:
-                run = partial(_run_norm, norm, block.run.kernels)
+                run = partial(_run_norm, norm, block.setup.kernels)
                 yield make_part(f"{block.name}.{name}", norm, run)
         for layer, name in zip((block.attention, block.mlp), names, strict=True):
             yield make_part(
                 f"{block.name}.{name}",
                 layer,
-                lambda x, state, layer=layer: layer(x, None, context, state),
+                lambda x, state, layer=layer: layer(x, None, inputs, state),
             )
-        yield make_part(block.name, block, lambda x, state: block(x, context, state))
+        yield make_part(block.name, block, lambda x, state: block(x, inputs, state))
 
     def _measure(self, part: _RunnablePart) -> LayerMeasurement:
         self._sharded.start_step()
@@ -243,7 +243,7 @@ class _Measuring:
         )
 
     def _make_leaf(self) -> Tensor:
-        rows, width = self._context.rows, self._stage.config.model.hidden
+        rows, width = self._inputs.rows, self._stage.config.model.hidden
         leaf = torch.randn(rows.padded // rows.ranks, width)
         return leaf.to(self._stage.precision.compute).requires_grad_()
 
@@ -255,11 +255,11 @@ def _run_norm(norm: Norm, kernels: Any, x: Tensor, state: PassState) -> Tensor:
 def _run_predictor(
     predictor: MultiTokenPredictor,
     tokens_BS: Tensor,
-    context: MicrobatchContext,
+    inputs: MicrobatchInputs,
     x: Tensor,
     state: PassState,
 ) -> tuple[Tensor, None]:
-    return predictor(x, tokens_BS, context, state), None
+    return predictor(x, tokens_BS, inputs, state), None
 
 
 def _find_storage(value: Tensor) -> int:

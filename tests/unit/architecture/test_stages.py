@@ -14,7 +14,7 @@ from megaframe.architecture.stages import (
 )
 from megaframe.config import RunConfig
 from megaframe.metrics import count_flops
-from megaframe.model.forward_context import RunContext
+from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.model_chunk import build_chunks, list_model_specs
 from megaframe.planner.activations import compute_block_bytes, compute_rotary_bytes
 from megaframe.planner.memory import compute_memory
@@ -130,7 +130,7 @@ def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
     parameters = [
         p
         for plan in plan_stages(config)
-        for chunk in build_chunks(config, [plan], RunContext()).values()
+        for chunk in build_chunks(config, [plan], LayerSetup()).values()
         for p in chunk.parameters()
     ]
     assert [p.spec for p in parameters if not p.replica] == list_model_specs(config)

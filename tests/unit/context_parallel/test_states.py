@@ -8,7 +8,7 @@ from tolerances import assert_near
 
 from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.config import ParallelConfig
-from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.axis import ContextParallel
 from megaframe.context_parallel.states import join_chunks, pass_states, split_chunks
 from megaframe.data.microbatch import divide_zigzag
 from megaframe.distributed.mesh import Mesh, read_world_size

@@ -8,7 +8,7 @@ from tolerances import near
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.rotary import compute_scores_factor
 from megaframe.config import ModelConfig
-from megaframe.model.forward_context import RunContext
+from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.mla import LatentAttention
 from megaframe.model.rotary import compute_frequencies
 
@@ -30,7 +30,7 @@ def test_parameters_of_the_released_layers(name):
     shape, rank, published = PUBLISHED[name]
     model = ModelConfig(**shape, latent={**DEEPSEEK, "query_rank": rank})
     description = describe_block(model, 0).mixer
-    layer = LatentAttention("a", description, RunContext())
+    layer = LatentAttention("a", description, LayerSetup())
     specs = [p.spec for p in layer.parameters()]
     assert sum(spec.size for spec in specs) == published
     assert description.matrix_elements == sum(s.size for s in specs if s.role == "matrix")

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from parity_runs import FEW, MODELS, run
 from tolerances import PROMISE, near
 
-from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.axis import ContextParallel
 from megaframe.data.microbatch import Microbatch, select_context_part
 from megaframe.expert_parallel.dispatch import DROPPED
 from megaframe.inference.evaluation import TokenSequence, score
-from megaframe.tensor_parallel.context import RowPartition
+from megaframe.tensor_parallel.axis import RowPartition
 
 pytestmark = pytest.mark.numeric
 
@@ -45,7 +45,7 @@ def test_padding_takes_no_place_of_a_token(data, samples, length, build, make_mi
     part, rank = data.draw(st.integers(0, parts - 1)), data.draw(st.integers(0, ranks - 1))
     microbatch = select_context_part(whole, part, parts)
     tokens = microbatch.tokens_BS.numel()
-    padded = built.stage.make_context(replace(whole, tokens_BS=microbatch.tokens_BS), scale=1.0)
+    padded = built.stage.make_inputs(replace(whole, tokens_BS=microbatch.tokens_BS), scale=1.0)
     padded = replace(
         padded,
         labels_T=microbatch.labels_BS.flatten(),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from megaframe.model.forward_context import LayerRoutines
+from megaframe.model.layer_inputs import LayerRoutines
 from megaframe.model.moe import experts
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS

@@ -21,7 +21,7 @@ from megaframe.config.registry import Registry, get_registry, use_registry
 from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
 from megaframe.extensions import load_extensions
-from megaframe.model.forward_context import RunContext, make_microbatch_context
+from megaframe.model.layer_inputs import LayerSetup, make_microbatch_inputs
 from megaframe.model.layer_measurement import measure_layer
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
@@ -47,10 +47,10 @@ def bind(layer, seed=1):
     return {parameter.spec.name: parameter for parameter in layer.parameters()}
 
 
-def make_context(batch, length):
+def make_inputs(batch, length):
     tokens = torch.zeros(batch, length, dtype=torch.int64)
     microbatch = Microbatch(tokens, tokens, torch.arange(batch))
-    return make_microbatch_context(MODEL, RunContext(), microbatch, torch.float64, mixers=[])
+    return make_microbatch_inputs(MODEL, LayerSetup(), microbatch, torch.float64, mixers=[])
 
 
 @pytest.mark.parametrize("part", [RunningMean(), TokenWise(), PlainFeedForward(), TorchLayerNorm()])
@@ -58,7 +58,7 @@ def test_results_and_gradients_are_those_of_plain_autograd(part):
     arguments = (MODEL,) if isinstance(part, TorchLayerNorm) else (MODEL, 0.02)
     description = part.describe(*arguments)
     is_norm = isinstance(description, TorchNormDescription)
-    layer = Norm("layer", description) if is_norm else description.make_layer("layer", RunContext())
+    layer = Norm("layer", description) if is_norm else description.make_layer("layer", LayerSetup())
     parameters = bind(layer)
     module = part.make_module(*arguments).double()
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_results_and_gradients_are_those_of_plain_autograd(part):
             own.copy_(parameters[f"layer.{name}"].value.view(own.shape))
     x, gradient = torch.randn(2, 12, 8, dtype=torch.float64)
     leaves = [x.clone().requires_grad_() for _ in range(2)]
-    out = layer(leaves[0]) if is_norm else layer(leaves[0], None, make_context(3, 4), PassState())
+    out = layer(leaves[0]) if is_norm else layer(leaves[0], None, make_inputs(3, 4), PassState())
     # What autograd keeps of parameters is where they are, as their memory is lent meanwhile.
     for parameter in parameters.values():
         parameter.value = parameter.value.clone()
@@ -84,13 +84,13 @@ def test_results_and_gradients_are_those_of_plain_autograd(part):
 
 def test_values_withdrawn_between_the_passes_are_read_where_they_are_then():
     description = PlainFeedForward().describe(MODEL, 0.02)
-    layer = description.make_layer("layer", RunContext())
+    layer = description.make_layer("layer", LayerSetup())
     parameters = bind(layer)
     x = torch.randn(12, 8, dtype=torch.float64)
     gradients = []
     for withdrawn in (False, True):
         leaf = x.clone().requires_grad_()
-        out = layer(leaf, None, make_context(3, 4), PassState())
+        out = layer(leaf, None, make_inputs(3, 4), PassState())
         if withdrawn:
             for parameter in parameters.values():
                 own = parameter.value

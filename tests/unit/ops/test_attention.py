@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tolerances import assert_near, compute_roundoff
 
 from megaframe.config import ModelConfig
-from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.axis import ContextParallel
 from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
 from megaframe.data.microbatch import Microbatch, divide_zigzag
 from megaframe.distributed.collectives import Ring
-from megaframe.model.forward_context import RunContext, make_microbatch_context
+from megaframe.model.layer_inputs import LayerSetup, make_microbatch_inputs
 from megaframe.ops import attention_mask, attention_plain, attention_tiles, cpu_attention
 from megaframe.ops.attention_local import attend_locally
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
@@ -276,9 +276,9 @@ def test_a_microbatch_has_a_ring_mask_for_each_window_and_asks_for_documents_onc
     tokens = torch.zeros(BATCH, 8, dtype=torch.int64)
     documents = torch.arange(32).expand(BATCH, -1) // 3
     microbatch = Microbatch(tokens, tokens, torch.arange(BATCH), None, documents)
-    run = RunContext(context=ContextParallel(ring=Ring(1, 4)))
-    context = make_microbatch_context(
-        ModelConfig(window=(5, None, 40, 5)), run, microbatch, torch.float32
+    setup = LayerSetup(context=ContextParallel(ring=Ring(1, 4)))
+    context = make_microbatch_inputs(
+        ModelConfig(window=(5, None, 40, 5)), setup, microbatch, torch.float32
     )
     windows = {window: mask.attention_mask.window for window, mask in context.masks.items()}
     assert windows == {5: 5, None: None, 40: None}, "32 tokens are all that 40 would see"

@@ -18,7 +18,7 @@ from megaframe.data.microbatch import Microbatch, look_ahead
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.model.forward_context import LayerRoutines
+from megaframe.model.layer_inputs import LayerRoutines
 from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.activations import compute_block_bytes
 from megaframe.planner.memory import compute_memory

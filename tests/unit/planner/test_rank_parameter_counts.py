@@ -10,7 +10,7 @@ from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig, load
 from megaframe.layout import Layout
-from megaframe.model.forward_context import RunContext
+from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.model_chunk import build_chunks
 from megaframe.planner.parameter_counts import count_parameters
 
@@ -48,7 +48,7 @@ def test_every_config_holds_what_its_layers_declare(path, sizes):
 def count_by_specs(config, layout, plans):
     """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
     experts' matrices) on the first rank, from the layers' specs."""
-    chunks = build_chunks(config, plans, RunContext())
+    chunks = build_chunks(config, plans, LayerSetup())
     counts = {"vector": 0, "table": 0, "split": 0, "replicated": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for chunk in chunks.values() for p in chunk.parameters()}:
         spec = parameter.spec

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaframe.tensor_parallel.context import RowPartition
+from megaframe.tensor_parallel.axis import RowPartition
 
 PADDING = -1.0
 

@@ -1,5 +1,5 @@
-"""What the layers of a stage need besides their input: what a run fixes once (`RunContext`, given
-to layers when they are built), and what a microbatch brings (`MicrobatchContext`, given to every
+"""What the layers of a stage need besides their input: what a run fixes once (`LayerSetup`, given
+to layers when they are built), and what a microbatch brings (`MicrobatchInputs`, given to every
 call). Both are immutable; what changes during a pass is in `model/pass_state.py`.
 
 Rotary tables, attention masks and the keys of dropout masks depend on the microbatch and not on the
@@ -19,7 +19,7 @@ from megaframe.architecture.block import list_mixers
 from megaframe.architecture.layer import MixerDescription
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config import ModelConfig, MoEConfig, RunConfig
-from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.axis import ContextParallel
 from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch, divide_zigzag
 from megaframe.distributed.collectives import ALONE, Group
@@ -34,7 +34,7 @@ from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.matmul import get_row_multiple
 from megaframe.tensor_parallel import symmetric_memory
-from megaframe.tensor_parallel.context import RowPartition, TensorParallel
+from megaframe.tensor_parallel.axis import RowPartition, TensorParallel
 
 _PADDING = 2**31 - 1
 """Document number of padding tokens."""
@@ -59,7 +59,7 @@ PLAIN_ROUTINES = LayerRoutines()
 
 
 @dataclass(frozen=True)
-class RunContext:
+class LayerSetup:
     """What a run fixes for the layers of its model. The default is one rank without kernels.
 
     Attributes:
@@ -85,14 +85,14 @@ class RunContext:
         return self.tensor.recompute
 
 
-def make_run_context(
+def make_layer_setup(
     config: RunConfig,
     tensor: Group = ALONE,
     context: ContextParallel | None = None,
     experts: ExpertParallel | None = None,
     kernels: Kernels = NO_KERNELS,
     routines: LayerRoutines = PLAIN_ROUTINES,
-) -> RunContext:
+) -> LayerSetup:
     """Return what the config fixes for layers on a rank with these groups; by default, on a single
     rank.
 
@@ -109,7 +109,7 @@ def make_run_context(
     node_size = parallel.node_size or read_local_world_size()
     # Torch's fused products do not multiply in 8 bits.
     symmetric = parallel.symmetric_memory == "auto" and fp8 is None
-    return RunContext(
+    return LayerSetup(
         TensorParallel(
             tensor,
             chunks=parallel.tensor_chunks,
@@ -125,7 +125,7 @@ def make_run_context(
 
 
 @dataclass(frozen=True)
-class MicrobatchContext:
+class MicrobatchInputs:
     """What a microbatch brings to the layers of a stage.
 
     Attributes:
@@ -201,50 +201,50 @@ class MicrobatchContext:
         return self.rows.select(token_T // self.length, self.batch)
 
 
-def make_microbatch_context(
+def make_microbatch_inputs(
     model: ModelConfig,
-    run: RunContext,
+    setup: LayerSetup,
     microbatch: Microbatch,
     dtype: torch.dtype,
     dropout_keys: DropoutKeys | None = None,
     gradient_scale: Tensor | None = None,
     mixers: Sequence[MixerDescription] | None = None,
-) -> MicrobatchContext:
-    """Make the context of `microbatch`.
+) -> MicrobatchInputs:
+    """Return what `microbatch` brings to layers.
 
     Args:
         model: The model's config.
-        run: What the run fixes.
+        setup: What the run fixes.
         microbatch: This context rank's part of the samples.
         dtype: Type of the activations.
         dropout_keys: Keys of the dropout masks; None in evaluation and if nothing is random.
-        gradient_scale: As in `MicrobatchContext`.
+        gradient_scale: As in `MicrobatchInputs`.
         mixers: The layers that it is made for; None for all of the model.
     """
     batch, length = microbatch.tokens_BS.shape
-    rows = RowPartition(batch * length, run.tensor.group.size, run.tensor.group.index)
+    rows = RowPartition(batch * length, setup.tensor.group.size, setup.tensor.group.index)
     dropout = None
     mixers = list_mixers(model) if mixers is None else mixers
     positions_BS = get_token_positions(microbatch)
     rotary = {
-        kind: Rotary(kind, positions_BS, dtype, run.kernels)
+        kind: Rotary(kind, positions_BS, dtype, setup.kernels)
         for kind in {mixer.rotary for mixer in mixers}
         if kind is not None
     }
     if dropout_keys is not None:
-        positions = run.context.compute_positions(length, microbatch.tokens_BS.device)
+        positions = setup.context.compute_positions(length, microbatch.tokens_BS.device)
         # The number of each token in the run, whatever the layout: dropout masks are a function of
         # it.
         sample_length = microbatch.whole or length
         token_T = (microbatch.samples_B[:, None] * sample_length + positions).flatten()
         dropout = Dropout(model.dropout, dropout_keys, rows.select(token_T))
-    return MicrobatchContext(
+    return MicrobatchInputs(
         batch,
         length,
         rows,
         microbatch.labels_BS.flatten(),
-        _make_masks(mixers, microbatch, run),
-        run.context,
+        _make_masks(mixers, microbatch, setup),
+        setup.context,
         microbatch.whole,
         microbatch.positions_BS,
         microbatch.documents_BS,
@@ -265,11 +265,11 @@ def get_token_positions(microbatch: Microbatch) -> Tensor:
 
 
 def _make_masks(
-    mixers: Sequence[MixerDescription], microbatch: Microbatch, run: RunContext
+    mixers: Sequence[MixerDescription], microbatch: Microbatch, setup: LayerSetup
 ) -> Mapping[int | None, SequenceMask | RingMask]:
     """Return what tokens attend to through each window of the mixers."""
     batch, length = microbatch.tokens_BS.shape
-    context = run.context
+    context = setup.context
     sample_length, documents = length * context.size, microbatch.documents_BS
     if documents is not None:
         # Padding after the end of samples is a document of its own, with a number above all others.
@@ -292,6 +292,6 @@ def _make_masks(
     # Once for all windows, because the host waits for the device here.
     ends = find_document_ends(documents, per_rank)
     return {
-        window: RingMask(context.ring, per_rank, mask, ends, run.kernels)
+        window: RingMask(context.ring, per_rank, mask, ends, setup.kernels)
         for window, mask in masks.items()
     }
