@@ -27,7 +27,6 @@ _REFUSED = {
     "gated delta net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "Kimi delta attention": ("kimi_linear",),
     "a gate of shared experts": ("qwen2_moe",),
-    "biases of experts and routers, YaRN without truncation": ("gpt_oss",),
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
     "Mamba": ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"),
     "scaling of queries by position, chunked attention": ("ministral3", "mistral4", "llama4"),
@@ -84,6 +83,8 @@ def _list_parts(family: Family) -> Iterator[str]:
     if "moe.score" in own:
         bias = " with bias" if own.get("moe.balance") == "bias" else ""
         yield f"experts ({own['moe.score']}{bias})"
+    if own.get("moe.expert_bias"):
+        yield "biases of experts and routers"
     path = "feed_forward.activation"
     key = next((k for k in family.keys if isinstance(k, Pair) and k.paths == path), None)
     yield own[path] if key is None else key.to_fact(key.default)
@@ -101,8 +102,12 @@ def _list_transforms(family: Family) -> Iterator[str]:
         yield "fused queries, keys and values"
     if "mlp.gate mlp.up" in modules:
         yield "fused gate and up"
+    if "moe.all_experts.gate_up" in modules:
+        yield "alternating gate and up"
     if any(name.startswith("moe.all_experts") for name in modules):
         yield "experts in one tensor"
+    if family.packed:
+        yield "MXFP4"
     if family.scales:
         yield "factor of logits in the last norm"
     if family.constant:

@@ -150,7 +150,8 @@ class TensorTraffic:
 class GroupedLinearSpec(LinearSpec):
     """One such product for each of many experts, each over the rows that are routed to it. The
     weight has the shape (experts, *outputs, *inputs); `split` and `fused` count the dims after the
-    first, and the expert axis divides the experts.
+    first, and the expert axis divides the experts. Ranks that divide an expert's inputs divide its
+    bias too, and each adds its part to its partial sum: the rows are complete on all of them.
 
     Attributes:
         experts: Number of experts.
@@ -161,8 +162,9 @@ class GroupedLinearSpec(LinearSpec):
     top_k: int = 1
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield the spec of the weight."""
+        """Yield the specs of the weights and, if there are any, of the biases."""
         assert self.split is not None
+        token_share = Fraction(self.top_k, self.experts)
         yield ParamSpec(
             f"{name}.weight",
             (self.experts, *self.outputs, *self.inputs),
@@ -175,8 +177,17 @@ class GroupedLinearSpec(LinearSpec):
                 0: (1,) * self.experts,  # one matrix per expert
                 **{dim + 1: sizes for dim, sizes in self.fused.items()},
             },
-            token_share=Fraction(self.top_k, self.experts),
+            token_share=token_share,
         )
+        if self.bias:
+            yield ParamSpec(
+                f"{name}.bias",
+                (self.experts, *self.outputs),
+                Constant(0.0),
+                role="bias",
+                axes={0: "expert", 1 + self.split * self.is_column: "expert_tensor"},
+                token_share=token_share,
+            )
 
     @property
     def elements(self) -> int:

@@ -39,7 +39,7 @@ class RouterDescription:
     """The router: a matrix [experts, hidden], and what it knows of the load of the experts.
 
     Attributes:
-        matrix: Its product, in at least fp32, of a rank's own rows.
+        matrix: Its product, in at least fp32, of a rank's own rows, perhaps with a bias.
         initial_balance: 0 for a bias of the scores, 1 for the load of the last step.
     """
 
@@ -47,15 +47,17 @@ class RouterDescription:
     initial_balance: float
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield the specs of the matrix and of the balance."""
-        yield from self.matrix.declare_parameters(name)
+        """Yield the specs of the matrix, of the balance and of the bias if there is one."""
+        weight, *bias = self.matrix.declare_parameters(name)
+        yield weight
         start = Constant(self.initial_balance)
         yield ParamSpec(f"{name}.balance", self.matrix.outputs, start, role="balance")
+        yield from bias
 
 
 @dataclass(frozen=True)
 class ExpertsDescription:
-    """The matrices of all experts, of which each has two without biases."""
+    """The two products of each expert."""
 
     up: GroupedLinearSpec
     down: GroupedLinearSpec
@@ -74,7 +76,7 @@ class MoEDescription(FeedForwardDescription):
         hidden: Width of the stream.
         width: Inner width of one expert.
         activation: Between the products of experts.
-        bias: Whether the shared MLP has biases; experts have none.
+        bias: Whether the shared MLP has biases.
         init_std: Standard deviation of the first matrices.
         output_std: That of the second ones.
         moe: The config of the router.
@@ -95,10 +97,13 @@ class MoEDescription(FeedForwardDescription):
     def limits(self) -> tuple[Limit, ...]:
         """The experts, their width, and that of the shared MLP."""
         experts, width, shared = self.moe.experts, self.width, self.shared
-        limits = (
+        limits: tuple[Limit, ...] = (
             Limit("expert", experts, f"model.moe.experts={experts}", even=False),
             Limit("expert_tensor", width, f"an expert's width of {width}", even=False),
         )
+        if self.moe.expert_bias:
+            name = f"the {self.hidden} elements of an expert's bias"
+            limits = (*limits, Limit("expert_tensor", self.hidden, name, even=False))
         if shared is None:
             return limits
         name = f"the shared experts' width of {shared.width}"
@@ -107,8 +112,9 @@ class MoEDescription(FeedForwardDescription):
     @property
     def router(self) -> RouterDescription:
         """The router."""
-        matrix = LinearSpec((self.hidden,), (self.moe.experts,), self.init_std)
-        return RouterDescription(matrix, 0.0 if self.moe.balance == "bias" else 1.0)
+        moe = self.moe
+        matrix = LinearSpec((self.hidden,), (moe.experts,), self.init_std, bias=moe.router_bias)
+        return RouterDescription(matrix, 0.0 if moe.balance == "bias" else 1.0)
 
     @property
     def experts(self) -> ExpertsDescription:
@@ -119,6 +125,7 @@ class MoEDescription(FeedForwardDescription):
             (2, self.width) if gated else (self.width,),
             self.init_std,
             split=1 if gated else 0,
+            bias=self.moe.expert_bias,
             fused={0: (1, 1)} if gated else {},
             experts=self.moe.experts,
             top_k=self.moe.top_k,
@@ -128,6 +135,7 @@ class MoEDescription(FeedForwardDescription):
             (self.hidden,),
             self.output_std,
             split=1,
+            bias=self.moe.expert_bias,
             experts=self.moe.experts,
             top_k=self.moe.top_k,
         )

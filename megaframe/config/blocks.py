@@ -45,6 +45,9 @@ class RotaryScalingConfig(Section):
     mscale_all_dim: Annotated[float, Field(ge=0)] = 0.0
     """yarn with `model.latent`: m of a similar factor on all dimensions of queries and keys, by
     which the factor on rotated dimensions is divided."""
+    truncate: bool = True
+    """yarn: round outwards to whole numbers the two pairs of dimensions between which frequencies
+    are blended; gpt-oss does not."""
 
 
 class AttentionConfig(Section):

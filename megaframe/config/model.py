@@ -90,6 +90,11 @@ class MoEConfig(Section):
     """Weight of the squared log-sum-exp of a router's logits per token (ST-MoE uses 1e-3)."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Multiply a router's inputs by random factors between 1 - jitter and 1 + jitter."""
+    expert_bias: bool = False
+    """Biases of both products of each expert (gpt-oss). Those of shared experts follow
+    `model.bias`."""
+    router_bias: bool = False
+    """A bias of the router's logits (gpt-oss), which is trained like its weights."""
     capacity: Annotated[float, Field(gt=0)] | None = None
     """In training, limit the tokens that each rank sends to an expert to this factor times the mean
     load of a microbatch, and drop those with the lowest scores. Results then depend on the layout.
@@ -137,9 +142,10 @@ class ModelConfig(Section):
     activation: Annotated[Activation | ActivationPart, Extensible("activation")] = "gelu_tanh"
     """Activation of the MLP and of experts; `relu2` is squared ReLU. Gated are `swiglu` with SiLU,
     `geglu` with `gelu_tanh` (Gemma), and `swiglu_clamped` (gpt-oss): (up + 1) * gate *
-    sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7. Experts have no biases."""
+    sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7."""
     bias: bool = False
-    """Biases in all linear layers and, with layernorm, in the norms."""
+    """Biases in all linear layers but those of experts (`model.moe.expert_bias`) and routers and,
+    with layernorm, in the norms."""
     qkv_bias: bool = Field(default_factory=lambda values: values["bias"])
     """Biases in the query, key and value projections only. Default: `bias`."""
     embedding_scale: Annotated[float, Field(gt=0)] = 1.0

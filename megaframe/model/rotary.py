@@ -61,18 +61,19 @@ def _scale_as_llama3(plain: Tensor, scaling: RotaryScalingConfig) -> Tensor:
 def _scale_as_yarn(plain: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
     """Keep fast pairs, divide slow ones by the factor, and blend in between (Peng et al. 2023, eq.
     23-25). The blend is linear in the pair's index, between the indices at the two rotation counts,
-    which are rounded outwards."""
+    which are rounded outwards with `truncate`."""
     pairs = len(plain)
 
     def find_pair(rotations: float) -> float:
         wavelength = scaling.original_length / (rotations * 2 * math.pi)
         return pairs * math.log(wavelength) / math.log(base)
 
-    low = max(math.floor(find_pair(scaling.high_frequency)), 0)
-    high = min(math.ceil(find_pair(scaling.low_frequency)), 2 * pairs - 1)
-    # 0 up to pair `low` and 1 from pair `high` on. The bound keeps the slope finite if both are
-    # equal.
-    ramp = (torch.arange(pairs, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    low, high = find_pair(scaling.high_frequency), find_pair(scaling.low_frequency)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    # 0 up to pair `low` and 1 from pair `high` on. The slope is finite if both are equal.
+    ramp = (torch.arange(pairs, dtype=torch.float64) - low) / (high - low or 1e-3)
     keep = 1.0 - ramp.clamp(0.0, 1.0)
     return plain * (keep + (1.0 - keep) / scaling.factor)
 

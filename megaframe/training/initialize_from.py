@@ -18,6 +18,7 @@ from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.checkpoint.manifest import DTYPES
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
+from megaframe.config.keys import format_value
 from megaframe.errors import UserError
 
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
@@ -124,5 +125,9 @@ def _check_upcycling(config: RunConfig) -> Iterator[str]:
         )
     if moe.shared:
         yield f"model.moe.shared={moe.shared} has nothing to start from; use model.moe.shared=0"
-    if model.bias:
-        yield "model.bias=true gives the dense MLP biases, which experts lack"
+    if model.bias or moe.expert_bias:
+        yield (
+            f"model.bias={format_value(model.bias)} and model.moe.expert_bias="
+            f"{format_value(moe.expert_bias)}: experts are copies of matrices alone, so a dense MLP"
+            " with biases is no start for them, nor one without for experts that have any"
+        )

@@ -13,14 +13,18 @@ from slow_cases import slow
 
 MOE = {"experts": 6, "ffn": 12, "top_k": 2, "balance_rate": 0.05, "balance_loss": 0.1}
 GATED = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
+BIASES = {"expert_bias": True, "router_bias": True}
 MODELS = {
-    "bias": {**GATED, "moe": {**MOE, "shared": 1}},
+    "bias": {**GATED, "moe": {**MOE, **BIASES, "shared": 1}},
     "sequence": {**GATED, "moe": {**MOE, "balance": "sequence", "score": "softmax", "every": 2}},
     "global": {"moe": {**MOE, "balance": "global", "z_loss": 0.05, "jitter": 0.2, "first": 1}},
     "groups": {
         **GATED,
         "activation": "swiglu_clamped",
-        "moe": {**MOE, "experts": 8, "groups": 4, "top_groups": 2, "top_k": 3, "balance": "none"},
+        "moe": {
+            **{**MOE, **BIASES, "experts": 8, "groups": 4, "top_groups": 2, "top_k": 3},
+            "balance": "none",
+        },
     },
 }
 FOUR = {"expert": 4}

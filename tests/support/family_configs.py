@@ -115,6 +115,7 @@ SPARSE = {
         **{**HEADS, **LOCAL, **NARROW},
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
     },
+    "gpt_oss": {**HEADS, **LOCAL, "num_local_experts": 8, "num_experts_per_tok": 3},
     "qwen3_moe": {**HEADS, **NARROW, "num_hidden_layers": 4, "mlp_only_layers": [2]},
 }
 MODELS = {**DENSE, **UNGATED, **SPARSE}

@@ -246,12 +246,14 @@ def _experts(weights, model, name, y, counted):
     """Compute every token and every one of its experts separately; return output and losses."""
     moe, x, kind = model.moe, y, get_part_name(model.activation)
     logits = y @ weights[f"{name}.moe.router.weight"].T
+    logits = logits + weights.get(f"{name}.moe.router.bias", 0.0)
     scores = torch.sigmoid(logits) if moe.score == "sigmoid" else logits.softmax(-1)
     balance = weights[f"{name}.moe.router.balance"]
     ranked = scores.detach() + (balance.detach() if moe.balance == "bias" else 0.0)
     size = moe.experts // moe.groups
     out, load = torch.zeros_like(x), torch.zeros(*x.shape[:1], moe.experts, dtype=x.dtype)
     up, down = weights[f"{name}.moe.experts.up.weight"], weights[f"{name}.moe.experts.down.weight"]
+    biases = [weights.get(f"{name}.moe.experts.{m}.bias") for m in ("up", "down")]
     for b in range(x.shape[0]):
         for s in range(x.shape[1]):
             groups = [ranked[b, s, g * size : (g + 1) * size] for g in range(moe.groups)]
@@ -265,8 +267,11 @@ def _experts(weights, model, name, y, counted):
             for e in chosen:
                 load[b, e] += float(counted[b, s])
                 gate = moe.scale * scores[b, s, e] / total
-                inner = _activated(kind, y[b, s] @ up[e].reshape(-1, model.hidden).T, moe.ffn)
-                out[b, s] = out[b, s] + gate * (down[e] @ inner)
+                outer = y[b, s] @ up[e].reshape(-1, model.hidden).T
+                outer = outer if biases[0] is None else outer + biases[0][e].flatten()
+                result = down[e] @ _activated(kind, outer, moe.ffn)
+                result = result if biases[1] is None else result + biases[1][e]
+                out[b, s] = out[b, s] + gate * result
     if moe.shared:
         width = moe.shared * moe.ffn
         outputs = width * (2 if kind in _GATES else 1)

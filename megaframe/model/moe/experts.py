@@ -30,10 +30,10 @@ from megaframe.tensor_parallel.axis import TensorParallel
 
 
 class Experts(Module):
-    """hidden -> width -> hidden in each expert, without biases."""
+    """hidden -> width -> hidden in each expert."""
 
     def __init__(self, name: str, description: MoEDescription, setup: LayerSetup) -> None:
-        """Make the matrices of all experts, which are two parameters.
+        """Make the matrices of all experts, which are two parameters, and two of their biases.
 
         Args:
             name: Of the experts in the model.
@@ -42,7 +42,11 @@ class Experts(Module):
         """
         self.tensor, self.activation = setup.tensor, description.activation
         self.get_row_multiple = setup.routines.get_row_multiple
-        self.up, self.down = map(Parameter, description.experts.declare_parameters(name))
+        specs = description.experts
+        self.up, *up_bias = map(Parameter, specs.up.declare_parameters(f"{name}.up"))
+        self.down, *down_bias = map(Parameter, specs.down.declare_parameters(f"{name}.down"))
+        self.up_bias: Parameter | None = up_bias[0] if up_bias else None
+        self.down_bias: Parameter | None = down_bias[0] if down_bias else None
 
     def __call__(
         self,
@@ -88,11 +92,17 @@ class _Experts(torch.autograd.Function):
         for piece in slices:
             x_nH = last.forward_slice(x_AH, piece.rows, piece.copies)
             up = piece.multiply(x_nH, up_EOH[piece.experts])
+            if experts.up_bias is not None:
+                up += piece.select_bias(experts.up_bias, len(up))
             active = activate(experts.activation, up, experts.tensor.kernels)
             # Gates are multiplied in before the second product. The outputs of experts then only
             # have to be summed, and are not kept.
-            inner = active.mul_(piece.select_gates(gates_N))
-            piece.multiply_into(y_NH[piece.computed_rows], inner, down_EHF[piece.experts])
+            gates_n1, out_nH = piece.select_gates(gates_N), y_NH[piece.computed_rows]
+            piece.multiply_into(out_nH, active.mul_(gates_n1), down_EHF[piece.experts])
+            if experts.down_bias is not None:
+                columns = _find_columns(experts.down_bias)
+                bias = piece.select_bias(experts.down_bias, len(out_nH))
+                out_nH[:, columns].addcmul_(gates_n1, bias)
             ups.append(up)
         ctx.save_for_backward(x_AH, gates_N, *ups)
         ctx.experts, ctx.last, ctx.state, ctx.slices = experts, last, state, slices
@@ -114,8 +124,15 @@ class _Experts(torch.autograd.Function):
             # `d_inner` is not yet times the gates: its product with the output is their gradient.
             piece.write_gate_gradient(dgates_N, d_inner, active)
             gates_n1 = piece.select_gates(gates_N)
+            if experts.down_bias is not None:
+                dy_nO = dy_nH[:, _find_columns(experts.down_bias)]
+                bias = piece.select_bias(experts.down_bias, len(dy_nO))
+                piece.add_gate_gradient(dgates_N, dy_nO, bias)
+                piece.add_bias_gradient(experts.down_bias, dy_nO * gates_n1)
             # In place: the gradient of the gates has been computed from `d_inner` above.
             d_up = activation_backward(d_inner.mul_(gates_n1))
+            if experts.up_bias is not None:
+                piece.add_bias_gradient(experts.up_bias, d_up)
             inner = active.mul_(gates_n1)
             piece.write_input_gradient(dx_NH[piece.computed_rows], d_up, up_EOH[piece.experts])
             # Selected again: x is kept once, as it arrived, and not once per choice.
@@ -130,6 +147,12 @@ def _get_matrices(weight: Parameter) -> Tensor:
     """Return the value of the weight as [experts, outputs, inputs]."""
     value = weight.value
     return value.view(value.shape[0], -1, value.shape[-1])
+
+
+def _find_columns(bias: Parameter) -> slice:
+    """Return which outputs this rank adds the biases of: of those that it shares an expert's inner
+    width with, each adds some."""
+    return bias.box.slices[-1]
 
 
 @dataclass(frozen=True)
@@ -167,6 +190,35 @@ class _ExpertSlice:
         """Write the dot product of each row, without the copies, to its gradient."""
         out_n = dgates_N[self.rows]
         torch.linalg.vecdot(d_inner_nF[: len(out_n)], active_nF[: len(out_n)], out=out_n)
+
+    def add_gate_gradient(self, dgates_N: Tensor, dy_nO: Tensor, bias: Tensor) -> None:
+        """Add what the gates weigh besides the products: the biases of the outputs."""
+        out_n = dgates_N[self.rows]
+        out_n += (dy_nO * bias).sum(-1)[: len(out_n)]
+
+    def select_bias(self, bias: Parameter, rows: int) -> Tensor:
+        """Return the bias of the expert, [O], or that of each row's, [n, O]."""
+        bias_EO = bias.value.flatten(1)
+        if self.ends is None:
+            return bias_EO[self.experts]
+        return bias_EO[self._find_experts(rows)]
+
+    def add_bias_gradient(self, bias: Parameter, dy_nO: Tensor) -> None:
+        """Add the sums of dy over the rows of each expert to the gradient of its bias."""
+        shape = bias.box.shape
+        if self.ends is None:
+            bias.add(dy_nO.sum(0).view(shape[1:]), self.experts)
+            return
+        # As a product, whose order of additions is fixed; a scatter on a GPU would add atomically.
+        rows = len(dy_nO)
+        is_own_nE = F.one_hot(self._find_experts(rows), shape[0]).to(dy_nO.dtype)
+        bias.add((is_own_nE.t() @ dy_nO).view(shape))
+
+    def _find_experts(self, rows: int) -> Tensor:
+        """Return the expert of each row, int64 [n]."""
+        assert self.ends is not None
+        places = torch.arange(rows, device=self.ends.device, dtype=self.ends.dtype)
+        return torch.bucketize(places, self.ends, right=True)
 
     def multiply(self, x_nI: Tensor, matrix: Tensor) -> Tensor:
         """Return rows times the transposed matrix [O, I] of their expert. For all experts, matrices

@@ -30,7 +30,9 @@ class Router(Module):
 
     def __init__(self, name: str, description: MoEDescription, setup: LayerSetup) -> None:
         self.name, self.moe, self.setup = name, description.moe, setup
-        self.weight, self.balance = map(Parameter, description.router.declare_parameters(name))
+        weight, balance, *bias = map(Parameter, description.router.declare_parameters(name))
+        self.weight, self.balance = weight, balance
+        self.bias: Parameter | None = bias[0] if bias else None
 
     def __call__(
         self, x_RH: Tensor, inputs: MicrobatchInputs, state: PassState
@@ -50,6 +52,8 @@ class Router(Module):
         if moe.jitter and inputs.dropout is not None:
             x_RH = x_RH * inputs.dropout.draw_jitter(x_RH, self.name, moe.jitter)
         logits_RE = _Logits.apply(x_RH, self.weight, state.deferred)
+        if self.bias is not None:
+            logits_RE = logits_RE + self.bias.use().to(logits_RE.dtype)
         sigmoid = moe.score == "sigmoid"
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
         chosen_RK, gates_RK = self._choose_by_kernel(logits_RE) or self._choose_plain(scores_RE)

@@ -86,6 +86,7 @@ MODELS |= {
     "three_further": {"mtp_depth": 3, "position": "learned", "bias": True, "window": (5, 2)},
     "latent_of_one_width": {"latent": {**LATENT, "query_rank": 12, "value_dim": 10}},
 }
+ROUTED_BIASES = {"expert_bias": True, "router_bias": True}
 MODELS |= {
     "gemma_like": {
         "layers": 4,
@@ -106,7 +107,7 @@ MODELS |= {
         "activation": "swiglu_clamped",
         "bias": True,
         "init_std": 1.0,  # every twelfth gate is clamped
-        "moe": {"experts": 4, "ffn": 10, "shared": 1},
+        "moe": {**ROUTED_BIASES, "experts": 4, "ffn": 10, "shared": 1},
         "blocks": [
             {"mixer": {"score_scale": 0.02}, "feed_forward": {"kind": "moe"}},
             {"mixer": {"score_scale": 0.02}},

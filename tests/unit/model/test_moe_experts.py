@@ -14,18 +14,30 @@ from megaframe.pipeline_parallel.stage_pass import StagePass
 pytestmark = pytest.mark.numeric
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "swiglu_clamped", "gelu"])
-def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, make_microbatch):
+def draw_biases(built):
+    """Give biases, which begin at 0, the same random values for every type of numbers."""
+    generator = torch.Generator().manual_seed(0)
+    for p in built.stage.parameters():
+        if p.spec.role == "bias":
+            p.value.copy_(torch.randn(p.value.shape, generator=generator))
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias"),
+    [("swiglu", True), ("geglu", False), ("swiglu_clamped", True), ("gelu", False)],
+)
+def test_one_product_of_all_experts_is_the_loop_over_them(activation, bias, build, make_microbatch):
     """The loop computes the truth in fp64, in which torch has no grouped product."""
     gradients = []
     for at_once, precision in ((False, "fp64"), (True, "fp32")):
-        moe = {"experts": 6, "ffn": 8, "top_k": 1, "normalise": False}
+        moe = {"experts": 6, "ffn": 8, "top_k": 1, "normalise": False, "expert_bias": bias}
         model = {"moe": moe, "activation": activation, "layers": 1, "hidden": 16}
         train = {"precision": precision, "seq": 4, "microbatch": 1, "global_batch": 1}
         built = build(model, train=train)
         microbatch = make_microbatch(built.config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(experts, "can_group", lambda *_, at_once=at_once: at_once)
+            draw_biases(built)
             built.sharded_parameters.start_step()
             for number in range(2):  # the second adds to the first one's gradients
                 built.stage.forward(
@@ -54,10 +66,11 @@ def test_copies_of_rows_change_no_gradient(activation, build, make_microbatch, m
     results = []
     for multiple in (1, 8):
         routines = LayerRoutines(get_row_multiple=lambda x, multiple=multiple: multiple)
-        moe = {"experts": 6, "ffn": 8, "top_k": 2}
+        moe = {"experts": 6, "ffn": 8, "top_k": 2, "expert_bias": True}
         model = {"moe": moe, "activation": activation, "layers": 2, "hidden": 16}
         built = build(model, routines, train={"precision": "fp64", "seq": 11, "microbatch": 1})
         microbatch = make_microbatch(built.config)
+        draw_biases(built)
         built.sharded_parameters.start_step()
         counts.clear()
         for number in range(2):

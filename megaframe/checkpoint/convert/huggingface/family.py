@@ -32,6 +32,7 @@ from megaframe.checkpoint.convert.huggingface.model_facts import (
     find_differences,
     start_facts,
 )
+from megaframe.checkpoint.convert.huggingface.mxfp4 import MXFP4
 from megaframe.config import ModelConfig
 from megaframe.config.registry import list_parts
 from megaframe.errors import UserError, join_or
@@ -41,6 +42,8 @@ _MAX_NAMED_KEYS = 5
 """Number of keys that an error names."""
 _DROPOUTS = ("_dropout", "_pdrop")
 """What the names of rates end with that some classes do not take for 0 if they are missing."""
+_QUANTISATION_KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
+"""What a quantised model's section may say; which modules are not is seen from the tensors."""
 _COMMON_READ: dict[str, Any] = {"model_type": str, "dtype": Text, "torch_dtype": Text}
 _COMMON_FIXED: dict[str, Any] = {
     **{"is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False},
@@ -89,9 +92,11 @@ class Family:
         ends: Modules of their embedding and head, and those of ours that are stacked in each.
         block: The same for a layer: `attention.query`, `attention.qkv` for all of a group of heads
             after another, `mlp.gate`, `moe.experts.up` of one expert, `moe.all_experts.up` of all
-            in one tensor with this whole name.
+            in one tensor with this whole name (and `_bias` after it), `moe.all_experts.gate_up` of
+            those whose rows of gate and up alternate.
         layer: Beginning of the names of a layer's modules.
         transposed: Whether the matrices of layers are.
+        transposed_experts: Whether those of all experts in one tensor are.
         interleaved: Whether the rows of rotary pairs are neighbours.
         norm_offset: What their norms add to a gain.
         scales: Modules of ours whose weights have a factor that is a key of theirs, each with the
@@ -103,6 +108,7 @@ class Family:
         predictors: The key of the number of layers after the last one, which predict tokens.
         also: Other names of the same code.
         code: `auto_map` of folders whose code transformers has since taken over.
+        packed: Whether folders may have matrices of experts in MXFP4.
     """
 
     name: str
@@ -118,6 +124,7 @@ class Family:
     block: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{}."
     transposed: bool = False
+    transposed_experts: bool = False
     interleaved: bool = False
     norm_offset: float = 0.0
     scales: Mapping[str, str] = field(default_factory=dict)
@@ -128,6 +135,7 @@ class Family:
     predictors: str = ""
     also: tuple[str, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)
+    packed: bool = False
 
     def derive(
         self,
@@ -193,12 +201,7 @@ class Family:
                 are not known; with their values.
         """
         self._refuse_foreign_code(config)
-        if config.get("quantization_config") is not None:
-            value = make_printable(reprlib.repr(config["quantization_config"]))
-            raise UserError(
-                f"quantization_config={value}: the weights are quantised, and only "
-                "floating-point weights are read; save the model dequantised, without this key"
-            )
+        self._refuse_quantised(config)
         renamed = _rename_aliases(config, self.aliases)
         required = [name for key in self.keys for name in key.required]
         missing = [name for name in required if renamed.get(name) is None]
@@ -210,6 +213,7 @@ class Family:
                 text = make_printable(reprlib.repr(renamed[key]))
                 raise UserError(f"{key}={text} is not supported, only {value!r}")
         known = {*self.types, *self.all_fixed, *self.without_influence, "auto_map"}
+        known.add("quantization_config")
         if unknown := [key for key in renamed if key not in known]:
             named = ", ".join(
                 f"{make_printable(key)}={make_printable(reprlib.repr(renamed[key]))}"
@@ -243,6 +247,21 @@ class Family:
             f"auto_map={make_printable(reprlib.repr(code))} asks for code of the folder, which is "
             f"never run; remove it from config.json if {self.name} of transformers computes the "
             "same"
+        )
+
+    def _refuse_quantised(self, config: Mapping[str, Any]) -> None:
+        """Raise `UserError` if the weights are in another format than what is read."""
+        quantised = config.get("quantization_config")
+        if quantised is None:
+            return
+        is_known = isinstance(quantised, dict) and quantised.keys() <= _QUANTISATION_KEYS
+        if self.packed and is_known and quantised.get("quant_method") == MXFP4:
+            return
+        value = make_printable(reprlib.repr(quantised))
+        raise UserError(
+            f"quantization_config={value}: the weights are quantised, and only "
+            f"floating-point weights{' and MXFP4' * self.packed} are read; save the model "
+            "dequantised, without this key"
         )
 
     def list_training_keys(self, config: Mapping[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import json
 import reprlib
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -39,7 +39,7 @@ Counts = list[Annotated[int, Field(ge=0, le=_MAX_SIZE)]] | None
 
 class RopeKeys(BaseModel):
     """`rope_parameters`, or `rope_scaling` with the base outside. Other keys change the rotation in
-    ways that are not supported, so they are refused, and `truncate` may not even be null, which
+    ways that are not supported, so they are refused, and `truncate` may not be null, which
     transformers takes for false."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -57,7 +57,7 @@ class RopeKeys(BaseModel):
     mscale_all_dim: NonNegative = None
     partial_rotary_factor: Share = None
     attention_factor: Positive = None
-    truncate: Literal[True] = True
+    truncate: bool = True
 
 
 TYPES_OF_FACTS: dict[str, Any] = {

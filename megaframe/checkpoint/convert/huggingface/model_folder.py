@@ -37,6 +37,7 @@ from megaframe.checkpoint.convert.huggingface.read_files import (
     TensorHeader,
     check_finite,
     check_regular_file,
+    join_packed_headers,
     read_headers,
     read_json,
     read_tensor,
@@ -232,6 +233,8 @@ def import_model(folder: Path, target: StorePath) -> StartingWeights:
     family = get_family(config.get("model_type"))
     bare_headers, notes_on_towers = unwrap_names(whole_config, read_headers(folder))
     headers = restore_prefix(family, bare_headers)
+    if config.get("quantization_config") is not None:
+        headers = join_packed_headers(headers)
     model = family.read_model(config, [header.shape for header in headers.values()])
     notes = [*notes_on_towers, *family.list_training_keys(config)]
     if model.tie_embeddings and has_other_head(family, headers):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaframe.checkpoint.convert.huggingface.dense_families import (
+    BIASES,
     ERNIE4_5,
     LLAMA,
     QWEN3,
@@ -358,7 +359,41 @@ MELLUM = QWEN3.derive(
     predictors="num_nextn_predict_layers",
     aliases={"num_local_experts": "num_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 )
+_YARN = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"truncate": False, "original_max_position_embeddings": 4096},
+}
+GPT_OSS = LLAMA.derive(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    Pair("intermediate_size", "moe.ffn", "value"),
+    Pair("num_local_experts", "moe.experts", "value"),
+    TOP_K,
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "value"),
+    Pair("attention_bias", BIASES, default=True),
+    Pair("rms_norm_eps", "norm_eps", default=1e-5),
+    LayerTypes(slide_except("", 2), need="present"),
+    RotaryKeys(base=150000.0, section=_YARN),
+    own={
+        **{**SOFTMAX, "moe.expert_bias": True, "moe.router_bias": True, "mixer.sinks": True},
+        "feed_forward.activation": "swiglu_clamped",
+    },
+    fixed={"mlp_bias": False, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    training=("router_aux_loss_coef",),
+    neutral=("initial_context_length",),
+    aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    block={
+        **{f"mlp.{name}_proj": None for name in ("gate", "up", "down")},
+        "self_attn.sinks": "attention.sinks",
+        "mlp.router": "moe.router",
+        "mlp.experts.gate_up_proj": "moe.all_experts.gate_up",
+        "mlp.experts.down_proj": "moe.all_experts.down",
+    },
+    transposed_experts=True,
+    packed=True,
+)
 MOE_VARIANTS = (
-    *(GLM4_MOE, SOLAR_OPEN),
+    *(GLM4_MOE, SOLAR_OPEN, GPT_OSS),
     *(GLM4_MOE_LITE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE, HY_V3, AFMOE, EXAONE_MOE, MELLUM),
 )

@@ -7,6 +7,7 @@ types; the library checks that they fit the file, and nothing is read or allocat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megaframe.checkpoint.convert.huggingface.mxfp4 import (
+    BLOCKS,
+    SCALES,
+    dequantize,
+    find_matrix_shape,
+)
 from megaframe.errors import UserError
 from megaframe.io.untrusted import make_printable, open_file, parse_json, read_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+PACKED = "packed"
+"""The type of a tensor that is computed from others."""
 _MAX_JSON = 64 << 20
 _MAX_TENSORS = 1 << 18
 """Most tensors of a file; the largest models have 100,000 in hundreds of files."""
@@ -33,13 +42,15 @@ class TensorHeader:
 
     Attributes:
         name: Its name in the file.
-        dtype: A name such as `BF16`.
+        dtype: A name such as `BF16`, or `PACKED`.
+        packed: The tensors of bytes that it is computed from.
     """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    packed: tuple[TensorHeader, ...] = ()
 
 
 def check_regular_file(path: Path) -> None:
@@ -117,9 +128,25 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
         raise UserError(f"cannot read {make_printable(path)}: {error}") from None
 
 
+def join_packed_headers(headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Return the tensors of a folder with one in place of each two that are its MXFP4 blocks and
+    scales."""
+    joined = dict(headers)
+    for name, blocks in headers.items():
+        whole = name.removesuffix(BLOCKS)
+        scales = headers.get(f"{whole}{SCALES}")
+        if whole == name or scales is None or whole in headers:
+            continue
+        shape = find_matrix_shape(blocks.shape, scales.shape)
+        if shape is not None and {blocks.dtype, scales.dtype} == {"U8"}:
+            del joined[name], joined[f"{whole}{SCALES}"]
+            joined[whole] = TensorHeader(whole, blocks.file, shape, PACKED, (blocks, scales))
+    return joined
+
+
 def check_type(name: str, header: TensorHeader) -> None:
     """Raise `UserError` if a tensor is not one of floating-point numbers of 16 bits or more."""
-    if header.dtype not in _FLOATS:
+    if header.dtype not in (*_FLOATS, PACKED):
         raise UserError(
             f"{make_printable(header.file)}: {make_printable(name)} has the type {header.dtype}; "
             f"weights are {', '.join(_FLOATS)}"
@@ -132,13 +159,21 @@ def read_tensor(header: TensorHeader) -> Tensor:
     Raises:
         UserError: If an element is not finite.
     """
-    try:
-        with safe_open(header.file, framework="pt") as file:
-            tensor = file.get_tensor(header.name).float()
-    except _READ_ERRORS as error:
-        raise UserError(f"cannot read {header.name} from {header.file}: {error}") from None
+    if header.packed:
+        tensor = dequantize(*map(_read_stored, header.packed))
+    else:
+        tensor = _read_stored(header).float()
     check_finite(header.name, tensor, "fp32")
     return tensor
+
+
+def _read_stored(header: TensorHeader) -> Tensor:
+    try:
+        with safe_open(header.file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(header.name)
+            return tensor
+    except _READ_ERRORS as error:
+        raise UserError(f"cannot read {header.name} from {header.file}: {error}") from None
 
 
 def check_finite(name: str, tensor: Tensor, dtype: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -47,6 +47,7 @@ class RotaryKeys(Key):
         base_name: The key of the base.
         scaled: Whether wavelengths may be scaled.
         latent: Whether attention is latent, where `mscale_all_dim` also scales the scores.
+        section: That of a config without one.
     """
 
     base: float = 10000.0
@@ -55,6 +56,7 @@ class RotaryKeys(Key):
     base_name: str = "rope_theta"
     scaled: bool = True
     latent: bool = False
+    section: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -71,7 +73,8 @@ class RotaryKeys(Key):
         """
         # Of two sections transformers takes `rope_scaling`, and nothing of the other one.
         name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        rope = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
+        given = config.get(name) or self.section
+        rope = {key: value for key, value in given.items() if value is not None}
         kind = read_rope_kind(name, rope)
         facts.set("mixer.rotary", True)
         if kind != "default" and not self.scaled:
@@ -223,6 +226,7 @@ def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
         **{"kind": "yarn", **shared, **_read_strengths(rope, latent)},
         "low_frequency": rope.get("beta_slow", 1),
         "high_frequency": rope.get("beta_fast", 32),
+        "truncate": rope.get("truncate", True),
     }
 
 
@@ -275,7 +279,8 @@ def write_scaling(layer: Mapping[str, Any]) -> Keys:
     low, high = scaling.low_frequency, scaling.high_frequency
     if scaling.kind == "llama3":
         return {**shared, "low_freq_factor": low, "high_freq_factor": high}
-    return {**shared, **_write_strengths(scaling), "beta_slow": low, "beta_fast": high}
+    whole = {} if scaling.truncate else {"truncate": False}
+    return {**shared, **_write_strengths(scaling), "beta_slow": low, "beta_fast": high, **whole}
 
 
 def _write_strengths(scaling: RotaryScalingConfig) -> Keys:

@@ -1,10 +1,10 @@
 """Maps each tensor of a Hugging Face model ("theirs") to boxes of megaframe's tensors ("ours").
 
 A tensor of theirs is a matrix that stacks some of our boxes, each flattened to outputs x inputs.
-Matrices may be transposed, several may be one tensor with a dim more, and the rows of rotary pairs
-may be interleaved, i next to i + D/2, while ours keep the two halves apart. Numbers may differ by a
-factor and an offset. Export and import both use this mapping, which follows from the names of a
-family (`family.py`).
+Matrices may be transposed, several may be one tensor with a dim more, and the rows of rotary pairs,
+or of gate and up, may be interleaved, i next to i + D/2, while ours keep the two halves apart.
+Numbers may differ by a factor and an offset. Export and import both use this mapping, which follows
+from the names of a family (`family.py`).
 
 Shape legend: O rows, I columns of a matrix.
 """
@@ -31,7 +31,7 @@ class TensorPart:
     """A box of one of our tensors, as a matrix of `rows` rows.
 
     Attributes:
-        head: Rows of a head, if theirs interleaves rotary pairs.
+        head: Rows of a head, if theirs interleaves rotary pairs, or of gate and up.
         rotated: Of these, how many first ones are pairs.
         scale: Ours are theirs times this,
         offset: plus this.
@@ -108,10 +108,10 @@ class HuggingFaceTensor:
         if self.zeros is not None:
             return self.zeros
         rows = sum(part.rows for part in self.parts)
-        if self.parts[0].is_vector:
-            return (self.matrices, rows) if self.matrices else (rows,)
         columns = sum(part.box.size for part in self.parts) // rows
         rows //= self.matrices or 1
+        if self.parts[0].is_vector:
+            return (self.matrices, rows) if self.matrices else (rows,)
         matrix = (columns, rows) if self.transposed else (rows, columns)
         return (self.matrices, *matrix) if self.matrices else matrix
 
@@ -170,6 +170,7 @@ _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
     **{f"{mlp}.up": (f"{mlp}.up", (slice(-1, None),)) for mlp in ("mlp", "moe.shared")},
     "moe.experts.gate": ("moe.experts.up", (slice(0, 1),)),
     "moe.experts.up": ("moe.experts.up", (slice(-1, None),)),
+    "moe.experts.gate_up": ("moe.experts.up", (_ALL,)),
 }
 """Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
 
@@ -242,8 +243,12 @@ class _Names:
             found = [self._find_parts(m, kind, expert) for expert in experts for m in modules]
             parts = tuple(part for parts_of_module in found for part in parts_of_module)
             if found and all(found):
-                turned = self.family.transposed and bool(self.layer) and not parts[0].is_vector
-                full_name = name if matrices else f"{name}.{kind}"
+                family = self.family
+                transposed = family.transposed_experts if matrices else family.transposed
+                turned = transposed and bool(self.layer) and not parts[0].is_vector
+                full_name = f"{name}.{kind}"
+                if matrices:
+                    full_name = name if kind == "weight" else f"{name}_bias"
                 yield HuggingFaceTensor(full_name, parts, turned, matrices)
             elif kind == "weight" and modules[0].startswith("moe.shared."):
                 yield from self._map_empty_shared(f"{name}.weight", modules[0])
@@ -274,6 +279,8 @@ class _Names:
         if of_experts:
             slices = (slice(expert, expert + 1), *slices)
         part = _make_part(spec, slices)
+        if module.endswith(".gate_up"):
+            part = replace(part, head=part.rows, rotated=part.rows)
         if spec.role == "gain":
             part = replace(part, offset=self.family.norm_offset)
         if self.family.interleaved and module in ("attention.query", "attention.key"):

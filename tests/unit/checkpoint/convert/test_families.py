@@ -28,7 +28,7 @@ from megaframe.extensions import load_named_extensions
 
 pytestmark = pytest.mark.numeric
 
-FIRST = ("gemma2", "glm4", "cohere2", "granitemoeshared")
+FIRST = ("gemma2", "glm4", "cohere2", "granitemoeshared", "gpt_oss")
 """Families in `make test`; all others repeat what these do."""
 
 

@@ -59,6 +59,7 @@ SMALL = {
     "qwen2": ("Qwen2", {**SHAPE, "sliding_window": 5, "use_sliding_window": True}),
     "qwen3": ("Qwen3", {**SHAPE, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3_moe": ("Qwen3Moe", {**SHAPE, **EXPERTS}),
+    "gpt_oss": ("GptOss", {**SHAPE, "num_local_experts": 4, "sliding_window": 5}),
     "mixtral": ("Mixtral", {**SHAPE, "num_experts_per_tok": 2, "num_local_experts": 4}),
     "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN}),
@@ -272,6 +273,26 @@ PUBLISHED = {
         **{"num_hidden_layers": 61, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
         **{"topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280},
         **{"rope_scaling": PUBLISHED_YARN, "num_nextn_predict_layers": 1},
+    },
+    "gpt-oss": {
+        **{"architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64},
+        **{"attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4},
+        **{"hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096},
+        **{"initializer_range": 0.02, "intermediate_size": 2880, "model_type": "gpt_oss"},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 12, "num_hidden_layers": 24},
+        **{"max_position_embeddings": 131072, "num_attention_heads": 64, "rms_norm_eps": 1e-05},
+        **{"num_experts_per_tok": 4, "num_key_value_heads": 8, "num_local_experts": 32},
+        **{"output_router_logits": False, "pad_token_id": 199999, "rope_theta": 150000},
+        **{"router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+        **{"tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088},
+        "rope_scaling": {
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn"},
+            **{"original_max_position_embeddings": 4096, "truncate": False},
+        },
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+            "quant_method": "mxfp4",
+        },
     },
 }
 """Keys and values of `config.json` as their publishers wrote them."""
