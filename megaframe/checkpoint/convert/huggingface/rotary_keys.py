@@ -154,6 +154,11 @@ class RotaryKeysOfTypes(Key):
                 rope |= {
                     k: v for k, v in (config.get("rope_scaling") or {}).items() if v is not None
                 }
+            if not rope.get("truncate", True):
+                raise UserError(
+                    f"rope_parameters.{kind}.truncate=False is not supported, only True: "
+                    "transformers reads it only where all layers have one section"
+                )
             rope_type = read_rope_kind(f"rope_parameters.{kind}", rope)
             bases[kind] = rope.get("rope_theta") or (config.get(name) if name else None) or base
             scalings[kind] = _read_scaling(rope_type, rope, latent=False)

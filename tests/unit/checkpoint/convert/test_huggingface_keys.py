@@ -9,6 +9,7 @@ import json
 
 import pytest
 import torch
+from family_configs import make_tiny_config
 from slow_cases import mark_slow
 from small_model_folders import CONFIGS, write_small_folder
 from transformers_models import assert_same_logits, compute_logits, load_whole, save_random_model
@@ -376,3 +377,13 @@ def test_what_acts_in_training_alone_is_noted(tmp_path):
     imported = folders.import_model(folder, tmp_path / "own")
     (note,) = imported.notes
     assert note == "attention_dropout=0.1 acts in training alone, and is not taken over"
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_yarn_without_truncation_is_refused_where_transformers_does_not_read_it(name):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    section = {**yarn, "truncate": False}
+    section = {"full_attention": section} if name == "rope_parameters" else section
+    config = {**make_tiny_config("olmo3"), "rope_parameters": None, name: section}
+    with pytest.raises(UserError, match="full_attention.truncate=False is not supported"):
+        FAMILIES["olmo3"].read_model(config)
