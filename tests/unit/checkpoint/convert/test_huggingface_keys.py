@@ -385,5 +385,5 @@ def test_yarn_without_truncation_is_refused_where_transformers_does_not_read_it(
     section = {**yarn, "truncate": False}
     section = {"full_attention": section} if name == "rope_parameters" else section
     config = {**make_tiny_config("olmo3"), "rope_parameters": None, name: section}
-    with pytest.raises(UserError, match="full_attention.truncate=False is not supported"):
+    with pytest.raises(UserError, match=r"full_attention\.truncate=False is not supported"):
         FAMILIES["olmo3"].read_model(config)
