@@ -119,10 +119,26 @@ class Bucket:
         self.partition = self.partition_of(boxes, sharding.shard.index)
         self.length, self.owned_span = self.partition.length, self.partition.owned_span
         self.master_span = self.partition.master_span
+        self._allocate_weights(allocate_host)
+        self._bind_parameters(boxes)
+        # Replicas sum only what this rank owns after the sum over the shard group.
+        self._over_shard = self._over_replicas = GradientReducer(sharding.shard)
+        if trained:
+            self._over_shard = self._make_reducer(sharding.shard, slice(0, self.length))
+            self._over_replicas = self._make_reducer(sharding.replicas, self.owned_span)
+        # Whether `grad_sums` holds gradients of this step; if not, the first sum overwrites it.
+        self._summed = False
+        self.holds_full_grads = False
+        self._reduction: Iterator[Pending[Tensor]] | None = None
+        self._transfer: Pending[Tensor] | None = None
+        self._gathering: Pending[Tensor] | None = None
+
+    def _allocate_weights(self, allocate_host: Callable[[int, torch.dtype], Tensor] | None) -> None:
+        """Allocate the values and this rank's master weights, which may be the same memory."""
+        precision, buffers = self._precision, self._buffers
         self._values: Tensor | None = None
-        self._grads: Tensor | None = None
         # Below stage 3 values stay for the whole run; at stage 3 `prefetch` borrows them.
-        if sharding.stage < 3:
+        if self.sharding.stage < 3:
             self._values = buffers.borrow(self.length, precision.compute)
         count = self.master_span.stop - self.master_span.start
         mixed = precision.compute != precision.master
@@ -144,30 +160,23 @@ class Bucket:
             # At stage 3 there are no values to write into. The device keeps its rounded part, so
             # that a gather needs no copy from the host.
             self.rounded = buffers.borrow(count, precision.compute)
+
+    def _bind_parameters(self, boxes: Sequence[Box]) -> None:
+        """Bind the parameters to the values, and allocate the sums of their gradients."""
+        self._grads: Tensor | None = None
         # At stages 2 and 3 the buffer of whole gradients is borrowed by the first addition.
-        allocate_grads = self._borrow_full_grads if trained else None
-        for parameter, box in zip(parameters, boxes, strict=True):
+        allocate_grads = self._borrow_full_grads if self.trained else None
+        for parameter, box in zip(self.parameters, boxes, strict=True):
             parameter.bind(box, allocate_grads)
         if self._values is not None:
             self._bind_values(self._values)
         self.grad_sums = self.weights[:0]
-        if trained and sharding.stage < 2:
+        if self.trained and self.sharding.stage < 2:
             # Below stage 2 the sums are a view of the buffer into which gradients are added.
             self.grad_sums = self._borrow_full_grads()[self.master_span]
-        elif trained:
+        elif self.trained:
             count = self.owned_span.stop - self.owned_span.start
-            self.grad_sums = buffers.borrow(count, precision.master)
-        # Replicas sum only what this rank owns after the sum over the shard group.
-        self._over_shard = self._over_replicas = GradientReducer(sharding.shard)
-        if trained:
-            self._over_shard = self._make_reducer(sharding.shard, slice(0, self.length))
-            self._over_replicas = self._make_reducer(sharding.replicas, self.owned_span)
-        # Whether `grad_sums` holds gradients of this step; if not, the first sum overwrites it.
-        self._summed = False
-        self.holds_full_grads = False
-        self._reduction: Iterator[Pending[Tensor]] | None = None
-        self._transfer: Pending[Tensor] | None = None
-        self._gathering: Pending[Tensor] | None = None
+            self.grad_sums = self._buffers.borrow(count, self._precision.master)
 
     @property
     def owned_grad_sums(self) -> Tensor:

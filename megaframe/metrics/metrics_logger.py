@@ -111,12 +111,15 @@ class MetricsLogger:
             write_environment(self._files, config, mesh, kernels or {})
             self._console = ConsoleSink(config, start_step, self._files)
             self._sinks.append(self._console)
-        peak = find_device_peak(config, mesh)
-        self._peak = peak
+        self._peak = find_device_peak(config, mesh)
+        self._write_first_lines(opening)
+
+    def _write_first_lines(self, opening: Sequence[str]) -> None:
+        """Print these lines, and which FLOPs and which peak the utilisation is computed from."""
         for line in opening:
             self.note(line)
         self.log_detail(self._flops.describe())
-        (self.note if peak.tflops is None else self.log_detail)(peak.note)
+        (self.note if self._peak.tflops is None else self.log_detail)(self._peak.note)
         for sink in self._sinks:
             if isinstance(sink, PrometheusSink):
                 self.note(f"the latest line is at {sink.address}")

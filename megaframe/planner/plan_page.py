@@ -81,19 +81,7 @@ def write_page(
         if result is not None
         else describe_prediction(choice, cluster)
     )
-    figures = [
-        graph.Figure(data=[getattr(graph, kind)(**trace) for kind, trace in drawn.traces])
-        .update_layout(
-            title=drawn.title,
-            template="plotly_white",
-            height=420,
-            margin={"t": 60},
-            legend={"orientation": "h", "y": -0.2},
-            **drawn.axes,
-        )
-        .to_html(full_html=False, include_plotlyjs=False, config=_SHOWN)
-        for drawn in make_charts(choice, cluster, constants)
-    ]
+    figures = [_draw_chart(graph, chart) for chart in make_charts(choice, cluster, constants)]
     parts = [
         _HEAD.format(title=html.escape(title), script=get_plotlyjs()),
         f"<h1>{html.escape(title)}</h1>",
@@ -131,6 +119,20 @@ class Chart:
     title: str
     traces: Sequence[tuple[str, dict[str, Any]]]
     axes: dict[str, Any]
+
+
+def _draw_chart(graph: Any, chart: Chart) -> str:
+    """Return a chart as HTML, drawn by plotly's module of figures."""
+    figure = graph.Figure(data=[getattr(graph, kind)(**trace) for kind, trace in chart.traces])
+    figure.update_layout(
+        title=chart.title,
+        template="plotly_white",
+        height=420,
+        margin={"t": 60},
+        legend={"orientation": "h", "y": -0.2},
+        **chart.axes,
+    )
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, config=_SHOWN))
 
 
 def make_charts(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Iterator[Chart]:

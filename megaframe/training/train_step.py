@@ -133,21 +133,20 @@ class TrainStep:
         if train.cuda_graph:
             check_cuda_graph(config, mesh, kernels)
             self.graph = StepGraph(mesh, note)
+        self._plan_schedule = lru_cache(_SCHEDULES)(partial(self._make_plan, config))
 
-        @lru_cache(_SCHEDULES)
-        def plan_schedule(microbatches: int, train: bool) -> RankPlan:
-            plan = self._executor.plan
-            if not train:
-                return plan(lower(build_forward_schedule(rank_of, microbatches)))
-            is_full = microbatches == self.schedule.microbatches
-            schedule = self.schedule if is_full else build_step_schedule(config, microbatches)
-            if not config.parallel.expert_overlap:
-                return plan(lower(schedule))
-            paired = find_overlap_pairs(schedule, compute_stage_costs(config, plan_stages(config)))
-            ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
-            return plan(Schedule(ranks), paired)
-
-        self._plan_schedule = plan_schedule
+    def _make_plan(self, config: RunConfig, microbatches: int, train: bool) -> RankPlan:
+        """Return this rank's plan of a step of this many microbatches, or of their evaluation."""
+        plan = self._executor.plan
+        if not train:
+            return plan(lower(build_forward_schedule(self.rank_of, microbatches)))
+        is_full = microbatches == self.schedule.microbatches
+        schedule = self.schedule if is_full else build_step_schedule(config, microbatches)
+        if not config.parallel.expert_overlap:
+            return plan(lower(schedule))
+        paired = find_overlap_pairs(schedule, compute_stage_costs(config, plan_stages(config)))
+        ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
+        return plan(Schedule(ranks), paired)
 
     def _connect_pipeline(
         self, config: RunConfig, chunks: Mapping[int, ModelChunk]

@@ -6,7 +6,7 @@ The shape legend is in `attention.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -248,81 +248,139 @@ def launch_backward(
     """
     query, key, value = _make_adjacent(query), _make_adjacent(key), _make_adjacent(value)
     d_out = _make_adjacent(d_out)
-    batch, queries, heads, width = query.shape
     shift, delta = _prepare(d_out, out, lse)
-    groups, per_group = key.shape[2], heads // key.shape[2]
-    strides = (
+    factor = scale_or_default(query, scale)
+    operands = _BackwardOperands(query, key, value, d_out, shift, delta)
+    numbers = (*_list_sizes(query, key, value, d_out), factor, softcap or 1.0)
+    options = _choose_constants(query, scale, softcap)
+    blocks = _choose_key_blocks(query, softcap, fused)
+    if fused:
+        # The gradients of queries, in fp32 and zero at first, because every block of keys adds to
+        # them. Padded like shift and delta, so additions need no mask.
+        sums = lse.new_zeros(max(delta.numel(), 1), options["WIDTH"])
+        d_key, d_value = _launch_keys(operands, first, last, sums, blocks, numbers, options)
+        d_query = _scale_query_sums(sums, query, delta, factor)
+    else:
+        # Bitwise repeatable: each gradient is the sum of one program, over keys in ascending order
+        # of visits.
+        d_query = _launch_queries(operands, starts, stops, numbers, options)
+        d_key, d_value = _launch_keys(operands, first, last, None, blocks, numbers, options)
+    d_sinks = query.new_empty(0)
+    if sinks is not None:
+        # A sink has the value 0, so its d_p is 0 and d_s = share (0 - delta).
+        share = (sinks.float()[None, :, None] - lse).exp()
+        d_sinks = -(share * delta[:, :, : query.shape[1]]).sum((0, 2)).to(sinks.dtype)
+    return d_query, d_key, d_value, d_sinks
+
+
+class _BackwardOperands(NamedTuple):
+    """What both kernels of the backward pass read; `shift` and `delta` are those of `_prepare`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    d_out: Tensor
+    shift: Tensor
+    delta: Tensor
+
+
+def _list_sizes(query: Tensor, key: Tensor, value: Tensor, d_out: Tensor) -> tuple[int, ...]:
+    """Return heads, heads per group, the width of a head, and the strides of all four."""
+    heads, width = query.shape[2:]
+    return (
+        heads,
+        heads // key.shape[2],
+        width,
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
         *d_out.stride()[:3],
     )
-    lengths = queries, key.shape[1]
-    numbers = (heads, per_group, width, *strides, scale_or_default(query, scale), softcap or 1.0)
+
+
+def _launch_queries(
+    operands: _BackwardOperands,
+    starts: Tensor,
+    stops: Tensor,
+    numbers: tuple[float, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the gradient of the queries."""
+    query, key = operands.query, operands.key
+    batch, queries, heads, _ = query.shape
+    table = BACKWARD_QUERIES[read_generation(query)]
+    blocks = choose_blocks(table, query, WIDE_NUMBERS_OF_GRADIENTS)
     # Gradients are contiguous, whatever the strides of the inputs.
     d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    launch(
+        backward_device.backward_queries,
+        (ceil_div(queries, blocks.queries) * heads * batch,),
+        *operands,
+        starts,
+        stops,
+        d_query,
+        queries,
+        key.shape[1],
+        _count_together(heads * batch, key, heads // key.shape[2]),
+        *numbers,
+        M=blocks.queries,
+        N=blocks.keys,
+        warps=blocks.warps,
+        stages=blocks.stages,
+        **options,
+    )
+    return d_query
+
+
+def _launch_keys(
+    operands: _BackwardOperands,
+    first: Tensor,
+    last: Tensor,
+    sums: Tensor | None,
+    blocks: Tiling,
+    numbers: tuple[float, ...],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of keys and values; with `sums`, add those of queries there."""
+    query, key = operands.query, operands.key
+    batch, keys, groups, _ = key.shape
     d_key = torch.empty_like(key, memory_format=torch.contiguous_format)
-    d_value = torch.empty_like(value, memory_format=torch.contiguous_format)
-    options = _choose_constants(query, scale, softcap)
-    saved = (query, key, value, d_out, shift, delta)
-    by_key = _choose_key_blocks(query, softcap, fused)
-    sums = None
-    if fused:
-        # The gradients of queries, in fp32 and zero at first, because every block of keys adds to
-        # them. Padded like shift and delta, so additions need no mask.
-        sums = lse.new_zeros(max(delta.numel(), 1), options["WIDTH"])
-    else:
-        # Bitwise repeatable: each gradient is the sum of one program, over keys in ascending order
-        # of visits.
-        table = BACKWARD_QUERIES[read_generation(query)]
-        by_query = choose_blocks(table, query, WIDE_NUMBERS_OF_GRADIENTS)
-        launch(
-            backward_device.backward_queries,
-            (ceil_div(queries, by_query.queries) * heads * batch,),
-            *saved,
-            starts,
-            stops,
-            d_query,
-            *lengths,
-            _count_together(heads * batch, key, per_group),
-            *numbers,
-            M=by_query.queries,
-            N=by_query.keys,
-            warps=by_query.warps,
-            stages=by_query.stages,
-            **options,
-        )
+    d_value = torch.empty_like(operands.value, memory_format=torch.contiguous_format)
     # The copy engine adds from generation 9 on, but not in Triton's interpreter.
-    bulk = fused and read_generation(query) > 8 and query.device.type != "cpu"
+    bulk = sums is not None and read_generation(query) > 8 and query.device.type != "cpu"
+    shape = [blocks.queries, options["WIDTH"]]
     launch(
         backward_device.backward_keys,
-        (ceil_div(key.shape[1], by_key.keys) * groups * batch,),
-        *saved,
+        (ceil_div(keys, blocks.keys) * groups * batch,),
+        *operands,
         first,
         last,
         d_key,
         d_value,
-        TensorDescriptor.from_tensor(sums, [by_key.queries, options["WIDTH"]]) if bulk else sums,
-        *lengths,
-        _count_together(groups * batch, query, 1 / per_group),
+        TensorDescriptor.from_tensor(sums, shape) if bulk else sums,
+        query.shape[1],
+        keys,
+        _count_together(groups * batch, query, groups / query.shape[2]),
         *numbers,
         BULK=bulk,
-        M=by_key.queries,
-        N=by_key.keys,
-        warps=by_key.warps,
-        stages=by_key.stages,
+        M=blocks.queries,
+        N=blocks.keys,
+        warps=blocks.warps,
+        stages=blocks.stages,
         **options,
     )
-    if sums is not None and d_query.numel():
+    return d_key, d_value
+
+
+def _scale_query_sums(sums: Tensor, query: Tensor, delta: Tensor, factor: float) -> Tensor:
+    """Return the gradient of the queries from its unscaled and padded sums."""
+    d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if d_query.numel():
+        queries, width = query.shape[1], query.shape[3]
         # Without the padding of queries and width; scaled once for all keys, then rounded once.
         summed = sums.view(*delta.shape, -1)[:, :, :queries, :width]
-        torch.mul(summed.transpose(1, 2), scale_or_default(query, scale), out=d_query)
-    d_sinks = query.new_empty(0)
-    if sinks is not None:
-        # A sink has the value 0, so its d_p is 0 and d_s = share (0 - delta).
-        share = (sinks.float()[None, :, None] - lse).exp()
-        d_sinks = -(share * delta[:, :, :queries]).sum((0, 2)).to(sinks.dtype)
-    return d_query, d_key, d_value, d_sinks
+        torch.mul(summed.transpose(1, 2), factor, out=d_query)
+    return d_query
 
 
 def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
