@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from megaframe.architecture.activation import describe_activation
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.extension_parts import describe_part
+from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.layer import (
     FeedForwardDescription,
     HasParameters,
@@ -33,6 +34,7 @@ from megaframe.architecture.window import get_window
 from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,
+    GatedDeltaNetConfig,
     LatentMixerConfig,
     MLPConfig,
     MoEMixtureConfig,
@@ -300,13 +302,17 @@ def _describe_feed_forward(
 
 
 def _describe_mixer(
-    model: ModelConfig, config: AttentionConfig | LatentMixerConfig | MixerPart, output_std: float
+    model: ModelConfig,
+    config: AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig | MixerPart,
+    output_std: float,
 ) -> MixerDescription:
     if isinstance(config, MixerPart):
         mixer: MixerDescription = describe_part(
             config, MixerDescription, _MAKES_LAYER, model, output_std
         )
         return mixer
+    if isinstance(config, GatedDeltaNetConfig):
+        return _describe_gated_delta_net(model, config, output_std)
     if isinstance(config, LatentMixerConfig):
         latent = model.latent
         assert latent is not None, "a block with latent attention is refused without model.latent"
@@ -346,4 +352,23 @@ def _describe_mixer(
         softcap=config.softcap,
         has_sinks=config.sinks,
         output_gate=config.output_gate,
+    )
+
+
+def _describe_gated_delta_net(
+    model: ModelConfig, config: GatedDeltaNetConfig, output_std: float
+) -> GatedDeltaNetDescription:
+    key_heads, key_dim = config.key_heads or model.heads, config.key_dim or model.head_dim
+    return GatedDeltaNetDescription(
+        hidden=model.hidden,
+        key_heads=key_heads,
+        value_heads=config.value_heads or key_heads,
+        key_dim=key_dim,
+        value_dim=config.value_dim or key_dim,
+        taps=config.convolution,
+        chunk=config.chunk,
+        strongest=2.0 if config.negative_eigenvalues else 1.0,
+        norm_eps=model.norm_eps,
+        init_std=model.init_std,
+        output_std=output_std,
     )

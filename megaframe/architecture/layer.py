@@ -275,6 +275,10 @@ class MixerDescription(LayerDescription):
     context_kinds: ClassVar[tuple[str, ...]] = ()
     """The values of `parallel.context_kind` under which ranks may have parts of a sample."""
 
+    mixes_pieces_alike: ClassVar[bool] = True
+    """Whether a mixer without scores makes the same products of a piece of a sample, which context
+    ranks have, as of a sample."""
+
     @property
     def sees_documents(self) -> bool:
         """Whether it can keep tokens from seeing other documents than their own."""
@@ -340,11 +344,16 @@ class MixerDescription(LayerDescription):
         is passed (`megaframe.context_parallel.states.pass_states`): a state and its decay."""
         return 0
 
+    def count_passed(self, tokens: int) -> int:
+        """Return `passed_elements` of a piece of so many tokens, if it depends on them."""
+        return self.passed_elements
+
     def count_traffic(
         self, parallel: ParallelConfig, seq: int, near: int = 1
     ) -> Mapping[str, AxisTraffic]:
         """Return what moves over other axes than `tensor`. By default each context rank sends all
         others what its two pieces do to a state: forward, once more where the backward pass
         computes it again (`megaframe.ops.autograd.recompute`), and the gradients of it."""
-        passed = 2 * parallel.context * (parallel.context - 1) * self.passed_elements / seq
+        context = parallel.context
+        passed = 2 * context * (context - 1) * self.count_passed(-(-seq // (2 * context))) / seq
         return {"context": AxisTraffic(wide_forward=passed, wide_backward=2 * passed)}

@@ -157,24 +157,33 @@ class MoEDescription(FeedForwardDescription):
         )
 
     @property
+    def shared_gate(self) -> LinearSpec | None:
+        """From the layer's input to the gate of the shared MLP, of a rank's own rows."""
+        if not self.moe.shared or not self.moe.shared_gate:
+            return None
+        return LinearSpec((self.hidden,), (1,), self.init_std)
+
+    @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """Router, experts, and the shared MLP if there is one."""
-        shared = self.shared
+        """Router, experts, and the shared MLP and its gate if there are any."""
+        shared, gate = self.shared, self.shared_gate
         return {
             "router": self.router,
             "experts": self.experts,
             **({} if shared is None else {"shared": shared}),
+            **({} if gate is None else {"shared_gate": gate}),
         }
 
     @property
     def linears(self) -> list[LinearSpec]:
-        """The router's product, those of the experts, those of the shared MLP."""
-        experts, shared = self.experts, self.shared
+        """The router's product, those of the experts, those of the shared MLP and its gate."""
+        experts, shared, gate = self.experts, self.shared, self.shared_gate
         return [
             self.router.matrix,
             experts.up,
             experts.down,
             *([] if shared is None else shared.linears),
+            *([] if gate is None else [gate]),
         ]
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
@@ -204,9 +213,11 @@ class MoEDescription(FeedForwardDescription):
         scores += (moe.top_k + 2) * moe.normalise + penalised
         has_label = balanced or penalised
         saved = SavedActivations(elements, scores, 8 * moe.top_k + has_label)
-        return (
-            saved if self.shared is None else saved + self.shared.count_saved(parallel, recompute)
-        )
+        if self.shared is not None:
+            saved = saved + self.shared.count_saved(parallel, recompute)
+        if self.shared_gate is not None:  # what it is multiplied by, and the gate
+            saved = saved + SavedActivations(hidden + 1)
+        return saved
 
     @property
     def balances_samples(self) -> bool:
@@ -272,13 +283,13 @@ class MoEDescription(FeedForwardDescription):
 
     @property
     def input_products(self) -> int:
-        """The router's, of rows without jitter, and that of the shared MLP."""
-        return (self.moe.jitter == 0) + (self.shared is not None)
+        """The router's, of rows without jitter, and those of the shared MLP and its gate."""
+        return sum((self.moe.jitter == 0, self.shared is not None, self.shared_gate is not None))
 
     @property
     def keeps_output_gradient(self) -> bool:
-        """Only the shared MLP does; experts keep the rows that were routed to them."""
-        return self.shared is not None
+        """Only a shared MLP without a gate does; experts keep the rows that were routed to them."""
+        return self.shared is not None and self.shared_gate is None
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the rows of the experts and the gradients of their outputs, those of the shared
@@ -291,6 +302,7 @@ class MoEDescription(FeedForwardDescription):
         if shared is not None:
             # Its input is that of the router, unless jitter made another one of it.
             elements += shared.up.results + shared.width + hidden * (1 + (moe.jitter > 0))
+        elements += self.shared_gate is not None  # its input is that of the shared MLP
         return SavedActivations(elements, moe.experts)
 
     @property

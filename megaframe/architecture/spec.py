@@ -37,11 +37,11 @@ class Constant:
 
 
 class DrawnByLayer(ABC):
-    """Initial values that the code of a layer from outside draws. A frozen dataclass."""
+    """Initial values that the layer that declares them draws. A frozen dataclass."""
 
     @abstractmethod
     def draw(self, seed: int) -> Any:
-        """Return the whole tensor, the same on all ranks.
+        """Return the whole tensor, or a numpy array, the same on all ranks.
 
         Args:
             seed: Seed of the run.

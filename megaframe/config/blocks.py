@@ -98,6 +98,29 @@ class LatentMixerConfig(Section):
     """Sliding window in tokens; null for all tokens before."""
 
 
+class GatedDeltaNetConfig(Section):
+    """Gated delta net, as the mixer of a block."""
+
+    kind: Literal["gated_delta_net"]
+    """Linear attention whose state each token decays and corrects (Yang et al. 2024), with a
+    causal convolution before it, and a norm and a gate after it, as in Qwen3-Next."""
+    key_heads: Positive | None = None
+    """Number of query and key heads. Default: `model.heads`."""
+    value_heads: Positive | None = None
+    """Number of value heads, a multiple of `key_heads`. Default: `key_heads`."""
+    key_dim: Positive | None = None
+    """Width of a query or key head. Default: `model.head_dim`."""
+    value_dim: Positive | None = None
+    """Width of a value head. Default: `key_dim`."""
+    convolution: Annotated[int, Field(ge=1, le=64)] = 4
+    """Tokens that the convolution of queries, keys and values sees, with the token itself."""
+    negative_eigenvalues: bool = False
+    """Let corrections be up to twice as strong, so that a token can turn over what the state has
+    for its key (OLMo hybrid)."""
+    chunk: Positive = 64
+    """Tokens that see each other through products; changes the speed only."""
+
+
 class MLPConfig(Section):
     """A dense MLP, as the second half of a block."""
 
@@ -139,7 +162,9 @@ def _get_feed_forward_kind(value: Any) -> str | None:
 
 
 MixerConfig = Annotated[
-    Annotated[AttentionConfig, Tag("attention")] | Annotated[LatentMixerConfig, Tag("latent")],
+    Annotated[AttentionConfig, Tag("attention")]
+    | Annotated[LatentMixerConfig, Tag("latent")]
+    | Annotated[GatedDeltaNetConfig, Tag("gated_delta_net")],
     Discriminator(_get_mixer_kind),
     BeforeValidator(_expand_kind),
 ]
@@ -156,7 +181,7 @@ class BlockConfig(Section):
     repeat: Annotated[int, Field(gt=0, le=2_000)] = 1
     """Number of consecutive layers like this one."""
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
-    """What mixes tokens: `attention` or `latent`, and its keys."""
+    """What mixes tokens: `attention`, `latent` or `gated_delta_net`, and its keys."""
     feed_forward: Annotated[FeedForwardConfig | FeedForwardPart, Extensible("feed_forward")] = (
         MLPConfig()
     )

@@ -57,6 +57,8 @@ class MoEConfig(Section):
     shared: NonNegative = 0
     """Number of shared experts, which every token uses; they are one MLP of width `shared` times
     `ffn`."""
+    shared_gate: bool = False
+    """Multiply what the shared experts add by a sigmoid of each token (Qwen2-MoE, Qwen3-Next)."""
     first: NonNegative = 0
     """Number of dense layers before the first expert layer."""
     every: Positive = 1

@@ -226,7 +226,7 @@ class Role:
 
 
 ROLES: dict[str, Role] = {
-    "mixer": Role(MixerPart, "model.blocks: mixer", ("attention", "latent")),
+    "mixer": Role(MixerPart, "model.blocks: mixer", ("attention", "latent", "gated_delta_net")),
     "feed_forward": Role(FeedForwardPart, "model.blocks: feed_forward", ("mlp", "moe")),
     "norm": Role(NormPart, "model.norm", ("layernorm", "rmsnorm")),
     "activation": Role(ActivationPart, "model.activation", tuple(get_args(Activation))),

@@ -1,8 +1,8 @@
 """Generation: loads a trained model from a checkpoint, without training state, and samples from it.
 
-The keys and values of tokens are kept, so each token is computed once. Models with mixers that need
-more of the past than that, and samples that have grown beyond what the model sees, are computed
-again for every token.
+The keys and values of tokens, or the states that they leave, are kept, so each token is computed
+once. Models with mixers from outside that keep neither, and samples that have grown beyond what the
+model sees, are computed again for every token.
 """
 
 from __future__ import annotations

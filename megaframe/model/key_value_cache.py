@@ -1,4 +1,5 @@
-"""Keys and values of the tokens so far, so that generation computes each token once.
+"""Keys and values of the tokens so far, or the states that they leave, so that generation computes
+each token once.
 
 The first pass has the whole prompt and fills the cache, each later one has the next token. A cache
 serves a model all of whose mixers fill it, which `advance` says after the first pass.
@@ -49,6 +50,24 @@ class LayerCache:
         return self._keys[:, seen], self._values[:, seen]
 
 
+class StateCache:
+    """What the tokens so far leave in a layer that passes a state from token to token.
+
+    Attributes:
+        length: Tokens so far.
+        tensors: The state, by whatever names the layer gives; empty before the first token.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.tensors: dict[str, Tensor] = {}
+
+    def replace(self, tokens: int, **tensors: Tensor) -> None:
+        """Set the state after so many new tokens."""
+        self.length += tokens
+        self.tensors = tensors
+
+
 class KeyValueCache:
     """The caches of all layers of a model.
 
@@ -66,14 +85,20 @@ class KeyValueCache:
         self.length = 0
         self._layers, self._capacity = layers, capacity
         self._caches: dict[Module, LayerCache] = {}
+        self._states: dict[Module, StateCache] = {}
 
     def get(self, layer: Module, window: int | None) -> LayerCache:
         """Return that of a layer, whose tokens see this many, with themselves; None for all."""
         return self._caches.setdefault(layer, LayerCache(self._capacity, window))
 
+    def get_state(self, layer: Module) -> StateCache:
+        """Return that of a layer that passes a state from token to token."""
+        return self._states.setdefault(layer, StateCache())
+
     def advance(self, tokens: int) -> bool:
         """End a pass of so many new tokens, and return whether every layer has added them. If not,
-        a layer needs more of the past than keys and values, and the cache cannot be used."""
+        a layer keeps nothing of the past, and the cache cannot be used."""
         self.length += tokens
         lengths = [cache.length for cache in self._caches.values()]
+        lengths += [state.length for state in self._states.values()]
         return lengths == [self.length] * self._layers

@@ -172,13 +172,20 @@ class MicrobatchInputs:
         """Whether each token is the first of a sample, or of a document if tokens see only their
         own (`data.reset_attention`), bool [B, S]. So a state starts anew there. The token before
         it may be on another context rank."""
+        return ~self.follows_BS(1)
+
+    def follows_BS(self, distance: int) -> Tensor:
+        """Return whether the token `distance` before each token is of the same sample, and the same
+        document if tokens see only their own, bool [B, S]."""
         context, documents_BS = self.context, self.documents_BS
         if documents_BS is None:
-            first = context.compute_positions(self.length, self.labels_T.device) == 0
-            return first.expand(self.batch, self.length)
-        # Documents cover whole samples, so that the token before a piece is known.
-        begins_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
-        return divide_zigzag(begins_BS, context.index, context.size, True)
+            positions = context.compute_positions(self.length, self.labels_T.device)
+            return (positions >= distance).expand(self.batch, self.length)
+        # Documents cover whole samples, so that the tokens before a piece are known.
+        same_BS = documents_BS[:, distance:] == documents_BS[:, :-distance]
+        missing = documents_BS.shape[1] - same_BS.shape[1]
+        same_BS = F.pad(same_BS, (missing, 0), value=False)
+        return divide_zigzag(same_BS, context.index, context.size, False)
 
     @property
     def has_label_R(self) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.interleaving import InterleaveHook
-from megaframe.model.key_value_cache import KeyValueCache, LayerCache
+from megaframe.model.key_value_cache import KeyValueCache, LayerCache, StateCache
 from megaframe.ops.autograd import get_direct_apply
 from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import Module
@@ -114,7 +114,7 @@ class PassState:
         boundary: Crossed between the two halves of a block.
         deferred: Computes or keeps the weight gradients of this microbatch.
         interleave_hook: Layers call it before they wait for a transfer.
-        cache: Keys and values of the tokens before those of the microbatch; None in training.
+        cache: What layers keep of the tokens before those of the microbatch; None in training.
     """
 
     statistics: LayerStatistics = field(default_factory=LayerStatistics)
@@ -127,3 +127,7 @@ class PassState:
     def find_cache(self, layer: Module, window: int | None) -> LayerCache | None:
         """Return the cache of a layer (`KeyValueCache.get`); None in training."""
         return None if self.cache is None else self.cache.get(layer, window)
+
+    def find_state(self, layer: Module) -> StateCache | None:
+        """Return the state that a layer passes on (`KeyValueCache.get_state`); None in training."""
+        return None if self.cache is None else self.cache.get_state(layer)

@@ -34,7 +34,7 @@ def fill_initial_values(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> No
         return
     if isinstance(spec.init, DrawnByLayer):
         if not out.is_meta:
-            out.copy_(spec.init.draw(seed)[box.slices])
+            out.copy_(torch.as_tensor(spec.init.draw(seed)[box.slices]))
         return
     width = math.prod(spec.shape[1:])
     # Depends on the whole shape, not on the piece, so blocks are the same on all ranks.

@@ -50,6 +50,11 @@ def _find_overlap_mistakes(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _find_router_mistakes(moe: MoEConfig) -> Iterator[str]:
+    if moe.shared_gate and not moe.shared:
+        yield (
+            "model.moe.shared_gate=true has no effect with model.moe.shared=0; use "
+            "model.moe.shared=1 or more, or model.moe.shared_gate=false"
+        )
     if moe.experts % moe.groups:
         yield (
             f"model.moe.groups={moe.groups} does not divide model.moe.experts={moe.experts}; "

@@ -1,6 +1,8 @@
-"""The mixers of examples/ token by token in plain autograd, for `reference_model.loss`."""
+"""Linear attention and the mixers of examples/ token by token in plain autograd, for
+`reference_model.loss`."""
 
 import math
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +56,51 @@ def mix_by_differential_attention(weights, model, mixer, name, y, mask, position
     return y + weights[f"{name}.output.bias"] if model.bias else y
 
 
+def mix_by_gated_delta_net(weights, model, mixer, name, y, mask, positions, rotate):
+    """Return the output of a layer: S = a S + b k^T (v - a k S), one token after the other."""
+    name, groups = f"{name}.delta_net", mixer.key_heads or model.heads
+    key_dim, heads = mixer.key_dim or model.head_dim, (mixer.value_heads or groups) // groups
+    value_dim, taps = mixer.value_dim or key_dim, mixer.convolution
+    channels, strongest = 2 * key_dim + heads * value_dim, 1 + mixer.negative_eigenvalues
+    out = torch.zeros_like(y)
+    for sample, group in product(range(len(y)), range(groups)):
+        made = y[sample] @ weights[f"{name}.input.weight"][group].T
+        convolution = weights[f"{name}.convolution.gain"][group]
+        states, results = [torch.zeros(key_dim, value_dim, dtype=y.dtype)] * heads, []
+        for token in range(y.shape[1]):
+            near = range(max(0, token - taps + 1), token + 1)
+            seen = sum(
+                convolution[:, taps - 1 - token + other] * made[other, :channels]
+                for other in near
+                if mask[sample, token, other]
+            )
+            query, key, *values = F.silu(seen).split((key_dim, key_dim, *[value_dim] * heads))
+            query, key = (x / torch.sqrt(x.square().sum() + 1e-6) for x in (query, key))
+            *gates, strengths, decays = made[token, channels:].split(
+                (*[value_dim] * heads, heads, heads)
+            )
+            for head in range(heads):
+                state = states[head]
+                if token and not mask[sample, token, token - 1]:
+                    state = torch.zeros_like(state)  # a document begins
+                rate, step = (
+                    weights[f"{name}.decay.{part}"][group, head] for part in ("rate", "step")
+                )
+                state = torch.exp(-torch.exp(rate) * F.softplus(decays[head] + step)) * state
+                strength = strongest * torch.sigmoid(strengths[head])
+                state = state + torch.outer(key, strength * (values[head] - key @ state))
+                result = query @ state / math.sqrt(key_dim)
+                result = result / torch.sqrt(result.square().mean() + model.norm_eps)
+                results.append(result * weights[f"{name}.norm.gain"] * F.silu(gates[head]))
+                states[head] = state
+        rows = torch.cat(results).view(y.shape[1], -1)
+        products = rows @ weights[f"{name}.output.weight"][:, group].T
+        out = out + F.pad(products[None], (0, 0, 0, 0, sample, len(y) - sample - 1))
+    return out
+
+
 MIXERS = {
+    "gated_delta_net": mix_by_gated_delta_net,
     "gated_linear": mix_by_gated_linear_attention,
     "differential": mix_by_differential_attention,
 }

@@ -276,7 +276,10 @@ def _experts(weights, model, name, y, counted):
         width = moe.shared * moe.ffn
         outputs = width * (2 if kind in _GATES else 1)
         inner = _activated(kind, _linear(weights, f"{name}.moe.shared.up", y, outputs), width)
-        out = out + _linear(weights, f"{name}.moe.shared.down", inner, model.hidden)
+        of_all = _linear(weights, f"{name}.moe.shared.down", inner, model.hidden)
+        if moe.shared_gate:
+            of_all = of_all / (1 + torch.exp(-y @ weights[f"{name}.moe.shared_gate.weight"].T))
+        out = out + of_all
     share = scores / scores.sum(-1, keepdim=True) * counted[..., None]
     if moe.balance == "global":
         relative = balance.expand(load.shape)

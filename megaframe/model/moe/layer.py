@@ -14,7 +14,7 @@ from megaframe.model.moe.router import Router
 from megaframe.model.pass_state import PassState
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 from megaframe.parameters.parameter import Module
-from megaframe.tensor_parallel.linear import Elementwise
+from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
 class MixtureOfExperts(Module):
@@ -28,6 +28,8 @@ class MixtureOfExperts(Module):
         self.shared: MLP | None = None
         if description.shared is not None:
             self.shared = MLP(f"{name}.shared", description.shared, setup.tensor)
+        gate = description.shared_gate
+        self.gate = None if gate is None else Linear(f"{name}.shared_gate", gate, setup.tensor)
 
     def __call__(
         self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
@@ -47,6 +49,8 @@ class MixtureOfExperts(Module):
         weights = dispatch_along(route.gates, state.interleave_hook).run(gates)
         # Between start and finish, so that it is computed while rows are in transit.
         shared = None if self.shared is None else self.shared(normed, None, inputs, state)
+        if shared is not None and self.gate is not None:
+            shared = shared * self.gate(normed, state.deferred).sigmoid()
         arrived = rows.finish(in_transit)
         outputs = self.experts(arrived, weights, route.last, route.expert_rows, state)
         combined = combine_along(route.rows, state.interleave_hook).run(outputs)

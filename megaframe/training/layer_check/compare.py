@@ -179,11 +179,13 @@ class _Comparison:
 
     def _compare_flops(self) -> None:
         """Compare products. Around a ring each rank multiplies some of the scores only, as tiles
-        that depend on its place."""
+        that depend on its place; and matrices of states are multiplied once more for each piece."""
         description, layout = self.part.description, self.layout
         mixer, seq, pieces = _find_mixer(description), self.config.train.seq, 1
         if mixer is not None and layout.context > 1:
             if mixer.has_scores and layout.context > count_exchanging_ranks(self.config.parallel):
+                return
+            if not mixer.mixes_pieces_alike:
                 return
             if not mixer.has_scores:  # pieces of samples are mixed like samples
                 pieces = 2 * layout.context

@@ -28,6 +28,7 @@ from megaframe.training.layer_check.measure import list_expert_sets
 pytestmark = pytest.mark.numeric
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
+DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 3}
 MODELS = {
     "plain": {"position": "learned", "bias": True},
     "plain mlp": {},
@@ -113,6 +114,22 @@ NORMS = {
     if parallel != "one_norm" or norms in ("before", "both")
 }
 MODELS |= NORMS
+MODELS |= {
+    "delta net": {
+        "norm": "rmsnorm",
+        "blocks": [{"mixer": {**DELTA, "value_heads": 4, "value_dim": 6}}],
+    },
+    "gated shared expert": {
+        "norm": "rmsnorm",
+        "moe": {"experts": 4, "ffn": 10, "shared": 2, "shared_gate": True, "jitter": 0.1},
+    },
+    "gated shared expert in parallel": {
+        "activation": "swiglu",
+        "blocks": [{"parallel": "two_norms", "feed_forward": "moe"}],
+        "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
+    },
+    "delta net of one chunk": {"blocks": [{"mixer": "gated_delta_net", "parallel": "one_norm"}]},
+}
 
 
 LAYOUTS = {
@@ -167,7 +184,7 @@ def count_ranks(config):
 
 ON_RANKS = {
     "tensor": (*("rotated groups", "gates", "latent", "balanced experts"),),
-    "ring": ("rotated groups", "latent"),
+    "ring": ("rotated groups", "latent", "delta net"),
     "exchange": ("one group", "predictors"),
     "nested": ("rotated groups",),
 }

@@ -11,12 +11,21 @@ from megaframe.model.key_value_cache import KeyValueCache
 pytestmark = pytest.mark.numeric
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5, "query_rank": 12}
+DELTA = {"kind": "gated_delta_net", "key_heads": 2, "value_heads": 4, "value_dim": 6, "chunk": 5}
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True},
     "grouped": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
     "windows": {"window": (2, None, 5), "layers": 4, "kv_heads": 2},
     "latent": {"latent": LATENT, "window": (None, 3)},
-    "experts": {"moe": {"experts": 4, "ffn": 10, "shared": 1}, "position": "none"},
+    "delta net": {"norm": "rmsnorm", "blocks": [{"mixer": DELTA}, {}]},
+    "delta net of few tokens": {
+        "norm": "rmsnorm",
+        "blocks": [{"mixer": {**DELTA, "convolution": 9, "negative_eigenvalues": True}}],
+    },
+    "experts": {
+        "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
+        "position": "none",
+    },
     "softcaps and sinks": {
         "layers": 3,
         "blocks": [

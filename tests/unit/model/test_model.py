@@ -62,6 +62,7 @@ MODELS |= {
     },
 }
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
+DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 4}
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 MODELS |= {
     "deepseek_v3": {
@@ -176,6 +177,20 @@ MODELS |= {
             {"mixer": {"output_gate": "element"}, "norms": "after"},
             {"mixer": {"output_gate": "element", "sinks": True}, "parallel": "one_norm"},
         ],
+    },
+    "qwen3_next": {
+        "layers": 3,
+        "norm": "rmsnorm",
+        "init_std": 0.3,
+        "blocks": [
+            {"mixer": {**DELTA, "value_heads": 4, "value_dim": 6}},
+            {"mixer": {"kind": "gated_delta_net", "chunk": 6, "negative_eigenvalues": True}},
+            {
+                "mixer": {"output_gate": "element", "qk_norm": True, "rotary_fraction": 0.5},
+                "feed_forward": "moe",
+            },
+        ],
+        "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
     },
     "mixed": {
         "layers": 4,

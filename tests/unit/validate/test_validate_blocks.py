@@ -1,6 +1,7 @@
 """Blocks that do not describe the layers of a model are refused; what a refusal suggests passes."""
 
 import pytest
+from config_refusals import list_refusals_of_ranks
 
 from megaframe.config import ModelConfig
 from megaframe.validate.blocks import find_block_mistakes
@@ -60,3 +61,11 @@ def test_a_refusal_names_the_key_and_suggests_what_passes(model, message, sugges
     (mistake,) = find_block_mistakes(ModelConfig(layers=4, **model))
     assert message in mistake
     assert list(find_block_mistakes(ModelConfig(layers=4, **suggested))) == []
+
+
+def test_heads_of_a_delta_net_that_ranks_or_key_heads_cannot_share_are_named():
+    mixer = "{kind: gated_delta_net, key_heads: 4, value_heads: 6}"
+    keys = {"model.blocks": f"[{{mixer: {mixer}}}]", "parallel.tensor": 3}
+    refusals = "\n".join(list_refusals_of_ranks(keys))
+    assert "value_heads=6 is no multiple of key_heads=4; use 4 or 8" in refusals
+    assert "parallel.tensor=3 does not divide key_heads=4; use 2 or 4" in refusals

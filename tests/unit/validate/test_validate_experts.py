@@ -41,6 +41,11 @@ EXPERTS = "model.moe={experts: 8, groups: 4}"
             "the weights of one; use parallel.zero=2 or less, or parallel.expert_overlap=false",
         ),
         (
+            (EXPERTS, "model.moe.shared_gate=true"),
+            "model.moe.shared_gate=true has no effect with model.moe.shared=0; use "
+            "model.moe.shared=1 or more, or model.moe.shared_gate=false",
+        ),
+        (
             (EXPERTS, "model.moe.groups=3"),
             "model.moe.groups=3 does not divide model.moe.experts=8; use 2 or 4",
         ),

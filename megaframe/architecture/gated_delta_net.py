@@ -1,0 +1,243 @@
+"""Gated delta net (Yang et al. 2024, "Gated Delta Networks", as Qwen3-Next has it): what a layer is
+made of."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaframe.architecture.layer import (
+    BatchedProduct,
+    HasParameters,
+    MixerDescription,
+    SavedActivations,
+)
+from megaframe.architecture.limits import Limit
+from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.norm import RMSNormDescription
+from megaframe.architecture.spec import DrawnByLayer, Normal, ParamSpec
+from megaframe.config.parallel import ParallelConfig
+
+_FASTEST_RATES = (0.01, 16.0)
+"""Between which the largest rate of a head's decay is drawn, as in Mamba-2 (Dao and Gu 2024)."""
+_STEPS = (1e-3, 1e-1)
+"""And between which, by their logarithms, the steps that rates are multiplied by."""
+
+
+@dataclass(frozen=True)
+class DecayValues(DrawnByLayer):
+    """Initial values of what makes the decays of heads.
+
+    Attributes:
+        name: Of the parameter; with the seed it fixes the values.
+        shape: Of the parameter.
+        of_rates: Whether they are logarithms of rates; otherwise softplus of them are steps.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    of_rates: bool
+
+    def draw(self, seed: int) -> Any:
+        """Return the whole parameter, a numpy array."""
+        digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
+        uniform = np.random.default_rng(int.from_bytes(digest[:8], "little")).random(self.shape)
+        if self.of_rates:
+            low, high = _FASTEST_RATES
+            return np.log(low + (high - low) * uniform)
+        low, high = map(math.log, _STEPS)
+        return np.log(np.expm1(np.exp(low + (high - low) * uniform)))  # softplus gives the steps
+
+
+@dataclass(frozen=True)
+class DecayDescription:
+    """A rate and a step for each value head: g = -exp(rate) softplus(x + step).
+
+    Attributes:
+        shape: Key heads, and value heads of each.
+    """
+
+    shape: tuple[int, int]
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the specs of the logarithms of rates (`A_log` elsewhere) and of the steps
+        (`dt_bias`)."""
+        for part in ("rate", "step"):
+            values = DecayValues(f"{name}.{part}", self.shape, of_rates=part == "rate")
+            axes = {0: "tensor"}
+            yield ParamSpec(f"{name}.{part}", self.shape, values, role="bias", axes=axes)
+
+
+@dataclass(frozen=True)
+class ConvolutionDescription:
+    """A causal convolution of each channel of queries, keys and values.
+
+    Attributes:
+        shape: Key heads, channels of each with its value heads, and tokens that a channel sees.
+    """
+
+    shape: tuple[int, int, int]
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the spec of the factors; the last one is of the token itself."""
+        std = 1 / math.sqrt(3 * self.shape[-1])  # that of torch's convolutions
+        shape, axes = self.shape, {0: "tensor"}
+        yield ParamSpec(f"{name}.gain", shape, Normal(std), role="gain", decay=True, axes=axes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetDescription(MixerDescription):
+    """A state for each value head, which every token decays and corrects.
+
+    One weight [key_heads, ..., hidden] makes of each key head the query, the key, and of its value
+    heads the values, the gates of the outputs, the strengths of corrections and the decays, so
+    that a tensor shard has whole groups.
+
+    Attributes:
+        hidden: Width of the stream.
+        key_heads: Heads of queries and keys, G.
+        value_heads: Heads of values, and states; a multiple.
+        key_dim: Width of a query or key head, K.
+        value_dim: Width of a value head, V.
+        taps: Tokens that the convolution sees.
+        chunk: Tokens that see each other through products.
+        strongest: Largest strength of a correction.
+        norm_eps: Of the norm of each value head's output.
+        init_std: Standard deviation of the first matrix.
+        output_std: That of the second one.
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    chunk: int
+    strongest: float
+    norm_eps: float
+    init_std: float
+    output_std: float
+
+    name = "delta_net"
+    context_kinds = ("ring", "all_to_all", "nested")
+    mixes_pieces_alike = False
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The key heads, with their value heads."""
+        return (Limit("tensor", self.key_heads, f"key_heads={self.key_heads}"),)
+
+    def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield a message if key heads cannot have equally many value heads, and those of all
+        mixers."""
+        heads, groups = self.value_heads, self.key_heads
+        if heads % groups:
+            below = heads // groups * groups
+            near = " or ".join(str(n) for n in (below, below + groups) if n)
+            yield f"value_heads={heads} is no multiple of key_heads={groups}; use {near}"
+        yield from super().find_mistakes(parallel)
+
+    @property
+    def per_group(self) -> int:
+        """Value heads of a key head."""
+        return max(1, self.value_heads // self.key_heads)
+
+    @property
+    def channels(self) -> int:
+        """What the convolution sees of a key head: query, key and values."""
+        return 2 * self.key_dim + self.per_group * self.value_dim
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of a key head: query, key, values, gates, strengths and decays."""
+        values = self.per_group * self.value_dim
+        return (self.key_dim, self.key_dim, values, values, self.per_group, self.per_group)
+
+    @property
+    def input(self) -> LinearSpec:
+        """From the stream to all that makes the heads."""
+        outputs = (self.key_heads, sum(self.widths))
+        fused = {1: self.widths}
+        return LinearSpec((self.hidden,), outputs, self.init_std, split=0, fused=fused)
+
+    @property
+    def output(self) -> LinearSpec:
+        """From the heads back to the stream."""
+        inputs = (self.key_heads, self.per_group * self.value_dim)
+        return LinearSpec(inputs, (self.hidden,), self.output_std, split=1)
+
+    @property
+    def convolution(self) -> ConvolutionDescription:
+        """That of queries, keys and values."""
+        return ConvolutionDescription((self.key_heads, self.channels, self.taps))
+
+    @property
+    def decay(self) -> DecayDescription:
+        """What makes the decays of the states."""
+        return DecayDescription((self.key_heads, self.per_group))
+
+    @property
+    def norm(self) -> RMSNormDescription:
+        """Of the output of each value head."""
+        return RMSNormDescription(self.value_dim, self.norm_eps)
+
+    @property
+    def parts(self) -> Mapping[str, HasParameters]:
+        """The products, the convolution, the decays, and the norm of outputs."""
+        return {
+            "input": self.input,
+            "convolution": self.convolution,
+            "decay": self.decay,
+            "norm": self.norm,
+            "output": self.output,
+        }
+
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the result of the first product, and the input of the second one. All that is
+        between them is computed again."""
+        return SavedActivations(self.input.results + self.output.terms)
+
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+        """Return those of the chunks of a sample: queries and keys with keys, the corrections that
+        tokens of a chunk make to each other's, what they do to the state, and what queries and
+        corrections read of it; and those of the states from chunk to chunk."""
+        length = min(self.chunk, seq)
+        chunks = -(-seq // length)
+        groups, heads = chunks * self.key_heads, chunks * self.value_heads
+        key_dim, value_dim = self.key_dim, self.value_dim
+        read = BatchedProduct(heads, length, value_dim, key_dim)
+        return (
+            BatchedProduct(2 * groups, length, length, key_dim),
+            BatchedProduct(heads, length, key_dim + value_dim, length),
+            BatchedProduct(heads, key_dim, key_dim + value_dim, length),
+            BatchedProduct(heads - self.value_heads, key_dim, value_dim, key_dim),
+            *(read, read),
+            BatchedProduct(heads, length, value_dim, length),
+        )
+
+    @property
+    def widest(self) -> int:
+        """Half of what exists while the heads are computed again and differentiated: 12 tensors of
+        keys; of each value head four of keys, ten of values, eight of pairs of tokens in a chunk,
+        and three of states between chunks. It is within a sixth of what is measured."""
+        key_dim, value_dim = self.key_dim, self.value_dim
+        states = 3 * key_dim * (key_dim + value_dim) // self.chunk
+        per_head = 4 * key_dim + 10 * value_dim + 8 * self.chunk + states
+        return (self.value_heads * per_head + self.key_heads * 12 * key_dim) // 2
+
+    @property
+    def passed_elements(self) -> int:
+        """Those of a piece that has as many tokens as the convolution sees."""
+        return self.count_passed(self.taps)
+
+    def count_passed(self, tokens: int) -> int:
+        """Return a state and the matrix that a piece multiplies it by, of each value head, and its
+        last tokens, which the convolution of the next piece sees."""
+        states = self.value_heads * self.key_dim * (self.key_dim + self.value_dim)
+        return states + min(tokens, self.taps - 1) * self.key_heads * self.channels

@@ -1,0 +1,68 @@
+"""Gated delta net, and a gate of shared experts, give the one-process answer to 1e-10 in fp64 under
+tensor, context, pipeline, expert and data ranks, ZeRO and recompute, also if samples are packed and
+pieces are shorter than what the convolution sees.
+
+Tests `megaframe.context_parallel.states` and `megaframe.model.short_convolution`.
+"""
+
+import pytest
+from parity_runs import LAYOUTS as SHARED_LAYOUTS
+from parity_runs import make_layout_check
+from slow_cases import mark_slow
+
+DELTA = {"kind": "gated_delta_net", "key_dim": 5, "chunk": 3, "key_heads": 4}
+NEXT = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "kv_heads": 2,
+    "blocks": [
+        {"mixer": {**DELTA, "value_heads": 8, "value_dim": 6}},
+        {"mixer": {"output_gate": "element", "qk_norm": True, "rotary_fraction": 0.5}},
+    ],
+}
+SHAPES = {
+    "next": NEXT,
+    "packed-next": NEXT,
+    "gated-experts": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
+    },
+    "packed-alone": {
+        "norm": "rmsnorm",
+        "position": "none",
+        "blocks": [{"mixer": {**DELTA, "negative_eigenvalues": True, "convolution": 6}}],
+    },
+}
+RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
+LAYOUTS = {
+    **SHARED_LAYOUTS,
+    "ring of 4": (4, {"context": 4, **RING}, {"recompute": "full"}),
+    "all-to-all": (4, {"context": 4, **ALL_TO_ALL}, {"recompute": "selective"}),
+    "nested": (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, {}),
+    "tensor of 4": (4, {"tensor": 4, "zero": 3}, {"recompute": "full"}),
+    "tensor, ring": (4, {"tensor": 2, "context": 2, **RING}, {"recompute": "selective"}),
+    "experts": (4, {"data": 2, "expert": 2, "tensor": 2}, {"recompute": "selective"}),
+    "pipeline, ring": (4, {"pipeline": 2, "context": 2, **RING}, {}),
+}
+QUICK = [("packed-alone", "nested"), ("packed-next", "tensor, ring"), ("gated-experts", "experts")]
+CASES = [
+    # Every second layout with each shape, the others with the next one.
+    (name, layout)
+    for number, name in enumerate(SHAPES)
+    for place, layout in enumerate(LAYOUTS)
+    if (number + place) % 2 == 0 or (name, layout) in QUICK
+    if layout != "experts" or "moe" in SHAPES[name]
+]
+
+
+@pytest.fixture(scope="module")
+def check_layout(pool):
+    return make_layout_check(pool, SHAPES)
+
+
+@pytest.mark.parametrize(("name", "layout"), mark_slow(CASES, except_for=QUICK))
+def test_layouts_do_not_change_the_answer(name, layout, check_layout):
+    ranks, parallel, train = LAYOUTS[layout]
+    microbatch = 1 if "pipeline" in parallel else 2
+    check_layout(name, ranks, parallel, **{"microbatch": microbatch, **train})
