@@ -20,7 +20,7 @@ from megaframe.architecture.embedding import (
     describe_head,
 )
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor
-from megaframe.config.schema import RunConfig
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.schedule.costs import ActionCosts
 
 
@@ -209,7 +209,7 @@ def compute_output_work(config: RunConfig) -> PassWork:
     predictor adds the head once more, a matrix and a block.
     """
     model = config.model
-    head = 3 * _compute_head_flops(config)
+    head = 3 * _compute_head_flops(config.model)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         join = 2.0 * describe_predictor(model, depth).join.elements
@@ -221,11 +221,11 @@ def compute_output_work(config: RunConfig) -> PassWork:
     return PassWork(forward, backward, weight)
 
 
-def _compute_head_flops(config: RunConfig) -> float:
+def _compute_head_flops(model: ModelConfig) -> float:
     """Return the forward FLOPs per token of the head; 0 with emulated blocks."""
-    if config.model.emulate is not None:
+    if model.emulate is not None:
         return 0.0
-    head = describe_head(config.model, describe_norm(config.model))
+    head = describe_head(model, describe_norm(model))
     return 2.0 * sum(linear.elements for linear in head.linears)
 
 

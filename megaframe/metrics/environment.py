@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megaframe import __version__
-from megaframe.config import RunConfig
+from megaframe.config import RunConfig, TrainConfig
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.io.output_files import OutputFiles
 from megaframe.io.run_files import ENVIRONMENT_FILE
@@ -33,11 +33,11 @@ def write_environment(
         mesh: The mesh of its ranks.
         kernels: Which are used, and why not faster ones.
     """
-    environment = {**describe_environment(config, mesh), "kernels": kernels}
+    environment = {**describe_environment(config.train, mesh), "kernels": kernels}
     files.write(ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
 
 
-def describe_environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+def describe_environment(train: TrainConfig, mesh: Mesh) -> dict[str, Any]:
     """Return names and values. They include the command as it was typed, with its overrides."""
     device = mesh.device
     environment: dict[str, Any] = {
@@ -56,7 +56,7 @@ def describe_environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "commit": _find_commit(),
     }
     if device.type == "cpu":
-        dtype = PRECISIONS[config.train.precision].compute
+        dtype = PRECISIONS[train.precision].compute
         environment["instructions"] = torch.backends.cpu.get_cpu_capability()
         environment["matrix products"] = matmul.get_libraries_in_use(dtype)
         environment["attention"] = cpu_attention.get_methods_in_use(dtype)

@@ -86,12 +86,12 @@ class MetricsLogger:
         self._flops = count_flops(specs, config)
         self._timer = timer or StepTimer.make_for_device(mesh.device)
         self._breakdown = StepBreakdown(
-            config, mesh, lambda: read_memory_metrics(count_bytes(), mesh.device)
+            config.metrics, mesh, lambda: read_memory_metrics(count_bytes(), mesh.device)
         )
         self._files: OutputFiles | None = None
         if mesh.rank == 0:
             self._files = files or OutputFiles(Path(config.run.dir))
-        self._trace = Tracer(config, mesh, self._timer, start_step, self._files)
+        self._trace = Tracer(config.metrics, mesh, self._timer, start_step, self._files)
         self._profiler = Profiler(config, mesh, start_step, self._report_missing)
         self._start = start_step
         free = measure_idle_links(config, mesh)

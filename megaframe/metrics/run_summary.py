@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megaframe.architecture.spec import ParamSpec, count_active_parameters, count_parameters
-from megaframe.config import RunConfig
+from megaframe.config import RunConfig, TrainConfig
 from megaframe.config.batch_ramp import count_samples
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 
 
 def summarize_model(
-    config: RunConfig,
+    train: TrainConfig,
     layout: Layout,
     specs: Sequence[ParamSpec],
     *,
@@ -26,7 +26,7 @@ def summarize_model(
     """Return the lines that a run and a dry run have in common.
 
     Args:
-        config: A config whose `model.vocab` is known.
+        train: What is trained.
         layout: Its layout.
         specs: Those of the whole model.
         start_step: Number of steps that the run has already done.
@@ -37,7 +37,6 @@ def summarize_model(
     """
     count, active = count_parameters(specs), count_active_parameters(specs)
     used = "" if active == count else f", {active:,} active per token"
-    train = config.train
     left = count_samples(train, max(0, train.steps - start_step), samples_seen)
     return (
         f"parameters  {count:,} in {len(specs)} tensors{used}",
@@ -67,7 +66,7 @@ def make_opening_lines(
         samples_seen: Samples of these steps.
     """
     parameters, batch, layout = summarize_model(
-        config, mesh.layout, specs, start_step=start_step, samples_seen=samples_seen
+        config.train, mesh.layout, specs, start_step=start_step, samples_seen=samples_seen
     )
     device = f"device      {_describe_device(mesh.device)}, in {config.train.precision}"
     count, sources = sum(sizes.values()), len(sizes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megaframe.config import RunConfig
+from megaframe.config import MetricsConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics.records import MetricValue, ReduceType
 from megaframe.metrics.timers import COMMUNICATION, PARTS, StepTimeline
@@ -35,14 +35,17 @@ class StepBreakdown:
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, read_extra: Callable[[], Mapping[str, float]] = dict
+        self,
+        metrics: MetricsConfig,
+        mesh: Mesh,
+        read_extra: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._read_extra = read_extra
         self._axes = mesh.traffic_axes
         self._parts = [*PARTS, *(COMMUNICATION + axes for axes in self._axes)]
         self._place, self._rank = mesh.coordinate["pipeline"], mesh.rank
         self._world, self._stages = mesh.layout.world, mesh.layout.pipeline
-        self._every = config.metrics.ranks_every
+        self._every = metrics.ranks_every
 
     def make_records(self, split: StepTimeline, step: int) -> Iterator[Record]:
         """Yield what this rank reports about a step."""

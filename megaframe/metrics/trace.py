@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from megaframe.config import RunConfig
+from megaframe.config import MetricsConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
 from megaframe.io.output_files import OutputFiles
@@ -40,14 +40,14 @@ class Tracer:
 
     def __init__(
         self,
-        config: RunConfig,
+        metrics: MetricsConfig,
         mesh: Mesh,
         timer: StepTimer,
         start_step: int,
         files: OutputFiles | None,
     ) -> None:
         self._files = files
-        self._steps = {step for step in config.metrics.trace if step > start_step}
+        self._steps = {step for step in metrics.trace if step > start_step}
         self._mesh, self._timer = mesh, timer
         self._splits: list[tuple[int, StepTimeline]] = []
         timer.records_actions = start_step + 1 in self._steps

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaframe.config.schema import RunConfig
+from megaframe.config import RunConfig, TrainConfig
 from megaframe.errors import list_divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, Array, LayoutSizes
@@ -89,10 +89,10 @@ class Candidates:
         selected = {name: column[index] for name, column in self.columns.items()}
         return Candidates(**selected, schedules=self.schedules)
 
-    def make_sizes(self, config: RunConfig) -> LayoutSizes:
+    def make_sizes(self, train: TrainConfig) -> LayoutSizes:
         """Return the sizes for the cost arithmetic."""
         sizes = {name: column for name, column in self.columns.items() if name != "schedule"}
-        microbatches = config.train.global_batch // (self.microbatch * self.data)
+        microbatches = train.global_batch // (self.microbatch * self.data)
         return LayoutSizes(**sizes, microbatches=microbatches)
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megaframe.config import RunConfig
+from megaframe.config import ParallelConfig
 from megaframe.errors import UserError
 from megaframe.extensions import load_config_of_run
 from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster
@@ -111,7 +111,7 @@ def compare_run(
     if cluster:
         run_cluster = load_cluster(cluster)
     else:
-        run_cluster = _find_cluster_of_run(run_config, environment)
+        run_cluster = _find_cluster_of_run(run_config.parallel, environment)
     schedule = run_config.parallel.schedule
     if isinstance(schedule, str) and schedule.startswith(FILE_PREFIX):
         _read_named("parallel.schedule", schedule, _read_schedule_file, "no schedule here")
@@ -121,9 +121,9 @@ def compare_run(
     return RunComparison(LayoutChoice(run_config, layout, prediction), run_cluster)
 
 
-def _find_cluster_of_run(config: RunConfig, environment: Mapping[str, Any]) -> Cluster:
+def _find_cluster_of_run(parallel: ParallelConfig, environment: Mapping[str, Any]) -> Cluster:
     """Return the cluster that a run's config names, or the likely one for its device."""
-    name = config.parallel.cluster
+    name = parallel.cluster
     if not name:
         return _find_cluster_of_device(environment)
     problem = "no cluster here; name one with --cluster"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megaframe.config.schema import RunConfig
+from megaframe.config import ParallelConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import UNKNOWN
 from megaframe.hardware.cluster import Cluster
@@ -113,9 +113,9 @@ class Software:
     parallel_block: bool = False
     steps_meet: bool = False
 
-    def count_tensor_parts(self, config: RunConfig) -> float:
+    def count_tensor_parts(self, parallel: ParallelConfig) -> float:
         """Return the number of parts in which rows are transferred during forward products."""
-        return float(self.parts or config.parallel.tensor_chunks)
+        return float(self.parts or parallel.tensor_chunks)
 
 
 MEGAFRAME = Software(gradients_of="buckets", data_tail=None)

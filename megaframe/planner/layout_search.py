@@ -145,7 +145,10 @@ def _simulate_best(
     choices: list[LayoutChoice] = []
     simulated = 0
     passes = (
-        candidates.make_sizes(config).microbatches * candidates.pipeline * candidates.chunks * 3
+        candidates.make_sizes(config.train).microbatches
+        * candidates.pipeline
+        * candidates.chunks
+        * 3
     )
     for index in order.tolist():
         if simulated == max_simulated or not fits[index]:

@@ -26,9 +26,9 @@ from megaframe.architecture.output_head import (
     get_max_logits_per_chunk,
 )
 from megaframe.architecture.stages import StagePlan
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.activations import compute_peak_activations
@@ -148,7 +148,7 @@ def compute_memory(
         buffers=_compute_buffer_bytes(config, parameters, ranks, expert_ranks, plans, host=host),
         checkpoint=checkpoint,
         temporaries=max(
-            2 * tokens * compute_max_width_per_token(config) * width // activation_ranks,
+            2 * tokens * compute_max_width_per_token(config.model) * width // activation_ranks,
             logits + loss_tensors,
         ),
         host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
@@ -181,7 +181,9 @@ def _count_values_and_gradients(
     alone = parameters.total - divided.total
     if zero >= 2:
         borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
-            divided.make_units(config, plans, parameters.group_blocks(config, plans)),
+            divided.make_units(
+                config.model, plans, parameters.group_blocks(config.parallel, plans)
+            ),
             actions,
             _count_transfers(config.parallel),
             values=zero == 3,
@@ -245,10 +247,9 @@ def _count_transfers(parallel: ParallelConfig) -> int:
     return 2 if parallel.compress == "powersgd" and parallel.data_replicate == 1 else 1
 
 
-def compute_max_width_per_token(config: RunConfig) -> int:
+def compute_max_width_per_token(model: ModelConfig) -> int:
     """Return the elements per token at the widest place of a block. Backward has two such tensors
     on top of the kept activations."""
-    model = config.model
     if model.emulate is not None:
         return model.hidden
     blocks = [describe_block(model, layer) for layer in range(model.layers)]

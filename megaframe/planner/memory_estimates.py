@@ -265,7 +265,7 @@ def _estimate_transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits
     fp32_rows = np.maximum(1, max_logits // FP32_PARTS // np.maximum(1, vocab))
     loss_tensors = np.minimum(rows, fp32_rows) * vocab * compute_loss_bytes_per_logit(config, width)
     temporaries = np.maximum(
-        2 * rows * compute_max_width_per_token(config) * width / activation_ranks,
+        2 * rows * compute_max_width_per_token(config.model) * width / activation_ranks,
         (logits + loss_tensors) * last,
     )
     messages = np.where(c.pipeline > 1, 2 * stream / activation_ranks, 0.0)

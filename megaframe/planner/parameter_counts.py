@@ -17,8 +17,8 @@ from megaframe.architecture.layer import HasParameters
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import StagePlan
+from megaframe.config import ParallelConfig, RunConfig
 from megaframe.config.model import ModelConfig
-from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 from megaframe.schedule.zero_buffers import BucketSize, StageBuckets, UnitBuckets
 
@@ -114,11 +114,13 @@ class RankParameters:
         """The elements of each kind of matrices, for each part of a block."""
         return [*zip(self.split, self.experts, self.replicated, self.shared, strict=True)]
 
-    def group_blocks(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[BucketBlocks]:
+    def group_blocks(
+        self, parallel: ParallelConfig, plans: Sequence[StagePlan]
+    ) -> list[BucketBlocks]:
         """Return which of the rank's blocks, counted over its stages, share buckets."""
         halves = [sum(sizes) for sizes in self._parts]
         sizes = [*zip(halves[1::2], halves[::2], strict=True)]
-        least, start, groups = config.parallel.bucket_size, 0, []
+        least, start, groups = parallel.bucket_size, 0, []
         for plan in plans:
             stage_sizes = sizes[start : start + len(plan.blocks)]
             for group in group_blocks_into_buckets(stage_sizes, 1 if least == "auto" else least):
@@ -143,7 +145,7 @@ class RankParameters:
             plans: The stages of this rank.
         """
         parts, merged, stop = self._parts, [], 0
-        for group in self.group_blocks(config, plans):
+        for group in self.group_blocks(config.parallel, plans):
             stop = 2 * group.stop
             group_parts = parts[2 * group.start : stop]
             merged += group_parts if group.halves else [_sum_parts(group_parts)]
@@ -154,14 +156,14 @@ class RankParameters:
 
     def make_units(
         self,
-        config: RunConfig,
+        model: ModelConfig,
         plans: Sequence[StagePlan],
         groups: Sequence[BucketBlocks],
     ) -> dict[int, StageBuckets]:
         """Return the units of each stage, by its number, with their buckets.
 
         Args:
-            config: Says whether embeddings are tied.
+            model: Says whether embeddings are tied.
             plans: The stages of this rank.
             groups: The blocks that share buckets (`group_blocks`).
         """
@@ -188,7 +190,7 @@ class RankParameters:
             )
             blocks.append(UnitBuckets(second_half, other_buckets))
         tables = _make_buckets(-1, self.tables)
-        tokens, tied = tables[:1], config.model.tie_embeddings
+        tokens, tied = tables[:1], model.tie_embeddings
         first = any(plan.first for plan in plans)
         layers = sum(len(plan.blocks) for plan in plans)
         # The first user of the token table reduces it: the embedding, a predictor, or a tied head.

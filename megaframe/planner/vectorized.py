@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaframe.architecture.block import describe_block
-from megaframe.config.schema import RunConfig
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.candidates import Candidates
 from megaframe.planner.communication_times import (
@@ -85,7 +85,7 @@ def estimate(
 def _estimate_round(
     config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
 ) -> Estimates:
-    sizes, schedule = candidates.make_sizes(config), candidates.schedule_column
+    sizes, schedule = candidates.make_sizes(config.train), candidates.schedule_column
     machine = Machine(config, cluster, constants, sizes)
     block, block_parameters = _compute_mean_block(machine)
     head = estimate_head_times(machine)
@@ -94,7 +94,7 @@ def _estimate_round(
     blocks = block_parameters.scale(busiest.blocks)
     load = replace(
         blocks,
-        tables=count_table_elements(machine) * _count_tables(config, machine.sizes),
+        tables=count_table_elements(machine) * _count_tables(config.model, machine.sizes),
         buckets=count_buckets(machine, blocks.total, sizes.chunks, busiest.blocks),
     )
     breakdown = _break_down_step(machine, rank, load, schedule)
@@ -140,9 +140,9 @@ def _find_busiest_rank(machine: Machine, block: CostBreakdown, head: CostBreakdo
     return BusiestRank(np.where(head_rank_is_busiest, last, fullest), head_rank_is_busiest * 1.0)
 
 
-def _count_tables(config: RunConfig, sizes: LayoutSizes) -> Array:
+def _count_tables(model: ModelConfig, sizes: LayoutSizes) -> Array:
     """Return the number of vocabulary tables of the rank that has most of them."""
-    all_tables = 1.0 if config.model.tie_embeddings else 2.0
+    all_tables = 1.0 if model.tie_embeddings else 2.0
     return np.where(sizes.pipeline == 1, all_tables, 1.0)
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from megaframe.config import RunConfig
+from megaframe.config import RunSection
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.resilience.downtime import FAULTS
 from megaframe.resilience.launcher import has_torchrun
@@ -91,7 +91,7 @@ def exit_status(signal_number: int) -> int:
     return _STATUS_BASE + signal_number
 
 
-def enable_flight_recorder(config: RunConfig) -> None:
+def enable_flight_recorder(run: RunSection) -> None:
     """Make NCCL's flight recorder keep the last collectives of every rank.
 
     The watchdog writes them next to the stacks before it ends a rank
@@ -100,5 +100,5 @@ def enable_flight_recorder(config: RunConfig) -> None:
     before any process group is created.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    folder = Path(config.run.dir).absolute() / FAULTS
+    folder = Path(run.dir).absolute() / FAULTS
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl-rank-"))

@@ -159,7 +159,8 @@ def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[s
         return decided, []
     plans, ranks = plan_stages(decided), layout.data * layout.context
     by_stage = (
-        count_parameters(decided, layout, [plan]).group_blocks(decided, [plan]) for plan in plans
+        count_parameters(decided, layout, [plan]).group_blocks(decided.parallel, [plan])
+        for plan in plans
     )
     groups = [*chain.from_iterable(by_stage)]
     if ranks == 1 or all(group.halves for group in groups):

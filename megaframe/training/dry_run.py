@@ -34,7 +34,7 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
     node = config.parallel.node_size or default_node
     lines = [
         dump(config),
-        *summarize_model(config, layout, specs),
+        *summarize_model(config.train, layout, specs),
         *format_parameter_groups(config, specs),
         *summarize_pipeline(config, schedule),
         *_format_memory_table(config, layout, schedule, host),

@@ -37,5 +37,5 @@ def train(config: RunConfig, *, force: bool = False) -> None:
     if read_global_rank() >= layout.world:
         return  # the layout that was chosen does not use this rank
     notes += check_memory(config, layout, force=force)
-    enable_flight_recorder(config)
+    enable_flight_recorder(config.run)
     run_attempts(config, layout, notes, nccl)

@@ -7,16 +7,16 @@ import hashlib
 import torch
 
 from megaframe.checkpoint.train_state import list_loaded_extensions
-from megaframe.config import RunConfig
+from megaframe.config import RunSection
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 
 
-def check_same_extensions(config: RunConfig, mesh: Mesh) -> None:
+def check_same_extensions(run: RunSection, mesh: Mesh) -> None:
     """Raise `UserError` on all ranks if the sources of extensions differ between ranks. All ranks
     call it."""
-    if not config.run.extensions:
+    if not run.extensions:
         return
     loaded = list_loaded_extensions()
     text = "".join(f"{name} {digest}\n" for name, digest in loaded.items())

@@ -108,13 +108,12 @@ def _find_mismatches(saved: ModelConfig, config: RunConfig) -> Iterator[str]:
         saved, now, _MAY_DIFFER if both_have_experts else _MAY_DIFFER | {"model.moe"}, "model"
     )
     if saved.moe is None and now.moe is not None:
-        yield from _check_upcycling(config)
+        yield from _check_upcycling(config.model)
     elif saved.moe is not None and now.moe is None:
         yield "it has experts, and this run has none"
 
 
-def _check_upcycling(config: RunConfig) -> Iterator[str]:
-    model = config.model
+def _check_upcycling(model: ModelConfig) -> Iterator[str]:
     moe = model.moe
     assert moe is not None
     width = moe.ffn or model.ffn

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megaframe.config import RunConfig
+from megaframe.config import ParallelConfig, RunConfig
 from megaframe.distributed.device import read_host_swap
 from megaframe.distributed.mesh import read_local_world_size, read_world_size
 from megaframe.errors import UserError
@@ -124,7 +124,7 @@ def _judge(config: RunConfig, layout: Layout, cluster: Cluster, *, advise: bool)
     chip, ranks, spare = cluster.chip, 1, 0
     if chip.is_host and config.parallel.cluster is None:
         memory = chip.memory * read_local_world_size()
-        ranks = min(_count_host_ranks(config, layout), layout.world)
+        ranks = min(_count_host_ranks(config.parallel, layout), layout.world)
         chip, spare = replace(chip, memory=memory), read_host_swap()
         cluster = replace(cluster, chip=replace(chip, memory=memory / ranks))
     fit = compute_fit(config, layout, chip, ranks)
@@ -134,13 +134,13 @@ def _judge(config: RunConfig, layout: Layout, cluster: Cluster, *, advise: bool)
     return MemoryVerdict(fit, exceeds, tuple(changes))
 
 
-def _count_host_ranks(config: RunConfig, layout: Layout) -> int:
+def _count_host_ranks(parallel: ParallelConfig, layout: Layout) -> int:
     """Return the number of ranks on each host: without a launcher all, and with one that does not
     say at least 1."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return read_local_world_size()
     launched = "WORLD_SIZE" in os.environ
-    return config.parallel.node_size or (1 if launched else layout.world)
+    return parallel.node_size or (1 if launched else layout.world)
 
 
 def _suggest_layouts(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:

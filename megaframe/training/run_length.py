@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megaframe.checkpoint import find_checkpoint, open_checkpoint, resolve_checkpoint_folder
 from megaframe.checkpoint.train_state import read_train_state
-from megaframe.config import RunConfig
+from megaframe.config import DataConfig, RunConfig, TrainConfig
 from megaframe.config.batch_ramp import count_samples, count_steps
 from megaframe.config.section import MOST
 from megaframe.data.blended_dataset import BlendedDataset
@@ -41,11 +41,11 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
             cannot be read.
     """
     epochs, train = config.data.epochs, config.train
-    if epochs is None or _has_wrong_ramp(config) or (data and not config.data.sources):
+    if epochs is None or _has_wrong_ramp(config.train) or (data and not config.data.sources):
         return config, []  # the checks of a config say what is wrong
     given = train.steps if "steps" in train.model_fields_set else None
-    if not data and not _has_token_files(config):
-        return config, [_describe_missing_files(config, given)]
+    if not data and not _has_token_files(config.data):
+        return config, [_describe_missing_files(config.data, given)]
     dataset = BlendedDataset(config, "train", config.run.seed)
     # As a decimal: 0.1 epochs of 1,000 samples are 100.
     samples = -int(-(Fraction(repr(epochs)) * int(dataset.sizes.sum())) // 1)
@@ -70,22 +70,22 @@ def has_undecided_length(config: RunConfig) -> bool:
     return config.data.epochs is not None and "steps" not in config.train.model_fields_set
 
 
-def _has_wrong_ramp(config: RunConfig) -> bool:
+def _has_wrong_ramp(train: TrainConfig) -> bool:
     """Return whether the batch cannot grow as `train.batch_ramp` says, or in more parts than a step
     may have microbatches."""
-    ramp, top = config.train.batch_ramp, config.train.global_batch
+    ramp, top = train.batch_ramp, train.global_batch
     return ramp is not None and not 0 <= (top - ramp.start) // ramp.increment <= MOST_MICROBATCHES
 
 
-def _has_token_files(config: RunConfig) -> bool:
-    sources = config.data.sources
+def _has_token_files(data: DataConfig) -> bool:
+    sources = data.sources
     return bool(sources) and all(Path(f"{source.path}.idx").exists() for source in sources)
 
 
-def _describe_missing_files(config: RunConfig, given: int | None) -> str:
+def _describe_missing_files(data: DataConfig, given: int | None) -> str:
     """Return a line that says what a plan takes for the length. Raises `UserError` if it has
     nothing."""
-    name = f"data.epochs={config.data.epochs:g}"
+    name = f"data.epochs={data.epochs:g}"
     if given is None:
         raise UserError(
             f"{name}: the token files of data.sources, whose sizes tell the number of steps, are "

@@ -21,7 +21,7 @@ from megaframe.architecture.block import count_kv_copies
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.context_parallel.axis import ContextParallel
 from megaframe.data.microbatch import IGNORE, Microbatch, look_ahead, select_context_part
 from megaframe.data_parallel.sharded_parameters import ShardedParameters, TiedEmbedding
@@ -109,7 +109,7 @@ class TrainStep:
             *mesh.divide_context(count_exchanging_ranks(config.parallel))
         )
         experts = _make_expert_parallel(config, mesh)
-        compiler = _make_compiler(config, note)
+        compiler = _make_compiler(config.train, note)
         self.kernels = kernels = make_kernels(config, mesh.device, compiler, note)
         compute = PRECISIONS[train.precision].compute
         self._warning = check_fp8(config, mesh.device, compute, kernels)
@@ -118,7 +118,7 @@ class TrainStep:
         rank = mesh.coordinate["pipeline"]
         plans = [plan for plan in plan_stages(config) if rank_of[plan.stage_index] == rank]
         chunks = build_chunks(config, plans, setup)
-        tied = self._connect_pipeline(config, chunks)
+        tied = self._connect_pipeline(config.model, chunks)
         groups = ParameterGroups(config, mesh, kernels)
         units = {index: chunk.units for index, chunk in chunks.items()}
         self.sharded_parameters = sharded = ShardedParameters(
@@ -149,14 +149,14 @@ class TrainStep:
         return plan(Schedule(ranks), paired)
 
     def _connect_pipeline(
-        self, config: RunConfig, chunks: Mapping[int, ModelChunk]
+        self, model: ModelConfig, chunks: Mapping[int, ModelChunk]
     ) -> TiedEmbedding | None:
         """Make the links between stages. Returns the token embedding if another rank has it too."""
         mesh, rank_of = self._mesh, self.rank_of
         ends = rank_of[0], rank_of[-1]
-        shared = config.model.tie_embeddings or config.model.mtp_depth > 0
+        shared = model.tie_embeddings or model.mtp_depth > 0
         twice = shared and ends[0] != ends[1]
-        copies = count_kv_copies(config.model, mesh.layout.tensor)
+        copies = count_kv_copies(model, mesh.layout.tensor)
         if copies > 1:
             mesh.add_tensor_copies_group(copies)
         mesh.name_stages(rank_of)
@@ -299,9 +299,9 @@ def _make_expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
 
 
 def _make_compiler(
-    config: RunConfig, note: Callable[[str], None]
+    train: TrainConfig, note: Callable[[str], None]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    backend = config.train.compile
+    backend = train.compile
     return None if backend == "none" else partial(Compiled, backend=backend, note=note)
 
 

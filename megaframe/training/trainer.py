@@ -77,7 +77,7 @@ class Trainer:
         refuse_undecided(config)
         self.config, self.mesh, self._lock = config, mesh, lock
         self.folder = Path(config.run.dir)
-        check_same_extensions(config, mesh)
+        check_same_extensions(config.run, mesh)
         files = OutputFiles(self.folder) if mesh.rank == 0 else None
         launcher = launcher or LauncherProcess()
         ledger = DowntimeLedger(self.folder, files, launcher)

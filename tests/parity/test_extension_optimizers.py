@@ -98,7 +98,7 @@ def differ_by_rank():
         registry.extensions = [Extension("own.py", hashlib.sha256(text.encode()).hexdigest())]
         with use_registry(registry):
             try:
-                check_same_extensions(RunConfig(run={"extensions": ["own.py"]}), mesh)
+                check_same_extensions(RunConfig(run={"extensions": ["own.py"]}).run, mesh)
                 messages.append("")
             except UserError as error:
                 messages.append(str(error))

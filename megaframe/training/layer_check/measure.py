@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.spec import ParamSpec
-from megaframe.config import MoEConfig, RunConfig
+from megaframe.config import ModelConfig, MoEConfig, RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
@@ -96,7 +96,7 @@ def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
     layout = Layout.from_parallel(config.parallel, read_world_size())
     mesh = Mesh(layout, device="cpu", timeout=config.parallel.timeout)
     attention = _LocalAttention()
-    train_step = TrainStep(config, mesh, routines=_make_routines(config, attention))
+    train_step = TrainStep(config, mesh, routines=_make_routines(config.model, attention))
     train_step.optimizer.initialize(config.run.seed)
     stage = train_step.stages[0]
     stage.start_step(0)
@@ -318,13 +318,13 @@ class _LocalAttention:
             self._computes_all_scores = False
 
 
-def _make_routines(config: RunConfig, attention: Callable[..., Tensor]) -> LayerRoutines:
+def _make_routines(model: ModelConfig, attention: Callable[..., Tensor]) -> LayerRoutines:
     """Return what layers compute while they are measured.
 
     Routers choose all sets of experts in turn, or if there are too many, all experts. Rows that are
     computed again only for the CPU's routines are not part of the layer.
     """
-    moe = config.model.moe
+    moe = model.moe
     sets = torch.tensor([] if moe is None else list_expert_sets(moe.experts, moe.top_k))
 
     def choose_evenly(_: MoEConfig, scores_RE: Tensor) -> Tensor:
