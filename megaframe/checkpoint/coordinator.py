@@ -20,9 +20,9 @@ from megaframe.errors import UserError
 
 Message = dict[str, Any]
 
-NEED, WRITE, READ_BACK = "need", "write", "read back"
+NEED, WRITE, READ_BACK, EXPORT = "need", "write", "read back", "export"
 """Topics of the messages from every rank, in this order: the bytes that it needs, the outcome of
-writing, the outcome of reading back."""
+writing, of reading back, and of writing the checkpoint in another format."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.25
 """Seconds between polls of the store; the pause doubles up to the last value."""
 _PAUSE_PER_RANK = 0.002
@@ -74,7 +74,7 @@ class SaveCoordinator:
 
         Args:
             attempt: Id of the attempt at this save.
-            topic: What the message is about: `NEED`, `WRITE` or `READ_BACK`.
+            topic: What the message is about: `NEED`, `WRITE`, `READ_BACK` or `EXPORT`.
             message: The report.
         """
         self._store.set(self._make_key(attempt, topic, self._rank), json.dumps(message))
@@ -107,7 +107,7 @@ class SaveCoordinator:
         """Leader: announce how the attempt ended (an empty `failure` is success), and delete its
         messages."""
         self._store.set(self._make_key(attempt, "end"), failure)
-        for topic in (NEED, WRITE, READ_BACK):
+        for topic in (NEED, WRITE, READ_BACK, EXPORT):
             for rank in range(self._world):
                 self._store.delete_key(self._make_key(attempt, topic, rank))
 

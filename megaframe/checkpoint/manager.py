@@ -28,6 +28,7 @@ from megaframe.checkpoint import (
     parse_path,
     resolve_checkpoint_folder,
 )
+from megaframe.checkpoint.exports import Exports
 from megaframe.checkpoint.folder import RUN_SUBFOLDER, list_checkpoints, step_of
 from megaframe.checkpoint.stores.memory_folder import MemoryFolder
 from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_nodes
@@ -62,6 +63,11 @@ class CheckpointManager:
         self._notes: list[str] = []
         self._last_saved: int | None = None
         self._agreements = 0
+        self._exports: Exports | None = None
+        if config.checkpoint.huggingface_every:
+            from megaframe.checkpoint.convert.huggingface.run_exports import RunExports
+
+            self._exports = RunExports(config, self.root, mesh.rank, mesh.layout.world)
         if config.checkpoint.memory_every:
             self._memory_group = mesh.make_control_group()
             self._memory_folder = MemoryFolder.create(
@@ -169,6 +175,7 @@ class CheckpointManager:
                 read_back=config.checkpoint.read_back,
                 timeout=config.parallel.timeout,
                 saved=saved,
+                exports=self._exports,
             )
         if self._memory_group is not None and self._memory_folder is not None:
             nodes = find_nodes(self._memory_folder, self._memory_group)
@@ -218,6 +225,7 @@ class CheckpointManager:
         """
         began = time.monotonic()
         self._report(writer.wait, note)
+        self._report_exports(note)
         waited = time.monotonic() - began
         if waited > _LONG_WAIT:
             key = "every" if writer is self._writer else "memory_every"
@@ -234,12 +242,14 @@ class CheckpointManager:
         for writer in (self._writer, self._memory_writer):
             if writer is not None:
                 self._report(writer.poll, note)
+        self._report_exports(note)
 
     def wait_for_saves(self, note: Callable[[str], None]) -> None:
         """Wait for all saves in progress; a failed one is reported."""
         for writer in (self._writer, self._memory_writer):
             if writer is not None:
                 self._report(writer.wait, note)
+        self._report_exports(note)
 
     def forget_memory_copies(self) -> None:
         """Forget the copies in memory after the run has gone back to a saved checkpoint: they are
@@ -253,6 +263,7 @@ class CheckpointManager:
         continued. Raises the error of a failed save to the checkpoint folder."""
         if self._writer is not None:
             self._writer.wait()
+            self._report_exports(note)
         if self._memory_writer is not None:
             self._report(self._memory_writer.wait, note)
             if self._writer is not None or not leaving:
@@ -284,6 +295,10 @@ class CheckpointManager:
             wait_or_poll()
         except UserError as error:
             note(f"warning: {error}; the run continues, and earlier checkpoints stay")
+
+    def _report_exports(self, note: Callable[[str], None]) -> None:
+        for failure in self._writer.take_export_failures() if self._writer is not None else ():
+            note(f"warning: {failure}; the checkpoint is saved, and export-hf can export it")
 
     def _run_id(self, group: Group, *, create: bool = False) -> str | None:
         """Return, on all ranks, the run id that the group's first rank reads from the run folder,

@@ -11,10 +11,10 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
+from megaframe.checkpoint.commit import commit_checkpoint
 from megaframe.checkpoint.folder import list_checkpoints
 from megaframe.checkpoint.load import Checkpoint
 from megaframe.checkpoint.manifest import DTYPES
-from megaframe.checkpoint.save import commit_checkpoint
 from megaframe.checkpoint.shard_file import (
     FileEntry,
     TensorBox,

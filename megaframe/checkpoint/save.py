@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,7 +23,16 @@ from torch.distributed import Store
 
 from megaframe.checkpoint.background import BackgroundCopier, HostCopy
 from megaframe.checkpoint.best import BestCheckpoints
-from megaframe.checkpoint.coordinator import NEED, READ_BACK, WRITE, Message, SaveCoordinator
+from megaframe.checkpoint.commit import commit_checkpoint
+from megaframe.checkpoint.coordinator import (
+    EXPORT,
+    NEED,
+    READ_BACK,
+    WRITE,
+    Message,
+    SaveCoordinator,
+)
+from megaframe.checkpoint.exports import Exports
 from megaframe.checkpoint.folder import (
     move_pointer,
     prune_checkpoints,
@@ -30,18 +40,14 @@ from megaframe.checkpoint.folder import (
     retract_checkpoint,
 )
 from megaframe.checkpoint.manifest import (
-    Manifest,
     SavedFile,
-    SavedTensor,
-    encode_manifest,
-    merge_tensors,
 )
 from megaframe.checkpoint.shard_file import (
     FileEntry,
     split_into_files,
     write_shard_file,
 )
-from megaframe.checkpoint.shard_reader import ShardReader, verify_shard_file
+from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.stores.store import BEST, StorePath, format_checkpoint_name, store_of
 from megaframe.errors import UserError
@@ -57,10 +63,6 @@ class _SaveJob:
     state: dict[str, JsonValue]
     files: dict[str, SavedFile] = field(default_factory=dict)
     """The files that this rank has written."""
-
-
-_HEADER_THREADS = 16
-"""Number of files whose headers rank 0 reads at the same time."""
 
 
 class CheckpointWriter(BackgroundCopier):
@@ -83,6 +85,7 @@ class CheckpointWriter(BackgroundCopier):
             store that cannot withdraw a checkpoint: before it is committed).
         timeout: Seconds to wait for another rank before a save is abandoned.
         saved: Called on rank 0, in the background, with the step of each completed checkpoint.
+        exports: Writes completed checkpoints in another format.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class CheckpointWriter(BackgroundCopier):
         read_back: bool = True,
         timeout: float = 600.0,
         saved: Callable[[int], None] = lambda step: None,
+        exports: Exports | None = None,
     ) -> None:
         super().__init__()
         self._root = root
@@ -112,6 +116,7 @@ class CheckpointWriter(BackgroundCopier):
         self._verifies = read_back and not can_withdraw
         self._phases = (WRITE, READ_BACK) if read_back and can_withdraw else (WRITE,)
         self._timeout, self._saved = timeout, saved
+        self._exports, self._export_failures = exports, deque[str]()
         if rank == 0:
             with _explain_os_errors(f"cannot use {root} for checkpoints", root):
                 self._backend.prepare(root)
@@ -173,6 +178,8 @@ class CheckpointWriter(BackgroundCopier):
                     self._read_back(coordinator, attempt, job, checkpoint, previous_name)
                 self._saved(job.step)
                 self._prune(job, checkpoint, attempt)
+            if self._exports is not None and self._exports.is_due(job.step):
+                self._lead_export(self._exports, coordinator, attempt, job)
             failure = ""
         except Exception as error:
             failure = str(error) if isinstance(error, UserError) else repr(error)
@@ -181,6 +188,29 @@ class CheckpointWriter(BackgroundCopier):
             if failure:
                 self._backend.discard_draft(draft, attempt)
             coordinator.end_attempt(attempt, failure)
+
+    def take_export_failures(self) -> list[str]:
+        """Return why exports have failed since the last call, on rank 0."""
+        return [self._export_failures.popleft() for _ in range(len(self._export_failures))]
+
+    def _lead_export(
+        self, exports: Exports, coordinator: SaveCoordinator, attempt: str, job: _SaveJob
+    ) -> None:
+        """Have all ranks export a checkpoint that is saved, whatever becomes of the export."""
+        try:
+            exports.begin(job.step, attempt)
+            coordinator.start_phase(attempt, EXPORT)
+            self._contribute(coordinator, attempt, job, EXPORT)
+            reports = coordinator.collect_reports(attempt, EXPORT)
+            if errors := _join_errors(reports):
+                raise UserError(errors)
+            exports.publish(job.step, attempt)
+        except (UserError, OSError) as error:
+            self._export_failures.append(
+                f"the checkpoint of step {job.step} could not be exported: {error}"
+            )
+        finally:
+            exports.discard(job.step, attempt)
 
     def _prune(self, job: _SaveJob, checkpoint: StorePath, attempt: str) -> None:
         """Delete the checkpoints that are not kept, once the new one is complete."""
@@ -217,7 +247,10 @@ class CheckpointWriter(BackgroundCopier):
 
     def _follow(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
         joined, old_failure = None, None
-        remaining_phases = [*self._phases]
+        phases = [*self._phases]
+        if self._exports is not None and self._exports.is_due(job.step):
+            phases.append(EXPORT)
+        remaining_phases = [*phases]
         deadline_seconds = (1 + len(remaining_phases)) * self._timeout
         # Longer than the leader waits, because the leader can name the ranks that are missing.
         for _ in coordinator.poll(deadline_seconds):
@@ -225,7 +258,7 @@ class CheckpointWriter(BackgroundCopier):
             if attempt is not None and attempt != joined:
                 old_failure = coordinator.read_outcome(attempt)
                 if old_failure is None:
-                    joined, remaining_phases = attempt, [*self._phases]
+                    joined, remaining_phases = attempt, [*phases]
                     coordinator.send_report(joined, NEED, {"bytes": job.data.size})
             if joined is None:
                 continue
@@ -245,12 +278,15 @@ class CheckpointWriter(BackgroundCopier):
     def _contribute(
         self, coordinator: SaveCoordinator, attempt: str, job: _SaveJob, phase: str
     ) -> None:
-        """Write this rank's files (none if it has no data) or read them back. Tell the leader which
-        files they are, or what went wrong."""
+        """Write this rank's files (none if it has no data), read them back, or export some. Tell
+        the leader which files they are, or what went wrong."""
         message: Message = {}
         try:
             if phase == WRITE:
                 self._write_files(attempt, job)
+            elif phase == EXPORT:
+                assert self._exports is not None, "the phase of exports has begun"
+                self._exports.write_part(job.step, attempt)
             else:
                 for name, saved in job.files.items():
                     verify_shard_file(self._root / format_checkpoint_name(job.step) / name, saved)
@@ -285,66 +321,27 @@ class CheckpointWriter(BackgroundCopier):
         return path.name, saved
 
 
-def commit_checkpoint(
-    draft: StorePath,
-    root: StorePath,
-    step: int,
-    state: Mapping[str, JsonValue],
-    files: Mapping[str, SavedFile],
-    attempt: str,
-) -> StorePath:
-    """Make the files of a draft the newest checkpoint of `root`: write the manifest, publish the
-    draft, and last move the pointer.
-
-    Args:
-        draft: Folder with the files.
-        root: The folder of checkpoints.
-        step: The step of the checkpoint.
-        state: The state of the run, as JSON values.
-        files: By name, the size and the header's checksum of each file.
-        attempt: Id of the save.
-
-    Returns:
-        The path of the checkpoint.
-
-    Raises:
-        OSError: If something cannot be written.
-    """
-
-    def read_tensors(name: str) -> dict[str, SavedTensor]:
-        with ShardReader(draft / name, files[name]) as reader:
-            return reader.read_tensors()
-
-    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        tensors_per_file = list(pool.map(read_tensors, files))
-    manifest = Manifest(
-        step=step, state=dict(state), files=dict(files), tensors=merge_tensors(tensors_per_file)
-    )
-    checkpoint = store_of(root).publish(
-        draft, step, attempt, encode_manifest(manifest), files.keys()
-    )
-    move_pointer(root, checkpoint.name, attempt)
-    return checkpoint
-
-
 def _merge_reports(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:
     """Return the files that the ranks reported. Raises UserError with the first errors if any rank
     reported one."""
-    errors = [
-        f"rank {rank}: {message['error']}"
-        for rank, message in enumerate(messages)
-        if "error" in message
-    ]
-    if errors:
-        omitted = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
-        raise UserError(
-            f"checkpoint of step {step} could not be saved: " + "; ".join(errors[:3]) + omitted
-        )
+    if errors := _join_errors(messages):
+        raise UserError(f"checkpoint of step {step} could not be saved: {errors}")
     return {
         name: SavedFile.model_validate(saved)
         for message in messages
         for name, saved in message["files"].items()
     }
+
+
+def _join_errors(messages: Sequence[Message]) -> str:
+    """Return the first errors that ranks reported; empty if none did."""
+    errors = [
+        f"rank {rank}: {message['error']}"
+        for rank, message in enumerate(messages)
+        if "error" in message
+    ]
+    omitted = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
+    return "; ".join(errors[:3]) + omitted
 
 
 def _require_space(root: StorePath, step: int, needed: int) -> None:

@@ -228,6 +228,11 @@ class CheckpointConfig(Section):
     """Also keep this many checkpoints with the lowest evaluation losses; the file `best` names the
     first of them, and FOLDER/best stands for it. Needs `train.eval_every`, and counts checkpoints
     of steps that are evaluated. 0: none."""
+    huggingface_every: NonNegative = 0
+    """Steps between exports: `huggingface/step-N` in the folder of checkpoints is a folder that
+    Hugging Face's `from_pretrained` loads, of the family that `model.family` names. A multiple of
+    `every`; the end of the run is exported, too. The newest `keep` of them are kept, and those of
+    `keep_every`. 0: none."""
     read_back: bool = True
     """Read each checkpoint back from disk or store and check it before deleting older ones. Without
     it there is half as much I/O, but a storage fault goes unnoticed until the checkpoint is

@@ -14,17 +14,26 @@ _API_KEY = re.compile("[0-9a-f]{40}")
 
 
 def find_saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield a message if `checkpoint.keep_every` is no multiple of `checkpoint.every`."""
-    every, keep_every = checkpoint.every, checkpoint.keep_every
-    if keep_every and not every:
+    """Yield a message for each interval that is no multiple of `checkpoint.every`, and if exports
+    have no file system to be written in."""
+    every = checkpoint.every
+    for key in ("keep_every", "huggingface_every"):
+        interval = getattr(checkpoint, key)
+        if interval and not every:
+            yield (
+                f"checkpoint.{key}={interval} has no effect with checkpoint.every=0, which "
+                "saves nothing; leave it out"
+            )
+        elif interval and interval % every:
+            yield (
+                f"checkpoint.{key}={interval} is not a multiple of checkpoint.every={every}; "
+                f"use {find_nearest_multiples(every, interval)}"
+            )
+    folder = checkpoint.folder
+    if checkpoint.huggingface_every and folder is not None and is_url(folder):
         yield (
-            f"checkpoint.keep_every={keep_every} has no effect with checkpoint.every=0, which "
-            "saves nothing; leave it out"
-        )
-    elif keep_every and keep_every % every:
-        yield (
-            f"checkpoint.keep_every={keep_every} is not a multiple of checkpoint.every={every}; "
-            f"use {find_nearest_multiples(every, keep_every)}"
+            f"checkpoint.huggingface_every={checkpoint.huggingface_every} writes into a file "
+            "system, and checkpoint.folder is a URL; use 0, and tools/checkpoint.py export-hf"
         )
 
 

@@ -74,6 +74,14 @@ def test_a_sound_config_passes(overrides):
             "keep_every=10 is not a multiple of checkpoint.every=6; use 6 or 12",
         ),
         (
+            ["checkpoint.every=6", "checkpoint.huggingface_every=10"],
+            "huggingface_every=10 is not a multiple of checkpoint.every=6; use 6 or 12",
+        ),
+        (
+            ["checkpoint.huggingface_every=1000", "checkpoint.folder=s3://bucket/run"],
+            "huggingface_every=1000 writes into a file system, and checkpoint.folder is a URL",
+        ),
+        (
             ["checkpoint.every=6", "checkpoint.keep_best=2"],
             "keep_best=2 compares evaluations, and train.eval_every=0 has none; use "
             "train.eval_every=6",

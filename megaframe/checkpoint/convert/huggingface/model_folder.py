@@ -6,7 +6,6 @@ files are read, so nothing is unpickled, and the contents of a folder are valida
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -15,27 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megaframe.architecture.spec import Constant, ParamSpec
-from megaframe.checkpoint import Checkpoint, Slice, StorePath
-from megaframe.checkpoint.convert.huggingface.families import find_fitting_families, get_family
-from megaframe.checkpoint.convert.huggingface.family import Family, refuse_parts
+from megaframe.checkpoint import Checkpoint, StorePath
+from megaframe.checkpoint.convert.huggingface.families import get_family
+from megaframe.checkpoint.convert.huggingface.folder_export import (
+    TORCH_DTYPES,
+    get_dtype_name,
+    plan_export,
+)
 from megaframe.checkpoint.convert.huggingface.match_tensors import (
     SkippedTensors,
     find_end,
     has_other_head,
     match_tensors,
-    refuse_left_out,
     restore_prefix,
 )
 from megaframe.checkpoint.convert.huggingface.nested_models import unwrap_config, unwrap_names
 from megaframe.checkpoint.convert.huggingface.read_files import (
-    INDEX,
-    SINGLE,
+    CONFIG,
     TensorHeader,
-    check_finite,
     check_regular_file,
     join_packed_headers,
     read_headers,
@@ -46,9 +45,7 @@ from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, 
 from megaframe.checkpoint.convert.huggingface.tokenizer import (
     TOKENIZER_FILES,
     check_tokenizer_path,
-    export_tokenizer,
 )
-from megaframe.checkpoint.convert.huggingface.tokenizer_settings import GENERATION_CONFIG
 from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint, group_by_bytes
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
 from megaframe.checkpoint.slices import Box, index_within, split_into_runs
@@ -60,9 +57,7 @@ from megaframe.checkpoint.starting_weights import (
 )
 from megaframe.checkpoint.train_state import make_initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from megaframe.data.token_file_record import read_recorded_tokenizer
-from megaframe.errors import UserError, join_or
-from megaframe.io.regular_file import write_file
+from megaframe.errors import UserError
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.validate.run import find_mistakes
 
@@ -71,13 +66,6 @@ _Origin = tuple[HuggingFaceTensor | ParamSpec, int]
 spec with a constant initial value."""
 _Origins = dict[tuple[str, tuple[int, ...]], _Origin]
 """The origin of each box, by the name of its tensor and its offset."""
-_TYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-_CONFIG = "config.json"
 
 
 def export_model(
@@ -106,115 +94,20 @@ def export_model(
     """
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
-    state = read_train_state(checkpoint)
-    run = state.config
-    row = _choose_family(run.model, family)
-    torch_dtype = _TYPES[dtype or run.train.precision]
-    name = tokenizer or check_tokenizer_path(run.data.tokenizer, checkpoint.path)
-    recorded = read_recorded_tokenizer(state.data)
-    exported_tokenizer = export_tokenizer(name, run.model.vocab or 0, run.train.seq, recorded)
-    ids = exported_tokenizer.ids
-    token_ids = {k: v for k, v in ids.items() if v is not None or k not in row.numbers}
-    learned = run.model.position == "learned" and run.model.positions
-    config = {
-        **row.write_config(run.model, learned or run.train.seq),
-        **token_ids,
-        **dict.fromkeys(("dtype", "torch_dtype"), _get_dtype_name(torch_dtype)),  # new and old name
-    }
-    specs = list_model_specs(run)
-    checkpoint.require_shapes({spec.name: spec.shape for spec in specs})
-    tensors = list(map_tensors(row, run.model, specs))
-    refuse_left_out(row, run.model, specs, tensors)
-    _check_constants(row, checkpoint, specs)
+    config = read_train_state(checkpoint).config
+    name = tokenizer or check_tokenizer_path(config.data.tokenizer, checkpoint.path)
+    export = plan_export(checkpoint, dtype, name, family)
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
-        _write_files(checkpoint, tensors, temporary, torch_dtype)
-        _write_json(temporary / _CONFIG, config)
-        _write_json(temporary / GENERATION_CONFIG, exported_tokenizer.generation or token_ids)
-        for file, content in exported_tokenizer.files.items():
-            write_file(temporary / file, content)
+        export.write_weights(temporary)
+        export.write_texts(temporary)
         os.rename(temporary, folder)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return [*exported_tokenizer.notes, *_describe_predictors(run.model)]
-
-
-def _choose_family(model: ModelConfig, name: str | None) -> Family:
-    """Return the family to export.
-
-    Raises:
-        UserError: If neither the command nor the model names one that there is.
-    """
-    refuse_parts(model)
-    name = name or model.family
-    if name is not None:
-        return get_family(name)
-    fitting = find_fitting_families(model)
-    which = f"{join_or(fitting)} computes the same" if fitting else "none computes the same"
-    raise UserError(f"model.family is not set, so an export needs --family; {which} as this model")
-
-
-def _check_constants(family: Family, checkpoint: Checkpoint, specs: list[ParamSpec]) -> None:
-    """Raise `UserError` if weights for which the family has no tensor are not what its code has."""
-    for spec in specs:
-        if family.has_constant(spec.name):
-            assert isinstance(spec.init, Constant)
-            values = torch.empty(spec.shape)
-            checkpoint.load([Slice(spec.name, spec.shape, (0,) * len(spec.shape), values)])
-            if not bool((values == spec.init.value).all()):
-                raise UserError(
-                    f"{spec.name} is not {spec.init.value:g} everywhere, and {family.name} has no "
-                    f"weights there; train with optim.freeze for it, or export another family"
-                )
-
-
-def _describe_predictors(model: ModelConfig) -> list[str]:
-    if not model.mtp_depth:
-        return []
-    return [f"model.mtp_depth={model.mtp_depth}: predictors of further tokens are left out"]
-
-
-def _write_files(
-    checkpoint: Checkpoint, tensors: list[HuggingFaceTensor], folder: Path, dtype: torch.dtype
-) -> None:
-    def count_bytes(tensor: HuggingFaceTensor) -> int:
-        return sum(part.box.size for part in tensor.parts) * dtype.itemsize
-
-    groups = group_by_bytes(tensors, count_bytes, FILE_BYTES)
-    index: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        numbered_name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        name = numbered_name if len(groups) > 1 else SINGLE
-        boxes = [
-            [torch.empty(part.box.shape, dtype=dtype) for part in tensor.parts] for tensor in group
-        ]
-        checkpoint.load(
-            [
-                Slice(part.spec.name, part.spec.shape, part.box.offset, box)
-                for tensor, boxes_of_tensor in zip(group, boxes, strict=True)
-                for part, box in zip(tensor.parts, boxes_of_tensor, strict=True)
-            ]
-        )
-        joined = {
-            tensor.name: tensor.join(boxes_of_tensor)
-            for tensor, boxes_of_tensor in zip(group, boxes, strict=True)
-        }
-        for tensor_name, content in joined.items():
-            check_finite(tensor_name, content, _get_dtype_name(dtype))
-        save_file(joined, str(folder / name), metadata={"format": "pt"})
-        index |= dict.fromkeys(joined, name)
-    if len(groups) > 1:
-        _write_json(
-            folder / INDEX,
-            {"metadata": {"total_size": sum(map(count_bytes, tensors))}, "weight_map": index},
-        )
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_file(path, json.dumps(content, indent=2) + "\n")
+    return export.notes
 
 
 def import_model(folder: Path, target: StorePath) -> StartingWeights:
@@ -228,7 +121,7 @@ def import_model(folder: Path, target: StorePath) -> StartingWeights:
             another shape, of integers or not finite, and for damaged files.
     """
     config_file = find_config_file(target)
-    whole_config = read_json(folder / _CONFIG)
+    whole_config = read_json(folder / CONFIG)
     config = unwrap_config(whole_config)
     family = get_family(config.get("model_type"))
     bare_headers, notes_on_towers = unwrap_names(whole_config, read_headers(folder))
@@ -285,19 +178,14 @@ def _train_section(config: Mapping[str, Any], model: ModelConfig) -> TrainConfig
     stored = next(
         (
             precision
-            for precision, torch_dtype in _TYPES.items()
-            if dtype == _get_dtype_name(torch_dtype)
+            for precision, torch_dtype in TORCH_DTYPES.items()
+            if dtype == get_dtype_name(torch_dtype)
         ),
         "bf16",
     )
     positions = model.positions or config.get("max_position_embeddings")
     seq = {"seq": positions} if positions else {}
     return TrainConfig.model_validate({"precision": stored, **seq})
-
-
-def _get_dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type in a config of transformers."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _plan_boxes(

@@ -25,6 +25,7 @@ from megaframe.checkpoint.convert.huggingface.mxfp4 import (
 from megaframe.errors import UserError
 from megaframe.io.untrusted import make_printable, open_file, parse_json, read_file
 
+CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 PACKED = "packed"

@@ -24,6 +24,7 @@ from transformers_models import (
 
 from megaframe.architecture.window import list_windows
 from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.convert.huggingface import folder_export
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
 from megaframe.checkpoint.inspect import find_damage
@@ -388,7 +389,8 @@ def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
 
 def test_large_models_are_several_files(tmp_path, monkeypatch):
     expected_logits = save_model("qwen3_moe", tmp_path / "theirs")
-    monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
+    for module in (folders, folder_export):
+        monkeypatch.setattr(module, "FILE_BYTES", 10_000)
     monkeypatch.setattr(folders, "MAX_ENTRY_BYTES", 600)
     checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
     assert len(list(checkpoint.glob("*.safetensors"))) > 3
