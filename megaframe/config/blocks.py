@@ -24,16 +24,22 @@ def get_qk_norm_form(value: bool | str) -> str:
     return value
 
 
+Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=4096)]
+"""One for each pair of dimensions of a head."""
+
+
 class RotaryScalingConfig(Section):
     """How rotary wavelengths are stretched for samples longer than those of training."""
 
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     """How to scale rotary frequencies to contexts longer than the model was trained on. linear:
-    all are divided by the factor."""
+    all are divided by the factor. longrope (Phi-4-mini): each is divided by a factor of its own,
+    which is another one in samples of more than `original_length` tokens."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
-    """Context length after scaling divided by `original_length`."""
+    """Context length after scaling divided by `original_length`. longrope multiplies rotated
+    queries and keys by sqrt(1 + ln(factor) / ln(original_length))."""
     original_length: Positive = 8192
-    """llama3, yarn: context length in tokens before scaling."""
+    """llama3, yarn, longrope: context length in tokens before scaling."""
     low_frequency: Annotated[float, Field(gt=0)] = 1.0
     """llama3: wavelengths above original_length / low_frequency are fully scaled. yarn: number of
     rotations up to which a frequency is fully scaled (beta_slow)."""
@@ -48,6 +54,10 @@ class RotaryScalingConfig(Section):
     truncate: bool = True
     """yarn: round outwards to whole numbers the two pairs of dimensions between which frequencies
     are blended; gpt-oss does not."""
+    short_factors: Factors = ()
+    """longrope: factors of the pairs of dimensions in samples of up to `original_length` tokens."""
+    long_factors: Factors = ()
+    """longrope: those in longer samples."""
 
 
 class AttentionConfig(Section):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megaframe.architecture.block import list_mixers
 from megaframe.architecture.spec import Box
 from megaframe.checkpoint import Checkpoint, Slice, StorePath, locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
@@ -246,7 +247,15 @@ class _SampleReader:
             capacity: Most ids of the sample that the model sees at a time.
         """
         self._stage, self._device = stage, stage.parameters()[0].value.device
+        self._capacity = capacity
         self._cache: KeyValueCache | None = KeyValueCache(len(stage.blocks), capacity)
+        rotations = (mixer.rotary for mixer in list_mixers(stage.config.model))
+        # Sample lengths above which keys are rotated otherwise, those of a cache too.
+        self._limits = {
+            rotary.scaling.original_length
+            for rotary in rotations
+            if rotary is not None and rotary.scaling.kind == "longrope"
+        }
 
     def compute_last(self, ids: Sequence[int], has_moved: bool) -> Tensor:
         """Return the stream [hidden] of the last of these ids.
@@ -257,12 +266,14 @@ class _SampleReader:
                 position is another than before.
         """
         cache = None if has_moved else self._cache
+        if cache is not None and any(cache.length <= n < len(ids) for n in self._limits):
+            cache = self._cache = KeyValueCache(len(self._stage.blocks), self._capacity)
         new = ids if cache is None else ids[cache.length :]
         tokens_1S = torch.tensor([new], device=self._device)
         microbatch = Microbatch(tokens_1S, tokens_1S, tokens_1S.new_zeros(1))
         if cache is not None and cache.length:
             positions_1S = tokens_1S.new_full((1, 1), cache.length)
-            microbatch = replace(microbatch, positions_BS=positions_1S)
+            microbatch = replace(microbatch, positions_BS=positions_1S, whole=len(ids))
         hidden = self._stage.compute_hidden(microbatch, cache=cache)[-1]
         if cache is not None and not cache.advance(len(new)):
             self._cache = None

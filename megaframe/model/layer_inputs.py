@@ -232,9 +232,9 @@ def make_microbatch_inputs(
     rows = RowPartition(batch * length, setup.tensor.group.size, setup.tensor.group.index)
     dropout = None
     mixers = list_mixers(model) if mixers is None else mixers
-    positions_BS = get_token_positions(microbatch)
+    positions_BS, sample_length = get_token_positions(microbatch), microbatch.whole or length
     rotary = {
-        kind: Rotary(kind, positions_BS, dtype, setup.kernels)
+        kind: Rotary(kind, positions_BS, dtype, setup.kernels, sample_length)
         for kind in {mixer.rotary for mixer in mixers}
         if kind is not None
     }
@@ -242,7 +242,6 @@ def make_microbatch_inputs(
         positions = setup.context.compute_positions(length, microbatch.tokens_BS.device)
         # The number of each token in the run, whatever the layout: dropout masks are a function of
         # it.
-        sample_length = microbatch.whole or length
         token_T = (microbatch.samples_B[:, None] * sample_length + positions).flatten()
         dropout = Dropout(model.dropout, dropout_keys, rows.select(token_T))
     return MicrobatchInputs(

@@ -1,5 +1,5 @@
 """Rotary positions (Su et al. 2021), with methods for longer contexts: positions that are divided
-(Chen et al. 2023), that of Llama 3, and YaRN.
+(Chen et al. 2023), that of Llama 3, YaRN, and LongRoPE.
 
 The two halves of a head are rotated against each other (dim i with dim i + D/2), as in the Hugging
 Face Llama weights. Shape legend: B samples, S positions, N heads, D rotated width of a head.
@@ -19,9 +19,16 @@ from megaframe.config import RotaryScalingConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 
-def compute_frequencies(description: RotaryDescription) -> tuple[Tensor, float]:
+def compute_frequencies(
+    description: RotaryDescription, is_long: bool = False
+) -> tuple[Tensor, float]:
     """Return the angle per position of each rotated pair, fp64 [D/2], and the factor on queries and
-    keys."""
+    keys.
+
+    Args:
+        description: Of the tables.
+        is_long: Whether samples are longer than `original_length`, as LongRoPE asks.
+    """
     width, base, scaling = description.width, description.base, description.scaling
     # In fp64, because an angle is a large position times a small rate.
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
@@ -35,16 +42,20 @@ def compute_frequencies(description: RotaryDescription) -> tuple[Tensor, float]:
             scaling, scaling.mscale_all_dim
         )
         return _scale_as_yarn(plain, scaling, base), factor
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        growth = math.log(scaling.factor) / math.log(scaling.original_length)
+        return plain / torch.tensor(factors, dtype=torch.float64), math.sqrt(1.0 + growth)
     return plain, 1.0
 
 
 @lru_cache(maxsize=8)
 def _get_frequencies_on(
-    description: RotaryDescription, device: torch.device
+    description: RotaryDescription, is_long: bool, device: torch.device
 ) -> tuple[Tensor, float]:
     """Return `frequencies` on a device. They are cached because the host waits for each copy to a
     GPU."""
-    rate, factor = compute_frequencies(description)
+    rate, factor = compute_frequencies(description, is_long)
     return rate.to(device), factor
 
 
@@ -87,6 +98,7 @@ class Rotary:
         positions: Tensor,
         dtype: torch.dtype,
         kernels: Kernels = NO_KERNELS,
+        length: int = 0,
     ) -> None:
         """Compute the tables.
 
@@ -95,9 +107,12 @@ class Rotary:
             positions: Position of each token, int64 [S] or [B, S].
             dtype: Type of the activations.
             kernels: The kernels of the run.
+            length: Tokens of a whole sample, on which the frequencies of LongRoPE depend.
         """
         self._kernels = kernels
-        rate, factor = _get_frequencies_on(description, positions.device)
+        scaling = description.scaling
+        is_long = scaling.kind == "longrope" and length > scaling.original_length
+        rate, factor = _get_frequencies_on(description, is_long, positions.device)
         if rate.is_meta and not positions.is_meta:
             # A meta step makes all new tensors meta ones, whatever device they are made on.
             _get_frequencies_on.cache_clear()

@@ -75,13 +75,25 @@ def _find_rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
     if scaling.kind == "none" and scaling.factor != 1:
         yield (
             f"model.rotary_scaling.factor={scaling.factor:g} has no effect with "
-            f"model.rotary_scaling.kind=none; use kind linear, llama3 or yarn, or "
+            f"model.rotary_scaling.kind=none; use another kind, or "
             "factor=1"
         )
     if scaling.kind in ("llama3", "yarn") and scaling.low_frequency >= scaling.high_frequency:
         yield (
             f"model.rotary_scaling.low_frequency={scaling.low_frequency:g} must be less than "
             f"model.rotary_scaling.high_frequency={scaling.high_frequency:g}"
+        )
+    if scaling.kind == "longrope":
+        yield from _find_longrope_mistakes(model)
+    elif scaling.short_factors or scaling.long_factors:
+        yield (
+            "model.rotary_scaling.short_factors and long_factors have no effect with "
+            f"model.rotary_scaling.kind={scaling.kind}; leave them out, or use kind longrope"
+        )
+    if scaling.kind != "yarn" and not scaling.truncate:
+        yield (
+            "model.rotary_scaling.truncate=false has no effect with model.rotary_scaling.kind="
+            f"{scaling.kind}; leave it out, or use kind yarn"
         )
     if scaling.kind != "yarn" and (scaling.mscale, scaling.mscale_all_dim) != (1, 0):
         yield (
@@ -93,6 +105,23 @@ def _find_rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.rotary_scaling.mscale_all_dim={scaling.mscale_all_dim:g} needs model.latent; "
             "use 0, or leave it out"
+        )
+
+
+def _find_longrope_mistakes(model: ModelConfig) -> Iterator[str]:
+    scaling, latent = model.rotary_scaling, model.latent
+    width = model.rotary_fraction * model.head_dim if latent is None else latent.rotary_dim
+    pairs = round(width) // 2
+    for name in ("short_factors", "long_factors"):
+        if (count := len(getattr(scaling, name))) != pairs:
+            yield (
+                f"model.rotary_scaling.{name} has {count} factors for the {pairs} pairs of "
+                f"dimensions that are rotated; give {pairs}"
+            )
+    if scaling.original_length < 2:
+        yield (
+            f"model.rotary_scaling.original_length={scaling.original_length} has no logarithm to "
+            "divide by; use 2 or more"
         )
 
 

@@ -1,5 +1,5 @@
-"""Attention with bounded scores, sinks, gated outputs and norms of whole queries gives the
-one-process answer to 1e-10 in fp64 under tensor, context, pipeline and data ranks, ZeRO and
+"""Attention with bounded scores, sinks, gated outputs, norms of whole queries and LongRoPE gives
+the one-process answer to 1e-10 in fp64 under tensor, context, pipeline and data ranks, ZeRO and
 recompute. Two key heads are shared by neighbours of four tensor ranks.
 """
 
@@ -9,13 +9,18 @@ from saved_bytes import measure_block
 from slow_cases import mark_slow
 
 SCORES = {"softcap": 2.0, "sinks": True}
+LONG = {
+    **{"kind": "longrope", "factor": 4.0, "original_length": 8},
+    **{"short_factors": [1.0, 1.5], "long_factors": [2.0, 7.0]},
+}
+"""Samples are longer than this, and their parts on context ranks are not."""
 SHAPES = {
     "scores": {
         "norm": "rmsnorm",
         "kv_heads": 2,
         "init_std": 0.5,  # scores reach the bound
         "blocks": [
-            {"mixer": {**SCORES, "window": 4, "output_gate": "element"}},
+            {"mixer": {**SCORES, "window": 4, "output_gate": "element", "rotary_scaling": LONG}},
             {"mixer": {**SCORES, "output_gate": "head"}, "norms": "both"},
         ],
     },

@@ -121,6 +121,22 @@ def sample_again(stage, start, tokens, context):
     return ids
 
 
+def test_keys_of_the_past_are_rotated_anew_where_a_sample_becomes_long(build):
+    factors = {"short_factors": [1.0, 2.0], "long_factors": [3.0, 5.0]}
+    scaling = {"kind": "longrope", "factor": 4.0, "original_length": 6, **factors}
+    stage = build({"heads": 4, "hidden": 16, "rotary_scaling": scaling}).stage
+    lengths, passes = [], stage.compute_hidden
+    stage.compute_hidden = lambda batch, **keys: (
+        lengths.append(batch.tokens_BS.shape[1]),
+        passes(batch, **keys),
+    )[1]
+    options = {"sampling": SamplingOptions(), "stop": -1, "generator": torch.Generator()}
+    *_, ids = sample(stage, [3, 1, 4], tokens=8, context=12, **options)
+    assert lengths == [3, 1, 1, 1, 7, 1, 1, 1]
+    stage.compute_hidden = passes
+    assert ids == sample_again(stage, [3, 1, 4], 8, 12)
+
+
 @pytest.mark.parametrize("mixer", ["attention", "gated_linear"])
 def test_a_sample_is_what_the_model_says_of_all_that_it_sees(mixer, build):
     """Also where the sample outgrows the context, and of layers that keep more than keys."""

@@ -63,6 +63,8 @@ MODELS |= {
 }
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 4}
+LONG = {"kind": "longrope", "factor": 4, "original_length": 8}
+LONG |= {"short_factors": [1.0, 1.5], "long_factors": [2.0, 7.0]}
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 MODELS |= {
     "deepseek_v3": {
@@ -117,11 +119,12 @@ MODELS |= {
         "layers": 3,
     },
     "scaling_of_blocks": {
-        "layers": 3,
+        "layers": 4,
         "rotary_scaling": {**YARN, "original_length": 8},
         "blocks": [
             {"mixer": {"rotary_scaling": {"kind": "linear", "factor": 8.0}}},
             {"mixer": {"rotary_scaling": {"kind": "none"}}},
+            {"mixer": {"rotary_scaling": LONG}},
             {},
         ],
     },

@@ -134,6 +134,18 @@ def test_a_sound_config_passes(overrides):
             ["model.rotary_scaling={kind: llama3, mscale: 2}"],
             "mscale=2 and mscale_all_dim=0 have no effect with .*kind=llama3; .* use kind yarn",
         ),
+        (
+            ["model.rotary_scaling={kind: linear, short_factors: [1.0]}"],
+            "short_factors and long_factors have no effect with .*kind=linear; .* kind longrope",
+        ),
+        (
+            ["model.rotary_scaling={kind: linear, truncate: false}"],
+            "truncate=false has no effect with .*kind=linear; leave it out, or use kind yarn",
+        ),
+        (
+            ["model.rotary_scaling={kind: longrope, short_factors: [1.0]}"],
+            "short_factors has 1 factors for the 32 pairs .* are rotated; give 32",
+        ),
         ([LATENT, "model.kv_heads=4"], "kv_heads=4 has no effect with model.latent.*heads=12"),
         ([LATENT, "model.head_dim=32"], "model.head_dim=32 .*latent.head_dim=32 dims beside"),
         (

@@ -15,7 +15,7 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
     slide_except,
 )
 from megaframe.checkpoint.convert.huggingface.key_types import Count
-from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
+from megaframe.checkpoint.convert.huggingface.rotary_keys import LongRotaryKeys, RotaryKeys
 
 BIASES = ("mixer.qkv_bias", "mixer.bias")
 MLP_BIASES = ("feed_forward.up_bias", "feed_forward.down_bias")
@@ -148,11 +148,10 @@ CWM = LLAMA.derive(
 PHI3 = LLAMA.derive(
     "phi3",
     "Phi3ForCausalLM",
-    RotaryKeys(share=1.0, scaled=False),
+    LongRotaryKeys(share=1.0),
     UniformWindow(),
     fixed=NO_BIASES,
     training=("embd_pdrop", "resid_pdrop"),
-    neutral=("original_max_position_embeddings",),
     block={
         **{f"self_attn.{name}_proj": None for name in "qkv"},
         "self_attn.qkv_proj": "attention.query attention.key attention.value",

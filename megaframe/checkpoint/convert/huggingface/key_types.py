@@ -37,6 +37,9 @@ Texts = list[str] | None
 Counts = list[Annotated[int, Field(ge=0, le=_MAX_SIZE)]] | None
 
 
+Factors = Annotated[list[Annotated[float, Field(gt=0)]], Field(max_length=4096)] | None
+
+
 class RopeKeys(BaseModel):
     """`rope_parameters`, or `rope_scaling` with the base outside. Other keys change the rotation in
     ways that are not supported, so they are refused, and `truncate` may not be null, which
@@ -58,6 +61,8 @@ class RopeKeys(BaseModel):
     partial_rotary_factor: Share = None
     attention_factor: Positive = None
     truncate: bool = True
+    short_factor: Factors = None
+    long_factor: Factors = None
 
 
 TYPES_OF_FACTS: dict[str, Any] = {

@@ -22,7 +22,7 @@ from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
-from megaframe.config import ModelConfig, RotaryScalingConfig
+from megaframe.config import ModelConfig
 from megaframe.config.compare import TRAINING_ONLY
 from megaframe.errors import UserError
 
@@ -34,7 +34,11 @@ _SCALING: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "original_length", "low_frequency", "high_frequency"),
-    "yarn": tuple(name for name in RotaryScalingConfig.model_fields if name != "kind"),
+    "yarn": (
+        *("factor", "original_length", "low_frequency", "high_frequency"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "original_length", "short_factors", "long_factors"),
 }
 """The keys that each kind of scaling of rotary positions reads."""
 _NO_LOGITS = TRAINING_ONLY | {"model.positions"}

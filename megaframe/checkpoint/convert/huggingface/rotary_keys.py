@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megaframe.architecture.rotary import compute_yarn_mscale
 from megaframe.checkpoint.convert.huggingface.key_pairs import FULL, SLIDING, Key, Keys
-from megaframe.checkpoint.convert.huggingface.key_types import Positive, RopeKeys, Share
+from megaframe.checkpoint.convert.huggingface.key_types import Positive, RopeKeys, Share, Size
 from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.config import RotaryScalingConfig
 from megaframe.errors import UserError
@@ -28,10 +28,12 @@ _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
 }
 """The kinds of scaling, and the keys without which each is refused."""
 _OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor",),
 }
 _ALWAYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
@@ -45,7 +47,7 @@ class RotaryKeys(Key):
         share: The share of a config without one; None if code rotates whole heads always.
         share_name: The key of the share.
         base_name: The key of the base.
-        scaled: Whether wavelengths may be scaled.
+        kinds: The kinds of scaling that code has.
         latent: Whether attention is latent, where `mscale_all_dim` also scales the scores.
         section: That of a config without one.
     """
@@ -54,7 +56,7 @@ class RotaryKeys(Key):
     share: float | None = None
     share_name: str = "partial_rotary_factor"
     base_name: str = "rope_theta"
-    scaled: bool = True
+    kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     latent: bool = False
     section: Mapping[str, Any] = field(default_factory=dict)
 
@@ -65,20 +67,25 @@ class RotaryKeys(Key):
         rope = RopeKeys | None
         return {self.base_name: Positive, "rope_parameters": rope, "rope_scaling": rope, **share}
 
+    def find_section(self, config: Mapping[str, Any]) -> tuple[str, Keys]:
+        """Return the name of the section that is read, and its keys that have values."""
+        # Of two sections transformers takes `rope_scaling`, and nothing of the other one.
+        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        given = config.get(name) or self.section
+        return name, {key: value for key, value in given.items() if value is not None}
+
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set what is rotated, and how.
 
         Raises:
             UserError: For a scaling that is not supported, or keys that do not belong to it.
         """
-        # Of two sections transformers takes `rope_scaling`, and nothing of the other one.
-        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        given = config.get(name) or self.section
-        rope = {key: value for key, value in given.items() if value is not None}
+        name, rope = self.find_section(config)
         kind = read_rope_kind(name, rope)
         facts.set("mixer.rotary", True)
-        if kind != "default" and not self.scaled:
-            raise UserError(f"rope_type {kind!r} is not supported, only 'default'")
+        if kind not in self.kinds:
+            known = " and ".join(map(repr, self.kinds))
+            raise UserError(f"rope_type {kind!r} is not supported, only {known}")
         base = rope.get("rope_theta") or config.get(self.base_name) or self.base
         facts.set("mixer.rotary_base", base)
         share = rope.get("partial_rotary_factor")
@@ -101,6 +108,40 @@ class RotaryKeys(Key):
         if self.share is not None and share is not None:
             section["partial_rotary_factor"] = outside[self.share_name] = share
         return {"rope_parameters": section, **outside}
+
+
+@dataclass(frozen=True)
+class LongRotaryKeys(RotaryKeys):
+    """Those of Phi-3 and 4. Their code takes three names for LongRoPE, and the length before
+    scaling from outside of the section, whose own is not heeded."""
+
+    kinds: tuple[str, ...] = ("default", "longrope")
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """Those of others, and the length before scaling."""
+        return {**super().types, "original_max_position_embeddings": Size}
+
+    def find_section(self, config: Mapping[str, Any]) -> tuple[str, Keys]:
+        """Return the section with the keys that it would have elsewhere."""
+        name, rope = super().find_section(config)
+        kind = rope.pop("type", "default")
+        kind = rope.get("rope_type", kind)
+        rope["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+        if rope["rope_type"] == "longrope":
+            length = config.get("original_max_position_embeddings") or _PHI3_LENGTH
+            rope["original_max_position_embeddings"] = length
+            rope.setdefault("factor", config["max_position_embeddings"] / length)
+        return name, rope
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the keys of others, and the length before scaling if there is one."""
+        length = facts.get("mixer.rotary_scaling.original_length")
+        return {**super().write(facts), "original_max_position_embeddings": length or _PHI3_LENGTH}
+
+
+_PHI3_LENGTH = 4096
+"""Of a config without it."""
 
 
 class _RopeKeysOfTypes(BaseModel):
@@ -223,6 +264,9 @@ def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
     if kind == "linear":
         return {"kind": "linear", "factor": rope["factor"]}
     shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
+    if kind == "longrope":
+        factors = {f"{name}_factors": tuple(rope[f"{name}_factor"]) for name in ("short", "long")}
+        return {"kind": kind, **shared, **factors, "factor": _read_growth(rope)}
     if kind == "llama3":
         frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}
         renamed = {f"{name}_frequency": value for name, value in frequencies.items()}
@@ -233,6 +277,18 @@ def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
         "high_frequency": rope.get("beta_fast", 32),
         "truncate": rope.get("truncate", True),
     }
+
+
+def _read_growth(rope: Mapping[str, Any]) -> float:
+    """Return the factor with which LongRoPE multiplies rotated queries and keys as theirs does."""
+    if (wanted := rope.get("attention_factor")) is None:
+        return float(rope["factor"])
+    if wanted < 1:
+        raise UserError(
+            f"longrope multiplies rotated queries and keys by attention_factor={wanted:g}; no "
+            "model.rotary_scaling.factor of 1 or more does"
+        )
+    return math.exp((wanted**2 - 1) * math.log(rope["original_max_position_embeddings"]))
 
 
 def _read_strengths(rope: Mapping[str, Any], latent: bool) -> Keys:
@@ -281,6 +337,9 @@ def write_scaling(layer: Mapping[str, Any]) -> Keys:
         "factor": scaling.factor,
         "original_max_position_embeddings": scaling.original_length,
     }
+    if scaling.kind == "longrope":
+        factors = {"short_factor": scaling.short_factors, "long_factor": scaling.long_factors}
+        return {**shared, **{name: list(values) for name, values in factors.items()}}
     low, high = scaling.low_frequency, scaling.high_frequency
     if scaling.kind == "llama3":
         return {**shared, "low_freq_factor": low, "high_freq_factor": high}

@@ -91,6 +91,25 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     assert (config["model_type"], config["architectures"]) == (name, [FAMILIES[name].architecture])
 
 
+@pytest.mark.parametrize(("length", "keys"), [(16, {}), (32, {"attention_factor": 1.3})])
+def test_longrope_has_the_factors_of_the_samples_length(length, keys, tmp_path):
+    """Samples of 18 tokens are long in one case and short in the other."""
+    from transformers import AutoConfig
+
+    factors = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
+    config = AutoConfig.for_model(
+        "phi3",
+        **{**GROUPED, "partial_rotary_factor": 0.5, "original_max_position_embeddings": length},
+        rope_scaling={"type": "longrope", **factors, **keys},
+    )
+    save_random_model(config, tmp_path / "theirs")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "own").checkpoint
+    assert_same_logits(checkpoint, tmp_path / "theirs")
+    with open_checkpoint(checkpoint) as opened:
+        folders.export_model(opened, tmp_path / "again", "fp32")
+    assert_same_logits(checkpoint, tmp_path / "again")
+
+
 def test_what_is_missing_or_null_is_what_transformers_makes_of_it():
     rope = {"rope_theta": 1e4, "rms_norm_eps": 1e-6}
     grouped = {**GROUPED, **GLM_ROUTED, **rope, "first_k_dense_replace": 1}
