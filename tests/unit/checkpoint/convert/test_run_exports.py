@@ -1,8 +1,9 @@
 """Exports during training: the same bytes under any layout, complete or not there, and no failure
 of one ends a run.
 
-Tests `megaframe.checkpoint.convert.huggingface.run_exports` and
-`megaframe.checkpoint.convert.huggingface.folder_export`.
+Tests `megaframe.checkpoint.convert.huggingface.run_exports`,
+`megaframe.checkpoint.convert.huggingface.folder_export`, `megaframe.checkpoint.exports` and
+`megaframe.checkpoint.commit`.
 """
 
 import pytest
