@@ -126,5 +126,8 @@ def check_sizes(
 _SIZES = (Size, Heads, Count)
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 """The names of the number of layers."""
-_FREE = ("max_position_embeddings", "sliding_window", "max_window_layers", "window_size")
+_FREE = (
+    *("max_position_embeddings", "original_max_position_embeddings"),
+    *("sliding_window", "max_window_layers", "window_size"),
+)
 """Numbers of tokens, and of layers beyond the last one, of which tensors have no rows."""
