@@ -1,6 +1,7 @@
 """Sample text from a checkpoint.
 
 python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
+python tools/generate.py --checkpoint runs/tuned/checkpoints --chat
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import sys
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.inference.chat import Message
 from megaframe.inference.generation import SamplingOptions
 from megaframe.inference.library import load_model
+from megaframe.inference.model import Model
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.progress import Progress
 
 _LARGEST_SEED = 2**63 - 1
+_LONGEST_LINE = 1 << 20
+"""Characters of a line that is read."""
 
 
 def main() -> None:
@@ -26,6 +31,9 @@ def main() -> None:
         check(arguments)
         load_named_extensions(arguments.extension)
         model = load_model(arguments.checkpoint, ema=arguments.ema, tokenizer=arguments.tokenizer)
+        if arguments.chat:
+            chat(model, arguments)
+            return
         for number in range(arguments.samples):
             seed = arguments.seed + number
             if arguments.samples > 1:
@@ -46,12 +54,66 @@ def main() -> None:
                 print(flush=True)
 
 
+def chat(model: Model, arguments: argparse.Namespace) -> None:
+    """Answer the prompt; without one, each line that is read, as one conversation.
+
+    Raises:
+        UserError: The model cannot chat, or the prompt has no answer.
+    """
+    messages: list[Message] = []
+    if arguments.system is not None:
+        messages.append({"role": "system", "content": arguments.system})
+    assert model.chat_format is not None  # before anything is asked
+    if arguments.prompt is not None:
+        answer(model, arguments, messages, arguments.prompt)
+        return
+    while (line := read_line()) is not None:
+        try:
+            if line:
+                answer(model, arguments, messages, line)
+        except UserError as error:  # the conversation goes on without this line
+            print(f"error: {error}", file=sys.stderr)
+
+
+def read_line() -> str | None:
+    """Return the next line that a user writes; None at the end."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    try:
+        line = sys.stdin.readline(_LONGEST_LINE)
+    except UnicodeDecodeError as error:
+        raise UserError(f"the standard input is not UTF-8: {error.reason}") from None
+    return line.strip() if line else None
+
+
+def answer(model: Model, arguments: argparse.Namespace, messages: list[Message], text: str) -> None:
+    """Print an answer as it is sampled, and add it to the messages with what was asked."""
+    asked: Message = {"role": "user", "content": text}
+    pieces = []
+    for piece in model.chat(
+        [*messages, asked],
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed + len(messages),
+    ):
+        print(piece, end="", flush=True)
+        pieces.append(piece)
+    print(flush=True)
+    messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
+
+
 def check(arguments: argparse.Namespace) -> None:
     """Raise `UserError` for numbers on the command line that are out of range."""
     SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p)
     for name in ("tokens", "samples"):
         if (number := getattr(arguments, name)) < 1:
             raise UserError(f"--{name} {number} is too few; use 1 or more")
+    if arguments.chat and arguments.samples > 1:
+        raise UserError(f"--samples {arguments.samples} has no meaning with --chat; leave it out")
+    if arguments.system is not None and not arguments.chat:
+        raise UserError("--system begins a chat; add --chat")
     last = _LARGEST_SEED - arguments.samples + 1
     if not 0 <= arguments.seed <= last:
         raise UserError(f"--seed {arguments.seed} is not in range; use 0 to {last}")
@@ -67,6 +129,13 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", required=True, help=ACCEPTED_PATHS)
     add_extension_option(parser)
     parser.add_argument("--prompt", help="text to continue; default: a new document")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the prompt, or each line of the standard input, by the chat template that "
+        "lies beside the tokenizer",
+    )
+    parser.add_argument("--system", help="--chat: what the conversation begins with")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
     parser.add_argument("--samples", type=int, default=1, help="texts, one after the other")
     parser.add_argument(

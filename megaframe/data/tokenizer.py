@@ -247,6 +247,22 @@ class HuggingFaceTokenizer(Tokenizer):
         piece: int | None = self._model.token_to_id(token)
         return piece
 
+    def list_control_tokens(self) -> list[str]:
+        """Return the names of all special tokens."""
+        added = self._model.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    def encode_with_control_tokens(self, text: str) -> list[int]:
+        """Return the ids of a text in which the names of special tokens are these tokens, as what a
+        chat template makes is read."""
+        self._model.encode_special_tokens = False
+        try:
+            with _report_failures(self._path):
+                ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        finally:
+            self._model.encode_special_tokens = True
+        return ids
+
     def _list_essentials(self) -> bytes:
         """Return what of the file decides on ids, in one form however it is written: transformers
         writes it anew when it saves a model, with the lengths that were last in use."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike, fspath
 
@@ -18,6 +18,7 @@ from megaframe.data.preprocessing.corpus_files import CorpusFile, CorpusFormat
 from megaframe.data.token_file_record import TokenizerRecord
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
+from megaframe.inference.chat import ChatFormat, Message, find_chat_format
 from megaframe.inference.evaluation import (
     Score,
     check_ids,
@@ -190,6 +191,58 @@ class Model:
         )
         return stream_text(_report_each(ids, tokens, report), tokenizer)
 
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How its tokenizer's folder says that it chats.
+
+        Raises:
+            UserError: There is no chat template.
+        """
+        return find_chat_format(self._tokenizer_name or self.config.data.tokenizer, self.tokenizer)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Yield an answer to messages in pieces of whole characters.
+
+        Args:
+            messages: Each with `role` (system, user, assistant) and `content`, the last one of a
+                user.
+            tokens: New tokens, at most; other arguments are those of `generate`.
+            temperature: Divides the scores; 0 takes the most likely token.
+            top_k: Sample among this many most likely tokens; 0: all.
+            top_p: Sample among the most likely tokens that have this probability together.
+            seed: The same seed gives the same answer.
+
+        Raises:
+            UserError: There is no chat template, it fails, or the messages have too many tokens.
+        """
+        how, context = SamplingOptions(temperature, top_k, top_p), self.config.train.seq
+        start, ends = self.chat_format.encode(messages), self.chat_format.ends
+        if not 0 < len(start) < context:
+            raise UserError(
+                f"the chat has {len(start)} tokens, and the model sees {context} (train.seq); "
+                "begin a new one"
+            )
+        ids = sample(
+            self.stage,
+            start,
+            tokens=tokens,
+            context=context,
+            sampling=how,
+            stop=self.tokenizer.eod,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        answers = _take_until(ends, (so_far[len(start) :] for so_far in ids))
+        return stream_text(answers, self.tokenizer)
+
     def _check(
         self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]], least: int
     ) -> tuple[Tensor, bool]:
@@ -211,6 +264,14 @@ class Model:
     def _make_microbatch(tokens_BS: Tensor, labels_BS: Tensor) -> Microbatch:
         samples = torch.arange(len(tokens_BS), device=tokens_BS.device)
         return Microbatch(tokens_BS.contiguous(), labels_BS.contiguous(), samples)
+
+
+def _take_until(ends: Collection[int], samples: Iterator[list[int]]) -> Iterator[list[int]]:
+    """Yield all ids so far after each new one, up to one that ends an answer."""
+    for ids in samples:
+        if ids[-1] in ends:
+            return
+        yield ids
 
 
 def _report_each(

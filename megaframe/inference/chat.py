@@ -1,0 +1,160 @@
+"""Chats: messages as text by the template that lies beside a tokenizer, and its control tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaframe.checkpoint.convert.huggingface.tokenizer import TOKENIZER_FILES
+from megaframe.checkpoint.convert.huggingface.tokenizer_settings import (
+    CHAT_TEMPLATE,
+    MAX_TEMPLATE,
+    TOKENIZER_CONFIG,
+    TokenizerSettings,
+    read_tokenizer_settings,
+)
+from megaframe.data.tokenizer import HuggingFaceTokenizer, Tokenizer, split_name
+from megaframe.errors import UserError
+from megaframe.io.untrusted import make_printable
+
+Message = Mapping[str, str]
+"""`role` (system, user, assistant) and `content`."""
+_RENDERER = Path(__file__).with_name("render_chat.py")
+"""Run as a program, which imports jinja2 and nothing of this package."""
+_SECONDS, _WAIT = 2, 60.0
+"""Processor time of a template, which takes milliseconds, and seconds until its process is given up
+on a busy machine."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a model was trained to chat.
+
+    Attributes:
+        tokenizer: Encodes control tokens.
+        template: Source of the template.
+        settings: What lies beside the tokenizer.
+        folder: The tokenizer's.
+    """
+
+    tokenizer: HuggingFaceTokenizer
+    template: str
+    settings: TokenizerSettings
+    folder: Path
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end an answer."""
+        name = self.settings.name_token("eos_token")
+        named = None if name is None else self.tokenizer.find_id(name)
+        own = () if named is None else (named,)
+        return frozenset((self.tokenizer.eod, *own, *self.settings.ends))
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of messages, and of the beginning of an answer.
+
+        Raises:
+            UserError: If a message has the name of a control token, which would become one, or the
+                template fails, or takes too long.
+        """
+        names = self.tokenizer.list_control_tokens()
+        for message in messages:
+            _check_text(message["content"])
+            for name in names:
+                if name in message["content"]:
+                    raise UserError(
+                        f"the message has {make_printable(name)}, the name of a control token; "
+                        "write it in another way"
+                    )
+        return self.tokenizer.encode_with_control_tokens(self.render(messages))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages; what is refused is that of `encode`."""
+        tokens = {key: self.settings.name_token(key) for key in _SPECIAL}
+        variables = {
+            **{key: token for key, token in tokens.items() if token is not None},
+            **{"messages": [dict(message) for message in messages], "tools": None},
+            **{"documents": None, "add_generation_prompt": True},
+        }
+        answer = _run({"template": self.template, "variables": variables})
+        if "error" in answer:
+            problem = make_printable(answer["error"])
+            raise UserError(f"the chat template of {self.folder} fails: {problem}")
+        text: str = answer["text"]
+        return text
+
+
+def find_chat_format(name: str | None, tokenizer: Tokenizer) -> ChatFormat:
+    """Return how to chat by a tokenizer.
+
+    Args:
+        name: KIND:PATH of the tokenizer.
+        tokenizer: The tokenizer.
+
+    Raises:
+        UserError: If there is no template beside it, or it cannot encode control tokens.
+    """
+    path = Path(split_name(name or "")[1])
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or path.name != TOKENIZER_FILES["hf"]:
+        raise UserError(
+            f"--chat needs a tokenizer.json with a chat template beside it, and the tokenizer is "
+            f"{name}; name one with --tokenizer hf:FOLDER/tokenizer.json"
+        )
+    settings = read_tokenizer_settings(path.parent)
+    template = settings.template or _choose(settings.config.get("chat_template"))
+    if template is None:
+        raise UserError(
+            f"{path.parent} has no chat template: neither {CHAT_TEMPLATE} nor chat_template in "
+            f"{TOKENIZER_CONFIG}; put the one that the model was trained with there"
+        )
+    if len(template) > MAX_TEMPLATE:
+        raise UserError(
+            f"the chat template of {path.parent} has {len(template):,} characters, and the most "
+            f"are {MAX_TEMPLATE:,}"
+        )
+    return ChatFormat(tokenizer, template, settings, path.parent)
+
+
+def _choose(templates: Any) -> str | None:
+    """Return the template of a `tokenizer_config.json`; of several that named `default`."""
+    if isinstance(templates, list):
+        named = {t.get("name"): t.get("template") for t in templates if isinstance(t, dict)}
+        templates = named.get("default")
+    return templates if isinstance(templates, str) and templates else None
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the message is not valid text at character {error.start} ({error.reason}); give UTF-8"
+        ) from None
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what the process that renders answers."""
+    too_long = {"error": f"it takes more than {_SECONDS} s"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", str(_RENDERER)],
+            input=json.dumps({**request, "seconds": _SECONDS}).encode(),
+            capture_output=True,
+            timeout=_WAIT,
+        )
+    except subprocess.TimeoutExpired:
+        return too_long
+    if done.returncode < 0:
+        return too_long
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return {"error": reason[0][:500] if reason else f"status {done.returncode}"}
+    return answer
