@@ -67,7 +67,7 @@ def main() -> None:
         config, world = plan_dry_run(config, arguments.gpus)
         config, layout, notes = resolve_config(config, world, data=False)
         verdict = judge_memory(config, layout)
-        description = describe_run(config, layout, find_cluster(config))
+        description = describe_run(config, layout, find_cluster(config.parallel, config.run))
         print("\n".join([*verdict.lines, *notes, description]), flush=True)
         for warning in verdict.warn_or_refuse(force=arguments.force):
             print(warning)

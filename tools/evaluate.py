@@ -81,7 +81,7 @@ def _on_texts(
     named = arguments.tokenizer or config.data.tokenizer
     tokenizer: Tokenizer | None = None
     if named:
-        tokenizer = load_run_tokenizer(config, named, record)
+        tokenizer = load_run_tokenizer(config.data, config.model, named, record)
         record = record_tokenizer(named, tokenizer)
     total, shown = Score(), {}
     files = (
@@ -134,7 +134,7 @@ def _on_tasks(
 
     names = arguments.tasks.split(",")
     tasks = TaskOptions(names, arguments.include, arguments.shots, arguments.limit)
-    tokenizer = load_run_tokenizer(config, arguments.tokenizer, record)
+    tokenizer = load_run_tokenizer(config.data, config.model, arguments.tokenizer, record)
     results = evaluate_tasks(stage, tokenizer, tasks, context=context, batch=arguments.batch)
     if not arguments.json:
         for task, metrics in results.items():

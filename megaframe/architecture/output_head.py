@@ -6,9 +6,9 @@ model, the evaluation and the prediction of memory size their chunks by this bou
 
 from __future__ import annotations
 
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.part_calls import call_part
 from megaframe.config.parts import LossPart
-from megaframe.config.schema import RunConfig
 
 MAX_HOST_LOGITS = 25_800_000
 """Logits of a chunk on a CPU: 512 rows of a vocabulary of 50,304. Every product of a chunk packs
@@ -46,17 +46,18 @@ def count_rows_per_chunk(vocab: int, *, host: bool) -> int:
     return rows if host or rows < _GPU_ROWS else rows - rows % _GPU_ROWS
 
 
-def compute_loss_bytes_per_logit(config: RunConfig, width: int) -> int:
+def compute_loss_bytes_per_logit(model: ModelConfig, train: TrainConfig, width: int) -> int:
     """Return the bytes that a loss from outside (`train.loss`) needs for each logit that is in fp32
     at a time, of which there are at most `get_max_logits_per_chunk` / `FP32_PARTS`; 0 without one.
 
     Args:
-        config: Names the loss.
+        model: May bound its logits.
+        train: Names the loss.
         width: Bytes of a logit in the precision of the run.
     """
-    loss = config.train.loss
+    loss = train.loss
     if not isinstance(loss, LossPart):
         return 0
     tensors = 1 + call_part(loss, "count_logit_tensors", int)
-    tensors += _SOFTCAP_TENSORS * (config.model.logit_softcap is not None)
+    tensors += _SOFTCAP_TENSORS * (model.logit_softcap is not None)
     return tensors * max(4, width)

@@ -20,7 +20,7 @@ from megaframe.architecture.embedding import (
     describe_head,
 )
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.schedule.costs import ActionCosts
 
 
@@ -83,12 +83,11 @@ class StageDescription:
         return 0 if self.head is None else 1 + self.head.depths
 
 
-def describe_stage(config: RunConfig, plan: StagePlan) -> StageDescription:
+def describe_stage(model: ModelConfig, train: TrainConfig, plan: StagePlan) -> StageDescription:
     """Return what a stage is made of, unless its blocks are emulated."""
-    model = config.model
     depths = range(model.mtp_depth if plan.last else 0)
     return StageDescription(
-        describe_embedding(model, config.train.seq) if plan.first else None,
+        describe_embedding(model, train.seq) if plan.first else None,
         tuple(describe_block(model, layer) for layer in plan.blocks),
         tuple(describe_predictor(model, index) for index in depths),
         describe_head(model, describe_norm(model)) if plan.last else None,
@@ -102,7 +101,10 @@ def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     layers = config.parallel.layers_per_stage
     if layers is None:
         twice = 2 if config.train.recompute == "full" else 1
-        works = (compute_block_work(config, layer) for layer in range(config.model.layers))
+        works = (
+            compute_block_work(config.model, config.train, layer)
+            for layer in range(config.model.layers)
+        )
         sums = tuple(twice * work.forward + work.backward + work.weight for work in works)
         end = compute_output_work(config)
         layers = divide_blocks(sums, end.forward + end.backward + end.weight, stages)
@@ -165,7 +167,10 @@ def compute_stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Action
     Only the ratios matter.
     """
     end = compute_output_work(config)
-    works = [[compute_block_work(config, layer) for layer in plan.blocks] for plan in plans]
+    works = [
+        [compute_block_work(config.model, config.train, layer) for layer in plan.blocks]
+        for plan in plans
+    ]
     stages = list(zip(plans, works, strict=True))
     return ActionCosts(
         forward=tuple(sum(b.forward for b in of) + end.forward * plan.last for plan, of in stages),
@@ -189,16 +194,16 @@ class PassWork:
     weight: float
 
 
-def compute_block_work(config: RunConfig, layer: int) -> PassWork:
+def compute_block_work(model: ModelConfig, train: TrainConfig, layer: int) -> PassWork:
     """Return the work of the block of a layer.
 
     Attention counts the keys that it sees on average, and has no weight gradient.
     """
-    emulated = config.model.emulate
+    emulated = model.emulate
     if emulated is not None:
         return PassWork(emulated.forward, emulated.backward, emulated.weight)
-    block = describe_block(config.model, layer)
-    matrices, keys = 2.0 * block.matrix_elements, block.count_attention_flops(config.train.seq)
+    block = describe_block(model, layer)
+    matrices, keys = 2.0 * block.matrix_elements, block.count_attention_flops(train.seq)
     return PassWork(matrices + keys, matrices + 2 * keys, matrices)
 
 
@@ -213,7 +218,7 @@ def compute_output_work(config: RunConfig) -> PassWork:
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         join = 2.0 * describe_predictor(model, depth).join.elements
-        block = compute_block_work(config, model.layers + depth)
+        block = compute_block_work(config.model, config.train, model.layers + depth)
         recomputed = block.forward + join if config.train.recompute == "full" else 0.0
         forward += head + block.forward + join
         backward += block.backward + join + recomputed

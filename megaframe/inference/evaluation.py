@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaframe.architecture.output_head import count_rows_per_chunk
-from megaframe.config.schema import DataConfig, RunConfig
+from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.data.blended_dataset import BlendedDataset, find_document_end
 from megaframe.data.gpt_dataset import locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
@@ -218,19 +218,21 @@ def _check_sequences(
     if not 1 <= stride <= context:
         raise UserError(f"stride {stride}: takes 1 to {context}, the tokens of a window")
     for passage in passages:
-        check_ids(stage.config, passage.tokens, context)
+        check_ids(stage.config.model, stage.config.train, passage.tokens, context)
 
 
-def check_ids(config: RunConfig, tokens: NDArray[np.int64], context: int) -> None:
+def check_ids(
+    model: ModelConfig, train: TrainConfig, tokens: NDArray[np.int64], context: int
+) -> None:
     """Raise `UserError` if a model has no row for a token, or no position for one of a window.
 
     Args:
-        config: Of the model.
+        model: Has the positions and words.
+        train: Has the length of samples.
         tokens: Ids, in any shape.
         context: Tokens of a window.
     """
-    model = config.model
-    rows = model.positions or config.train.seq
+    rows = model.positions or train.seq
     if model.position == "learned" and context > rows:
         raise UserError(
             f"a context of {context} tokens: the model has learned {rows} positions; use {rows} "

@@ -18,7 +18,7 @@ from megaframe.architecture.block import list_mixers
 from megaframe.architecture.spec import Box
 from megaframe.checkpoint import Checkpoint, Slice, StorePath, locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
-from megaframe.config import RunConfig
+from megaframe.config import DataConfig, ModelConfig, RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data.token_file_record import (
     TokenizerRecord,
@@ -88,12 +88,16 @@ def read_run_tokenizer(location: str | StorePath) -> TokenizerRecord | None:
 
 
 def load_run_tokenizer(
-    config: RunConfig, name: str | None = None, recorded: TokenizerRecord | None = None
+    data: DataConfig,
+    model: ModelConfig,
+    name: str | None = None,
+    recorded: TokenizerRecord | None = None,
 ) -> Tokenizer:
     """Return the tokenizer called `name`, by default that of the run.
 
     Args:
-        config: Of the run.
+        data: Names the tokenizer of the run.
+        model: Has the vocabulary.
         name: KIND:PATH.
         recorded: What the run was trained with, if it is known.
 
@@ -101,10 +105,10 @@ def load_run_tokenizer(
         UserError: If there is none, if it is not the recorded one, and if it has more ids than the
             model has rows.
     """
-    name = name or config.data.tokenizer
+    name = name or data.tokenizer
     if name is None:
         raise UserError("the run had no data.tokenizer; name one with --tokenizer KIND:PATH")
-    tokenizer, vocab = load_tokenizer(name), config.model.vocab or 0
+    tokenizer, vocab = load_tokenizer(name), model.vocab or 0
     if tokenizer.vocab_size > vocab:
         raise UserError(
             f"{name} has {tokenizer.vocab_size} ids and the model {vocab}; use the tokenizer that "

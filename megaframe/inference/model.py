@@ -74,7 +74,9 @@ class Model:
         Raises:
             UserError: None is known, or it is not the one that the model was trained with.
         """
-        return load_run_tokenizer(self.config, self._tokenizer_name, self._recorded)
+        return load_run_tokenizer(
+            self.config.data, self.config.model, self._tokenizer_name, self._recorded
+        )
 
     def logits(self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Return the scores of the token after each position, in at least fp32.
@@ -257,7 +259,7 @@ class Model:
         if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
             raise UserError(f"tokens are {given.dtype}; token ids are whole numbers")
         tokens_BS = given.view(-1, given.shape[-1]).long()
-        check_ids(self.config, tokens_BS.cpu().numpy(), tokens_BS.shape[1])
+        check_ids(self.config.model, self.config.train, tokens_BS.cpu().numpy(), tokens_BS.shape[1])
         return tokens_BS, given.dim() == 1
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megaframe import __version__
-from megaframe.config import RunConfig, TrainConfig
+from megaframe.config import TrainConfig
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.io.output_files import OutputFiles
 from megaframe.io.run_files import ENVIRONMENT_FILE
@@ -23,17 +23,17 @@ from megaframe.parameters.parameter import PRECISIONS
 
 
 def write_environment(
-    files: OutputFiles, config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any]
+    files: OutputFiles, train: TrainConfig, mesh: Mesh, kernels: Mapping[str, Any]
 ) -> None:
     """Write the environment into the run folder, over that of an earlier process.
 
     Args:
         files: Those of the run.
-        config: The config of the run.
+        train: Has the precision of the run.
         mesh: The mesh of its ranks.
         kernels: Which are used, and why not faster ones.
     """
-    environment = {**describe_environment(config.train, mesh), "kernels": kernels}
+    environment = {**describe_environment(train, mesh), "kernels": kernels}
     files.write(ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
 
 

@@ -74,7 +74,9 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
         layers += range(model.layers, model.layers + depth)
         joins = (describe_predictor(model, index).join for index in range(depth))
         recomputed = sum(2.0 * join.elements for join in joins)
-    recomputed += sum(compute_block_work(config, layer).forward for layer in layers)
+    recomputed += sum(
+        compute_block_work(config.model, config.train, layer).forward for layer in layers
+    )
     return Flops(
         model=matrices + causal + head,
         full_attention=matrices + full + head,

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.distributed.collectives import Group, receive, send
 from megaframe.distributed.mesh import Mesh
 from megaframe.parameters.parameter import PRECISIONS
@@ -18,10 +18,10 @@ from megaframe.parameters.parameter import PRECISIONS
 _TIMES = 5
 
 
-def count_message_elements(config: RunConfig, mesh: Mesh) -> int:
+def count_message_elements(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> int:
     """Return the number of elements that a rank sends to the next stage for one microbatch."""
-    rows = config.train.microbatch * config.train.seq // mesh.layout.context
-    return -(-rows // mesh.layout.tensor) * config.model.hidden
+    rows = train.microbatch * train.seq // mesh.layout.context
+    return -(-rows // mesh.layout.tensor) * model.hidden
 
 
 def measure_idle_links(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
@@ -29,7 +29,7 @@ def measure_idle_links(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], f
     round trip. All ranks call it, and measure their links in the same order."""
     seconds_per_message: dict[tuple[int, int], float] = {}
     message = torch.zeros(
-        count_message_elements(config, mesh),
+        count_message_elements(config.model, config.train, mesh),
         dtype=PRECISIONS[config.train.precision].compute,
         device=mesh.device,
     )

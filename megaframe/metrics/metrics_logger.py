@@ -108,10 +108,10 @@ class MetricsLogger:
         self._console: ConsoleSink | None = None
         if self._files is not None:
             self._sinks = open_sinks(config, start_step, self._files)
-            write_environment(self._files, config, mesh, kernels or {})
+            write_environment(self._files, config.train, mesh, kernels or {})
             self._console = ConsoleSink(config, start_step, self._files)
             self._sinks.append(self._console)
-        self._peak = find_device_peak(config, mesh)
+        self._peak = find_device_peak(config.metrics, config.train, mesh)
         self._write_first_lines(opening)
 
     def _write_first_lines(self, opening: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megaframe.config import RunConfig
+from megaframe.config import MetricsConfig, TrainConfig
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.mesh import Mesh
 from megaframe.hardware.chips import find_chip
@@ -45,10 +45,10 @@ class DevicePeak:
         return tflops / self.tflops
 
 
-def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
+def find_device_peak(metrics: MetricsConfig, train: TrainConfig, mesh: Mesh) -> DevicePeak:
     """Return the peak of this run's devices. On a CPU all ranks must call it, because they share
     its cores and therefore measure at the same time."""
-    configured_peak, precision = config.metrics.peak_tflops, config.train.precision
+    configured_peak, precision = metrics.peak_tflops, train.precision
     if configured_peak is not None:
         return DevicePeak(
             configured_peak, f"mfu against metrics.peak_tflops={configured_peak:g} TFLOP/s"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megaframe.architecture.spec import ParamSpec, count_active_parameters, count_parameters
-from megaframe.config import RunConfig, TrainConfig
+from megaframe.config import TrainConfig
 from megaframe.config.batch_ramp import count_samples
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
@@ -47,7 +47,7 @@ def summarize_model(
 
 
 def make_opening_lines(
-    config: RunConfig,
+    train: TrainConfig,
     mesh: Mesh,
     specs: Sequence[ParamSpec],
     sizes: Mapping[str, int],
@@ -58,7 +58,7 @@ def make_opening_lines(
     """Return the first lines of a run.
 
     Args:
-        config: A config whose `model.vocab` is known.
+        train: What is trained.
         mesh: That of the run.
         specs: Those of the whole model.
         sizes: The number of training samples of each source.
@@ -66,12 +66,12 @@ def make_opening_lines(
         samples_seen: Samples of these steps.
     """
     parameters, batch, layout = summarize_model(
-        config.train, mesh.layout, specs, start_step=start_step, samples_seen=samples_seen
+        train, mesh.layout, specs, start_step=start_step, samples_seen=samples_seen
     )
-    device = f"device      {_describe_device(mesh.device)}, in {config.train.precision}"
+    device = f"device      {_describe_device(mesh.device)}, in {train.precision}"
     count, sources = sum(sizes.values()), len(sizes)
     data = (
-        f"data        {count * config.train.seq:,} tokens: {count:,} samples of {config.train.seq} "
+        f"data        {count * train.seq:,} tokens: {count:,} samples of {train.seq} "
         f"in {sources} source{'s' if sources > 1 else ''}"
     )
     return [parameters, device, data, batch, layout]

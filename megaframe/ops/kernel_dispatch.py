@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.config.parts import ActivationPart, NormPart
 from megaframe.config.registry import list_parts
+from megaframe.config.schema import KernelsConfig
 from megaframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -214,9 +215,9 @@ def _describe_choice(choice: KernelChoice) -> str:
     return f"{choice.active} ({absent})" if absent else choice.active
 
 
-def _list_used_families(config: RunConfig) -> tuple[str, ...]:
+def _list_used_families(model: ModelConfig, train: TrainConfig) -> tuple[str, ...]:
     """Return the keys of `FAMILIES` whose kernels a step of this run calls."""
-    unused = {"experts": config.model.moe is None, "fp8": config.train.fp8 == "none"}
+    unused = {"experts": model.moe is None, "fp8": train.fp8 == "none"}
     return tuple(key for key in FAMILIES if not unused.get(key, False))
 
 
@@ -242,8 +243,11 @@ def make_kernels(
     """
     requested = {key: getattr(config.kernels, key) for key in FAMILIES}
     named = {key: name for key, name in requested.items() if name not in (AUTO, PLAIN_CODE)}
-    plain = {key: _explain_plain(config, device, compiler is not None, key) for key in FAMILIES}
-    used_families = _list_used_families(config)
+    plain = {
+        key: _explain_plain(config.kernels, config.train, device, compiler is not None, key)
+        for key in FAMILIES
+    }
+    used_families = _list_used_families(config.model, config.train)
     selected = [
         key for key in FAMILIES if plain[key] is None and (key in used_families or key in named)
     ]
@@ -302,9 +306,11 @@ def _explain_parts_without_kernels(model: ModelConfig) -> dict[str, str]:
     return parts
 
 
-def _explain_plain(config: RunConfig, device: torch.device, compiled: bool, key: str) -> str | None:
+def _explain_plain(
+    kernels: KernelsConfig, train: TrainConfig, device: torch.device, compiled: bool, key: str
+) -> str | None:
     """Return why no kernels of this key of `FAMILIES` are chosen, or None if some are."""
-    requested = getattr(config.kernels, key)
+    requested = getattr(kernels, key)
     if requested == PLAIN_CODE:
         return f"kernels.{key}={PLAIN_CODE}"
     if requested != AUTO:
@@ -312,5 +318,5 @@ def _explain_plain(config: RunConfig, device: torch.device, compiled: bool, key:
     if device.type != "cuda":
         return f"the device is a {device.type} (a kernel runs there if kernels.KEY names it)"
     if compiled and key == _COMPILED_FAMILY:
-        return f"train.compile={config.train.compile} compiles it"
+        return f"train.compile={train.compile} compiles it"
     return None

@@ -11,7 +11,7 @@ from megaframe.architecture.block import BlockDescription, describe_block, list_
 from megaframe.architecture.layer import LayerDescription
 from megaframe.architecture.predictor import PredictorDescription
 from megaframe.architecture.stages import StagePlan, describe_stage
-from megaframe.config.schema import RunConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.schedule import Action, ActionKind
 
@@ -74,7 +74,7 @@ def compute_peak_activations(
 def _compute_recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the largest number of bytes of a stage's recomputed block while it is recomputed, 0 if
     none is; with the inputs that offload has brought back for up to two blocks."""
-    stage = describe_stage(config, plan)
+    stage = describe_stage(config.model, config.train, plan)
     blocks = [_count_saved_bytes(config, block) for block in stage.blocks[: plan.recomputed]]
     if config.train.recompute == "full":
         blocks += [_count_saved_bytes(config, predictor) for predictor in stage.predictors]
@@ -102,7 +102,10 @@ def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     the rotary tables. On the first stage, also what the embedding keeps; on the last stage what the
     head keeps for each loss, with its input, and everything else of the predictors.
     """
-    stage, width = describe_stage(config, plan), DTYPE_BYTES[config.train.precision]
+    stage, width = (
+        describe_stage(config.model, config.train, plan),
+        DTYPE_BYTES[config.train.precision],
+    )
     stream = config.train.microbatch * config.train.seq * config.model.hidden * width
     inputs = len(plan.blocks) + stage.losses
     if config.train.offload:
@@ -115,7 +118,11 @@ def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     if config.train.recompute != "full":
         saved += sum(_count_saved_bytes(config, predictor) for predictor in stage.predictors)
     # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
-    return inputs * stream + saved + config.parallel.tensor * compute_rotary_bytes(config)
+    return (
+        inputs * stream
+        + saved
+        + config.parallel.tensor * compute_rotary_bytes(config.model, config.train)
+    )
 
 
 def _count_saved_bytes(config: RunConfig, part: SavingPart) -> int:
@@ -129,9 +136,9 @@ def _compute_stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage's backward of one microbatch leaves for its weight pass."""
     if config.model.emulate is not None:
         return 0
-    stage = describe_stage(config, plan)
+    stage = describe_stage(config.model, config.train, plan)
     left = (_count_left_bytes(config, part) for part in stage.layers)
-    return sum(left) + config.parallel.tensor * compute_rotary_bytes(config)
+    return sum(left) + config.parallel.tensor * compute_rotary_bytes(config.model, config.train)
 
 
 def _count_left_bytes(config: RunConfig, part: BlockDescription | PredictorDescription) -> int:
@@ -150,13 +157,13 @@ def compute_weight_pass_bytes(config: RunConfig, layer: int) -> int:
     return _count_left_bytes(config, describe_block(config.model, layer))
 
 
-def compute_rotary_bytes(config: RunConfig) -> int:
+def compute_rotary_bytes(model: ModelConfig, train: TrainConfig) -> int:
     """Return the bytes of the cosines and sines of a microbatch, which all its samples share."""
-    if config.model.emulate is not None:
+    if model.emulate is not None:
         return 0
-    tables = {mixer.rotary for mixer in list_mixers(config.model)} - {None}
+    tables = {mixer.rotary for mixer in list_mixers(model)} - {None}
     width = sum(table.width for table in tables if table is not None)
-    return config.train.seq * width * DTYPE_BYTES[config.train.precision]
+    return train.seq * width * DTYPE_BYTES[train.precision]
 
 
 def compute_block_bytes(config: RunConfig, layer: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaframe.config import RunConfig, TrainConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import list_divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, Array, LayoutSizes
@@ -140,7 +140,7 @@ def enumerate_candidates(
         (*axes, schedule, chunks)
         for axes in _enumerate_axes(config, gpus, cluster, fixed)
         for schedule, chunks in _list_schedules_with_chunks(
-            config, axes.pipeline, axes.data * axes.microbatch, fixed, schedules
+            config.model, config.train, axes.pipeline, axes.data * axes.microbatch, fixed, schedules
         )
     ]
     table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
@@ -303,7 +303,8 @@ def _list_expert_sizes(
 
 
 def _list_schedules_with_chunks(
-    config: RunConfig,
+    model: ModelConfig,
+    train: TrainConfig,
     pipeline: int,
     samples: int,
     fixed: FixedKeys,
@@ -318,8 +319,8 @@ def _list_schedules_with_chunks(
         if fixed.get("chunks", 1) == 1:
             yield [schedule.name for schedule in schedules].index("1f1b"), 1
         return
-    ramp = config.train.batch_ramp
-    fewest_microbatches = (config.train.global_batch if ramp is None else ramp.start) // samples
+    ramp = train.batch_ramp
+    fewest_microbatches = (train.global_batch if ramp is None else ramp.start) // samples
     wanted = None if "schedule" not in fixed else get_schedule_name(fixed["schedule"])
     for index, schedule in enumerate(schedules):
         limits = schedule.limits
@@ -331,7 +332,7 @@ def _list_schedules_with_chunks(
             is_wanted = wanted is not None or schedule.is_worth_trying(
                 pipeline, chunks, fewest_microbatches
             )
-            if is_possible and is_wanted and pipeline * chunks <= config.model.layers:
+            if is_possible and is_wanted and pipeline * chunks <= model.layers:
                 yield index, chunks
 
 

@@ -67,7 +67,7 @@ def compute_communication_bytes(
 def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Return the elements per token that a stage moves over tensor ranks, for one microbatch.
     Recomputed blocks repeat the transfers of forward."""
-    stage = describe_stage(config, plan)
+    stage = describe_stage(config.model, config.train, plan)
     traffic = [part.tensor_traffic for part in stage.layers]
     if stage.embedding is not None:
         traffic.append(stage.embedding.tensor_traffic)
@@ -80,7 +80,9 @@ def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float
 def _count_tensor_statistics(config: RunConfig, plan: StagePlan) -> int:
     """Return the elements per token that a stage sums over tensor ranks in both passes of a
     microbatch, and again in recomputed blocks."""
-    statistics = [part.tensor_statistics for part in describe_stage(config, plan).layers]
+    statistics = [
+        part.tensor_statistics for part in describe_stage(config.model, config.train, plan).layers
+    ]
     return 2 * sum(statistics) + sum(statistics[: plan.recomputed])
 
 
@@ -93,7 +95,7 @@ def _count_bytes_of_layers(
     tokens = train.microbatch * train.seq / (layout.tensor * layout.context)
     near = count_near_experts(config.parallel, config.parallel.node_size or layout.world)
     sent: dict[str, float] = defaultdict(float)
-    stage = describe_stage(config, plan)
+    stage = describe_stage(config.model, config.train, plan)
     for number, part in enumerate(stage.layers):
         passes = 1 + (number < plan.recomputed)
         for axis, traffic in part.count_traffic(config.parallel, train.seq, near).items():
@@ -104,7 +106,7 @@ def _count_bytes_of_layers(
 
 def _count_tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
     """Return the elements per token that a separate weight pass gathers again."""
-    stage = describe_stage(config, plan)
+    stage = describe_stage(config.model, config.train, plan)
     return sum(part.tensor_traffic.weight for part in stage.layers)
 
 

@@ -119,7 +119,10 @@ def count_blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRan
 
 def _compute_head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the work of the head in units of a block's work, as `stages` counts it."""
-    works = [compute_block_work(config, layer) for layer in range(config.model.layers)]
+    works = [
+        compute_block_work(config.model, config.train, layer)
+        for layer in range(config.model.layers)
+    ]
     forward = sum(work.forward for work in works) / len(works)
     backward = sum(work.backward + work.weight for work in works) / len(works)
     end = compute_output_work(config)

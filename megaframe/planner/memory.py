@@ -204,7 +204,9 @@ def _compute_logit_bytes(config: RunConfig, *, host: bool) -> tuple[int, int]:
     most_logits = get_max_logits_per_chunk(host=host)
     rows = min(tokens, count_rows_per_chunk(vocab, host=host))
     fp32_rows = min(rows, max(1, most_logits // FP32_PARTS // max(1, vocab)))
-    loss_tensors = fp32_rows * vocab * compute_loss_bytes_per_logit(config, width)
+    loss_tensors = (
+        fp32_rows * vocab * compute_loss_bytes_per_logit(config.model, config.train, width)
+    )
     return rows * vocab * width, loss_tensors
 
 
@@ -223,7 +225,7 @@ def _compute_buffer_bytes(
     master = max(4, width)
     if not host and not config.optim.offload:
         return 0
-    bucketed = parameters.merge_into_buckets(config, plans)
+    bucketed = parameters.merge_into_buckets(config.parallel, plans)
     if host:
         return _count_receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
     shard_ranks = (ranks, expert_ranks) if zero else (1, 1)

@@ -136,7 +136,12 @@ class _BlockTable:
             tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
         self._of = {key: np.asarray(values, dtype=float)[row] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[row]
-        self.rotary = float(compute_rotary_bytes(_with_sizes(config, 1, 1, 1, 1, "none")))
+        self.rotary = float(
+            compute_rotary_bytes(
+                _with_sizes(config, 1, 1, 1, 1, "none").model,
+                _with_sizes(config, 1, 1, 1, 1, "none").train,
+            )
+        )
         division = count_blocks_per_rank(config, c)
         self.chunks = np.asarray(c.chunks, dtype=int)
         self.per_rank = {True: division.fullest, False: division.last}
@@ -263,7 +268,11 @@ def _estimate_transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits
     vocab = np.ceil((model.vocab or 0) / c.tensor)
     logits = np.minimum(rows, np.maximum(1, max_logits // np.maximum(1, vocab))) * vocab * width
     fp32_rows = np.maximum(1, max_logits // FP32_PARTS // np.maximum(1, vocab))
-    loss_tensors = np.minimum(rows, fp32_rows) * vocab * compute_loss_bytes_per_logit(config, width)
+    loss_tensors = (
+        np.minimum(rows, fp32_rows)
+        * vocab
+        * compute_loss_bytes_per_logit(config.model, config.train, width)
+    )
     temporaries = np.maximum(
         2 * rows * compute_max_width_per_token(config.model) * width / activation_ranks,
         (logits + loss_tensors) * last,

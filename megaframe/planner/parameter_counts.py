@@ -137,15 +137,17 @@ class RankParameters:
             for first_half, second_half in zip(halves[::2], halves[1::2], strict=True)
         ]
 
-    def merge_into_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> RankParameters:
+    def merge_into_buckets(
+        self, parallel: ParallelConfig, plans: Sequence[StagePlan]
+    ) -> RankParameters:
         """Return the same parameters with an entry for each bucket instead of each part of a block.
 
         Args:
-            config: Has the size of buckets.
+            parallel: Has the size of buckets.
             plans: The stages of this rank.
         """
         parts, merged, stop = self._parts, [], 0
-        for group in self.group_blocks(config.parallel, plans):
+        for group in self.group_blocks(parallel, plans):
             stop = 2 * group.stop
             group_parts = parts[2 * group.start : stop]
             merged += group_parts if group.halves else [_sum_parts(group_parts)]

@@ -329,7 +329,7 @@ def compute_communication_rooflines(
     """
     machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
     model, width = config.model, machine.rate.width
-    work = compute_block_work(config, model.layers - 1)
+    work = compute_block_work(config.model, config.train, model.layers - 1)
     rows = float(machine.tokens)
     flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)

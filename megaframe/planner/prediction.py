@@ -25,7 +25,7 @@ from megaframe.architecture.stages import (
     compute_output_work,
     plan_stages,
 )
-from megaframe.config.schema import RunConfig
+from megaframe.config import ParallelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
@@ -247,7 +247,10 @@ def count_model_flops(config: RunConfig) -> tuple[float, float]:
     """Return the model FLOPs per token, with causal attention counted as half, and the same with
     recompute."""
     plans = plan_stages(config)
-    block_flops = [compute_block_work(config, layer) for layer in range(config.model.layers)]
+    block_flops = [
+        compute_block_work(config.model, config.train, layer)
+        for layer in range(config.model.layers)
+    ]
     head_flops = compute_output_work(config)
     model = sum(w.forward + w.backward + w.weight for w in block_flops)
     for flops in (head_flops.forward, head_flops.backward, head_flops.weight):
@@ -345,15 +348,20 @@ def explain_step(
         share = breakdown[part] / step
         if part == "compute" or share < _WORTH_TELLING:
             continue
-        yield _explain_part(part, share, config, layout, cluster)
+        yield _explain_part(part, share, config.parallel, config.train, layout, cluster)
 
 
 def _explain_part(
-    part: str, share: float, config: RunConfig, layout: Layout, cluster: Cluster
+    part: str,
+    share: float,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    layout: Layout,
+    cluster: Cluster,
 ) -> str:
     if part == "bubble":
-        microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
-        schedule = get_schedule_name(config.parallel.schedule)
+        microbatches = train.global_batch // (train.microbatch * layout.data)
+        schedule = get_schedule_name(parallel.schedule)
         return (
             f"the bubble of {schedule} with pipeline {layout.pipeline} and "
             f"{microbatches} microbatches is {share:.1%}"

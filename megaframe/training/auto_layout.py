@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from megaframe.architecture.stages import plan_stages
-from megaframe.config import RunConfig
+from megaframe.config import ParallelConfig, RunConfig, RunSection
 from megaframe.config.load import load_from_run
 from megaframe.data.vocabulary_size import resolve_vocab
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
@@ -89,7 +89,7 @@ def refuse_undecided(config: RunConfig) -> None:
         for key, value in UNDECIDED.items()
         if _read_key(config, key) == value
     ]
-    if has_undecided_length(config):
+    if has_undecided_length(config.data, config.train):
         undecided.append(f"data.epochs={config.data.epochs:g}")
     if undecided:
         raise UserError(
@@ -117,7 +117,7 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
         resumed = _copy_layout(config, saved)
         note = f"parallel.auto: the layout that {config.run.dir} started with"
         return resumed, [note, *_describe_machine(config)]
-    cluster = find_cluster(config)
+    cluster = find_cluster(config.parallel, config.run)
     set_keys = config.parallel.model_fields_set.intersection(SEARCHED_KEYS)
     values = {name: getattr(config.parallel, name) for name in set_keys}
     fixed = {name: value for name, value in values.items() if value is not None}
@@ -137,7 +137,7 @@ def choose_recomputed_blocks(config: RunConfig, world: int) -> tuple[RunConfig, 
     and the config must have passed `check`."""
     if config.train.recompute_blocks != "auto":
         return config, []
-    cluster = find_cluster(config)
+    cluster = find_cluster(config.parallel, config.run)
     layout = Layout.from_parallel(config.parallel, world)
     resolved = resolve_recompute_blocks(config, layout, cluster.chip)
     plans = plan_stages(resolved)
@@ -152,7 +152,7 @@ def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[s
     """Return the config with `parallel.bucket_size=auto` decided, and a line that says so if blocks
     share buckets. The layout must be known and the config must have passed `check`."""
     layout = Layout.from_parallel(config.parallel, world)
-    cluster = find_cluster(config)
+    cluster = find_cluster(config.parallel, config.run)
     decided = resolve_bucket_size(config, layout, cluster)
     size = decided.parallel.bucket_size
     if size == config.parallel.bucket_size:
@@ -172,12 +172,12 @@ def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[s
     ]
 
 
-def find_cluster(config: RunConfig) -> Cluster:
+def find_cluster(parallel: ParallelConfig, run: RunSection) -> Cluster:
     """Return the cluster that the config names, or else the likely one for its device, whose chip
     and memory are those of the device. `Cluster.notes` says what is only assumed."""
-    if config.parallel.cluster is not None:
-        return load_cluster(config.parallel.cluster)
-    device, has_gpu = config.run.device, torch.cuda.is_available()
+    if parallel.cluster is not None:
+        return load_cluster(parallel.cluster)
+    device, has_gpu = run.device, torch.cuda.is_available()
     if device == "cpu" or (device != "cuda" and not has_gpu):
         cpu = load_cluster("cpu")
         memory = read_host_memory() / read_local_world_size()
@@ -198,7 +198,7 @@ def _describe_machine(config: RunConfig) -> list[str]:
     why a run with `auto` is on the CPU."""
     if config.parallel.cluster is not None:
         return []
-    notes = list(find_cluster(config).notes)
+    notes = list(find_cluster(config.parallel, config.run).notes)
     if config.run.device in ("auto", "shared") and not torch.cuda.is_available():
         hidden = explain_hidden_gpu()
         notes += [f"run.device={config.run.device} is the CPU: {hidden}"] if hidden else []

@@ -47,7 +47,7 @@ def match_weights(
     Raises:
         UserError: The two models do not fit.
     """
-    mistakes = list(_find_mismatches(saved.model, config))
+    mistakes = list(_find_mismatches(saved.model, config.model))
     if mistakes:
         raise UserError(
             "\n  ".join([f"checkpoint.weights={checkpoint.path} does not fit", *mistakes])
@@ -101,14 +101,13 @@ def _slice_dense_mlp(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Ite
         yield Slice(name, tuple(dense_shape[1:]), tuple(offset[1:]), tensor[place])
 
 
-def _find_mismatches(saved: ModelConfig, config: RunConfig) -> Iterator[str]:
-    now = config.model
+def _find_mismatches(saved: ModelConfig, now: ModelConfig) -> Iterator[str]:
     both_have_experts = saved.moe is not None and now.moe is not None
     yield from find_differences(
         saved, now, _MAY_DIFFER if both_have_experts else _MAY_DIFFER | {"model.moe"}, "model"
     )
     if saved.moe is None and now.moe is not None:
-        yield from _check_upcycling(config.model)
+        yield from _check_upcycling(now)
     elif saved.moe is not None and now.moe is None:
         yield "it has experts, and this run has none"
 

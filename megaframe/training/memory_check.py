@@ -99,7 +99,7 @@ def judge_memory(config: RunConfig, layout: Layout) -> MemoryVerdict:
         config: The config of the run.
         layout: The layout of its ranks.
     """
-    return _judge(config, layout, find_cluster(config), advise=True)
+    return _judge(config, layout, find_cluster(config.parallel, config.run), advise=True)
 
 
 def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
@@ -158,4 +158,7 @@ def _find_machine(config: RunConfig) -> Cluster | None:
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return None
     parallel = config.parallel.model_copy(update={"cluster": None})
-    return find_cluster(config.model_copy(update={"parallel": parallel}))
+    return find_cluster(
+        config.model_copy(update={"parallel": parallel}).parallel,
+        config.model_copy(update={"parallel": parallel}).run,
+    )

@@ -65,9 +65,9 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
     return decided, [taken + _describe_passes(dataset, samples)]
 
 
-def has_undecided_length(config: RunConfig) -> bool:
+def has_undecided_length(data: DataConfig, train: TrainConfig) -> bool:
     """Return whether `data.epochs` is set and `train.steps` does not follow from it yet."""
-    return config.data.epochs is not None and "steps" not in config.train.model_fields_set
+    return data.epochs is not None and "steps" not in train.model_fields_set
 
 
 def _has_wrong_ramp(train: TrainConfig) -> bool:

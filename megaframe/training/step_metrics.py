@@ -81,7 +81,7 @@ class StepMetrics:
             kernels=train_step.kernels.record(),
             opening=[
                 *make_opening_lines(
-                    config,
+                    config.train,
                     mesh,
                     specs,
                     loader.sizes,

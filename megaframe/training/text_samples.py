@@ -41,7 +41,7 @@ class TextSampler:
     def __init__(self, config: RunConfig, mesh: Mesh, train_step: TrainStep) -> None:
         train = config.train
         self._config, self._mesh, self._train_step = config, mesh, train_step
-        self._tokenizer = load_run_tokenizer(config)
+        self._tokenizer = load_run_tokenizer(config.data, config.model)
         self._starts = [
             # An empty prompt begins a new document.
             encode_prompt(

@@ -21,7 +21,7 @@ from megaframe.architecture.block import count_kv_copies
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
-from megaframe.config import ModelConfig, RunConfig, TrainConfig
+from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megaframe.context_parallel.axis import ContextParallel
 from megaframe.data.microbatch import IGNORE, Microbatch, look_ahead, select_context_part
 from megaframe.data_parallel.sharded_parameters import ShardedParameters, TiedEmbedding
@@ -108,7 +108,7 @@ class TrainStep:
         self.context = ContextParallel(
             *mesh.divide_context(count_exchanging_ranks(config.parallel))
         )
-        experts = _make_expert_parallel(config, mesh)
+        experts = _make_expert_parallel(config.model, config.parallel, mesh)
         compiler = _make_compiler(config.train, note)
         self.kernels = kernels = make_kernels(config, mesh.device, compiler, note)
         compute = PRECISIONS[train.precision].compute
@@ -282,19 +282,21 @@ class TrainStep:
         return [select_context_part(microbatch, index, size) for microbatch in microbatches]
 
 
-def _make_expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
+def _make_expert_parallel(
+    model: ModelConfig, parallel: ParallelConfig, mesh: Mesh
+) -> ExpertParallel:
     """Return the groups of ranks that have experts, and the dispatch method. All ranks of the world
     must call this."""
-    if config.model.moe is None:
+    if model.moe is None:
         return ExpertParallel()
     mesh.add_groups(EXPERT_SETS)
-    near = count_near_experts(config.parallel, config.parallel.node_size or read_local_world_size())
+    near = count_near_experts(parallel, parallel.node_size or read_local_world_size())
     return ExpertParallel(
         mesh.group("expert"),
         *mesh.divide_experts(near),
         mesh.group("expert_tensor"),
         mesh.group("context", "tensor"),
-        config.parallel.dispatch,
+        parallel.dispatch,
     )
 
 

@@ -62,7 +62,7 @@ def count_tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
     model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context
     microbatches = train.global_batch // (train.microbatch * layout.data)
-    stage = describe_stage(config, StagePlan(0, 1, range(model.layers)))
+    stage = describe_stage(config.model, config.train, StagePlan(0, 1, range(model.layers)))
     assert stage.embedding is not None and stage.head is not None, "it is the whole model"
     parts = (stage.embedding, *stage.layers, *[stage.head] * stage.losses)
     traffic = [part.tensor_traffic for part in parts]

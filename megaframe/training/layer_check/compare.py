@@ -17,7 +17,7 @@ from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor
 from megaframe.architecture.spec import ParamSpec
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.model.torch_module.parts import ModuleDescription, TorchNormDescription
@@ -264,10 +264,10 @@ def is_measured(description: Any) -> bool:
 _MODULES = (ModuleDescription, TorchNormDescription)
 
 
-def can_load_evenly(config: RunConfig, layout: Layout) -> bool:
+def can_load_evenly(model: ModelConfig, train: TrainConfig, layout: Layout) -> bool:
     """Return whether routers can send equally many rows to all experts, so that traffic is what
     descriptions say."""
-    moe, train = config.model.moe, config.train
+    moe = model.moe
     if moe is None:
         return True
     rows = train.microbatch * train.seq // (layout.tensor * layout.context)

@@ -248,7 +248,9 @@ QUICK_EXPERTS = [
 )
 def test_descriptions_of_experts_are_exact(name, recompute, layout, pool):
     config = make_config(name, recompute, "bf16", layout)
-    assert can_load_evenly(config, Layout.from_parallel(config.parallel, count_ranks(config)))
+    assert can_load_evenly(
+        config.model, config.train, Layout.from_parallel(config.parallel, count_ranks(config))
+    )
     assert_exact(config, pool)
 
 

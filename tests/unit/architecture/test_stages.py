@@ -148,7 +148,9 @@ def test_activations_are_those_in_flight():
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
         plan = compute_memory(config, NOTHING, 1, [plans[rank]], actions)
         each = 2 * (stream + compute_block_bytes(config, 0)) + 2 * stream * (rank == 3)
-        each += compute_rotary_bytes(config) + 32 * 2 * 2 * (rank == 3)  # the last norm's numbers
+        each += compute_rotary_bytes(config.model, config.train) + 32 * 2 * 2 * (
+            rank == 3
+        )  # the last norm's numbers
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
     recomputed = make_config(8, pipeline=4, train={"recompute": "full"})
@@ -156,5 +158,5 @@ def test_activations_are_those_in_flight():
         recomputed, NOTHING, 1, plan_stages(recomputed)[:1], generate("1f1b", 4, 1, 8).ranks[0]
     )
     assert plan.activations == 4 * (
-        2 * stream + compute_rotary_bytes(recomputed)
+        2 * stream + compute_rotary_bytes(recomputed.model, recomputed.train)
     ) + compute_block_bytes(recomputed, 0)

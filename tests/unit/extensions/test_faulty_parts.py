@@ -111,7 +111,7 @@ def register(registry):
 
 
 def count_losses(config):
-    return compute_loss_bytes_per_logit(config, 4)
+    return compute_loss_bytes_per_logit(config.model, config.train, 4)
 
 
 @pytest.mark.parametrize(

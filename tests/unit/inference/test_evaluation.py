@@ -231,7 +231,7 @@ def test_what_cannot_be_evaluated_is_said(saved_run, tmp_path, monkeypatch, caps
 
 def test_a_run_without_a_tokenizer_asks_for_one(build, tmp_path):
     with pytest.raises(UserError, match="name one with --tokenizer"):
-        load_run_tokenizer(build().config)
+        load_run_tokenizer(build().config.data, build().config.model)
     with pytest.raises(UserError, match="name one"):
         read_sequence(CorpusFile(str(tmp_path / "some.txt")), None)
 

@@ -67,7 +67,11 @@ def test_a_type_that_a_chip_lacks_has_no_peak():
 def test_a_cpu_is_measured_and_the_note_says_so():
     state = torch.get_rng_state()
     mesh = Mesh(Layout(), device="cpu")
-    measured = find_device_peak(RunConfig.model_validate({"train": {"precision": "fp32"}}), mesh)
+    measured = find_device_peak(
+        RunConfig.model_validate({"train": {"precision": "fp32"}}).metrics,
+        RunConfig.model_validate({"train": {"precision": "fp32"}}).train,
+        mesh,
+    )
     # The bounds are far below a slow core and far above a fast machine: they check the unit.
     assert 1e-4 < measured.tflops < 1e3
     assert "measured matmul peak of" in measured.note and "fp32" in measured.note
@@ -77,7 +81,7 @@ def test_a_cpu_is_measured_and_the_note_says_so():
 
 def test_a_given_peak_is_taken():
     config = RunConfig.model_validate({"metrics": {"peak_tflops": 123.0}})
-    peak = find_device_peak(config, Mesh(Layout(), device="cpu"))
+    peak = find_device_peak(config.metrics, config.train, Mesh(Layout(), device="cpu"))
     assert peak.tflops == 123.0 and "metrics.peak_tflops=123" in peak.note
 
 

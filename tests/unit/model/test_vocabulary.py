@@ -225,6 +225,6 @@ def test_the_plan_counts_the_tensors_that_exist(name, softcap, precision, dtype)
         model={"vocab": words, "logit_softcap": softcap},
         train={"precision": precision, "loss": part},
     )
-    planned = compute_loss_bytes_per_logit(config, dtype.itemsize)
+    planned = compute_loss_bytes_per_logit(config.model, config.train, dtype.itemsize)
     # Numbers for each token are not counted.
     assert 0.25 * planned < most / logits.numel() < 1.02 * planned

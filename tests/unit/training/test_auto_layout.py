@@ -106,7 +106,7 @@ def gpu(monkeypatch):
 def test_chip_and_memory_are_those_of_the_device(gpu, tmp_path, name, gib, cluster, chip):
     gpu(name, gib)
     config = make_config(tmp_path, parallel={"cluster": None})
-    chosen_cluster = find_cluster(config)
+    chosen_cluster = find_cluster(config.parallel, config.run)
     assert (chosen_cluster.name, chosen_cluster.chip.name) == (cluster, chip)
     assert chosen_cluster.chip.memory == int(gib * 2**30)
     _, notes = choose_layout(config, 8)
@@ -135,7 +135,7 @@ def test_of_an_unknown_chip_only_memory_is_planned(gpu, tmp_path):
 def test_a_gpu_that_cannot_be_asked_is_assumed_with_a_word(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = make_config(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cuda")
-    assert find_cluster(config).name == "h100-ib"
+    assert find_cluster(config.parallel, config.run).name == "h100-ib"
     _, (note,) = choose_layout(config, 8)
     assert "no GPU here that could be asked" in note and "h100-ib is assumed" in note
 
@@ -144,7 +144,7 @@ def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = make_config(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cpu")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert find_cluster(config).chip.memory == read_host_memory() / 4
+    assert find_cluster(config.parallel, config.run).chip.memory == read_host_memory() / 4
     assert choose_layout(config, 4) == (config, [])
 
 
