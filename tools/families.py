@@ -24,9 +24,8 @@ number that is no power of 2, the weights here are those that fp32 rounds to, ab
 theirs.
 """
 _REFUSED = {
-    "gated delta net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
+    "products of a delta net that are apart": ("qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "Kimi delta attention": ("kimi_linear",),
-    "a gate of shared experts": ("qwen2_moe",),
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
     "Mamba": ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"),
     "scaling of queries by position, chunked attention": ("ministral3", "mistral4", "llama4"),
@@ -74,6 +73,8 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "latent attention"
     elif own.get("mixer.qk_norm", "none") != "none" or "use_qk_norm" in keys:
         yield "norms of queries and keys"
+    if "linear_num_key_heads" in keys:
+        yield "gated delta net"
     if {"sliding_window", "window_size"} & {*keys}:
         yield "windows"
     if own.get("mixer.sinks"):
@@ -83,6 +84,8 @@ def _list_parts(family: Family) -> Iterator[str]:
     if "moe.score" in own:
         bias = " with bias" if own.get("moe.balance") == "bias" else ""
         yield f"experts ({own['moe.score']}{bias})"
+    if own.get("moe.shared_gate"):
+        yield "gate of shared experts"
     if own.get("moe.expert_bias"):
         yield "biases of experts and routers"
     path = "feed_forward.activation"

@@ -116,6 +116,13 @@ SPARSE = {
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
     },
     "gpt_oss": {**HEADS, **LOCAL, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "qwen2_moe": {**GROUPED, **NARROW, "shared_expert_intermediate_size": 24},
+    "qwen3_next": {
+        **{**HEADS, **NARROW, "num_hidden_layers": 4, "shared_expert_intermediate_size": 24},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
+        **{"linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]},
+        "partial_rotary_factor": 0.5,
+    },
     "qwen3_moe": {**HEADS, **NARROW, "num_hidden_layers": 4, "mlp_only_layers": [2]},
 }
 MODELS = {**DENSE, **UNGATED, **SPARSE}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.model_facts import Facts
+from megaframe.checkpoint.convert.huggingface.model_facts import DELTA_NET, DELTA_NET_SIZES, Facts
 
 _KEYS = {
     **{f"mixer.{name}": name for name in ("heads", "kv_heads", "head_dim", "qk_norm")},
@@ -93,6 +93,11 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     mixer: dict[str, Any] = {"window": layer.get("mixer.window")}
     if layer.get("mixer.kind") == "latent":
         mixer["kind"] = "latent"
+    elif layer.get("mixer.kind") == DELTA_NET:
+        names = *DELTA_NET_SIZES, "convolution"
+        mixer |= {"kind": DELTA_NET, **{name: layer[f"mixer.{name}"] for name in names}}
+        if layer.get("mixer.strongest", 1.0) != 1.0:
+            mixer["negative_eigenvalues"] = True
     else:
         mixer |= _build_attention(layer, keys, bias)
     feed_forward: dict[str, Any] = {}

@@ -103,6 +103,8 @@ class Family:
             path of the fact that has it.
         constant: Modules of ours that have no weights there, and must have their initial ones.
         has_empty_shared: Whether code has shared experts of no width where there are none.
+        other_models: What the names of tensors begin with that predict further tokens, if they are
+            not of layers after the last one.
         skipped: Parts of the names of tensors that no logit of a text needs.
         numbers: Keys of ids that may be missing, and may not be null.
         predictors: The key of the number of layers after the last one, which predict tokens.
@@ -131,6 +133,7 @@ class Family:
     constant: tuple[str, ...] = ()
     has_empty_shared: bool = False
     skipped: tuple[str, ...] = ()
+    other_models: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     predictors: str = ""
     also: tuple[str, ...] = ()

@@ -43,7 +43,8 @@ class SkippedTensors:
 
     def covers(self, name: str) -> bool:
         """Return whether a tensor is one of them, or a buffer that follows from the config."""
-        starts = (self.family.layer.format(layer) for layer in self.layers)
+        starts = [self.family.layer.format(layer) for layer in self.layers]
+        starts += self.family.other_models
         is_tied = self.head and name == find_end(self.family, "head")
         return name.endswith(self.family.skipped) or is_tied or name.startswith(tuple(starts))
 
@@ -55,9 +56,11 @@ class SkippedTensors:
             names.remove(head)
             yield f"{head} is left out: it equals the tied embeddings"
         if names:
+            layers = ", ".join(map(str, self.layers))
+            place = f"layer {layers}" if layers else ", ".join(self.family.other_models)
             yield (
-                f"{len(names)} tensors of layer {', '.join(map(str, self.layers))} are left out: "
-                "they predict further tokens, and are no part of the model's logits"
+                f"{len(names)} tensors of {place} are left out: they predict further tokens, and "
+                "are no part of the model's logits"
             )
 
 

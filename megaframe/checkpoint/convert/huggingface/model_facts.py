@@ -19,6 +19,7 @@ from typing import Any
 
 from megaframe.architecture.attention import AttentionDescription, SoftmaxAttention
 from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
@@ -30,6 +31,9 @@ _LAYER_PATHS = ("mixer", "feed_forward", "norms", "parallel", "residual_scale")
 """Where the paths of layers' facts begin; all others are of the whole model."""
 _SHARED = ("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "tie_embeddings", "init_std")
 _ATTENTION = ("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap")
+DELTA_NET = "gated_delta_net"
+"""The kind of mixer."""
+DELTA_NET_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim")
 _SCALING: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
@@ -143,6 +147,10 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts |= {"mixer.kind": "latent", "mixer.rotary": True}
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in ("heads", "window", "bias")}
         facts |= _describe_rotary(mixer.rotary)
+    elif isinstance(mixer, GatedDeltaNetDescription):
+        facts["mixer.kind"] = DELTA_NET
+        facts |= {f"mixer.{name}": getattr(mixer, name) for name in DELTA_NET_SIZES}
+        facts |= {"mixer.convolution": mixer.taps, "mixer.strongest": mixer.strongest}
     facts["feed_forward.kind"] = feed_forward.name
     if isinstance(feed_forward, MLPDescription):
         facts["feed_forward.ffn"] = feed_forward.width

@@ -94,6 +94,7 @@ class HuggingFaceTensor:
             have; 1 if a vector has one.
         zeros: Shape of a tensor of zeros, which has no parts: it is written, and what a folder has
             under this name is not read.
+        inner: Dims after the first one of a tensor whose parts are vectors.
     """
 
     name: str
@@ -101,6 +102,7 @@ class HuggingFaceTensor:
     transposed: bool = False
     matrices: int = 0
     zeros: tuple[int, ...] | None = None
+    inner: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,6 +110,8 @@ class HuggingFaceTensor:
         if self.zeros is not None:
             return self.zeros
         rows = sum(part.rows for part in self.parts)
+        if self.inner:
+            return (rows // torch.Size(self.inner).numel(), *self.inner)
         columns = sum(part.box.size for part in self.parts) // rows
         rows //= self.matrices or 1
         if self.parts[0].is_vector:
@@ -121,6 +125,8 @@ class HuggingFaceTensor:
             return torch.zeros(self.zeros)
         rows = [part.to_hugging_face(box) for part, box in zip(self.parts, boxes, strict=True)]
         tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
+        if self.inner:
+            tensor = tensor.unflatten(0, (-1, *self.inner))
         if self.matrices:
             tensor = tensor.unflatten(0, (self.matrices, -1))
         return (tensor.mT if self.transposed else tensor).contiguous()
@@ -129,6 +135,7 @@ class HuggingFaceTensor:
         """Split their tensor into the contents of our boxes. Its number of rows must match the
         parts; otherwise torch raises RuntimeError."""
         rows = tensor.mT if self.transposed else tensor
+        rows = rows.flatten() if self.inner else rows
         rows = rows.flatten(0, 1) if self.matrices else rows
         row_blocks = rows.split([part.rows for part in self.parts])
         for part, rows_of_part in zip(self.parts, row_blocks, strict=True):
@@ -175,6 +182,14 @@ _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
 """Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
 
 
+_WHOLE_NAMES = {
+    "attention.sinks": "attention.sinks.logits",
+    "delta_net.rate": "delta_net.decay.rate",
+    "delta_net.step": "delta_net.decay.step",
+}
+"""Vectors whose names are not followed by `weight`, and their names here."""
+
+
 @dataclass(frozen=True)
 class _Names:
     """What the names of a family mean at the ends of a model, or in one of its layers.
@@ -211,8 +226,10 @@ class _Names:
             elif own[0].startswith("moe.all_experts."):
                 own = [module.replace("all_experts", "experts") for module in own]
                 yield from self._map_module(name, own, experts, len(experts))
-            elif own == ["attention.sinks"]:
-                spec = self.specs.get(f"{self.prefix}attention.sinks.logits")
+            elif own[0] == "delta_net.convolution":
+                yield from self._map_convolution(name)
+            elif own[0] in _WHOLE_NAMES:
+                spec = self.specs.get(f"{self.prefix}{_WHOLE_NAMES[own[0]]}")
                 yield from [] if spec is None else [HuggingFaceTensor(name, (_make_part(spec),))]
             elif "{expert}" in name:
                 for expert in experts:
@@ -227,6 +244,15 @@ class _Names:
         elif spec is not None:
             row = (1,) if is_row else ()
             yield HuggingFaceTensor(name, (), zeros=(*row, self.shared["moe.experts"]))
+
+    def _map_convolution(self, name: str) -> Iterator[HuggingFaceTensor]:
+        """Yield the factors of the queries of all heads, of the keys, and of the values."""
+        spec = self.specs.get(f"{self.prefix}delta_net.convolution.gain")
+        if spec is not None:
+            width = self.layer["mixer.key_dim"]
+            channels = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
+            parts = tuple(_make_part(spec, (_ALL, part)) for part in channels)
+            yield HuggingFaceTensor(f"{name}.weight", parts, inner=(1, spec.shape[-1]))
 
     def _map_module(
         self, name: str, modules: Sequence[str], experts: Sequence[int], matrices: int = 0
@@ -264,6 +290,10 @@ class _Names:
         """Return the parts of ours that a module stands for; none if the model has none."""
         if module.startswith("latent."):
             return self._find_latent_parts(module, kind)
+        if module.startswith("delta_net."):
+            return self._find_delta_net_parts(module, kind)
+        if module == "attention.gated_query":
+            return self._find_gated_query_parts(kind)
         own, slices = _SLICES.get(module, (module, ()))
         spec = self.specs.get(f"{self.prefix}{own}.{kind}")
         if kind == "weight" and spec is None:
@@ -288,6 +318,32 @@ class _Names:
             share = self.layer.get("mixer.rotary_fraction", 0.0)
             part = replace(part, head=head, rotated=round(share * head))
         return [replace(part, scale=self.scales.get(module, 1.0))]
+
+    def _find_gated_query_parts(self, kind: str) -> list[TensorPart]:
+        """Return each query head, followed by the gates of its output."""
+        qkv = self.specs.get(f"{self.prefix}attention.qkv.{kind}")
+        gate = self.specs.get(f"{self.prefix}attention.gate.{kind}")
+        if qkv is None or gate is None:
+            return []
+        parts: list[TensorPart] = []
+        for head in range(gate.shape[0]):
+            group, member = divmod(head, qkv.shape[1] - 2)
+            place = slice(group, group + 1), slice(member, member + 1)
+            parts += _make_part(qkv, place), _make_part(gate, (slice(head, head + 1),))
+        return parts
+
+    def _find_delta_net_parts(self, module: str, kind: str) -> list[TensorPart]:
+        """Return the parts of a module of a gated delta net, whose norm has no offset. Theirs has a
+        product for strengths and decays, which come last in each group of our rows."""
+        own = self.prefix + {"delta_net.small": "delta_net.input"}.get(module, module)
+        spec = self.specs.get(f"{own}.{kind}")
+        if kind == "weight" and spec is None:
+            spec = self.specs.get(f"{own}.gain")
+        if spec is None or module in ("delta_net.norm", "delta_net.output"):
+            return [] if spec is None else [_make_part(spec)]
+        small = 2 * self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
+        is_small = module == "delta_net.small"
+        return [_make_part(spec, (_ALL, slice(-small, None) if is_small else slice(0, -small)))]
 
     def _find_latent_parts(self, module: str, kind: str) -> list[TensorPart]:
         """Return the parts of a module of latent attention. In their layout, the rotated part of a

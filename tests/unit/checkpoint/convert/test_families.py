@@ -1,6 +1,7 @@
 """Families of Hugging Face models: the logits are the same after an import and after an export.
 
-Tests `megaframe.checkpoint.convert.huggingface.dense_families`,
+Tests `megaframe.checkpoint.convert.huggingface.delta_net_families`,
+`megaframe.checkpoint.convert.huggingface.dense_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,
 `megaframe.checkpoint.convert.huggingface.layered_families`,
 `megaframe.checkpoint.convert.huggingface.moe_families` and
@@ -21,6 +22,7 @@ from transformers_models import (
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
+from megaframe.checkpoint.convert.huggingface.match_tensors import SkippedTensors
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 from megaframe.config.registry import Registry, use_registry
 from megaframe.errors import UserError
@@ -28,7 +30,7 @@ from megaframe.extensions import load_named_extensions
 
 pytestmark = pytest.mark.numeric
 
-FIRST = ("gemma2", "glm4", "cohere2", "granitemoeshared", "gpt_oss")
+FIRST = ("gemma2", "glm4", "cohere2", "granitemoeshared", "gpt_oss", "qwen3_next")
 """Families in `make test`; all others repeat what these do."""
 
 
@@ -119,3 +121,10 @@ def test_what_is_missing_or_null_is_what_transformers_makes_of_it():
     null = {**GROUPED, **rope, "model_type": "granite", "attention_multiplier": None}
     with pytest.raises(UserError, match="granite: attention_multiplier=None: input should be"):
         FAMILIES["granite"].read_model(null)
+
+
+def test_predictors_beside_the_layers_are_left_out_and_said():
+    skipped = SkippedTensors(FAMILIES["qwen3_next"], head=False, layers=range(4, 4))
+    assert skipped.covers("mtp.fc.weight") and not skipped.covers("model.norm.weight")
+    (line,) = skipped.describe(["mtp.fc.weight", "mtp.norm.weight", "model.norm.weight"])
+    assert line.startswith("2 tensors of mtp. are left out: they predict further tokens")

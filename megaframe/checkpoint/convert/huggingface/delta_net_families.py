@@ -1,0 +1,150 @@
+"""Families with gated delta nets, and families whose shared experts have a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaframe.checkpoint.convert.huggingface.key_pairs import (
+    FULL,
+    Key,
+    Keys,
+    Pair,
+    check_layer_types,
+)
+from megaframe.checkpoint.convert.huggingface.key_types import Count, Heads, Size, Texts
+from megaframe.checkpoint.convert.huggingface.model_facts import DELTA_NET, Facts
+from megaframe.checkpoint.convert.huggingface.moe_families import QWEN3_MOE
+from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
+from megaframe.errors import UserError
+
+_LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True)
+class LinearLayers(Key):
+    """Which layers have a gated delta net; by default all but every fourth."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The types of layers, and how many there are from one with attention to the next."""
+        return {"layer_types": Texts, "full_attention_interval": Size}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the mixer of each layer."""
+        layers, every = len(facts.layers), config.get("full_attention_interval") or 4
+        kinds = config.get("layer_types")
+        if kinds is None:
+            kinds = [_LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+        check_layer_types("layer_types", kinds, layers, (FULL, _LINEAR))
+        mixers = [DELTA_NET if kind == _LINEAR else "attention" for kind in kinds]
+        facts.set_layers("mixer.kind", mixers)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the type of each layer."""
+        mixers = facts.list_values("mixer.kind")
+        return {"layer_types": [_LINEAR if mixer == DELTA_NET else FULL for mixer in mixers]}
+
+
+@dataclass(frozen=True)
+class FullLayers(Key):
+    """Layers of which none may slide."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The types of layers."""
+        return {"layer_types": Texts}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Refuse other types."""
+        kinds = config.get("layer_types")
+        if kinds is not None:
+            check_layer_types("layer_types", kinds, len(facts.layers), (FULL,))
+        facts.set("mixer.window", None)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class SharedExpertWidth(Key):
+    """The width of the shared experts, which are as many as it has widths of one."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The key."""
+        return {"shared_expert_intermediate_size": Count}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The key."""
+        return ("shared_expert_intermediate_size",)
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the number of shared experts."""
+        width = config["shared_expert_intermediate_size"]
+        one = config["moe_intermediate_size"]
+        if not width or width % one:
+            raise UserError(
+                f"shared_expert_intermediate_size={width} is no multiple of moe_intermediate_size="
+                f"{one}, and shared experts are as wide as others"
+            )
+        facts.set("moe.shared", width // one)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the width."""
+        width = (facts.get("moe.shared") or 0) * (facts.get("moe.ffn") or 0)
+        return {"shared_expert_intermediate_size": width}
+
+
+_SHARED = {
+    **{f"mlp.shared_expert.{name}_proj": f"moe.shared.{name}" for name in ("gate", "up", "down")},
+    "mlp.shared_expert_gate": "moe.shared_gate",
+}
+QWEN2_MOE = QWEN3_MOE.derive(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("qkv_bias", "mixer.qkv_bias", default=True),
+    FullLayers(),
+    SharedExpertWidth(),
+    without=("sliding_window", "use_sliding_window", "attention_bias"),
+    own={"mixer.qk_norm": None, "moe.shared_gate": True},
+    fixed={"use_sliding_window": False, "attention_bias": False},
+    neutral=("sliding_window",),
+    block={"self_attn.q_norm": None, "self_attn.k_norm": None, **_SHARED},
+)
+QWEN3_NEXT = QWEN3_MOE.derive(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    Pair("norm_topk_prob", "moe.normalise", default=True),
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "value"),
+    Pair("linear_num_key_heads", "mixer.key_heads", "value", type=Heads),
+    Pair("linear_num_value_heads", "mixer.value_heads", "value", type=Heads),
+    Pair("linear_key_head_dim", "mixer.key_dim", "value", type=Size),
+    Pair("linear_value_head_dim", "mixer.value_dim", "value", type=Size),
+    Pair("linear_conv_kernel_dim", "mixer.convolution", "value", type=Size),
+    LinearLayers(),
+    SharedExpertWidth(),
+    RotaryKeys(share=0.25),
+    without=("sliding_window", "use_sliding_window"),
+    own={"mixer.output_gate": "element", "moe.shared_gate": True},
+    block={
+        "self_attn.q_proj": "attention.gated_query",
+        "linear_attn.in_proj_qkvz": "delta_net.input",
+        "linear_attn.in_proj_ba": "delta_net.small",
+        "linear_attn.conv1d": "delta_net.convolution",
+        "linear_attn.A_log": "delta_net.rate",
+        "linear_attn.dt_bias": "delta_net.step",
+        "linear_attn.norm": "delta_net.norm",
+        "linear_attn.out_proj": "delta_net.output",
+        **_SHARED,
+    },
+    neutral=("sliding_window", "use_sliding_window"),
+    norm_offset=1.0,
+    other_models=("mtp.",),
+)
+DELTA_NET_FAMILIES = (QWEN2_MOE, QWEN3_NEXT)
