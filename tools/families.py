@@ -34,7 +34,7 @@ _REFUSED = {
     "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
     "values wider or narrower than keys": ("mimo_v2_flash",),
     "a bias of the output head": ("gptj", "phi", "codegen"),
-    "norms after rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+    "several widths of experts and shared experts": ("hunyuan_v1_moe",),
     "ReLU, positions that begin at 2": ("opt",),
     "xIELU": ("apertus",),
     "ALiBi": ("bloom", "mpt"),

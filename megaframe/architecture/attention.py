@@ -224,6 +224,7 @@ class AttentionDescription(SoftmaxAttention):
         qk_norm: Whether each `head` of queries and keys is normalised, or the `whole` of a token's
             queries and that of its keys, or `none`.
         qkv_bias: Whether queries, keys and values have biases.
+        norm_after_rotation: Whether the norms of queries and keys follow their rotation.
         softcap: Bound of the scores; None for no bound.
         has_sinks: Whether each query head has a learned logit in its softmax.
         output_gate: Whether the output is multiplied by a sigmoid for each `head` or for each
@@ -234,6 +235,7 @@ class AttentionDescription(SoftmaxAttention):
     head_dim: int
     qk_norm: str
     qkv_bias: bool
+    norm_after_rotation: bool = False
     softcap: float | None = None
     has_sinks: bool = False
     output_gate: str = "none"
@@ -325,11 +327,13 @@ class AttentionDescription(SoftmaxAttention):
         """Return the inputs of attention and its output, with one log-sum-exp per head.
 
         The output of the product before it is kept too where norms of queries and keys, or
-        attention, use views of it. With gates, these and the gated output are kept too.
+        attention, use views of it, and rotated queries and keys where norms follow. With gates,
+        these and the gated output are kept too.
         """
         tensor, sharing = parallel.tensor, count_exchanging_ranks(parallel)
         ring = parallel.context > sharing
         rotated, normalised = self.rotary is not None, self.qk_norm != "none"
+        reads_views = normalised and not self.norm_after_rotation
         groups = max(self.kv_heads, tensor)
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
         # The queries of several groups are not contiguous.
@@ -337,16 +341,17 @@ class AttentionDescription(SoftmaxAttention):
         copies_queries = rotated or normalised or is_scattered
         if sharing > 1:  # exchanged tensors are new ones, and so are those that a ring passes on
             copies = max(1, sharing * tensor // groups)
-            elements, keeps_product = queries + 2 * keys * copies * (1 + ring), normalised
+            elements, keeps_product = queries + 2 * keys * copies * (1 + ring), reads_views
         elif ring:
             elements = queries * copies_queries + 2 * keys
-            keeps_product = normalised or not copies_queries
+            keeps_product = reads_views or not copies_queries
         else:
             elements = queries * copies_queries + keys * (rotated or normalised) + keys * rotated
-            keeps_product = normalised or not rotated
+            keeps_product = reads_views or not rotated
         # Summed over tensor ranks. With fewer groups than ranks, neighbours compute the same group.
         product = groups * (self.heads_per_group + 2) * self.head_dim
-        elements += product * keeps_product + queries * (is_scattered and normalised)
+        elements += product * keeps_product + queries * (is_scattered and reads_views)
+        elements += (queries + keys) * self.norm_after_rotation
         elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
         if self.gate_width:
             elements += self.heads * self.gate_width + queries

@@ -335,6 +335,7 @@ def _describe_mixer(
     head_dim = config.head_dim or model.head_dim
     is_rotated = model.position == "rotary" if config.rotary is None else config.rotary
     rotated = round((config.rotary_fraction or model.rotary_fraction) * head_dim) * is_rotated
+    qk_norm = get_qk_norm_form(model.qk_norm if config.qk_norm is None else config.qk_norm)
     return AttentionDescription(
         hidden=model.hidden,
         heads=config.heads or model.heads,
@@ -347,8 +348,9 @@ def _describe_mixer(
         output_std=output_std,
         kv_heads=config.kv_heads or model.kv_heads,
         head_dim=head_dim,
-        qk_norm=get_qk_norm_form(model.qk_norm if config.qk_norm is None else config.qk_norm),
+        qk_norm=qk_norm,
         qkv_bias=model.qkv_bias if config.qkv_bias is None else config.qkv_bias,
+        norm_after_rotation=config.norm_after_rotation and rotated > 0 and qk_norm != "none",
         softcap=config.softcap,
         has_sinks=config.sinks,
         output_gate=config.output_gate,

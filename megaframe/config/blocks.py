@@ -83,6 +83,8 @@ class AttentionConfig(Section):
     """Share of each head's width that is rotated. Default: `model.rotary_fraction`."""
     qk_norm: QKNorm | None = None
     """Norms of queries and keys. Default: `model.qk_norm`."""
+    norm_after_rotation: bool = False
+    """Normalise queries and keys after they are rotated, as in Hunyuan, rather than before."""
     score_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor of the scores. Default: 1 / sqrt(head_dim)."""
     softcap: Annotated[float, Field(gt=0)] | None = None

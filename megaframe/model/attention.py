@@ -39,6 +39,7 @@ class Attention(Module):
         self.per_group = description.heads_per_group
         self.qkv = Linear(f"{name}.qkv", description.qkv, setup.tensor)
         self.qk_norms = make_query_key_norms(name, description, setup)
+        self.norm_after_rotation = description.norm_after_rotation
         self.sinks: Parameter | None = None
         if description.sinks is not None:
             (spec,) = description.sinks.declare_parameters(f"{name}.sinks")
@@ -76,8 +77,8 @@ class Attention(Module):
             sharing = tensor.size // self.groups
             query = query.chunk(sharing, 3)[tensor.index % sharing]
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)
-        # Before the rotation: the gains of two dims that are rotated against each other differ.
-        if self.qk_norms is not None:
+        # The order matters: the gains of two dims that are rotated against each other differ.
+        if self.qk_norms is not None and not self.norm_after_rotation:
             query, key_BSGD = self.qk_norms(query.flatten(2, 3), key_BSGD)
         if self.rotary is not None:
             rotate = inputs.rotary[self.rotary]
@@ -85,6 +86,8 @@ class Attention(Module):
             query, key_BSGD = rotate(query), rotate(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
+        if self.qk_norms is not None and self.norm_after_rotation:
+            query, key_BSGD = self.qk_norms(query, key_BSGD)
         # Query heads of one group stay adjacent, as grouped-query attention expects them.
         query_BSND = query.reshape(batch, length, -1, self.width)
         mask = inputs.masks[self.window]

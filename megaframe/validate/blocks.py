@@ -72,6 +72,15 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
                 "leave it out"
             )
     for number, block in enumerate(model.blocks):
+        mixer = block.mixer
+        if isinstance(mixer, AttentionConfig) and mixer.norm_after_rotation:
+            alone = make_model_of_block(model, block)
+            if not alone.qk_norm or alone.position != "rotary":
+                yield (
+                    f"model.blocks.{number}.mixer.norm_after_rotation=true has no effect with "
+                    f"qk_norm={alone.qk_norm} and position={alone.position}; leave it out, or "
+                    "use qk_norm=head and position=rotary"
+                )
         if block.parallel == "one_norm" and block.norms in ("after", "none"):
             yield (
                 f"model.blocks.{number}.parallel=one_norm has no norm to share with norms="

@@ -14,6 +14,7 @@ LONG = {
     **{"short_factors": [1.0, 1.5], "long_factors": [2.0, 7.0]},
 }
 """Samples are longer than this, and their parts on context ranks are not."""
+ROTATED_FIRST = {"qk_norm": True, "norm_after_rotation": True}
 SHAPES = {
     "scores": {
         "norm": "rmsnorm",
@@ -21,7 +22,7 @@ SHAPES = {
         "init_std": 0.5,  # scores reach the bound
         "blocks": [
             {"mixer": {**SCORES, "window": 4, "output_gate": "element", "rotary_scaling": LONG}},
-            {"mixer": {**SCORES, "output_gate": "head"}, "norms": "both"},
+            {"mixer": {**SCORES, "output_gate": "head", **ROTATED_FIRST}, "norms": "both"},
         ],
     },
     "whole-norms": {"norm": "rmsnorm", "kv_heads": 2, "qk_norm": "whole", "bias": True},
@@ -72,7 +73,7 @@ def test_activations_and_bytes_are_the_closed_forms(gate, recompute, pool):
     """A block keeps what is planned, divided by the ranks. The gates gather the stream like any
     product of columns; sinks move nothing."""
     tensor, hidden = 2, 64
-    mixer = {"output_gate": gate, "sinks": True, "softcap": 3.0}
+    mixer = {"output_gate": gate, "sinks": True, "softcap": 3.0, **ROTATED_FIRST}
     moved_by_gates = 3 * hidden * 2 * 2 * 16 * (tensor - 1) // tensor
     plain, gated = (
         pool.run(tensor, measure_block, {"blocks": [{"mixer": m}]}, recompute, tensor, 1)

@@ -21,6 +21,15 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 DENSE = {
+    "hunyuan_v1_dense": {
+        **HEADS,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "alpha": 50.0,
+            "factor": 1.0,
+        },
+    },
     "internlm3": {**HEADS, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {**HEADS},
     "arcee": {**HEADS, "mlp_bias": True, "rope_parameters": YARN},

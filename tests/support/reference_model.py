@@ -167,14 +167,19 @@ def _attention(weights, model, mixer, name, y, mask, positions):
     heads = []
     for group in range(groups):
         key, value = qkv[:, :, group, -2], qkv[:, :, group, -1]
-        if qk_norm is True:
+        last = mixer.norm_after_rotation
+        if qk_norm is True and not last:
             key = _norm(weights, model, f"{name}.attention.key_norm", key, "rmsnorm")
         key = _rotate(model, key, positions, rotated, base, mixer.rotary_scaling)
+        if qk_norm is True and last:
+            key = _norm(weights, model, f"{name}.attention.key_norm", key, "rmsnorm")
         for member in range(per_group):
             query = qkv[:, :, group, member]
-            if qk_norm is True:
+            if qk_norm is True and not last:
                 query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
             query = _rotate(model, query, positions, rotated, base, mixer.rotary_scaling)
+            if qk_norm is True and last:
+                query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
             scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
             if mixer.softcap is not None:
                 scores = mixer.softcap * torch.tanh(scores / mixer.softcap)

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.numeric
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 3}
+ROTATED_FIRST = {"norm_after_rotation": True}
 MODELS = {
     "plain": {"position": "learned", "bias": True},
     "plain mlp": {},
@@ -129,6 +130,10 @@ MODELS |= {
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
     },
     "delta net of one chunk": {"blocks": [{"mixer": "gated_delta_net", "parallel": "one_norm"}]},
+    "norms after rotation": {
+        "kv_heads": 2,
+        "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": norm}} for norm in ("head", "whole")],
+    },
 }
 
 

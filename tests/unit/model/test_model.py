@@ -124,7 +124,7 @@ MODELS |= {
         "blocks": [
             {"mixer": {"rotary_scaling": {"kind": "linear", "factor": 8.0}}},
             {"mixer": {"rotary_scaling": {"kind": "none"}}},
-            {"mixer": {"rotary_scaling": LONG}},
+            {"mixer": {"rotary_scaling": LONG, "qk_norm": True, "norm_after_rotation": True}},
             {},
         ],
     },

@@ -55,6 +55,11 @@ OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
             "model.blocks.1.parallel=one_norm has no norm to share with norms=after",
             {"blocks": [{}, {"parallel": "two_norms", "norms": "after"}]},
         ),
+        (
+            {"blocks": [{}, {"mixer": {"norm_after_rotation": True}}]},
+            "model.blocks.1.mixer.norm_after_rotation=true has no effect with qk_norm=False and",
+            {"blocks": [{}, {"mixer": {"norm_after_rotation": True, "qk_norm": "head"}}]},
+        ),
     ],
 )
 def test_a_refusal_names_the_key_and_suggests_what_passes(model, message, suggested):

@@ -19,7 +19,10 @@ _KEYS = {
 }
 """Facts of layers, and the keys of the model that are their defaults."""
 _BLOCK_DEFAULTS = {"norms": "before", "parallel": "none", "residual_scale": 1.0}
-_MIXER_DEFAULTS = {"softcap": None, "sinks": False, "output_gate": "none"}
+_MIXER_DEFAULTS = {
+    **{"softcap": None, "sinks": False, "output_gate": "none"},
+    "norm_after_rotation": False,
+}
 _BIASES = ("mixer.bias", "feed_forward.up_bias", "feed_forward.down_bias")
 
 

@@ -15,7 +15,11 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
     slide_except,
 )
 from megaframe.checkpoint.convert.huggingface.key_types import Count
-from megaframe.checkpoint.convert.huggingface.rotary_keys import LongRotaryKeys, RotaryKeys
+from megaframe.checkpoint.convert.huggingface.rotary_keys import (
+    AlphaRotaryKeys,
+    LongRotaryKeys,
+    RotaryKeys,
+)
 
 BIASES = ("mixer.qkv_bias", "mixer.bias")
 MLP_BIASES = ("feed_forward.up_bias", "feed_forward.down_bias")
@@ -185,7 +189,19 @@ GLM4 = GLM.derive(
 )
 
 
+HUNYUAN = LLAMA.derive(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    AlphaRotaryKeys(),
+    own={"mixer.qk_norm": "head", "mixer.norm_after_rotation": True},
+    fixed={"mlp_bias": False},
+    neutral=("eod_token_id",),
+    block={
+        "self_attn.query_layernorm": "attention.query_norm",
+        "self_attn.key_layernorm": "attention.key_norm",
+    },
+)
 DENSE_FAMILIES = (
     *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, INTERNLM3, IQUEST_CODER, ARCEE, HELIUM, SEED_OSS),
-    *(ERNIE4_5, CWM, PHI3, GLM, GLM4),
+    *(ERNIE4_5, CWM, PHI3, GLM, GLM4, HUNYUAN),
 )

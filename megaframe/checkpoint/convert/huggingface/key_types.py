@@ -61,6 +61,7 @@ class RopeKeys(BaseModel):
     partial_rotary_factor: Share = None
     attention_factor: Positive = None
     truncate: bool = True
+    alpha: Positive = None
     short_factor: Factors = None
     long_factor: Factors = None
 

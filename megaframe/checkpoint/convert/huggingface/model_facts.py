@@ -139,6 +139,7 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in _ATTENTION}
         facts |= {"mixer.qk_norm": mixer.qk_norm, "mixer.qkv_bias": mixer.qkv_bias}
         facts |= {"mixer.sinks": mixer.has_sinks, "mixer.output_gate": mixer.output_gate}
+        facts["mixer.norm_after_rotation"] = mixer.norm_after_rotation
         facts["mixer.rotary"] = mixer.rotary is not None
         if mixer.rotary is not None:
             facts |= _describe_rotary(mixer.rotary)

@@ -140,6 +140,24 @@ class LongRotaryKeys(RotaryKeys):
         return {**super().write(facts), "original_max_position_embeddings": length or _PHI3_LENGTH}
 
 
+@dataclass(frozen=True)
+class AlphaRotaryKeys(RotaryKeys):
+    """Those of Hunyuan, whose code takes `dynamic` with an `alpha` for a larger base, and reads
+    nothing else of the section then."""
+
+    def find_section(self, config: Mapping[str, Any]) -> tuple[str, Keys]:
+        """Return the section with the base that alpha makes."""
+        name, rope = super().find_section(config)
+        kind, alpha = rope.get("rope_type", rope.get("type")), rope.get("alpha")
+        if kind != "dynamic" or alpha is None:
+            return name, rope
+        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        if width < 4:
+            raise UserError(f"head_dim={width} has no base with alpha={alpha:g}; it is 4 or more")
+        base = rope.get("rope_theta") or config.get(self.base_name) or self.base
+        return name, {"rope_type": "default", "rope_theta": base * alpha ** (width / (width - 2))}
+
+
 _PHI3_LENGTH = 4096
 """Of a config without it."""
 
