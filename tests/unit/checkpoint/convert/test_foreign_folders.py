@@ -11,6 +11,8 @@ import os
 import random
 import resource
 import struct
+import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from small_model_folders import CONFIGS, make_weights, write_folder, write_small
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface import read_files
+from megaframe.checkpoint.convert.huggingface.read_files import read_tensor
 from megaframe.errors import UserError
 
 MEGABYTE = 1 << 20
@@ -370,3 +373,21 @@ def test_output_weights_beside_tied_embeddings_are_used_if_they_differ(family, e
     exported = load_file(tmp_path / "again/model.safetensors")
     assert torch.equal(exported["lm_head.weight"], other["lm_head.weight"])
     assert json.loads((tmp_path / "again/config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_an_import_keeps_two_tensors_at_most(family, tmp_path, monkeypatch):
+    """The one that is being written, and the next one. A file of weights has many."""
+    folder, kept, most = write_small_folder(tmp_path / "theirs", family), [], [0]
+
+    def read(header):
+        tensor = read_tensor(header)
+        kept.append((weakref.ref(tensor.untyped_storage()), tensor.nbytes))
+        most[0] = max(most[0], sum(size for storage, size in kept if storage() is not None))
+        return tensor
+
+    monkeypatch.setattr(folders, "read_tensor", read)
+    folders.import_model(folder, tmp_path / "own")
+    sizes = [size for _, size in kept]
+    assert len(sizes) == len(load_file(folder / "model.safetensors"))
+    assert most[0] <= max(map(sum, pairwise(sizes)))
