@@ -1,6 +1,6 @@
 """Exports checkpoints to folders of Hugging Face models, and imports such folders.
 
-Export keeps one output file in memory at a time, import one tensor of the folder. Only safetensors
+Export keeps one output file in memory at a time, import two tensors of the folder. Only safetensors
 files are read, so nothing is unpickled, and the contents of a folder are validated before use.
 """
 
