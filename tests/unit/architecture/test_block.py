@@ -77,7 +77,10 @@ OF_ONE_KEY = {
 }
 """For each key of a block that has one in the model: the model's, what the model says instead, and
 the keys of the mixer and of the feed-forward."""
-OF_BLOCKS_ONLY = {"kind", "score_scale", "softcap", "sinks", "output_gate", "up_bias", "down_bias"}
+OF_BLOCKS_ONLY = {
+    *("kind", "score_scale", "softcap", "sinks", "output_gate", "norm_after_rotation"),
+    *("up_bias", "down_bias"),
+}
 """Keys of attention and of the MLP for which the model has no shorthand."""
 
 
