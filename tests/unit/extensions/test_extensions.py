@@ -126,13 +126,13 @@ def test_the_keys_of_mixers_are_listed_and_checked_beside_our_own(write):
     path = write(MIXER)
     load_own(path)
     text = explain("model.blocks")
-    assert "Takes keys of a part, of kind attention, latent, gated_delta_net or mine, or only its kind." in text
+    kinds = "keys of a part, of kind attention, latent, gated_delta_net or mine, or only its kind"
+    assert f"Takes {kinds}." in text
     assert "model.blocks.mixer[mine].width\n  Of nothing.\n  Takes a whole number." in text
     assert "model.blocks.mixer[attention].window\n  Sliding window" in text
-    takes = "takes keys of a part, of kind attention, latent, gated_delta_net or mine, or only its kind"
     for value in ("min", "{kind: min}", "3"):
         message = refuse(path, options=[f"model.blocks=[{{mixer: {value}}}]"])
-        assert f"model.blocks.0.mixer={value}: {takes}" in message
+        assert f"model.blocks.0.mixer={value}: takes {kinds}" in message
     message = refuse(path, options=["model.blocks=[{mixer: {kind: mine, width: much}}]"])
     assert "model.blocks.0.mixer.width=much: takes a whole number" in message
     message = refuse(path, options=["model.blocks=[{mixer: {kind: mine, widht: 1}}]"])
