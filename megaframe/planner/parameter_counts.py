@@ -216,8 +216,11 @@ class RankParameters:
 
 
 def _make_buckets(part: int, sizes: Sequence[int]) -> tuple[BucketSize, ...]:
-    """Return the buckets of part number `part` of a rank; sizes: its elements of each kind."""
-    return tuple(BucketSize((part, kind), size) for kind, size in enumerate(sizes) if size)
+    """Return the buckets of part number `part` of a rank; sizes: its elements of each kind. What no
+    other rank has a part of is one that needs no buffer: its gradients are in the order of
+    reductions, too, which decides when the buffers of others are free."""
+    buckets = tuple(BucketSize((part, kind), size) for kind, size in enumerate(sizes) if size)
+    return buckets or (BucketSize((part, 0), 0),)
 
 
 def _sum_parts(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -50,9 +50,11 @@ def test_layers_of_an_extension_are_resumed_under_another_layout(pool, overrides
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_goes_on_under_other_layouts_on_documents(name, pool, overrides, tmp_path):
     extension = {
-        **{"run__extensions": f"[{ROOT / 'examples' / FILES[name]}]", **RUN, **PACKED},
         **{"model__blocks": f"[{{mixer: {name}}}, {{mixer: attention}}]", "model__heads": 4},
+        **{**RUN, **PACKED},
     }
+    if name in FILES:
+        extension["run__extensions"] = f"[{ROOT / 'examples' / FILES[name]}]"
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", **extension))
     nested = {f"parallel__{key}": value for key, value in NESTED.items()}
     pool.run(4, train, overrides(train__steps=6, **nested, **extension))

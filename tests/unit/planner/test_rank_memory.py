@@ -175,7 +175,7 @@ CASES = {
     "away, pipeline": (8, LLAMA, {}, {"pipeline": 4, "tensor": 2}, {"offload": True}),
 }
 QUICK = ("zero 2, tied", "context", "zb-v", "experts, zero 3")
-"""Each axis, each ZeRO stage that moves gradients, and an optimizer of matrices."""
+"""Most axes, and each ZeRO stage that moves gradients."""
 
 
 def make_config(world, model, train, parallel, optim=None):
@@ -260,6 +260,13 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name, blocks_gone):
     assert_counted(
         config, Layout.from_parallel(config.parallel, world), {0, world - 1}, traffic=True
     )
+
+
+def test_a_table_that_only_tensor_ranks_divide_waits_for_what_nobody_divides(blocks_gone):
+    """Its gradients have a buffer until two later reductions have begun, also of one rank."""
+    model, parallel = {"position": "learned", "layers": 1}, {"tensor": 2, "zero": 2}
+    config = make_config(2, model, {"seq": 1024}, parallel)
+    assert_counted(config, Layout.from_parallel(config.parallel, 2), {0, 1})
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
