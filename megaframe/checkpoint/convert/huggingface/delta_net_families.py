@@ -13,11 +13,10 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
     Pair,
     check_layer_types,
 )
-from megaframe.checkpoint.convert.huggingface.key_types import Count, Heads, Size, Texts
+from megaframe.checkpoint.convert.huggingface.key_types import Heads, Size, Texts
 from megaframe.checkpoint.convert.huggingface.model_facts import DELTA_NET, Facts
-from megaframe.checkpoint.convert.huggingface.moe_families import QWEN3_MOE
+from megaframe.checkpoint.convert.huggingface.moe_families import QWEN3_MOE, SharedWidth
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
-from megaframe.errors import UserError
 
 _LINEAR = "linear_attention"
 
@@ -68,37 +67,7 @@ class FullLayers(Key):
         return {}
 
 
-@dataclass(frozen=True)
-class SharedExpertWidth(Key):
-    """The width of the shared experts, which are as many as it has widths of one."""
-
-    @property
-    def types(self) -> Mapping[str, Any]:
-        """The key."""
-        return {"shared_expert_intermediate_size": Count}
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The key."""
-        return ("shared_expert_intermediate_size",)
-
-    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
-        """Set the number of shared experts."""
-        width = config["shared_expert_intermediate_size"]
-        one = config["moe_intermediate_size"]
-        if not width or width % one:
-            raise UserError(
-                f"shared_expert_intermediate_size={width} is no multiple of moe_intermediate_size="
-                f"{one}, and shared experts are as wide as others"
-            )
-        facts.set("moe.shared", width // one)
-
-    def write(self, facts: Facts) -> Keys:
-        """Return the width."""
-        width = (facts.get("moe.shared") or 0) * (facts.get("moe.ffn") or 0)
-        return {"shared_expert_intermediate_size": width}
-
-
+_SHARED_WIDTH = SharedWidth("shared_expert_intermediate_size", "moe_intermediate_size", True)
 _SHARED = {
     **{f"mlp.shared_expert.{name}_proj": f"moe.shared.{name}" for name in ("gate", "up", "down")},
     "mlp.shared_expert_gate": "moe.shared_gate",
@@ -109,7 +78,7 @@ QWEN2_MOE = QWEN3_MOE.derive(
     Pair("num_key_value_heads", "mixer.kv_heads", "value"),
     Pair("qkv_bias", "mixer.qkv_bias", default=True),
     FullLayers(),
-    SharedExpertWidth(),
+    _SHARED_WIDTH,
     without=("sliding_window", "use_sliding_window", "attention_bias"),
     own={"mixer.qk_norm": None, "moe.shared_gate": True},
     fixed={"use_sliding_window": False, "attention_bias": False},
@@ -128,7 +97,7 @@ QWEN3_NEXT = QWEN3_MOE.derive(
     Pair("linear_value_head_dim", "mixer.value_dim", "value", type=Size),
     Pair("linear_conv_kernel_dim", "mixer.convolution", "value", type=Size),
     LinearLayers(),
-    SharedExpertWidth(),
+    _SHARED_WIDTH,
     RotaryKeys(share=0.25),
     without=("sliding_window", "use_sliding_window"),
     own={"mixer.output_gate": "element", "moe.shared_gate": True},

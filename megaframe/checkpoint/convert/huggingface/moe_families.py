@@ -316,27 +316,42 @@ GRANITE_MOE = GRANITE.derive(
 
 @dataclass(frozen=True)
 class SharedWidth(Key):
-    """The width of the shared experts, which are as many as it has widths of one."""
+    """The width of the shared experts, which are as many as it has widths of one.
+
+    Attributes:
+        name: The key.
+        one: The key of the width of one expert.
+        is_needed: Whether it must be there, and there must be a shared expert.
+    """
+
+    name: str = "shared_intermediate_size"
+    one: str = "intermediate_size"
+    is_needed: bool = False
 
     @property
     def types(self) -> Mapping[str, Any]:
         """The key."""
-        return {"shared_intermediate_size": Count}
+        return {self.name: Count}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The key, if it is needed."""
+        return (self.name,) * self.is_needed
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the number of shared experts."""
-        width, one = config.get("shared_intermediate_size") or 0, config["intermediate_size"]
-        if width % one:
+        width, one = config.get(self.name) or 0, config[self.one]
+        if width % one or (self.is_needed and not width):
             raise UserError(
-                f"shared_intermediate_size={width} is no multiple of intermediate_size={one}, and "
-                "shared experts are as wide as others"
+                f"{self.name}={width} is no multiple of {self.one}={one}, and shared experts are "
+                "as wide as others"
             )
         facts.set("moe.shared", width // one)
 
     def write(self, facts: Facts) -> Keys:
         """Return the width."""
         width = (facts.get("moe.shared") or 0) * (facts.get("moe.ffn") or 0)
-        return {"shared_intermediate_size": width}
+        return {self.name: width}
 
 
 _SHARED_MLP = {
