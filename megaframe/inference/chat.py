@@ -20,6 +20,7 @@ from megaframe.checkpoint.convert.huggingface.tokenizer_settings import (
 )
 from megaframe.data.tokenizer import HuggingFaceTokenizer, Tokenizer, split_name
 from megaframe.errors import UserError
+from megaframe.inference.generation import check_text
 from megaframe.io.untrusted import make_printable
 
 Message = Mapping[str, str]
@@ -65,7 +66,7 @@ class ChatFormat:
         """
         names = self.tokenizer.list_control_tokens()
         for message in messages:
-            _check_text(message["content"])
+            check_text(message["content"], "the message")
             for name in names:
                 if name in message["content"]:
                     raise UserError(
@@ -127,15 +128,6 @@ def _choose(templates: Any) -> str | None:
         named = {t.get("name"): t.get("template") for t in templates if isinstance(t, dict)}
         templates = named.get("default")
     return templates if isinstance(templates, str) and templates else None
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"the message is not valid text at character {error.start} ({error.reason}); give UTF-8"
-        ) from None
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:

@@ -300,12 +300,7 @@ def encode_prompt(
     """
     if prompt is None:
         return [tokenizer.eod]
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{name} is not valid text at character {error.start} ({error.reason}); give UTF-8"
-        ) from None
+    check_text(prompt, name)
     ids = tokenizer.encode(prompt)
     if not ids:
         raise UserError(
@@ -318,6 +313,16 @@ def encode_prompt(
             f"{len(ids) - context} or more"
         )
     return ids
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise `UserError`, which says `name`, if a text from outside has what UTF-8 cannot write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{name} is not valid text at character {error.start} ({error.reason}); give UTF-8"
+        ) from None
 
 
 def stream_text(samples: Iterable[list[int]], tokenizer: Tokenizer) -> Iterator[str]:
