@@ -136,12 +136,8 @@ class _BlockTable:
             tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
         self._of = {key: np.asarray(values, dtype=float)[row] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[row]
-        self.rotary = float(
-            compute_rotary_bytes(
-                _with_sizes(config, 1, 1, 1, 1, "none").model,
-                _with_sizes(config, 1, 1, 1, 1, "none").train,
-            )
-        )
+        one_rank = _with_sizes(config, 1, 1, 1, 1, "none")
+        self.rotary = float(compute_rotary_bytes(one_rank.model, one_rank.train))
         division = count_blocks_per_rank(config, c)
         self.chunks = np.asarray(c.chunks, dtype=int)
         self.per_rank = {True: division.fullest, False: division.last}
