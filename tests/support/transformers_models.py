@@ -5,6 +5,8 @@ import zlib
 import torch
 from tolerances import assert_near
 
+from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.convert.huggingface.model_folder import export_model, import_model
 from megaframe.checkpoint.reshard import assemble_checkpoint
 from megaframe.checkpoint.shard_file import TensorBox
 from megaframe.checkpoint.train_state import make_initial_train_state
@@ -84,6 +86,16 @@ def assert_same_logits(checkpoint, folder):
     expected_logits = compute_exact_logits(folder)
     assert expected_logits.dtype is torch.float64
     assert_near(compute_own_logits(checkpoint), expected_logits, SUMS, sums=torch.float64)
+
+
+def assert_same_both_ways(folder, tmp_path):
+    """Assert that the model in a folder of transformers computes the same here, and again in
+    transformers from `tmp_path`/again, to which it is exported."""
+    checkpoint = import_model(folder, tmp_path / "own").checkpoint
+    assert_same_logits(checkpoint, folder)
+    with open_checkpoint(checkpoint) as opened:
+        export_model(opened, tmp_path / "again", "fp32")
+    assert_same_logits(checkpoint, tmp_path / "again")
 
 
 def make_random_checkpoint(folder, **model):

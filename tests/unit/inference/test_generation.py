@@ -111,6 +111,19 @@ def test_text_is_shown_as_soon_as_it_is_known():
     assert [(next(pieces), len(counts_asked)) for _ in range(2)] == [("a", 1), ("é", 3)]
 
 
+def record_lengths(stage):
+    """Have a stage record how many tokens each pass has. Returns that list, and what computed
+    passes before."""
+    lengths, passes = [], stage.compute_hidden
+
+    def compute_hidden(batch, **keys):
+        lengths.append(batch.tokens_BS.shape[1])
+        return passes(batch, **keys)
+
+    stage.compute_hidden = compute_hidden
+    return lengths, passes
+
+
 def sample_again(stage, start, tokens, context):
     """Return a greedy sample, computed again from all that the model sees for each token."""
     ids = list(start)
@@ -125,11 +138,7 @@ def test_keys_of_the_past_are_rotated_anew_where_a_sample_becomes_long(build):
     factors = {"short_factors": [1.0, 2.0], "long_factors": [3.0, 5.0]}
     scaling = {"kind": "longrope", "factor": 4.0, "original_length": 6, **factors}
     stage = build({"heads": 4, "hidden": 16, "rotary_scaling": scaling}).stage
-    lengths, passes = [], stage.compute_hidden
-    stage.compute_hidden = lambda batch, **keys: (
-        lengths.append(batch.tokens_BS.shape[1]),
-        passes(batch, **keys),
-    )[1]
+    lengths, passes = record_lengths(stage)
     options = {"sampling": SamplingOptions(), "stop": -1, "generator": torch.Generator()}
     *_, ids = sample(stage, [3, 1, 4], tokens=8, context=12, **options)
     assert lengths == [3, 1, 1, 1, 7, 1, 1, 1]
@@ -143,11 +152,7 @@ def test_a_sample_is_what_the_model_says_of_all_that_it_sees(mixer, build):
     with use_registry(Registry()):
         load_extensions(None, [f"run.extensions=[{ROOT / 'examples/gated_linear_attention.py'}]"])
         stage = build({"blocks": [{"mixer": {"window": 4}}, {"mixer": mixer}]}).stage
-        lengths, passes = [], stage.compute_hidden
-        stage.compute_hidden = lambda batch, **keys: (
-            lengths.append(batch.tokens_BS.shape[1]),
-            passes(batch, **keys),
-        )[1]
+        lengths, passes = record_lengths(stage)
         options = {"sampling": SamplingOptions(), "stop": -1, "generator": torch.Generator()}
         *_, ids = sample(stage, [3, 1, 4], tokens=12, context=9, **options)
     once, growing = [3, 1, 1, 1, 1, 1, 1], [3, 4, 5, 6, 7, 8, 9]

@@ -14,7 +14,7 @@ import pytest
 from family_configs import GLM_ROUTED, GROUPED, MODELS, OTHERS
 from slow_cases import mark_slow
 from transformers_models import (
-    assert_same_logits,
+    assert_same_both_ways,
     make_random_checkpoint,
     save_random_model,
 )
@@ -84,11 +84,7 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     from transformers import AutoConfig
 
     save_random_model(AutoConfig.for_model(name, **MODELS[name]), tmp_path / "theirs")
-    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "own").checkpoint
-    assert_same_logits(checkpoint, tmp_path / "theirs")
-    with open_checkpoint(checkpoint) as opened:
-        folders.export_model(opened, tmp_path / "again", "fp32")
-    assert_same_logits(checkpoint, tmp_path / "again")
+    assert_same_both_ways(tmp_path / "theirs", tmp_path)
     config = json.loads((tmp_path / "again/config.json").read_text())
     assert (config["model_type"], config["architectures"]) == (name, [FAMILIES[name].architecture])
 
@@ -105,11 +101,7 @@ def test_longrope_has_the_factors_of_the_samples_length(length, keys, tmp_path):
         rope_scaling={"type": "longrope", **factors, **keys},
     )
     save_random_model(config, tmp_path / "theirs")
-    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "own").checkpoint
-    assert_same_logits(checkpoint, tmp_path / "theirs")
-    with open_checkpoint(checkpoint) as opened:
-        folders.export_model(opened, tmp_path / "again", "fp32")
-    assert_same_logits(checkpoint, tmp_path / "again")
+    assert_same_both_ways(tmp_path / "theirs", tmp_path)
 
 
 def test_what_is_missing_or_null_is_what_transformers_makes_of_it():

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tolerances import assert_near
 from transformers_models import (
+    assert_same_both_ways,
     assert_same_logits,
     compute_exact_logits,
     compute_logits,
@@ -172,11 +173,7 @@ def test_yarn_has_the_same_factors_both_ways(kind, strengths, tmp_path):
     rope = {key: value for key, value in SCALED.items() if value is not None}
     config = make_config(kind, **YARN[kind], rope_parameters={**rope, **STRENGTHS[strengths]})()
     save_random_model(config, tmp_path / "theirs")
-    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints").checkpoint
-    assert_same_logits(checkpoint, tmp_path / "theirs")
-    with open_checkpoint(checkpoint) as opened:
-        folders.export_model(opened, tmp_path / "again", "fp32")
-    assert_same_logits(checkpoint, tmp_path / "again")
+    assert_same_both_ways(tmp_path / "theirs", tmp_path)
 
 
 def test_of_two_rotary_sections_the_one_that_transformers_takes_is_read(tmp_path):
