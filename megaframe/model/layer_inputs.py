@@ -26,7 +26,7 @@ from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.model.dropout import Dropout, DropoutKeys
-from megaframe.model.moe.choice import choose_experts
+from megaframe.model.moe.top_k import choose_experts
 from megaframe.model.rotary import Rotary
 from megaframe.ops.attention_local import attend_locally
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask

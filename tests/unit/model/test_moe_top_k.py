@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megaframe.config import MoEConfig
-from megaframe.model.moe.choice import choose_experts
+from megaframe.model.moe.top_k import choose_experts
 
 
 def find_experts(moe, scores):
