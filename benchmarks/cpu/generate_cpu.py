@@ -28,7 +28,7 @@ from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint
 from megaframe.checkpoint.shard_file import FileEntry, TensorBox
 from megaframe.checkpoint.train_state import make_initial_train_state
 from megaframe.data.microbatch import Microbatch
-from megaframe.inference.generation import SamplingOptions, load_stage, sample
+from megaframe.inference.generation import SampleRequest, SamplingOptions, load_stage, sample
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.pipeline_parallel.stage import Stage
 
@@ -68,15 +68,8 @@ def list_contenders(
     from transformers import AutoModelForCausalLM
 
     def with_cache() -> list[int]:
-        *_, ids = sample(
-            stage,
-            prompt,
-            tokens=tokens,
-            context=len(prompt) + tokens,
-            sampling=SamplingOptions(),
-            stop=-1,
-            generator=torch.Generator(),
-        )
+        request = SampleRequest(prompt, tokens, SamplingOptions(), 0, lambda ids: False)
+        *_, ids = sample(stage, request, context=len(prompt) + tokens)
         return ids
 
     def without_cache() -> list[int]:

@@ -27,9 +27,9 @@ Message = Mapping[str, str]
 """`role` (system, user, assistant) and `content`."""
 _RENDERER = Path(__file__).with_name("render_chat.py")
 """Run as a program, which imports jinja2 and nothing of this package."""
-_SECONDS, _WAIT = 2, 60.0
-"""Processor time of a template, which takes milliseconds, and seconds until its process is given up
-on a busy machine."""
+_SECONDS, _PER_SECOND, _WAIT = 2, 100, 30
+"""Processor time of a template, which takes milliseconds; the chats for which it gets a second
+more; and how many times as long its process is waited for on a busy machine."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -57,15 +57,15 @@ class ChatFormat:
         own = () if named is None else (named,)
         return frozenset((self.tokenizer.eod, *own, *self.settings.ends))
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of messages, and of the beginning of an answer.
+    def encode(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Return the ids of the messages of each chat, and of the beginning of an answer.
 
         Raises:
             UserError: If a message has the name of a control token, which would become one, or the
                 template fails, or takes too long.
         """
         names = self.tokenizer.list_control_tokens()
-        for message in messages:
+        for message in (message for chat in chats for message in chat):
             check_text(message["content"], "the message")
             for name in names:
                 if name in message["content"]:
@@ -73,22 +73,23 @@ class ChatFormat:
                         f"the message has {make_printable(name)}, the name of a control token; "
                         "write it in another way"
                     )
-        return self.tokenizer.encode_with_control_tokens(self.render(messages))
+        return [self.tokenizer.encode_with_control_tokens(text) for text in self.render(chats)]
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the text of messages; what is refused is that of `encode`."""
+    def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
+        """Return the text of each chat; what is refused is that of `encode`."""
         tokens = {key: self.settings.name_token(key) for key in _SPECIAL}
-        variables = {
+        shared = {
             **{key: token for key, token in tokens.items() if token is not None},
-            **{"messages": [dict(message) for message in messages], "tools": None},
-            **{"documents": None, "add_generation_prompt": True},
+            **{"tools": None, "documents": None, "add_generation_prompt": True},
         }
-        answer = _run({"template": self.template, "variables": variables})
+        variables = [{**shared, "messages": [dict(m) for m in chat]} for chat in chats]
+        seconds = _SECONDS + len(chats) // _PER_SECOND
+        answer = _run({"template": self.template, "variables": variables, "seconds": seconds})
         if "error" in answer:
             problem = make_printable(answer["error"])
             raise UserError(f"the chat template of {self.folder} fails: {problem}")
-        text: str = answer["text"]
-        return text
+        texts: list[str] = answer["texts"]
+        return texts
 
 
 def find_chat_format(name: str | None, tokenizer: Tokenizer) -> ChatFormat:
@@ -132,13 +133,13 @@ def _choose(templates: Any) -> str | None:
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     """Return what the process that renders answers."""
-    too_long = {"error": f"it takes more than {_SECONDS} s"}
+    too_long = {"error": f"it takes more than {request['seconds']} s"}
     try:
         done = subprocess.run(
             [sys.executable, "-I", str(_RENDERER)],
-            input=json.dumps({**request, "seconds": _SECONDS}).encode(),
+            input=json.dumps(request).encode(),
             capture_output=True,
-            timeout=_WAIT,
+            timeout=_WAIT * request["seconds"],
         )
     except subprocess.TimeoutExpired:
         return too_long

@@ -1,25 +1,21 @@
-"""Generation: loads a trained model from a checkpoint, without training state, and samples from it.
-
-The keys and values of tokens, or the states that they leave, are kept, so each token is computed
-once. Models with mixers from outside that keep neither, and samples that have grown beyond what the
-model sees, are computed again for every token.
-"""
+"""Generation: loads a trained model from a checkpoint, without training state, and samples from it,
+several texts at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megaframe.architecture.block import list_mixers
 from megaframe.architecture.spec import Box
 from megaframe.checkpoint import Checkpoint, Slice, StorePath, locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig
-from megaframe.data.microbatch import Microbatch
 from megaframe.data.token_file_record import (
     TokenizerRecord,
     check_same_tokenizer,
@@ -29,8 +25,8 @@ from megaframe.data.token_file_record import (
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.distributed.device import read_host_memory
 from megaframe.errors import UserError
+from megaframe.inference.sample_reader import SampleReader
 from megaframe.model.autotune import tune
-from megaframe.model.key_value_cache import KeyValueCache
 from megaframe.pipeline_parallel.stage import Stage, build_whole_model
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
@@ -207,81 +203,85 @@ class SamplingOptions:
         return int(ids[candidates][torch.multinomial(probabilities, 1, generator=generator)])
 
 
+@dataclass(frozen=True)
+class SampleRequest:
+    """A sample that is asked for.
+
+    Attributes:
+        start: The ids to continue.
+        tokens: Number of new ids, at most.
+        sampling: How each id is chosen.
+        seed: Of the choices.
+        is_complete: Says of all ids, after each new one, whether the sample ends with it.
+    """
+
+    start: Sequence[int]
+    tokens: int
+    sampling: SamplingOptions
+    seed: int
+    is_complete: Callable[[Sequence[int]], bool]
+
+
+class SampledIds(NamedTuple):
+    """A sample with one more id.
+
+    Attributes:
+        number: Of its request.
+        ids: All so far.
+        is_last: Whether it ends with the last of them.
+    """
+
+    number: int
+    ids: list[int]
+    is_last: bool
+
+
 @torch.no_grad()
-def sample(
-    stage: Stage,
-    start: Sequence[int],
-    *,
-    tokens: int,
-    context: int,
-    sampling: SamplingOptions,
-    stop: int,
-    generator: torch.Generator,
-) -> Iterator[list[int]]:
-    """Yield all ids so far after each new token, for at most `tokens` new ones or until `stop`.
+def sample_batch(
+    stage: Stage, requests: Sequence[SampleRequest], *, context: int, batch: int
+) -> Iterator[SampledIds]:
+    """Yield samples as each gets a new id.
+
+    A pass computes the next token of at most `batch` samples; when one ends, the next one begins. A
+    sample depends on no other, but for the rounding of sums.
 
     Args:
         stage: The whole model.
-        start: The ids to continue.
-        tokens: Number of new ids, at most.
+        requests: The samples, which begin in this order.
         context: Number of last ids that the model sees.
-        sampling: How each id is chosen.
-        stop: The id that ends the sample.
-        generator: Draws the choices, on the CPU.
+        batch: Samples at a time, at most.
     """
     head = stage.head
     assert head is not None, "the whole model has a head"
-    ids, reader = list(start), _SampleReader(stage, min(context, len(start) + tokens))
-    for _ in range(tokens):
-        hidden = reader.compute_last(ids[-context:], len(ids) > context)
-        ids.append(sampling.choose(head.compute_logits(hidden).cpu(), generator))
-        yield ids
-        if ids[-1] == stop:
-            return
+    reader, waiting = SampleReader(stage, context), deque(range(len(requests)))
+    growing: dict[int, list[int]] = {}
+    generators: dict[int, torch.Generator] = {}
+    while waiting or growing:
+        while waiting and len(growing) < batch:
+            number = waiting.popleft()
+            growing[number] = [*requests[number].start]
+            generators[number] = torch.Generator().manual_seed(requests[number].seed)
+        logits_BV = head.compute_logits(reader.compute_last(growing)).cpu()
+        for (number, ids), logits_V in zip([*growing.items()], logits_BV, strict=True):
+            request = requests[number]
+            ids.append(request.sampling.choose(logits_V, generators[number]))
+            is_full = len(ids) == len(request.start) + request.tokens
+            is_last = is_full or request.is_complete(ids)
+            if is_last:
+                del growing[number]
+            yield SampledIds(number, ids, is_last)
 
 
-class _SampleReader:
-    """Computes the stream of the last token of a sample that grows."""
+def sample(stage: Stage, request: SampleRequest, *, context: int) -> Iterator[list[int]]:
+    """Yield all ids of one sample so far, after each new one.
 
-    def __init__(self, stage: Stage, capacity: int) -> None:
-        """Read nothing yet.
-
-        Args:
-            stage: The whole model.
-            capacity: Most ids of the sample that the model sees at a time.
-        """
-        self._stage, self._device = stage, stage.parameters()[0].value.device
-        self._capacity = capacity
-        self._cache: KeyValueCache | None = KeyValueCache(len(stage.blocks), capacity)
-        rotations = (mixer.rotary for mixer in list_mixers(stage.config.model))
-        # Sample lengths above which keys are rotated otherwise, those of a cache too.
-        self._limits = {
-            rotary.scaling.original_length
-            for rotary in rotations
-            if rotary is not None and rotary.scaling.kind == "longrope"
-        }
-
-    def compute_last(self, ids: Sequence[int], has_moved: bool) -> Tensor:
-        """Return the stream [hidden] of the last of these ids.
-
-        Args:
-            ids: What the model sees: those of the call before with one more id.
-            has_moved: Whether the first ids of the sample are no longer seen, so that every
-                position is another than before.
-        """
-        cache = None if has_moved else self._cache
-        if cache is not None and any(cache.length <= n < len(ids) for n in self._limits):
-            cache = self._cache = KeyValueCache(len(self._stage.blocks), self._capacity)
-        new = ids if cache is None else ids[cache.length :]
-        tokens_1S = torch.tensor([new], device=self._device)
-        microbatch = Microbatch(tokens_1S, tokens_1S, tokens_1S.new_zeros(1))
-        if cache is not None and cache.length:
-            positions_1S = tokens_1S.new_full((1, 1), cache.length)
-            microbatch = replace(microbatch, positions_BS=positions_1S, whole=len(ids))
-        hidden = self._stage.compute_hidden(microbatch, cache=cache)[-1]
-        if cache is not None and not cache.advance(len(new)):
-            self._cache = None
-        return hidden
+    Args:
+        stage: The whole model.
+        request: The sample.
+        context: Number of last ids that the model sees.
+    """
+    for step in sample_batch(stage, [request], context=context, batch=1):
+        yield step.ids
 
 
 def encode_prompt(
@@ -325,18 +325,31 @@ def check_text(text: str, name: str) -> None:
         ) from None
 
 
-def stream_text(samples: Iterable[list[int]], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of a sample in pieces of whole characters, each as soon as it is known.
+class StreamedText(NamedTuple):
+    """The next part of a text, of whole characters.
+
+    Attributes:
+        number: Of the text.
+        text: The part.
+        is_last: Whether it is the end.
+    """
+
+    number: int
+    text: str
+    is_last: bool
+
+
+def stream_texts(samples: Iterable[SampledIds], tokenizer: Tokenizer) -> Iterator[StreamedText]:
+    """Yield the texts of samples in pieces, each as soon as it is known.
 
     Args:
-        samples: All ids so far, after each new one.
+        samples: What `sample_batch` yields.
         tokenizer: Of the run.
     """
-    printed = text = ""
-    for ids in samples:
+    printed: dict[int, str] = {}
+    for number, ids, is_last in samples:
         # Decode the whole text each time, because a token may be a part of a character.
         text = tokenizer.decode(ids)
-        if not text.endswith(_PARTIAL):
-            yield text[len(printed) :]
-            printed = text
-    yield text[len(printed) :]
+        if is_last or not text.endswith(_PARTIAL):
+            yield StreamedText(number, text[len(printed.get(number, "")) :], is_last)
+            printed[number] = text

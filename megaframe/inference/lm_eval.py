@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -20,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.inference.evaluation import Score, TokenSequence, score
-from megaframe.inference.generation import SamplingOptions, sample
+from megaframe.inference.generation import SampleRequest, SamplingOptions, sample_batch
 from megaframe.io.progress import Progress
 from megaframe.pipeline_parallel.stage import Stage
 
@@ -54,7 +53,7 @@ class HarnessModel(TemplateLM):
         stage: The model, as one stage.
         tokenizer: The tokenizer of its data.
         context: Tokens of a window.
-        batch: Windows that are scored at once.
+        batch: Windows that are scored, and texts that are generated, at once.
     """
 
     def __init__(self, stage: Stage, tokenizer: Tokenizer, *, context: int, batch: int) -> None:
@@ -108,7 +107,13 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each text up to the first stop string of the task or the end of document."""
-        return [self._generate(*request.args) for request in requests]
+        asked = [self._make_request(*request.args) for request in requests]
+        texts = [""] * len(asked)
+        for step in sample_batch(self._stage, asked, context=self._context, batch=self._batch):
+            if step.is_last:
+                (_, options), start = requests[step.number].args, asked[step.number].start
+                texts[step.number] = self._cut(step.ids, start, options)
+        return texts
 
     def _score(self, passages: list[TokenSequence]) -> list[Score]:
         context = self._context
@@ -122,28 +127,35 @@ class HarnessModel(TemplateLM):
                 report=progress.report,
             )
 
-    def _generate(self, prompt: str, options: Mapping[str, Any]) -> str:
-        ends = options.get("until") or []
-        ends = [ends] if isinstance(ends, str) else ends
+    def _make_request(self, prompt: str, options: Mapping[str, Any]) -> SampleRequest:
+        """Return what a task asks for: to continue a text up to the first stop string."""
         start = self._tokenizer.encode(prompt) or [self.eot_token_id]
-        num_prompt_characters, text = len(self._tokenizer.decode(start)), ""
         chance = options.get("do_sample", True) and float(options.get("temperature") or 0.0)
         top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
+        tokens = int(options.get("max_gen_toks", _MOST_GENERATED))
         sampling = SamplingOptions(chance or 0.0, top_k, top_p)
-        for ids in sample(
-            self._stage,
-            start,
-            tokens=int(options.get("max_gen_toks", _MOST_GENERATED)),
-            context=self._context,
-            sampling=sampling,
-            stop=self.eot_token_id,
-            generator=torch.Generator().manual_seed(0),
-        ):
-            text = self._tokenizer.decode(ids)[num_prompt_characters:]
-            ends_at = [text.index(end) for end in ends if end and end in text]
-            if ends_at:
-                return text[: min(ends_at)]
-        return text
+
+        def is_complete(ids: Sequence[int]) -> bool:
+            text = self._decode_new(ids, start)
+            return ids[-1] == self.eot_token_id or any(end in text for end in _list_ends(options))
+
+        return SampleRequest(start, tokens, sampling, 0, is_complete)
+
+    def _cut(self, ids: Sequence[int], start: Sequence[int], options: Mapping[str, Any]) -> str:
+        """Return what is new in a sample, up to the first stop string."""
+        text = self._decode_new(ids, start)
+        return text[
+            : min((text.index(end) for end in _list_ends(options) if end in text), default=None)
+        ]
+
+    def _decode_new(self, ids: Sequence[int], start: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)[len(self._tokenizer.decode(start)) :]
+
+
+def _list_ends(options: Mapping[str, Any]) -> list[str]:
+    """Return the stop strings of a task."""
+    ends = options.get("until") or []
+    return [end for end in ([ends] if isinstance(ends, str) else ends) if end]
 
 
 def evaluate_tasks(

@@ -27,11 +27,14 @@ from megaframe.inference.evaluation import (
     score,
 )
 from megaframe.inference.generation import (
+    SampledIds,
+    SampleRequest,
     SamplingOptions,
+    StreamedText,
     encode_prompt,
     load_run_tokenizer,
-    sample,
-    stream_text,
+    sample_batch,
+    stream_texts,
 )
 from megaframe.pipeline_parallel.stage import Stage
 
@@ -180,18 +183,56 @@ class Model:
         Raises:
             UserError: A number is out of range, or the prompt has too many tokens.
         """
-        how = SamplingOptions(temperature, top_k, top_p)
-        context, tokenizer = self.config.train.seq, self.tokenizer
-        ids = sample(
-            self.stage,
-            encode_prompt(tokenizer, prompt, context),
+        pieces = self.generate_batch(
+            [prompt],
             tokens=tokens,
-            context=context,
-            sampling=how,
-            stop=tokenizer.eod,
-            generator=torch.Generator().manual_seed(seed),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seeds=[seed],
+            report=report,
         )
-        return stream_text(_report_each(ids, tokens, report), tokenizer)
+        return (piece.text for piece in pieces)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | None],
+        *,
+        tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        seeds: Sequence[int] | None = None,
+        batch: int = 16,
+        report: Callable[[int, int], None] | None = None,
+    ) -> Iterator[StreamedText]:
+        """Yield texts in pieces of whole characters, each with the number of its prompt. A text is
+        the same as alone, up to the rounding of sums.
+
+        Args:
+            prompts: Texts to continue; None begins a new document.
+            tokens: New tokens of a text, at most; other arguments are those of `generate`.
+            temperature: Divides the scores; 0 takes the most likely token.
+            top_k: Sample among this many most likely tokens; 0: all.
+            top_p: Sample among the most likely tokens that have this probability together.
+            seeds: Of each prompt; default: 0 for each.
+            batch: Texts at a time, at most; when one ends, the next one begins.
+            report: Called after each new token with their number so far, and the most there can be.
+
+        Raises:
+            UserError: A number is out of range, or a prompt has too many tokens.
+        """
+        how, tokenizer = SamplingOptions(temperature, top_k, top_p), self.tokenizer
+        context, several = self.config.train.seq, len(prompts) > 1
+        names = [f"prompt {n}" if several else "prompt" for n in range(1, len(prompts) + 1)]
+        starts = [
+            encode_prompt(tokenizer, prompt, context, name)
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+        requests = self._make_requests(starts, tokens, how, seeds, (tokenizer.eod,))
+        samples = sample_batch(self.stage, requests, context=context, batch=batch)
+        most = tokens * len(prompts)
+        return stream_texts(_report_each(samples, most, report), tokenizer)
 
     @cached_property
     def chat_format(self) -> ChatFormat:
@@ -226,24 +267,75 @@ class Model:
         Raises:
             UserError: There is no chat template, it fails, or the messages have too many tokens.
         """
-        how, context = SamplingOptions(temperature, top_k, top_p), self.config.train.seq
-        start, ends = self.chat_format.encode(messages), self.chat_format.ends
-        if not 0 < len(start) < context:
-            raise UserError(
-                f"the chat has {len(start)} tokens, and the model sees {context} (train.seq); "
-                "begin a new one"
-            )
-        ids = sample(
-            self.stage,
-            start,
+        pieces = self.chat_batch(
+            [messages],
             tokens=tokens,
-            context=context,
-            sampling=how,
-            stop=self.tokenizer.eod,
-            generator=torch.Generator().manual_seed(seed),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seeds=[seed],
         )
-        answers = _take_until(ends, (so_far[len(start) :] for so_far in ids))
-        return stream_text(answers, self.tokenizer)
+        return (piece.text for piece in pieces)
+
+    def chat_batch(
+        self,
+        chats: Sequence[Sequence[Message]],
+        *,
+        tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        seeds: Sequence[int] | None = None,
+        batch: int = 16,
+        report: Callable[[int, int], None] | None = None,
+    ) -> Iterator[StreamedText]:
+        """Yield answers to several chats in pieces of whole characters, each with the number of its
+        chat.
+
+        Args:
+            chats: The messages of each, as `chat` takes them.
+            tokens: New tokens of an answer, at most; other arguments are those of
+                `generate_batch`.
+            temperature: Divides the scores; 0 takes the most likely token.
+            top_k: Sample among this many most likely tokens; 0: all.
+            top_p: Sample among the most likely tokens that have this probability together.
+            seeds: Of each chat; default: 0 for each.
+            batch: Answers at a time, at most.
+            report: Called after each new token with their number so far, and the most there can be.
+
+        Raises:
+            UserError: As for `chat`.
+        """
+        how, context = SamplingOptions(temperature, top_k, top_p), self.config.train.seq
+        ends, starts = self.chat_format.ends, self.chat_format.encode(chats)
+        for start in starts:
+            if not 0 < len(start) < context:
+                raise UserError(
+                    f"the chat has {len(start)} tokens, and the model sees {context} (train.seq); "
+                    "begin a new one"
+                )
+        requests = self._make_requests(starts, tokens, how, seeds, ends)
+        samples = sample_batch(self.stage, requests, context=context, batch=batch)
+        answers = (_cut_answer(each, starts[each.number], ends) for each in samples)
+        most = tokens * len(chats)
+        return stream_texts(_report_each(answers, most, report), self.tokenizer)
+
+    @staticmethod
+    def _make_requests(
+        starts: Sequence[Sequence[int]],
+        tokens: int,
+        how: SamplingOptions,
+        seeds: Sequence[int] | None,
+        ends: Collection[int],
+    ) -> list[SampleRequest]:
+        """Return a request for each start. Any of the ids `ends` ends its sample."""
+        seeds = [0] * len(starts) if seeds is None else seeds
+        if len(seeds) != len(starts):
+            raise UserError(f"seeds are {len(seeds)} for {len(starts)} texts; give one for each")
+        return [
+            SampleRequest(start, tokens, how, seed, lambda ids: ids[-1] in ends)
+            for start, seed in zip(starts, seeds, strict=True)
+        ]
 
     def _check(
         self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]], least: int
@@ -268,19 +360,18 @@ class Model:
         return Microbatch(tokens_BS.contiguous(), labels_BS.contiguous(), samples)
 
 
-def _take_until(ends: Collection[int], samples: Iterator[list[int]]) -> Iterator[list[int]]:
-    """Yield all ids so far after each new one, up to one that ends an answer."""
-    for ids in samples:
-        if ids[-1] in ends:
-            return
-        yield ids
+def _cut_answer(sampled: SampledIds, start: Sequence[int], ends: Collection[int]) -> SampledIds:
+    """Return the ids of an answer, without what it answers and without the id that ends it."""
+    answer = sampled.ids[len(start) :]
+    has_end = sampled.is_last and answer[-1] in ends
+    return sampled._replace(ids=answer[:-1] if has_end else answer)
 
 
 def _report_each(
-    samples: Iterator[list[int]], most: int, report: Callable[[int, int], None] | None
-) -> Iterator[list[int]]:
-    """Yield all ids so far after each new one, and report their number."""
-    for number, ids in enumerate(samples, 1):
-        yield ids
+    samples: Iterator[SampledIds], most: int, report: Callable[[int, int], None] | None
+) -> Iterator[SampledIds]:
+    """Yield samples as each gets a new id, and report the number of ids."""
+    for number, sampled in enumerate(samples, 1):
+        yield sampled
         if report is not None:
             report(number, most)

@@ -66,14 +66,15 @@ def render(template: str, variables: dict[str, Any]) -> str:
 
 
 def _main() -> None:
-    """Read {"template", "variables", "seconds"}, and write {"text"} or {"error"}. More seconds of
-    processor time end the process."""
+    """Read {"template", "variables", "seconds"}, where there are variables for each text, and write
+    {"texts"} or {"error"}. More seconds of processor time end the process."""
     given = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"], given["seconds"]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    answer: dict[str, Any]
     try:
-        answer = {"text": render(given["template"], given["variables"])}
+        answer = {"texts": [render(given["template"], each) for each in given["variables"]]}
     except MemoryError:
         answer = {"error": f"it takes more than {MEMORY >> 20:,} MiB of memory"}
     except Exception as error:  # a template can raise any

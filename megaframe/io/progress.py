@@ -28,6 +28,7 @@ class Progress:
         unit: What is counted.
         stream: Where lines go; standard error by default.
         is_shown: Whether lines are written while it lasts, and not only its speed at the end.
+        says_speed: Whether its speed is said at the end in a log, too.
         clock: Returns seconds.
     """
 
@@ -38,12 +39,13 @@ class Progress:
         stream: TextIO | None = None,
         *,
         is_shown: bool = True,
+        says_speed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._what, self._unit, self._clock = what, unit, clock
         self._stream = sys.stderr if stream is None else stream
         self._on_terminal = self._stream.isatty()
-        self._is_shown = is_shown
+        self._is_shown, self._says_speed = is_shown, says_speed
         self._begin = self._last = clock()
         self._done = 0
 
@@ -69,14 +71,15 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         """On a terminal, replace the line by the speed; after an error only remove it."""
-        if not self._on_terminal:
-            return
+        clear = _CLEAR * (self._is_shown and self._on_terminal)
         if kind is not None:
-            self._write(_CLEAR * self._is_shown)
+            self._write(clear)
+            return
+        if not (self._on_terminal or self._says_speed):
             return
         seconds = max(self._clock() - self._begin, 1e-9)
         text = f"{self._what}: {self._done:,} {self._unit} in {seconds:.1f} s"
-        self._write(f"{_CLEAR * self._is_shown}{text}, {self._done / seconds:,.0f} a second\n")
+        self._write(f"{clear}{text}, {self._done / seconds:,.0f} a second\n")
 
     def _write(self, text: str) -> None:
         self._stream.write(text)

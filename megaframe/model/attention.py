@@ -136,16 +136,16 @@ def attend_heads(
         sinks_N: A logit without a value in the softmax of each of this tensor rank's query heads;
             None for none.
         cache: Gets the keys and values. If it has others already, the queries are of the token
-            after them; None where all tokens of a sample are here.
+            after them, of each sample; None where all tokens of a sample are here.
 
     Returns:
         The outputs of the heads, [B * S, N * V].
     """
     if cache is not None:
         is_first = cache.length == 0
-        keys, values = cache.extend(key_BSGD, value_BSGV)
+        keys, values, seen = cache.extend(key_BSGD, value_BSGV)
         if not is_first:
-            return _attend_to_past(query_BSND, keys, values, scale, softcap, sinks_N)
+            return _attend_to_past(query_BSND, keys, values, seen, scale, softcap, sinks_N)
     # The two ways of context parallelism nest: heads are exchanged within a group of neighbours,
     # and the ring passes keys around between groups.
     shared = setup.context.scatter_heads(query_BSND, key_BSGD, value_BSGV)
@@ -168,14 +168,15 @@ def _attend_to_past(
     query_B1ND: Tensor,
     key_BTGD: Tensor,
     value_BTGV: Tensor,
+    seen: Tensor | None,
     scale: float,
     softcap: float | None,
     sinks_N: Tensor | None,
 ) -> Tensor:
-    """Compute the outputs of one token for all that it sees, [B, N * V]."""
+    """Compute the outputs of one token of each sample for all that it sees, [B, N * V]."""
     assert query_B1ND.shape[1] == 1, "after the first pass tokens come one by one"
     out_B1NV, lse_BN1 = attend(
-        query_B1ND, key_BTGD, value_BTGV, None, causal=False, scale=scale, softcap=softcap
+        query_B1ND, key_BTGD, value_BTGV, seen, causal=False, scale=scale, softcap=softcap
     )
     if sinks_N is not None:
         out_B1NV = out_B1NV.contiguous()

@@ -1,33 +1,64 @@
 """Keys and values of the tokens so far, or the states that they leave, so that generation computes
 each token once.
 
-The first pass has the whole prompt and fills the cache, each later one has the next token. A cache
-serves a model all of whose mixers fill it, which `advance` says after the first pass.
+The first pass has a whole prompt and fills the cache, each later one has the next token of every
+sample. Caches of prompts that were read apart are joined: samples end at the same place and begin
+at their own, so that a new token is added at one place, and what is before a sample is hidden. A
+cache serves a model all of whose mixers fill it, which `advance` says after the first pass.
 
-Shape legend: B samples, S new tokens, T tokens so far, G key/value heads, D and V their widths.
+Shape legend: B samples, S new tokens, T places so far, G key/value heads, D and V their widths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.parameters.parameter import Module
+
+
+@dataclass
+class CachedSamples:
+    """Where the samples of a cache are.
+
+    Attributes:
+        starts: The place at which each begins.
+        masks: What is hidden of the places of one pass, by the first and the last of them.
+    """
+
+    starts: list[int] = field(default_factory=list)
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def find_mask(self, first: int, end: int, device: torch.device) -> Tensor | None:
+        """Return which places from `first` to `end` are of each sample, bool [B, 1, 1, T]; None if
+        all are."""
+        if max(self.starts, default=0) <= first:
+            return None
+        if (first, end) not in self.masks:
+            starts_B = torch.tensor(self.starts, device=device)
+            places_T = torch.arange(first, end, device=device)
+            self.masks[first, end] = (places_T >= starts_B[:, None])[:, None, None]
+        return self.masks[first, end]
 
 
 class LayerCache:
     """The keys and values of one layer.
 
     Attributes:
-        length: Tokens so far.
+        length: Places so far.
     """
 
-    def __init__(self, capacity: int, window: int | None) -> None:
+    def __init__(self, samples: CachedSamples, window: int | None) -> None:
         self.length = 0
-        self._capacity, self._window = capacity, window
+        self._samples, self._window = samples, window
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def extend(self, key_BSGD: Tensor, value_BSGV: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, key_BSGD: Tensor, value_BSGV: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add the keys and values of new tokens.
 
         Args:
@@ -35,32 +66,54 @@ class LayerCache:
             value_BSGV: The values.
 
         Returns:
-            Those of all tokens that the last one sees, [B, T, G, D] and [B, T, G, V].
+            Those of all places that the last token may see, [B, T, G, D] and [B, T, G, V], and
+            which of them are of each sample, bool [B, 1, 1, T]; None if all are.
         """
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (
-                x.new_empty(x.shape[0], self._capacity, *x.shape[2:])
-                for x in (key_BSGD, value_BSGV)
-            )
         end = self.length + key_BSGD.shape[1]
-        self._keys[:, self.length : end] = key_BSGD
-        self._values[:, self.length : end] = value_BSGV
+        self._keys = _write(self._keys, self.length, key_BSGD)
+        self._values = _write(self._values, self.length, value_BSGV)
         self.length = end
-        seen = slice(0 if self._window is None else max(0, end - self._window), end)
-        return self._keys[:, seen], self._values[:, seen]
+        first = 0 if self._window is None else max(0, end - self._window)
+        mask = self._samples.find_mask(first, end, key_BSGD.device)
+        return self._keys[:, first:end], self._values[:, first:end], mask
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all places."""
+        assert self._keys is not None and self._values is not None, "the first pass fills it"
+        return self._keys[:, : self.length], self._values[:, : self.length]
+
+    def fill(self, samples: CachedSamples, keys: Tensor, values: Tensor) -> LayerCache:
+        """Return a cache of the same layer with these keys and values."""
+        other = LayerCache(samples, self._window)
+        other._keys, other._values, other.length = keys, values, keys.shape[1]
+        return other
+
+
+def _write(memory: Tensor | None, start: int, new: Tensor) -> Tensor:
+    """Return memory with new places from `start` on. It is half as long again when it has to grow,
+    so that a sample is copied a few times in all."""
+    end = start + new.shape[1]
+    if memory is None or memory.shape[1] < end:
+        larger = new.new_empty(new.shape[0], end + end // 2, *new.shape[2:])
+        if memory is not None:
+            larger[:, :start] = memory[:, :start]
+        memory = larger
+    memory[:, start:end] = new
+    return memory
 
 
 class StateCache:
     """What the tokens so far leave in a layer that passes a state from token to token.
 
     Attributes:
-        length: Tokens so far.
-        tensors: The state, by whatever names the layer gives; empty before the first token.
+        length: Places so far.
+        tensors: The state of each sample, by whatever names the layer gives; empty before the first
+            token.
     """
 
-    def __init__(self) -> None:
-        self.length = 0
-        self.tensors: dict[str, Tensor] = {}
+    def __init__(self, length: int = 0, tensors: dict[str, Tensor] | None = None) -> None:
+        self.length = length
+        self.tensors: dict[str, Tensor] = tensors or {}
 
     def replace(self, tokens: int, **tensors: Tensor) -> None:
         """Set the state after so many new tokens."""
@@ -72,24 +125,26 @@ class KeyValueCache:
     """The caches of all layers of a model.
 
     Attributes:
-        length: Tokens so far.
+        length: Places so far, of the longest sample.
     """
 
-    def __init__(self, layers: int, capacity: int) -> None:
+    def __init__(self, layers: int) -> None:
         """Make an empty cache.
 
         Args:
             layers: Number of mixers of the model.
-            capacity: Number of tokens, at most.
         """
         self.length = 0
-        self._layers, self._capacity = layers, capacity
+        self._layers = layers
+        self._samples = CachedSamples()
         self._caches: dict[Module, LayerCache] = {}
         self._states: dict[Module, StateCache] = {}
 
     def get(self, layer: Module, window: int | None) -> LayerCache:
         """Return that of a layer, whose tokens see this many, with themselves; None for all."""
-        return self._caches.setdefault(layer, LayerCache(self._capacity, window))
+        if layer not in self._caches:
+            self._caches[layer] = LayerCache(self._samples, window)
+        return self._caches[layer]
 
     def get_state(self, layer: Module) -> StateCache:
         """Return that of a layer that passes a state from token to token."""
@@ -99,6 +154,53 @@ class KeyValueCache:
         """End a pass of so many new tokens, and return whether every layer has added them. If not,
         a layer keeps nothing of the past, and the cache cannot be used."""
         self.length += tokens
+        self._samples.masks.clear()
         lengths = [cache.length for cache in self._caches.values()]
         lengths += [state.length for state in self._states.values()]
         return lengths == [self.length] * self._layers
+
+    def _get_size(self, sample: int) -> int:
+        """Return the number of tokens of a sample."""
+        starts = self._samples.starts
+        return self.length - (starts[sample] if starts else 0)
+
+
+def join_caches(parts: Sequence[tuple[KeyValueCache, Sequence[int]]]) -> KeyValueCache:
+    """Return one cache of samples of several caches of a model.
+
+    Args:
+        parts: Caches, and the samples that are taken of each, one after another; one may come
+            several times.
+    """
+    sizes = [cache._get_size(sample) for cache, samples in parts for sample in samples]
+    first, _ = parts[0]
+    joined = KeyValueCache(first._layers)
+    joined.length = max(sizes)
+    joined._samples.starts = [joined.length - size for size in sizes]
+    for layer, cache in first._caches.items():
+        keys, values = (
+            torch.cat(
+                [
+                    _align(part._caches[layer].read()[which], samples, joined.length)
+                    for part, samples in parts
+                ]
+            )
+            for which in (0, 1)
+        )
+        joined._caches[layer] = cache.fill(joined._samples, keys, values)
+    for layer, state in first._states.items():
+        tensors = {
+            name: torch.cat(
+                [part._states[layer].tensors[name][list(samples)] for part, samples in parts]
+            )
+            for name in state.tensors
+        }
+        joined._states[layer] = StateCache(joined.length, tensors)
+    return joined
+
+
+def _align(x_BT: Tensor, samples: Sequence[int], length: int) -> Tensor:
+    """Return the last places of samples, so many; zeros come before the first place."""
+    x_BT = x_BT[list(samples), max(0, x_BT.shape[1] - length) :]
+    missing = length - x_BT.shape[1]
+    return F.pad(x_BT, (0, 0) * (x_BT.dim() - 2) + (missing, 0)) if missing else x_BT

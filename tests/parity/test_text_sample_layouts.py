@@ -4,7 +4,6 @@ them."""
 from functools import cache
 
 import pytest
-import torch
 from bitwise import assert_same_losses
 from entry_runs import read_lines, read_losses, train
 from patience import PATIENCE
@@ -14,6 +13,7 @@ from megaframe.config import RunConfig
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.inference.generation import (
+    SampleRequest,
     SamplingOptions,
     allocate_parameters,
     encode_prompt,
@@ -99,10 +99,8 @@ def test_a_greedy_text_is_that_of_the_tool():
         parameter.value.copy_(values[parameter.spec.name])
     for prompt, text in zip(PROMPTS, TextSampler(config, mesh, train_step).sample(1), strict=True):
         start = encode_prompt(tokenizer, prompt or None, 32)
-        *_, ids = sample(
-            whole, start, tokens=9, context=32, sampling=SamplingOptions(), stop=tokenizer.eod,
-            generator=torch.Generator(),
-        )  # fmt: skip
+        greedy = SampleRequest(start, 9, SamplingOptions(), 0, lambda ids: ids[-1] == tokenizer.eod)
+        *_, ids = sample(whole, greedy, context=32)
         assert text.prompt + text.text == tokenizer.decode(ids)
 
 

@@ -12,7 +12,12 @@ from megaframe.checkpoint.shard_file import TensorBox
 from megaframe.checkpoint.train_state import make_initial_train_state
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.inference.generation import load_stage
+from megaframe.inference.generation import (
+    SampleRequest,
+    SamplingOptions,
+    load_stage,
+    sample_batch,
+)
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.ops.operator_mode import OperatorMode
 
@@ -45,6 +50,10 @@ def compute_logits(model):
     return model(TOKENS).logits
 
 
+PROMPTS, NEW_TOKENS = [[5, 1, 44, 7, 30, 2, 9], [8, 3, 60]], 8
+"""Prompts that are longer and shorter than windows, and the length of what follows."""
+
+
 class InFp64(OperatorMode):
     """Makes fp64 of what code asks for in fp32: transformers' norms, routers and rotary angles."""
 
@@ -66,11 +75,15 @@ def load_whole(folder, **options):
     return model.eval()
 
 
+def load_exact(folder):
+    """Return the model of transformers in a folder, which `InFp64` has compute in fp64."""
+    return load_whole(folder, dtype=torch.float64, experts_implementation="eager")
+
+
 def compute_exact_logits(folder):
     """Return the logits of a folder of transformers, computed in fp64."""
     with InFp64():
-        options = {"dtype": torch.float64, "experts_implementation": "eager"}
-        return compute_logits(load_whole(folder, **options))
+        return compute_logits(load_exact(folder))
 
 
 @torch.no_grad()
@@ -88,11 +101,28 @@ def assert_same_logits(checkpoint, folder):
     assert_near(compute_own_logits(checkpoint), expected_logits, SUMS, sums=torch.float64)
 
 
+def assert_same_texts(checkpoint, folder):
+    """Assert that both continue prompts with the same tokens, each the likeliest, in fp64: there
+    one prompt after the other, here together."""
+    with InFp64():
+        model = load_exact(folder)
+        model.generation_config.eos_token_id = None
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        expected = [model.generate(torch.tensor([p]), **options)[0].tolist() for p in PROMPTS]
+    _, stage = load_stage(checkpoint, precision="fp64")
+    greedy = SamplingOptions()
+    requests = [SampleRequest(p, NEW_TOKENS, greedy, 0, lambda ids: False) for p in PROMPTS]
+    context = max(map(len, expected))
+    steps = [*sample_batch(stage, requests, context=context, batch=len(PROMPTS))]
+    assert {step.number: step.ids for step in steps} == dict(enumerate(expected))
+
+
 def assert_same_both_ways(folder, tmp_path):
     """Assert that the model in a folder of transformers computes the same here, and again in
-    transformers from `tmp_path`/again, to which it is exported."""
+    transformers from `tmp_path`/again, to which it is exported; and writes the same texts."""
     checkpoint = import_model(folder, tmp_path / "own").checkpoint
     assert_same_logits(checkpoint, folder)
+    assert_same_texts(checkpoint, folder)
     with open_checkpoint(checkpoint) as opened:
         export_model(opened, tmp_path / "again", "fp32")
     assert_same_logits(checkpoint, tmp_path / "again")

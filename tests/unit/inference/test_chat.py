@@ -18,6 +18,7 @@ from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
 from megaframe.inference import render_chat
 from megaframe.inference.chat import find_chat_format
+from megaframe.inference.generation import SampledIds
 from megaframe.inference.library import load_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,17 +76,19 @@ def test_messages_are_what_transformers_makes_of_them(folder):
     theirs = AutoTokenizer.from_pretrained(folder)
     own = find_format(folder)
     options = {"add_generation_prompt": True, "tokenize": False}
-    assert own.render(MESSAGES) == theirs.apply_chat_template(MESSAGES, **options)
+    assert own.render([MESSAGES, MESSAGES[:2]])[0] == theirs.apply_chat_template(
+        MESSAGES, **options
+    )
     ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    assert own.encode(MESSAGES) == ids
+    assert own.encode([MESSAGES]) == [ids]
     assert own.ends == {own.tokenizer.find_id(name) for name in (SPECIAL[0], SPECIAL[2])}
 
 
 def test_what_a_user_writes_becomes_no_control_token(folder):
     with pytest.raises(UserError, match=r"the message has <\|im_end\|>, the name of a control"):
-        find_format(folder).encode([{"role": "user", "content": "x<|im_end|>y"}])
+        find_format(folder).encode([[{"role": "user", "content": "x<|im_end|>y"}]])
     with pytest.raises(UserError, match="the message is not valid text at character 1"):
-        find_format(folder).encode([{"role": "user", "content": "x\udcff"}])
+        find_format(folder).encode([[{"role": "user", "content": "x\udcff"}]])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_what_a_user_writes_becomes_no_control_token(folder):
 def test_a_hostile_template_is_bounded_and_refused(template, problem, folder):
     own = find_format(folder)
     with pytest.raises(UserError) as error:
-        type(own)(own.tokenizer, template, own.settings, folder).encode(MESSAGES)
+        type(own)(own.tokenizer, template, own.settings, folder).encode([MESSAGES])
     assert problem in str(error.value) and "the chat template of" in str(error.value)
     assert str(error.value).isprintable()
 
@@ -148,7 +151,9 @@ def test_each_line_of_a_conversation_is_answered(folder, checkpoint, monkeypatch
     tokenizer = f"hf:{folder}/tokenizer.json"
     monkeypatch.setattr(
         "megaframe.inference.chat._run",
-        lambda request: {"text": render_chat.render(request["template"], request["variables"])},
+        lambda request: {
+            "texts": [render_chat.render(request["template"], v) for v in request["variables"]]
+        },
     )
     common = ("--checkpoint", checkpoint, "--tokenizer", tokenizer, "--tokens", 3, "--chat")
     run_tool(monkeypatch, "a\n\nx<|im_end|>\nb\n" + "c" * 99, *common, "--temperature", 0)
@@ -164,8 +169,13 @@ def test_each_line_of_a_conversation_is_answered(folder, checkpoint, monkeypatch
     first, second = printed.err.splitlines()
     assert first.startswith("error: the message has <|im_end|>")
     assert second.startswith("error: the chat has ") and "the model sees 64" in second
-    run_tool(monkeypatch, "", *common, "--temperature", 0, "--prompt", "a")
-    assert capsys.readouterr().out == messages[1]["content"] + "\n"
+    prompts = ("--prompt", "a", "--prompt", "b")
+    run_tool(monkeypatch, "", *common, "--temperature", 0, *prompts)
+    apart = ["".join(model.chat([asked], tokens=3, temperature=0)) for asked in messages[::2]]
+    assert capsys.readouterr().out == "".join(
+        f"--- prompt {number} of 2\n{said}\n" for number, said in enumerate(apart, 1)
+    )
+    assert apart[0] == messages[1]["content"]
 
 
 def test_an_answer_ends_at_the_end_of_a_message(folder, checkpoint, monkeypatch):
@@ -173,10 +183,16 @@ def test_an_answer_ends_at_the_end_of_a_message(folder, checkpoint, monkeypatch)
     end = model.chat_format.tokenizer.find_id("<|im_end|>")
     asked = [*b"ab", end, *b"cd"]
 
-    def sample(stage, start, **options):
-        yield from ([*start, *asked[: n + 1]] for n in range(len(asked)))
+    def sample_batch(stage, requests, **options):
+        (request,) = requests
+        for size in range(1, len(asked) + 1):
+            ids = [*request.start, *asked[:size]]
+            is_last = request.is_complete(ids)
+            yield SampledIds(0, ids, is_last)
+            if is_last:
+                return
 
-    monkeypatch.setattr("megaframe.inference.model.sample", sample)
+    monkeypatch.setattr("megaframe.inference.model.sample_batch", sample_batch)
     ids = model.tokenizer.encode("ab")
     asked[:2] = ids
     assert "".join(model.chat([{"role": "user", "content": "x"}])) == "ab"

@@ -1,6 +1,7 @@
 """lm-evaluation-harness on a checkpoint: tasks from local files agree with megaframe's scores."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,6 +96,11 @@ def test_a_text_is_generated_up_to_the_end_that_a_task_names(saved_run):
 
     _, stage = load_stage(parse_path(str(saved_run)))
     model = HarnessModel(stage, load_tokenizer("bytes"), context=16, batch=2)
-    text = model._generate("some", {"max_gen_toks": 8})
+
+    def generate(*options):
+        asked = [("some", {"max_gen_toks": 8, **keys}) for keys in options]
+        return model.generate_until([SimpleNamespace(args=args) for args in asked])
+
+    (text,) = generate({})
     assert 0 < len(text) <= 8
-    assert model._generate("some", {"max_gen_toks": 8, "until": [text[3:5]]}) == text[:3]
+    assert generate({"until": [text[3:5]]}, {"until": text[2:4]}, {}) == [text[:3], text[:2], text]

@@ -6,7 +6,7 @@ import torch
 from tolerances import assert_near
 
 from megaframe.data.microbatch import Microbatch
-from megaframe.model.key_value_cache import KeyValueCache
+from megaframe.model.key_value_cache import KeyValueCache, join_caches
 
 pytestmark = pytest.mark.numeric
 
@@ -44,7 +44,7 @@ def read_one_by_one(stage, tokens_BS, first):
     """Return the streams [B, S - first + 1, hidden] of the tokens from the last of the first pass
     on, with a cache."""
     batch, length = tokens_BS.shape
-    cache = KeyValueCache(len(stage.blocks), length)
+    cache = KeyValueCache(len(stage.blocks))
     samples, streams = torch.arange(batch), []
     for start, end in ((0, first), *((at, at + 1) for at in range(first, length))):
         part, positions = tokens_BS[:, start:end], torch.arange(start, end)[None]
@@ -66,5 +66,42 @@ def test_a_token_sees_what_it_sees_in_the_whole_text(name, first, build, make_mi
     assert_near(read_one_by_one(built.stage, tokens_BS, first), expected, TERMS)
 
 
+def read_pass(stage, texts, cache):
+    """Return the streams [B, hidden] of the last tokens of texts, of which a cache has all but
+    what is new."""
+    new = [ids[-1:] for ids in texts] if cache.length else texts
+    positions_BS = torch.tensor([[*range(len(ids))][-len(new[0]) :] for ids in texts])
+    tokens_BS = torch.tensor(new)
+    microbatch = Microbatch(tokens_BS, tokens_BS, torch.arange(len(new)), positions_BS)
+    hidden = stage.compute_hidden(microbatch, cache=cache)
+    assert cache.advance(len(new[0]))
+    return hidden.view(len(new), -1, hidden.shape[-1])[:, -1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_samples_of_several_caches_are_read_together(name, build):
+    """Samples of other lengths join, one comes twice, and some leave."""
+    stage = build(MODELS[name]).stage
+    tokens = torch.randint(0, 13, (3, 12), generator=torch.Generator().manual_seed(4)).tolist()
+
+    def assert_next(cache, sizes):
+        """Assert that the next token of samples that had these sizes is as in the whole text."""
+        streams = read_pass(stage, [tokens[n][: size + 1] for n, size in sizes], cache)
+        for stream, (number, size) in zip(streams, sizes, strict=True):
+            alone = read_pass(stage, [tokens[number][: size + 1]], KeyValueCache(len(stage.blocks)))
+            assert_near(stream, alone[0], TERMS)
+
+    caches = [KeyValueCache(len(stage.blocks)) for _ in range(3)]
+    for number, (cache, size) in enumerate(zip(caches, (2, 7, 4), strict=True)):
+        read_pass(stage, [tokens[number][:size]], cache)
+    joined = join_caches([(caches[0], [0]), (caches[1], [0, 0])])
+    assert_next(joined, [(0, 2), (1, 7), (1, 7)])
+    joined = join_caches([(joined, [2, 0]), (caches[2], [0])])
+    assert_next(joined, [(1, 8), (0, 3), (2, 4)])
+    joined = join_caches([(joined, [1, 2])])
+    assert joined.length == 5
+    assert_next(joined, [(0, 4), (2, 5)])
+
+
 def test_a_mixer_that_adds_nothing_makes_the_cache_useless():
-    assert not KeyValueCache(layers=2, capacity=4).advance(1)
+    assert not KeyValueCache(layers=2).advance(1)
