@@ -23,7 +23,7 @@ from megaframe.training.layer_check import (
     Lie,
     find_lies,
     is_measured,
-    list_parts,
+    list_described_parts,
     measure_layers,
 )
 from megaframe.training.layer_check.layouts import (
@@ -86,7 +86,7 @@ def check_descriptions(layouts: Sequence[CheckedLayout], pool: RankPool) -> list
             lies_by_part[name] = lies_by_part.get(name, 0) + 1
             lies[f"X {layout.name}: {lie}"] = None
     table = Table("layer", "description", "parameters", "", box=None, pad_edge=False)
-    for part in list_parts(layouts[0].config):
+    for part in list_described_parts(layouts[0].config.model, layouts[0].config.train):
         size = sum(spec.size for spec in part.specs)
         wrong = lies_by_part.get(part.name, 0)
         right = "measured" if is_measured(part.description) else "exact"

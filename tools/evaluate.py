@@ -92,7 +92,11 @@ def _on_texts(
     if arguments.data_split:
         data = divide_for_evaluation(config.data, tuple(arguments.data_split))
         config = config.model_copy(update={"data": data})
-    sources = read_split(config, split, tokenizer, record) if split else ()
+    sources = (
+        read_split(config.model, config.train, config.data, split, tokenizer, record)
+        if split
+        else ()
+    )
     for name, passage in chain(files, sources):
         with Progress(name) as progress:
             (text_score,) = score(

@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.config import RunConfig, dump
+from megaframe.config import dump
 from megaframe.errors import UserError, explain_failed_write, report_errors
 from megaframe.extensions import load_with_extensions
-from megaframe.hardware.cluster import DEFAULT, Cluster, list_cluster_names, load_cluster
+from megaframe.hardware.cluster import DEFAULT, list_cluster_names, load_cluster
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
-from megaframe.planner.candidates import SEARCHED_KEYS, FixedKeys
+from megaframe.planner.candidates import SEARCHED_KEYS, SearchSpace
 from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.fit import suggest_changes
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate, search
@@ -42,54 +42,34 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What is planned.
-
-    Attributes:
-        fixed: Layout keys given on the command line, which a search must keep.
-    """
-
-    config: RunConfig
-    gpus: int
-    cluster: Cluster
-    constants: Constants
-    fixed: FixedKeys
-
-
 def main() -> None:
     """Print the plan as text or JSON, and write the files that were asked for."""
     arguments = parse_arguments()
     with report_errors():
-        request = parse_request(arguments)
+        space = parse_space(arguments)
+        constants = get_cluster_constants(space.cluster)
         result = None
         if arguments.search:
-            result = search(
-                request.config,
-                request.gpus,
-                request.cluster,
-                request.constants,
-                request.fixed,
-            )
+            result = search(space, constants)
             choice = result.best
         else:
-            choice = predict_layout(request)
+            choice = predict_layout(space, constants)
         if arguments.dry_run:
             run_dry_run(choice, arguments.rank, as_json=arguments.json)
             return
         if arguments.json:
-            print(json.dumps(plan_record(request, choice, result), indent=1))
+            print(json.dumps(plan_record(space, choice, result), indent=1))
         else:
-            print_plan(request, choice, result)
+            print_plan(space, constants, choice, result)
         if arguments.write:
             write_config(Path(arguments.write), choice)
         if arguments.html:
             from megaframe.planner.plan_page import write_page
 
-            write_page(Path(arguments.html), choice, result, request.cluster, request.constants)
+            write_page(Path(arguments.html), choice, result, space.cluster, constants)
 
 
-def parse_request(arguments: argparse.Namespace) -> PlanRequest:
+def parse_space(arguments: argparse.Namespace) -> SearchSpace:
     """Return what a command line asks for.
 
     Raises:
@@ -120,29 +100,32 @@ def parse_request(arguments: argparse.Namespace) -> PlanRequest:
         for name in SEARCHED_KEYS:
             if f"{keys}.{name}" in given_keys and getattr(section, name) is not None:
                 fixed[name] = getattr(section, name)
-    return PlanRequest(config, gpus, cluster, get_cluster_constants(cluster), fixed)
+    return SearchSpace(config, gpus, cluster, fixed)
 
 
-def predict_layout(request: PlanRequest) -> LayoutChoice:
+def predict_layout(space: SearchSpace, constants: Constants) -> LayoutChoice:
     """Return the config's own layout with its prediction."""
-    config, gpus = request.config, request.gpus
+    config, gpus = space.config, space.gpus
     validate_config(config, gpus, data=False)
     layout = Layout.from_parallel(config.parallel, gpus)
-    config = resolve_recompute_blocks(config, layout, request.cluster.chip)
-    return LayoutChoice(config, layout, predict(config, layout, request.cluster, request.constants))
+    config = resolve_recompute_blocks(config, layout, space.cluster.chip)
+    return LayoutChoice(config, layout, predict(config, layout, space.cluster, constants))
 
 
-def print_plan(request: PlanRequest, choice: LayoutChoice, result: SearchResult | None) -> None:
+def print_plan(
+    space: SearchSpace, constants: Constants, choice: LayoutChoice, result: SearchResult | None
+) -> None:
     """Print the plan: words first, tables second.
 
     Args:
-        request: What was asked for.
+        space: The run and the GPUs that were asked for.
+        constants: What kernels and collectives reach there.
         choice: The layout.
         result: The search that found it; None if the layout was given.
     """
-    console, cluster = Console(highlight=False, soft_wrap=True), request.cluster
+    console, cluster = Console(highlight=False, soft_wrap=True), space.cluster
     console.print(
-        f"[bold]{request.gpus} GPUs ({cluster.chip.name}) of {cluster.name}, {choice.layout}[/bold]"
+        f"[bold]{space.gpus} GPUs ({cluster.chip.name}) of {cluster.name}, {choice.layout}[/bold]"
     )
     if result is not None:
         for line in describe_decision(result, cluster):
@@ -152,7 +135,7 @@ def print_plan(request: PlanRequest, choice: LayoutChoice, result: SearchResult 
             console.print(line)
         if not choice.prediction.fits:
             console.print("[bold]Instead[/bold]")
-            for line in suggest_changes(choice.config, request.gpus, cluster, request.constants):
+            for line in suggest_changes(replace(space, config=choice.config, fixed={}), constants):
                 console.print(f"  {line}")
     for line in choice.prediction.reasons:
         console.print(f"  - {line}")
@@ -192,19 +175,19 @@ def _make_choices_table(result: SearchResult) -> Table:
 
 
 def plan_record(
-    request: PlanRequest, choice: LayoutChoice, result: SearchResult | None
+    space: SearchSpace, choice: LayoutChoice, result: SearchResult | None
 ) -> dict[str, object]:
     """Return the plan for JSON.
 
     Args:
-        request: What was asked for.
+        space: The run and the GPUs that were asked for.
         choice: The layout.
         result: The search that found it; None if the layout was given.
     """
     prediction = choice.prediction
     record: dict[str, object] = {
-        "cluster": request.cluster.name,
-        "gpus": request.gpus,
+        "cluster": space.cluster.name,
+        "gpus": space.gpus,
         "layout": select_layout_keys(choice),
         "memory_bytes": dict(prediction.memory_bytes),
         "host_bytes": prediction.host_bytes,
@@ -220,8 +203,8 @@ def plan_record(
     if result is not None:
         record["considered"] = len(result.candidates)
         record["seconds"] = result.seconds
-        record["decision"] = list(describe_decision(result, request.cluster))
-        record["alternatives"] = list(describe_alternatives(result, request.cluster))
+        record["decision"] = list(describe_decision(result, space.cluster))
+        record["alternatives"] = list(describe_alternatives(result, space.cluster))
         record["choices"] = [
             {
                 "layout": select_layout_keys(ranked),

@@ -125,7 +125,7 @@ def make_config(
 def simulate_schedule(config: RunConfig, comm: float) -> tuple[Schedule, Timeline]:
     """Return the schedule of a step of `config`, and its simulation with the emulated times."""
     schedule = build_step_schedule(config, config.train.global_batch)
-    costs = replace(compute_stage_costs(config, plan_stages(config)), comm=comm)
+    costs = replace(compute_stage_costs(config.model, config.train, plan_stages(config)), comm=comm)
     return schedule, simulate(schedule, costs)
 
 

@@ -37,7 +37,7 @@ from megaframe.planner.data_parallel_times import (
 from megaframe.planner.layer_times import estimate_block_times, estimate_head_times
 from megaframe.planner.layout_sizes import make_layout_sizes
 from megaframe.planner.machine import Machine
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 
 RANKS = (64, 256, 1024, 4096, 16384)
 LATENCIES = (5.0, 10.0, 20.0, 50.0)
@@ -158,8 +158,10 @@ def simulate(
     software = replace(shipped.software, exchange_in_steps=variant.in_steps)
     constants = replace(shipped, software=software)
     config = resolve_bucket_size(config, layout, cluster)
-    machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
-    counts = count_parameters(config, layout, plan_stages(config))
+    machine = Machine(
+        config, cluster, constants, make_layout_sizes(config.parallel, config.train, layout)
+    )
+    counts = count_rank_parameters(config.model, config.train, layout, plan_stages(config))
     halves = [*zip(counts.split[1::2], counts.split[::2], strict=True)]
     least = config.parallel.bucket_size
     groups = group_blocks_into_buckets(halves, 1 if least == "auto" else least)

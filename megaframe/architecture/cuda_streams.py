@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megaframe.architecture.attention import count_exchanging_ranks
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS, resolve_axis_sizes
 
@@ -24,13 +26,12 @@ def count_streams(config: RunConfig, world: int) -> int | None:
     if config.parallel.auto:
         return None
     copies = _COPIES + _OFFLOAD * (config.train.offload + config.optim.offload)
-    return 1 + copies + count_communicators(config, world)
+    return 1 + copies + count_communicators(config.model, config.parallel, world)
 
 
-def count_communicators(config: RunConfig, world: int) -> int:
+def count_communicators(model: ModelConfig, parallel: ParallelConfig, world: int) -> int:
     """Return how many communicators a rank is in at most. The sizes of the axes need not form a
     layout, because this is asked before a config is checked."""
-    parallel, model = config.parallel, config.model
     sizes = dict(resolve_axis_sizes(parallel, world)[0])
     sizes["data_shard"] = sizes["data"] // parallel.data_replicate
     sizes["expert_shard"] = world  # not known without a layout

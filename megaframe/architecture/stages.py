@@ -106,7 +106,7 @@ def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
             for layer in range(config.model.layers)
         )
         sums = tuple(twice * work.forward + work.backward + work.weight for work in works)
-        end = compute_output_work(config)
+        end = compute_output_work(config.model, config.train)
         layers = divide_blocks(sums, end.forward + end.backward + end.weight, stages)
     plans, start = [], 0
     for stage_index, count in enumerate(layers):
@@ -161,16 +161,15 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     return tuple(reversed(counts))
 
 
-def compute_stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
+def compute_stage_costs(
+    model: ModelConfig, train: TrainConfig, plans: Sequence[StagePlan]
+) -> ActionCosts:
     """Return the modelled work of F, B and W of every stage, in FLOPs per token.
 
     Only the ratios matter.
     """
-    end = compute_output_work(config)
-    works = [
-        [compute_block_work(config.model, config.train, layer) for layer in plan.blocks]
-        for plan in plans
-    ]
+    end = compute_output_work(model, train)
+    works = [[compute_block_work(model, train, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
     return ActionCosts(
         forward=tuple(sum(b.forward for b in of) + end.forward * plan.last for plan, of in stages),
@@ -207,19 +206,18 @@ def compute_block_work(model: ModelConfig, train: TrainConfig, layer: int) -> Pa
     return PassWork(matrices + keys, matrices + 2 * keys, matrices)
 
 
-def compute_output_work(config: RunConfig) -> PassWork:
+def compute_output_work(model: ModelConfig, train: TrainConfig) -> PassWork:
     """Return the work after the last block.
 
     The head computes its gradients in the forward pass, so all of its work counts as forward. Each
     predictor adds the head once more, a matrix and a block.
     """
-    model = config.model
-    head = 3 * _compute_head_flops(config.model)
+    head = 3 * _compute_head_flops(model)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         join = 2.0 * describe_predictor(model, depth).join.elements
-        block = compute_block_work(config.model, config.train, model.layers + depth)
-        recomputed = block.forward + join if config.train.recompute == "full" else 0.0
+        block = compute_block_work(model, train, model.layers + depth)
+        recomputed = block.forward + join if train.recompute == "full" else 0.0
         forward += head + block.forward + join
         backward += block.backward + join + recomputed
         weight += block.weight + join

@@ -20,7 +20,7 @@ from megaframe.checkpoint.stores.store import (
     parse_path,
     store_of,
 )
-from megaframe.config import RunConfig
+from megaframe.config import CheckpointConfig, RunSection
 from megaframe.config.load import load_from_run
 from megaframe.errors import UserError
 from megaframe.io.run_files import CONFIG_FILE
@@ -164,10 +164,10 @@ def _print_warning(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def resolve_checkpoint_folder(config: RunConfig) -> StorePath:
+def resolve_checkpoint_folder(run: RunSection, checkpoint: CheckpointConfig) -> StorePath:
     """Return the folder in which a run saves its checkpoints."""
-    folder = config.checkpoint.folder
-    return Path(config.run.dir) / RUN_SUBFOLDER if folder is None else parse_path(folder)
+    folder = checkpoint.folder
+    return Path(run.dir) / RUN_SUBFOLDER if folder is None else parse_path(folder)
 
 
 def find_checkpoint(
@@ -267,7 +267,7 @@ def _list_candidate_folders(path: StorePath) -> Iterator[StorePath]:
     if isinstance(path, Path) and (path / CONFIG_FILE).is_file():
         run = load_from_run(path, _LOCATION_KEYS)
         if run.checkpoint.folder is not None:
-            saved = resolve_checkpoint_folder(run)
+            saved = resolve_checkpoint_folder(run.run, run.checkpoint)
             if isinstance(saved, Path):
                 yield saved
             else:

@@ -33,7 +33,7 @@ from megaframe.checkpoint.folder import RUN_SUBFOLDER, list_checkpoints, step_of
 from megaframe.checkpoint.stores.memory_folder import MemoryFolder
 from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter, PeerRanks, find_nodes
 from megaframe.checkpoint.stores.peer_memory_load import PeerMemoryCheckpoint, open_peer_memory
-from megaframe.config import RunConfig
+from megaframe.config import CheckpointConfig, RunConfig, RunSection
 from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_json
@@ -55,7 +55,7 @@ class CheckpointManager:
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
         self._run_folder = Path(config.run.dir)
-        self.root = resolve_checkpoint_folder(config)
+        self.root = resolve_checkpoint_folder(config.run, config.checkpoint)
         self._memory_group: Group | None = None
         self._memory_folder: MemoryFolder | None = None
         self._writer: CheckpointWriter | None = None
@@ -315,22 +315,22 @@ class CheckpointManager:
         return shared_id
 
 
-def list_written_folders(config: RunConfig) -> dict[str, StorePath]:
+def list_written_folders(run: RunSection, checkpoint: CheckpointConfig) -> dict[str, StorePath]:
     """Return the folders that a run writes and no other run may, by config key.
 
     Raises:
         UserError: If the folder of checkpoints in the run folder is a link, by which a run folder
             of somebody else would delete another run's checkpoints.
     """
-    own = Path(config.run.dir) / RUN_SUBFOLDER
-    if config.checkpoint.folder is None and own.is_symlink():
+    own = Path(run.dir) / RUN_SUBFOLDER
+    if checkpoint.folder is None and own.is_symlink():
         raise UserError(
             f"{own} is a link, and links in a run folder are not followed; set "
             f"checkpoint.folder={os.path.realpath(own)} if checkpoints belong there"
         )
-    folders: dict[str, StorePath] = {"run.dir": Path(config.run.dir)}
-    if config.checkpoint.every:
-        folders["checkpoint.folder"] = resolve_checkpoint_folder(config)
+    folders: dict[str, StorePath] = {"run.dir": Path(run.dir)}
+    if checkpoint.every:
+        folders["checkpoint.folder"] = resolve_checkpoint_folder(run, checkpoint)
     return folders
 
 

@@ -24,7 +24,7 @@ from megaframe.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from megaframe.checkpoint.starting_weights import StartingWeights, write_starting_weights
 from megaframe.checkpoint.stores.store import StorePath
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.errors import UserError
 from megaframe.model.model_chunk import list_model_specs
@@ -116,7 +116,7 @@ def select_layers(
     if not 0 < len(layers) <= _MAX_LAYERS:
         raise UserError(f"--layers: {len(layers)} layers; give 1 to {_MAX_LAYERS}")
     model, notes = _select(run.model, layers)
-    new = _check(run, model, checkpoint)
+    new = _check(run.train, run.data, model, checkpoint)
     origins = [*layers, *range(run.model.layers, run.model.layers + model.mtp_depth)]
 
     def find_origin(name: str) -> str:
@@ -150,7 +150,7 @@ def grow_vocabulary(checkpoint: Checkpoint, target: StorePath, vocab: int) -> St
     old = run.model.vocab or 0
     if vocab <= old:
         raise UserError(f"--vocab={vocab}: {checkpoint.path} has a vocabulary of {old}; give more")
-    new = _check(run, _change(run.model, {"vocab": vocab}), checkpoint)
+    new = _check(run.train, run.data, _change(run.model, {"vocab": vocab}), checkpoint)
     specs = list_model_specs(new)
     before = {spec.name: spec.shape for spec in list_model_specs(run)}
     grown = {spec.name for spec in specs if spec.shape != before[spec.name]}
@@ -215,9 +215,11 @@ def _change(model: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
     return ModelConfig.model_validate({**model.model_dump(exclude_unset=True), **changes})
 
 
-def _check(run: RunConfig, model: ModelConfig, checkpoint: Checkpoint) -> RunConfig:
+def _check(
+    train: TrainConfig, data: DataConfig, model: ModelConfig, checkpoint: Checkpoint
+) -> RunConfig:
     """Return the config of a changed model, or raise what is wrong with it."""
-    new = RunConfig(model=model, data=run.data, train=run.train)
+    new = RunConfig(model=model, data=data, train=train)
     if mistakes := find_mistakes(new, 1, data=False):
         raise UserError(f"{checkpoint.path}: {mistakes[0]}")
     return new

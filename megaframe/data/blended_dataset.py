@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megaframe.config.model import ModelConfig
 from megaframe.config.part_calls import call_part
-from megaframe.config.schema import DataConfig, DataSourceConfig, RunConfig
+from megaframe.config.schema import DataConfig, DataSourceConfig, TrainConfig
 from megaframe.config.schema import Split as Shares
 from megaframe.data.gpt_dataset import GPTDataset, locate_documents, number_documents
 from megaframe.data.microbatch import IGNORE, Microbatch
@@ -54,9 +55,15 @@ class BlendedDataset:
     """
 
     def __init__(
-        self, config: RunConfig, split: Split, seed: int, *, is_evaluation: bool = False
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        data: DataConfig,
+        split: Split,
+        seed: int,
+        *,
+        is_evaluation: bool = False,
     ) -> None:
-        data = config.data
         if not data.sources:
             raise UserError(NO_SOURCES)
         _check_paths([source.path for source in data.sources])
@@ -68,8 +75,8 @@ class BlendedDataset:
                 f"{_advise_shares(data, split, is_evaluation)}"
             )
         self.paths = tuple(source.path for source, _ in used_sources)
-        vocab = config.model.vocab or _ANY_TOKEN
-        self._seq = config.train.seq
+        vocab = model.vocab or _ANY_TOKEN
+        self._seq = train.seq
         self._data = data
         end = find_document_end(data)
         self.sources = [

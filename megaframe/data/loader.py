@@ -146,7 +146,9 @@ class Loader:
         self, config: RunConfig, data_rank: int, data_ranks: int, *, split: Split = "train"
     ) -> None:
         self._config, self._rank, self._ranks = config, data_rank, data_ranks
-        self._dataset = BlendedDataset(config, split, config.run.seed)
+        self._dataset = BlendedDataset(
+            config.model, config.train, config.data, split, config.run.seed
+        )
         self._validation: BlendedDataset | None = None
         sizes = tuple(self._dataset.sizes.tolist())
         digests = tuple(source.compute_digest() for source in self._dataset.sources)
@@ -270,7 +272,13 @@ class Loader:
     def _open_validation(self) -> BlendedDataset:
         """Return the validation split, opened when it is needed first."""
         if self._validation is None:
-            self._validation = BlendedDataset(self._config, "validation", _EVALUATION_SEED)
+            self._validation = BlendedDataset(
+                self._config.model,
+                self._config.train,
+                self._config.data,
+                "validation",
+                _EVALUATION_SEED,
+            )
             self._validation.order_sources(self._state_returned.numbers)
             used = [("the training data", self._tokenizer), *self._validation.list_tokenizers()]
             check_same_tokenizer(used, _OTHER_TOKENIZER)

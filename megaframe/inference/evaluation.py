@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaframe.architecture.output_head import count_rows_per_chunk
-from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megaframe.config import DataConfig, ModelConfig, TrainConfig
 from megaframe.data.blended_dataset import BlendedDataset, find_document_end
 from megaframe.data.gpt_dataset import locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
@@ -309,7 +309,9 @@ def read_sequence(
 
 
 def read_split(
-    config: RunConfig,
+    model: ModelConfig,
+    train: TrainConfig,
+    data: DataConfig,
     split: Split,
     tokenizer: Tokenizer | None = None,
     record: TokenizerRecord | None = None,
@@ -317,7 +319,9 @@ def read_split(
     """Yield the name of each source of a run and its documents of a split, end to end.
 
     Args:
-        config: The run.
+        model: The section `model`.
+        train: The section `train`.
+        data: The section `data`.
         split: Which of its splits.
         tokenizer: Says how many bytes of text tokens are; None if there is none.
         record: What made the tokens of the run, if it is known.
@@ -326,7 +330,7 @@ def read_split(
         UserError: For sources that cannot be read or that another tokenizer made, and if no source
             has a share of the split.
     """
-    reader = BlendedDataset(config, split, seed=0, is_evaluation=True)
+    reader = BlendedDataset(model, train, data, split, seed=0, is_evaluation=True)
     check_same_tokenizer([("the run", record), *reader.list_tokenizers()], _OTHER_TOKENIZER)
     for name, source in zip(reader.names, reader.sources, strict=True):
         starts = source.find_document_starts()

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.config import RunConfig
+from megaframe.config import MetricsConfig, RunConfig, RunSection
 from megaframe.config.batch_ramp import count_samples
 from megaframe.extensions.sink import Line, Sink, TextSample
 from megaframe.io.output_files import OutputFiles
@@ -147,11 +147,11 @@ class ConsoleSink(Sink):
             self._can_print = False
 
 
-def print_note(config: RunConfig, text: str) -> None:
+def print_note(run: RunSection, metrics: MetricsConfig, text: str) -> None:
     """Print a note of a rank that has no sink, and append it to the run log, if that is there."""
     text = escape_unprintable(text)
-    output = json.dumps({"note": text}) if config.metrics.console == "json" else text
-    folder = Path(config.run.dir)
+    output = json.dumps({"note": text}) if metrics.console == "json" else text
+    folder = Path(run.dir)
     with suppress(OSError):
         print(output, flush=True)
     with suppress(OSError):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.spec import ParamSpec, locate_shard
-from megaframe.config import RunConfig
+from megaframe.config import MetricsConfig, ModelConfig
 from megaframe.metrics.records import ReduceType
 from megaframe.model.pass_state import LayerStatistics
 
@@ -30,10 +30,12 @@ class ExpertLoadMetrics:
         ranks: Number of ranks that divide the experts.
     """
 
-    def __init__(self, config: RunConfig, specs: Iterable[ParamSpec], ranks: int) -> None:
-        moe = config.model.moe
+    def __init__(
+        self, model: ModelConfig, metrics: MetricsConfig, specs: Iterable[ParamSpec], ranks: int
+    ) -> None:
+        moe = model.moe
         assert moe is not None
-        self._moe, self._every = moe, config.metrics.experts_every
+        self._moe, self._every = moe, metrics.experts_every
         self._layer_index = {
             spec.name: index
             for index, spec in enumerate(spec for spec in specs if spec.role == "balance")

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from megaframe.config import ModelConfig, RunConfig, TrainConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.distributed.collectives import Group, receive, send
 from megaframe.distributed.mesh import Mesh
 from megaframe.parameters.parameter import PRECISIONS
@@ -24,13 +24,15 @@ def count_message_elements(model: ModelConfig, train: TrainConfig, mesh: Mesh) -
     return -(-rows // mesh.layout.tensor) * model.hidden
 
 
-def measure_idle_links(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
+def measure_idle_links(
+    model: ModelConfig, train: TrainConfig, mesh: Mesh
+) -> dict[tuple[int, int], float]:
     """Return the seconds of a message in one direction, by link of this rank: half of the fastest
     round trip. All ranks call it, and measure their links in the same order."""
     seconds_per_message: dict[tuple[int, int], float] = {}
     message = torch.zeros(
-        count_message_elements(config.model, config.train, mesh),
-        dtype=PRECISIONS[config.train.precision].compute,
+        count_message_elements(model, train, mesh),
+        dtype=PRECISIONS[train.precision].compute,
         device=mesh.device,
     )
     own_coordinate = mesh.coordinate["pipeline"]

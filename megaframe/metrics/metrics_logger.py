@@ -92,9 +92,11 @@ class MetricsLogger:
         if mesh.rank == 0:
             self._files = files or OutputFiles(Path(config.run.dir))
         self._trace = Tracer(config.metrics, mesh, self._timer, start_step, self._files)
-        self._profiler = Profiler(config, mesh, start_step, self._report_missing)
+        self._profiler = Profiler(
+            config.run, config.metrics, mesh, start_step, self._report_missing
+        )
         self._start = start_step
-        free = measure_idle_links(config, mesh)
+        free = measure_idle_links(config.model, config.train, mesh)
         mesh.charge_waits(
             self._timer.time_waits,
             lambda ends: self._timer.time_messages(ends, free.get(ends, 0.0)),
@@ -233,7 +235,7 @@ class MetricsLogger:
         if self._console is not None:
             self.note(text)
         elif not any(coordinate[axis] for axis in ("tensor", "context", "data")):
-            print_note(self._config, f"rank {self._mesh.rank}: {text}")
+            print_note(self._config.run, self._config.metrics, f"rank {self._mesh.rank}: {text}")
 
     def close(self, ending: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Write the last line and the summary, at the end of a run.
@@ -277,7 +279,11 @@ class MetricsLogger:
         if self._files is not None:
             self._files.report_missing(text)
         else:
-            print_note(self._config, f"rank {self._mesh.rank}: warning: {text}; the run goes on")
+            print_note(
+                self._config.run,
+                self._config.metrics,
+                f"rank {self._mesh.rank}: warning: {text}; the run goes on",
+            )
 
     def _tell_of_files(self, files: OutputFiles) -> None:
         """Log what has happened to the run's files."""

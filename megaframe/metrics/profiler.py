@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from megaframe.config import RunConfig
+from megaframe.config import MetricsConfig, RunSection
 from megaframe.distributed.mesh import Mesh
 from megaframe.io.regular_file import make_folder
 
@@ -25,11 +25,16 @@ class Profiler:
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, start_step: int, report: Callable[[str], None]
+        self,
+        run: RunSection,
+        metrics: MetricsConfig,
+        mesh: Mesh,
+        start_step: int,
+        report: Callable[[str], None],
     ) -> None:
         self._report = report
-        self._folder, self._rank = Path(config.run.dir) / "profile", mesh.rank
-        self._steps = frozenset(config.metrics.profile)
+        self._folder, self._rank = Path(run.dir) / "profile", mesh.rank
+        self._steps = frozenset(metrics.profile)
         self._activities = [ProfilerActivity.CPU]
         if mesh.device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)

@@ -53,7 +53,9 @@ class ModelChunk:
             for layer in plan.blocks
         ]
         self.post_process = (
-            PostProcess(config, self.embedding or embedding, setup) if plan.last else None
+            PostProcess(config.model, config.train, self.embedding or embedding, setup)
+            if plan.last
+            else None
         )
         first = [] if self.embedding is None else [self.embedding]
         last = [] if self.post_process is None else self.post_process.units

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import describe_head_weight
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.parts import LossPart
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.model.embedding import Embedding, make_token_table
@@ -40,15 +40,21 @@ class OutputHead(Module):
     """Final norm, projection to the vocabulary, and loss. Each depth of multi-token prediction has
     its own final norm and shares the projection."""
 
-    def __init__(self, config: RunConfig, tokens: EmbeddingTable | None, setup: LayerSetup) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        tokens: EmbeddingTable | None,
+        setup: LayerSetup,
+    ) -> None:
         """Declare the parameters.
 
         Args:
-            config: The run.
+            model: The section `model`.
+            train: The section `train`.
             tokens: The token table on the last stage, whose weight a tied head uses.
             setup: What the run fixes.
         """
-        model = config.model
         self.setup = setup
         norm = describe_norm(model)
         self.norm = Norm("head.norm", norm)
@@ -61,11 +67,11 @@ class OutputHead(Module):
         else:
             self.weight = Parameter(describe_head_weight(model))
         self.evaluation_options = LossOptions(softcap=model.logit_softcap)
-        loss = config.train.loss
+        loss = train.loss
         self.training_options = replace(
             self.evaluation_options,
-            label_smoothing=config.train.label_smoothing,
-            z_loss=config.train.z_loss,
+            label_smoothing=train.label_smoothing,
+            z_loss=train.z_loss,
             part=loss if isinstance(loss, LossPart) else None,
         )
 
@@ -130,18 +136,20 @@ class PostProcess:
     """What follows the last block: the predictors and the head, which `units` lists in the order of
     the forward pass."""
 
-    def __init__(self, config: RunConfig, embedding: Embedding | None, setup: LayerSetup) -> None:
+    def __init__(
+        self, model: ModelConfig, train: TrainConfig, embedding: Embedding | None, setup: LayerSetup
+    ) -> None:
         """Build the units.
 
         Args:
-            config: The run.
+            model: The section `model`.
+            train: The section `train`.
             embedding: The model's embedding if it is on this rank, for a tied head and for
                 predictors; without it they use a replica of its `tokens`.
             setup: What the run fixes.
         """
-        model, train = config.model, config.train
         self.tokens = get_output_token_table(model, embedding, setup)
-        self.head = OutputHead(config, self.tokens, setup)
+        self.head = OutputHead(model, train, self.tokens, setup)
         self.predictors: list[MultiTokenPredictor] = []
         for index in range(model.mtp_depth):
             assert self.tokens is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megaframe.config import RunConfig
+from megaframe.config import OptimConfig, TrainConfig
 
 _SMALLEST, _LARGEST = 2.0**-14, 2.0**24
 
@@ -23,11 +23,11 @@ class LossScale:
         value: That of the next step, fp64 scalar on the device.
     """
 
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self.dynamic = config.train.precision == "fp16"
-        self._window = config.optim.loss_scale_window
+    def __init__(self, train: TrainConfig, optim: OptimConfig, device: torch.device) -> None:
+        self.dynamic = train.precision == "fp16"
+        self._window = optim.loss_scale_window
         self._device = device
-        self.load(config.optim.loss_scale if self.dynamic else 1.0, 0)
+        self.load(optim.loss_scale if self.dynamic else 1.0, 0)
 
     def load(self, value: float, good: int) -> None:
         """Continue with this value, after `good` steps without overflow."""

@@ -141,7 +141,7 @@ class Optimizer:
         self._update_groups = [
             _UpdateGroup.make(shards) for shards in group_shards(self.shards, groups.owner_group)
         ]
-        self._scale = LossScale(config, mesh.device)
+        self._scale = LossScale(config.train, config.optim, mesh.device)
         self._updates, self._updates_before = 0, dict[str, int]()
         self._pending: UpdateResult | None = None
         """The last update, as long as the host does not know its outcome."""

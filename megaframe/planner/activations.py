@@ -11,13 +11,17 @@ from megaframe.architecture.block import BlockDescription, describe_block, list_
 from megaframe.architecture.layer import LayerDescription
 from megaframe.architecture.predictor import PredictorDescription
 from megaframe.architecture.stages import StagePlan, describe_stage
-from megaframe.config import ModelConfig, RunConfig, TrainConfig
+from megaframe.config import ModelConfig, ParallelConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.schedule import Action, ActionKind
 
 
 def compute_peak_activations(
-    config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    plans: Sequence[StagePlan],
+    actions: Sequence[Action],
 ) -> tuple[int, int]:
     """Return the largest number of bytes kept at any time, and how much messages add to it.
 
@@ -26,17 +30,22 @@ def compute_peak_activations(
     the end of its consumer, or to its send.
 
     Args:
-        config: Model, precision, recompute and microbatch.
+        model: The section `model`.
+        parallel: The section `parallel`.
+        train: The section `train`.
         plans: The stages of this rank.
         actions: Its list of actions, in order.
     """
-    size = {plan.stage_index: _compute_stage_bytes(config, plan) for plan in plans}
+    size = {plan.stage_index: _compute_stage_bytes(model, parallel, train, plan) for plan in plans}
     weight_pass_size = {
-        plan.stage_index: _compute_stage_weight_pass_bytes(config, plan) for plan in plans
+        plan.stage_index: _compute_stage_weight_pass_bytes(model, parallel, train, plan)
+        for plan in plans
     }
-    recompute_size = {plan.stage_index: _compute_recompute_bytes(config, plan) for plan in plans}
-    stream = config.train.microbatch * config.train.seq * config.model.hidden
-    stream *= DTYPE_BYTES[config.train.precision]
+    recompute_size = {
+        plan.stage_index: _compute_recompute_bytes(model, parallel, train, plan) for plan in plans
+    }
+    stream = train.microbatch * train.seq * model.hidden
+    stream *= DTYPE_BYTES[train.precision]
     listed = {(action.kind, action.stage, action.microbatch) for action in actions}
     kept_bytes = message_bytes = peak = peak_with_messages = 0
     for action in actions:
@@ -71,18 +80,22 @@ def compute_peak_activations(
     return peak, peak_with_messages - peak
 
 
-def _compute_recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
+def _compute_recompute_bytes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, plan: StagePlan
+) -> int:
     """Return the largest number of bytes of a stage's recomputed block while it is recomputed, 0 if
     none is; with the inputs that offload has brought back for up to two blocks."""
-    stage = describe_stage(config.model, config.train, plan)
-    blocks = [_count_saved_bytes(config, block) for block in stage.blocks[: plan.recomputed]]
-    if config.train.recompute == "full":
-        blocks += [_count_saved_bytes(config, predictor) for predictor in stage.predictors]
+    stage = describe_stage(model, train, plan)
+    blocks = [
+        _count_saved_bytes(parallel, train, block) for block in stage.blocks[: plan.recomputed]
+    ]
+    if train.recompute == "full":
+        blocks += [_count_saved_bytes(parallel, train, predictor) for predictor in stage.predictors]
     offloaded_inputs = 0
-    if config.train.offload and blocks:  # inputs of the block in use and of the one before it
-        tokens = config.train.microbatch * config.train.seq
-        offloaded_inputs = min(2, len(blocks)) * tokens * config.model.hidden
-    return max(blocks, default=0) + offloaded_inputs * DTYPE_BYTES[config.train.precision]
+    if train.offload and blocks:  # inputs of the block in use and of the one before it
+        tokens = train.microbatch * train.seq
+        offloaded_inputs = min(2, len(blocks)) * tokens * model.hidden
+    return max(blocks, default=0) + offloaded_inputs * DTYPE_BYTES[train.precision]
 
 
 SavingPart = BlockDescription | LayerDescription | PredictorDescription
@@ -95,7 +108,9 @@ _MESSAGES = {
 the distance to the next stage in its direction (which may be on the same rank)."""
 
 
-def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
+def _compute_stage_bytes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, plan: StagePlan
+) -> int:
     """Return the bytes that a stage keeps of one microbatch.
 
     These are the input of each block, everything else of the blocks that are not recomputed, and
@@ -103,58 +118,64 @@ def _compute_stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     head keeps for each loss, with its input, and everything else of the predictors.
     """
     stage, width = (
-        describe_stage(config.model, config.train, plan),
-        DTYPE_BYTES[config.train.precision],
+        describe_stage(model, train, plan),
+        DTYPE_BYTES[train.precision],
     )
-    stream = config.train.microbatch * config.train.seq * config.model.hidden * width
+    stream = train.microbatch * train.seq * model.hidden * width
     inputs = len(plan.blocks) + stage.losses
-    if config.train.offload:
+    if train.offload:
         inputs -= plan.recomputed  # those of recomputed blocks are in host memory
-    saved = sum(_count_saved_bytes(config, block) for block in stage.blocks[plan.recomputed :])
-    if stage.embedding is not None:
-        saved += _count_saved_bytes(config, stage.embedding)
-    if stage.head is not None:
-        saved += stage.losses * _count_saved_bytes(config, stage.head)
-    if config.train.recompute != "full":
-        saved += sum(_count_saved_bytes(config, predictor) for predictor in stage.predictors)
-    # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
-    return (
-        inputs * stream
-        + saved
-        + config.parallel.tensor * compute_rotary_bytes(config.model, config.train)
+    saved = sum(
+        _count_saved_bytes(parallel, train, block) for block in stage.blocks[plan.recomputed :]
     )
+    if stage.embedding is not None:
+        saved += _count_saved_bytes(parallel, train, stage.embedding)
+    if stage.head is not None:
+        saved += stage.losses * _count_saved_bytes(parallel, train, stage.head)
+    if train.recompute != "full":
+        saved += sum(
+            _count_saved_bytes(parallel, train, predictor) for predictor in stage.predictors
+        )
+    # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
+    return inputs * stream + saved + parallel.tensor * compute_rotary_bytes(model, train)
 
 
-def _count_saved_bytes(config: RunConfig, part: SavingPart) -> int:
+def _count_saved_bytes(parallel: ParallelConfig, train: TrainConfig, part: SavingPart) -> int:
     """Return the bytes that a part keeps of a microbatch besides its input."""
-    train, width = config.train, DTYPE_BYTES[config.train.precision]
-    saved = part.count_saved(config.parallel, train.recompute)
+    width = DTYPE_BYTES[train.precision]
+    saved = part.count_saved(parallel, train.recompute)
     return round(train.microbatch * train.seq * saved.count_bytes(width, train.seq))
 
 
-def _compute_stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
+def _compute_stage_weight_pass_bytes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, plan: StagePlan
+) -> int:
     """Return the bytes that a stage's backward of one microbatch leaves for its weight pass."""
-    if config.model.emulate is not None:
+    if model.emulate is not None:
         return 0
-    stage = describe_stage(config.model, config.train, plan)
-    left = (_count_left_bytes(config, part) for part in stage.layers)
-    return sum(left) + config.parallel.tensor * compute_rotary_bytes(config.model, config.train)
+    stage = describe_stage(model, train, plan)
+    left = (_count_left_bytes(parallel, train, part) for part in stage.layers)
+    return sum(left) + parallel.tensor * compute_rotary_bytes(model, train)
 
 
-def _count_left_bytes(config: RunConfig, part: BlockDescription | PredictorDescription) -> int:
+def _count_left_bytes(
+    parallel: ParallelConfig, train: TrainConfig, part: BlockDescription | PredictorDescription
+) -> int:
     """Return the bytes that the backward pass of a part leaves of a microbatch for a weight pass:
     the inputs of all linears, and the gradients of their outputs."""
-    train, width = config.train, DTYPE_BYTES[config.train.precision]
-    left = part.count_saved_for_weights(config.parallel, train.recompute)
+    width = DTYPE_BYTES[train.precision]
+    left = part.count_saved_for_weights(parallel, train.recompute)
     return round(train.microbatch * train.seq * left.count_bytes(width, train.seq))
 
 
-def compute_weight_pass_bytes(config: RunConfig, layer: int) -> int:
+def compute_weight_pass_bytes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, layer: int
+) -> int:
     """Return the bytes of one microbatch that the backward pass of a block leaves for its weight
     pass."""
-    if config.model.emulate is not None:
+    if model.emulate is not None:
         return 0
-    return _count_left_bytes(config, describe_block(config.model, layer))
+    return _count_left_bytes(parallel, train, describe_block(model, layer))
 
 
 def compute_rotary_bytes(model: ModelConfig, train: TrainConfig) -> int:
@@ -166,6 +187,8 @@ def compute_rotary_bytes(model: ModelConfig, train: TrainConfig) -> int:
     return train.seq * width * DTYPE_BYTES[train.precision]
 
 
-def compute_block_bytes(config: RunConfig, layer: int) -> int:
+def compute_block_bytes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, layer: int
+) -> int:
     """Return the bytes that one block keeps of a microbatch besides its input."""
-    return _count_saved_bytes(config, describe_block(config.model, layer))
+    return _count_saved_bytes(parallel, train, describe_block(model, layer))

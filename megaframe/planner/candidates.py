@@ -9,13 +9,13 @@ share with.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaframe.config import ModelConfig, RunConfig, TrainConfig
+from megaframe.config import RunConfig, TrainConfig
 from megaframe.errors import list_divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, Array, LayoutSizes
@@ -123,42 +123,188 @@ class _AxisSizes(NamedTuple):
     microbatch: int
 
 
-def enumerate_candidates(
-    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys | None = None
-) -> Candidates:
-    """Return all valid layouts on `gpus` GPUs, possibly none.
+@dataclass(frozen=True)
+class SearchSpace:
+    """All valid layouts of a run on a number of GPUs.
 
-    Args:
+    Attributes:
         config: The run; its layout is ignored.
         gpus: Number of GPUs.
-        cluster: Decides how large tensor groups and replicas may be.
+        cluster: The chips and links. Decides how large tensor groups and replicas may be.
         fixed: Values of keys of `SEARCHED_KEYS` that are given.
     """
-    fixed = fixed or {}
-    schedules = list_searched_schedules(fixed.get("schedule"))
-    rows = [
-        (*axes, schedule, chunks)
-        for axes in _enumerate_axes(config, gpus, cluster, fixed)
-        for schedule, chunks in _list_schedules_with_chunks(
-            config.model, config.train, axes.pipeline, axes.data * axes.microbatch, fixed, schedules
+
+    config: RunConfig
+    gpus: int
+    cluster: Cluster
+    fixed: FixedKeys = field(default_factory=dict)
+
+    def list_candidates(self) -> Candidates:
+        """Return the layouts, possibly none."""
+        schedules = list_searched_schedules(self.fixed.get("schedule"))
+        rows = [
+            (*axes, schedule, chunks)
+            for axes in self._enumerate_axes()
+            for schedule, chunks in self._list_schedules_with_chunks(
+                axes.pipeline, axes.data * axes.microbatch, schedules
+            )
+        ]
+        table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
+        zero = self._get_fixed_or("zero", (0, 1, 2, 3))
+        # Offload moves the inputs of recomputed blocks, so it needs full recompute.
+        full, every = (RECOMPUTE.index("full"),), tuple(range(len(RECOMPUTE)))
+        recompute = self._get_fixed_or("recompute", full if self.config.train.offload else every)
+        variants = len(zero) * len(recompute)
+        columns = [np.repeat(column, variants) for column in table.T]
+        t, c, p, d, r, e, et, mb, schedule, chunks = columns
+        zeros = np.tile(np.repeat(zero, len(recompute)), len(table))
+        recomputes = np.tile(np.asarray(recompute), len(zero) * len(table))
+        candidates = Candidates(
+            t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule, schedules
         )
-    ]
-    table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
-    zero = _get_fixed_or(fixed, "zero", (0, 1, 2, 3))
-    # Offload moves the inputs of recomputed blocks, so it needs full recompute.
-    recompute_levels = (
-        (RECOMPUTE.index("full"),) if config.train.offload else tuple(range(len(RECOMPUTE)))
-    )
-    recompute = _get_fixed_or(fixed, "recompute", recompute_levels)
-    variants = len(zero) * len(recompute)
-    columns = [np.repeat(column, variants) for column in table.T]
-    t, c, p, d, r, e, et, mb, schedule, chunks = columns
-    zeros = np.tile(np.repeat(zero, len(recompute)), len(table))
-    recomputes = np.tile(np.asarray(recompute), len(zero) * len(table))
-    candidates = Candidates(
-        t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule, schedules
-    )
-    return candidates.select(_mask_useful_zero(candidates, fixed))
+        return candidates.select(_mask_useful_zero(candidates, self.fixed))
+
+    def _enumerate_axes(self) -> Iterator[_AxisSizes]:
+        model, train, fixed = self.config.model, self.config.train, self.fixed
+        ramp, batch = train.batch_ramp, train.global_batch
+        if ramp is not None:
+            batch = gcd(batch, ramp.start, ramp.increment)
+        for tensor in self._list_tensor_sizes():
+            for context in self._list_context_sizes(tensor):
+                ranks_left = self.gpus // (tensor * context)
+                for pipeline in self._get_fixed_or("pipeline", list_divisors(ranks_left)):
+                    if ranks_left % pipeline or pipeline > model.layers:
+                        continue
+                    data = ranks_left // pipeline
+                    if batch % data or fixed.get("data", data) != data:
+                        continue
+                    axes = tensor, context, pipeline, data
+                    yield from self._enumerate_inner_axes(axes, batch // data)
+
+    def _enumerate_inner_axes(
+        self, axes: tuple[int, int, int, int], samples: int
+    ) -> Iterator[_AxisSizes]:
+        """Yield the axes with replicas, expert ranks and microbatch sizes. samples: of a data
+        rank."""
+        tensor, context, pipeline, data = axes
+        microbatches = tuple(size for size in _MICROBATCHES if samples % size == 0)
+        for replicas in self._list_replica_counts(tensor * context, data):
+            copy_ranks = tensor * context * data // replicas
+            for expert, expert_tensor in self._list_expert_sizes(tensor, copy_ranks):
+                for microbatch in self._get_fixed_or("microbatch", microbatches):
+                    if samples % microbatch == 0:
+                        yield _AxisSizes(
+                            tensor,
+                            context,
+                            pipeline,
+                            data,
+                            replicas,
+                            expert,
+                            expert_tensor,
+                            microbatch,
+                        )
+
+    def _list_tensor_sizes(self) -> list[int]:
+        parallel, train = self.config.parallel, self.config.train
+        largest = min(_MOST_TENSOR, 2 * self.cluster.node)
+        divisors = tuple(d for d in list_divisors(self.gpus) if d <= largest)
+        return [
+            tensor
+            for tensor in self._get_fixed_or("tensor", divisors)
+            if self.gpus % tensor == 0
+            and self._can_be_divided(tensor=tensor)
+            and not any(find_chunk_mistakes(parallel.model_copy(update={"tensor": tensor}), train))
+        ]
+
+    def _list_context_sizes(self, tensor: int) -> list[int]:
+        model, parallel, ranks = self.config.model, self.config.parallel, self.gpus // tensor
+        largest = max(1, min(_MOST_CONTEXT, self.config.train.seq // _LEAST_TOKENS))
+        if parallel.context_kind == "nested":
+            largest = 1
+        divisors = tuple(d for d in list_divisors(ranks) if d <= largest)
+        return [
+            context
+            for context in self._get_fixed_or("context", divisors)
+            if ranks % context == 0
+            and (
+                context == 1
+                or (
+                    self._can_be_divided(tensor=tensor, context=context)
+                    and not any(
+                        find_context_mistakes(
+                            model, parallel.model_copy(update={"context": context})
+                        )
+                    )
+                )
+            )
+        ]
+
+    def _list_replica_counts(self, ranks_per_sample: int, data: int) -> tuple[int, ...]:
+        """Return the numbers of replicas to try. Each copy of the model is on whole nodes."""
+        if "data_replicate" in self.fixed:
+            replicas = self.fixed["data_replicate"]
+            return (replicas,) if data % replicas == 0 else ()
+        counts = [
+            r
+            for r in list_divisors(data)
+            if (ranks_per_sample * data // r) % self.cluster.node == 0 and r > 1
+        ]
+        return (1, *counts[: -_REPLICAS - 1 : -1][::-1])
+
+    def _list_expert_sizes(self, tensor: int, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield pairs (expert, expert_tensor). stage: ranks of a stage that hold one copy."""
+        moe = self.config.model.moe
+        if moe is None:
+            yield 1, 1
+            return
+        inner = self._get_fixed_or("expert_tensor", tuple(sorted({1, tensor})))
+        outer = self._get_fixed_or("expert", list_divisors(moe.experts))
+        for inside in inner:
+            for expert in outer:
+                is_possible = self._can_be_divided(expert=expert, expert_tensor=inside)
+                if stage % (expert * inside) == 0 and is_possible:
+                    yield expert, inside
+
+    def _list_schedules_with_chunks(
+        self, pipeline: int, samples: int, schedules: Sequence[NamedSchedule]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield pairs (index into `schedules`, chunks) for a pipeline.
+
+        Args:
+            samples: Samples of a microbatch on all data ranks.
+        """
+        model, train, fixed = self.config.model, self.config.train, self.fixed
+        if pipeline == 1:
+            if fixed.get("chunks", 1) == 1:
+                yield [schedule.name for schedule in schedules].index("1f1b"), 1
+            return
+        ramp = train.batch_ramp
+        fewest_microbatches = (train.global_batch if ramp is None else ramp.start) // samples
+        wanted = None if "schedule" not in fixed else get_schedule_name(fixed["schedule"])
+        for index, schedule in enumerate(schedules):
+            limits = schedule.limits
+            is_full = fewest_microbatches >= pipeline or not limits.needs_full_pipeline
+            if not is_full or wanted not in (None, schedule.name):
+                continue
+            for chunks in self._get_fixed_or("chunks", _CHUNKS):
+                is_possible = limits.find_nearest_chunks(chunks) == chunks
+                is_wanted = wanted is not None or schedule.is_worth_trying(
+                    pipeline, chunks, fewest_microbatches
+                )
+                if is_possible and is_wanted and pipeline * chunks <= model.layers:
+                    yield index, chunks
+
+    def _get_fixed_or(self, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name not in self.fixed:
+            return otherwise
+        value = self.fixed[name]
+        return (RECOMPUTE.index(value),) if name == "recompute" else (value,)
+
+    def _can_be_divided(self, **sizes: int) -> bool:
+        """Return whether axes of these sizes can divide all layers, whatever the others are."""
+        axes = {"tensor": 1, "context": 1, "expert": 1, "expert_tensor": 1, **sizes}
+        parallel = self.config.parallel.model_copy(update=axes)
+        return not any(find_limit_mistakes(self.config.model, parallel, self.config.data))
 
 
 def apply_candidate(config: RunConfig, candidates: Candidates, index: int) -> RunConfig:
@@ -200,154 +346,3 @@ def _mask_useful_zero(c: Candidates, fixed: FixedKeys) -> Array:
     given."""
     alone = (c.data // c.data_replicate) * c.context == 1
     return (c.zero == 0) | ~alone | ("zero" in fixed)
-
-
-def _enumerate_axes(
-    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys
-) -> Iterator[_AxisSizes]:
-    ramp, train = config.train.batch_ramp, config.train
-    batch = train.global_batch
-    if ramp is not None:
-        batch = gcd(batch, ramp.start, ramp.increment)
-    for tensor in _list_tensor_sizes(config, gpus, cluster, fixed):
-        for context in _list_context_sizes(config, gpus // tensor, tensor, fixed):
-            ranks_left = gpus // (tensor * context)
-            for pipeline in _get_fixed_or(fixed, "pipeline", list_divisors(ranks_left)):
-                if ranks_left % pipeline or pipeline > config.model.layers:
-                    continue
-                data = ranks_left // pipeline
-                if batch % data or fixed.get("data", data) != data:
-                    continue
-                microbatches = [m for m in _MICROBATCHES if batch // data % m == 0]
-                for replicas in _list_replica_counts(tensor * context, data, cluster, fixed):
-                    copy_ranks = tensor * context * data // replicas
-                    for expert, expert_tensor in _list_expert_sizes(
-                        config, tensor, copy_ranks, fixed
-                    ):
-                        for microbatch in _get_fixed_or(fixed, "microbatch", tuple(microbatches)):
-                            if batch // data % microbatch == 0:
-                                yield _AxisSizes(
-                                    tensor,
-                                    context,
-                                    pipeline,
-                                    data,
-                                    replicas,
-                                    expert,
-                                    expert_tensor,
-                                    microbatch,
-                                )
-
-
-def _list_tensor_sizes(
-    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys
-) -> list[int]:
-    largest = min(_MOST_TENSOR, 2 * cluster.node)
-    sizes = _get_fixed_or(fixed, "tensor", tuple(d for d in list_divisors(gpus) if d <= largest))
-    return [
-        t
-        for t in sizes
-        if gpus % t == 0
-        and _can_be_divided(config, tensor=t)
-        and not any(find_chunk_mistakes(_with_sizes(config, tensor=t)))
-    ]
-
-
-def _list_context_sizes(config: RunConfig, ranks: int, tensor: int, fixed: FixedKeys) -> list[int]:
-    largest = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
-    if config.parallel.context_kind == "nested":
-        largest = 1
-    sizes = _get_fixed_or(fixed, "context", tuple(d for d in list_divisors(ranks) if d <= largest))
-    return [
-        context
-        for context in sizes
-        if ranks % context == 0
-        and (
-            context == 1
-            or (
-                _can_be_divided(config, tensor=tensor, context=context)
-                and not any(find_context_mistakes(_with_sizes(config, context=context)))
-            )
-        )
-    ]
-
-
-def _list_replica_counts(
-    ranks_per_sample: int, data: int, cluster: Cluster, fixed: FixedKeys
-) -> tuple[int, ...]:
-    """Return the numbers of replicas to try. Each copy of the model is on whole nodes."""
-    if "data_replicate" in fixed:
-        return (fixed["data_replicate"],) if data % fixed["data_replicate"] == 0 else ()
-    counts = [
-        r
-        for r in list_divisors(data)
-        if (ranks_per_sample * data // r) % cluster.node == 0 and r > 1
-    ]
-    return (1, *counts[: -_REPLICAS - 1 : -1][::-1])
-
-
-def _list_expert_sizes(
-    config: RunConfig, tensor: int, stage: int, fixed: FixedKeys
-) -> Iterator[tuple[int, int]]:
-    """Yield pairs (expert, expert_tensor). stage: ranks of a stage that hold one copy."""
-    moe = config.model.moe
-    if moe is None:
-        yield 1, 1
-        return
-    inner = _get_fixed_or(fixed, "expert_tensor", tuple(sorted({1, tensor})))
-    outer = _get_fixed_or(fixed, "expert", list_divisors(moe.experts))
-    for inside in inner:
-        for expert in outer:
-            is_possible = _can_be_divided(config, expert=expert, expert_tensor=inside)
-            if stage % (expert * inside) == 0 and is_possible:
-                yield expert, inside
-
-
-def _list_schedules_with_chunks(
-    model: ModelConfig,
-    train: TrainConfig,
-    pipeline: int,
-    samples: int,
-    fixed: FixedKeys,
-    schedules: Sequence[NamedSchedule],
-) -> Iterator[tuple[int, int]]:
-    """Yield pairs (index into `schedules`, chunks) for a pipeline.
-
-    Args:
-        samples: Samples of a microbatch on all data ranks.
-    """
-    if pipeline == 1:
-        if fixed.get("chunks", 1) == 1:
-            yield [schedule.name for schedule in schedules].index("1f1b"), 1
-        return
-    ramp = train.batch_ramp
-    fewest_microbatches = (train.global_batch if ramp is None else ramp.start) // samples
-    wanted = None if "schedule" not in fixed else get_schedule_name(fixed["schedule"])
-    for index, schedule in enumerate(schedules):
-        limits = schedule.limits
-        is_full = fewest_microbatches >= pipeline or not limits.needs_full_pipeline
-        if not is_full or wanted not in (None, schedule.name):
-            continue
-        for chunks in _get_fixed_or(fixed, "chunks", _CHUNKS):
-            is_possible = limits.find_nearest_chunks(chunks) == chunks
-            is_wanted = wanted is not None or schedule.is_worth_trying(
-                pipeline, chunks, fewest_microbatches
-            )
-            if is_possible and is_wanted and pipeline * chunks <= model.layers:
-                yield index, chunks
-
-
-def _get_fixed_or(fixed: FixedKeys, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
-    if name not in fixed:
-        return otherwise
-    value = fixed[name]
-    return (RECOMPUTE.index(value),) if name == "recompute" else (value,)
-
-
-def _can_be_divided(config: RunConfig, **sizes: int) -> bool:
-    """Return whether axes of these sizes can divide all layers, whatever the other axes are."""
-    axes = {"tensor": 1, "context": 1, "expert": 1, "expert_tensor": 1, **sizes}
-    return not any(find_limit_mistakes(_with_sizes(config, **axes)))
-
-
-def _with_sizes(config: RunConfig, **sizes: int) -> RunConfig:
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.stages import StagePlan, describe_stage
-from megaframe.config.schema import RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.schedule import Action, ActionKind
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
@@ -46,13 +48,21 @@ def compute_communication_bytes(
     share = (tensor - 1) / tensor
     weight_passes = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
-        microbatches * _count_tensor_elements_of_stage(config, plan)
-        + weight_passes[plan.stage_index] * _count_tensor_elements_of_weight_pass(config, plan)
+        microbatches * _count_tensor_elements_of_stage(config.model, config.train, plan)
+        + weight_passes[plan.stage_index]
+        * _count_tensor_elements_of_weight_pass(config.model, config.train, plan)
         for plan in plans
     )
-    by_stage = [_count_bytes_of_layers(config, layout, plan) for plan in plans]
+    by_stage = [
+        _count_bytes_of_layers(config.model, config.parallel, config.train, layout, plan)
+        for plan in plans
+    ]
     # An all-reduce moves everything twice.
-    statistics = 2 * microbatches * sum(_count_tensor_statistics(config, plan) for plan in plans)
+    statistics = (
+        2
+        * microbatches
+        * sum(_count_tensor_statistics(config.model, config.train, plan) for plan in plans)
+    )
     return {
         "tensor": share * tokens * (rows * width + statistics * max(4, width)),
         **{
@@ -64,10 +74,12 @@ def compute_communication_bytes(
     }
 
 
-def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
+def _count_tensor_elements_of_stage(
+    model: ModelConfig, train: TrainConfig, plan: StagePlan
+) -> float:
     """Return the elements per token that a stage moves over tensor ranks, for one microbatch.
     Recomputed blocks repeat the transfers of forward."""
-    stage = describe_stage(config.model, config.train, plan)
+    stage = describe_stage(model, train, plan)
     traffic = [part.tensor_traffic for part in stage.layers]
     if stage.embedding is not None:
         traffic.append(stage.embedding.tensor_traffic)
@@ -77,36 +89,40 @@ def _count_tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float
     return sum(moved.forward + moved.backward for moved in traffic) + recomputed
 
 
-def _count_tensor_statistics(config: RunConfig, plan: StagePlan) -> int:
+def _count_tensor_statistics(model: ModelConfig, train: TrainConfig, plan: StagePlan) -> int:
     """Return the elements per token that a stage sums over tensor ranks in both passes of a
     microbatch, and again in recomputed blocks."""
-    statistics = [
-        part.tensor_statistics for part in describe_stage(config.model, config.train, plan).layers
-    ]
+    statistics = [part.tensor_statistics for part in describe_stage(model, train, plan).layers]
     return 2 * sum(statistics) + sum(statistics[: plan.recomputed])
 
 
 def _count_bytes_of_layers(
-    config: RunConfig, layout: Layout, plan: StagePlan
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    layout: Layout,
+    plan: StagePlan,
 ) -> Mapping[str, float]:
     """Return the bytes that a rank sends over other axes than `tensor` for one microbatch of a
     stage, by axis. Recomputed blocks repeat those of forward."""
-    train, width = config.train, DTYPE_BYTES[config.train.precision]
+    width = DTYPE_BYTES[train.precision]
     tokens = train.microbatch * train.seq / (layout.tensor * layout.context)
-    near = count_near_experts(config.parallel, config.parallel.node_size or layout.world)
+    near = count_near_experts(parallel, parallel.node_size or layout.world)
     sent: dict[str, float] = defaultdict(float)
-    stage = describe_stage(config.model, config.train, plan)
+    stage = describe_stage(model, train, plan)
     for number, part in enumerate(stage.layers):
         passes = 1 + (number < plan.recomputed)
-        for axis, traffic in part.count_traffic(config.parallel, train.seq, near).items():
+        for axis, traffic in part.count_traffic(parallel, train.seq, near).items():
             forward = tokens * traffic.count_forward_bytes(width) + traffic.count_bytes
             sent[axis] += passes * forward + tokens * traffic.count_backward_bytes(width)
     return sent
 
 
-def _count_tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
+def _count_tensor_elements_of_weight_pass(
+    model: ModelConfig, train: TrainConfig, plan: StagePlan
+) -> int:
     """Return the elements per token that a separate weight pass gathers again."""
-    stage = describe_stage(config.model, config.train, plan)
+    stage = describe_stage(model, train, plan)
     return sum(part.tensor_traffic.weight for part in stage.layers)
 
 
@@ -118,7 +134,7 @@ def _compute_data_bytes(
     ranks, zero = layout.data_shard * layout.context, config.parallel.zero
     width = DTYPE_BYTES[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
-    parameters = count_parameters(config, layout, plans)
+    parameters = count_rank_parameters(config.model, config.train, layout, plans)
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
     replicated = sum(parameters.replicated) + parameters.positions * (layout.tensor > 1)
     vectors, sharded = parameters.vectors, parameters.dense - parameters.vectors - replicated

@@ -16,6 +16,7 @@ from megaframe.errors import UserError
 from megaframe.extensions import load_config_of_run
 from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster
 from megaframe.layout import Layout
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
 from megaframe.planner.prediction import predict
@@ -53,7 +54,7 @@ class RunComparison:
         config, ranks, cluster = self.choice.config, self.choice.layout.world, self.cluster
         constants = get_cluster_constants(cluster)
         try:
-            result = search(config, ranks, cluster, constants, simulated=_SIMULATED)
+            result = search(SearchSpace(config, ranks, cluster), constants, simulated=_SIMULATED)
         except UserError as error:  # a run that the planner finds too large has run all the same
             yield f"it has no layout to compare with: {error}"
             return

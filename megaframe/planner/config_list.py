@@ -10,7 +10,7 @@ from megaframe.config.describe import WIDTH
 from megaframe.config.load import load
 from megaframe.config.shipped import list_shipped_configs
 from megaframe.layout import Layout
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 
 
 def describe_configs() -> str:
@@ -41,7 +41,7 @@ def count_config_parameters(name: str) -> int:
     predict more tokens in training."""
     one_stage = ["parallel.pipeline=1", "parallel.chunks=1", "parallel.schedule=1f1b"]
     config = load(name, ["model.mtp_depth=0", *one_stage])
-    counts = count_parameters(config, Layout(), plan_stages(config))
+    counts = count_rank_parameters(config.model, config.train, Layout(), plan_stages(config))
     matrices = (counts.split, counts.replicated, counts.shared, counts.experts)
     return sum((*counts.tables, counts.positions, counts.vectors, *map(sum, matrices)))
 

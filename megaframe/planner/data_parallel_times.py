@@ -36,7 +36,7 @@ from megaframe.planner.kernel_times import (
 from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
 from megaframe.planner.machine import Machine, PassTimes
 from megaframe.planner.memory import compute_host_bytes_per_element
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 
 Number = Any
 _ITERATIONS = 5
@@ -168,9 +168,12 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
     if layout.data * layout.context == 1:
         return _set_bucket_size(config, 1)
     machine = Machine(
-        config, cluster, get_cluster_constants(cluster), make_layout_sizes(config, layout)
+        config,
+        cluster,
+        get_cluster_constants(cluster),
+        make_layout_sizes(config.parallel, config.train, layout),
     )
-    parameters = count_parameters(config, layout, plan_stages(config))
+    parameters = count_rank_parameters(config.model, config.train, layout, plan_stages(config))
     matrices = (parameters.total - parameters.outside_blocks) / layout.pipeline
     blocks = len(parameters.split) / 2 / layout.pipeline
     count = float(count_buckets(machine, matrices, config.parallel.chunks, blocks))

@@ -19,9 +19,9 @@ from megaframe.config.keys import format_value
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import Chip
-from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
+from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.candidates import Candidates, FixedKeys, enumerate_candidates
+from megaframe.planner.candidates import Candidates, SearchSpace
 from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.layout_search import search, suggest_alternatives
 from megaframe.planner.layout_sizes import RECOMPUTE, Array
@@ -139,9 +139,7 @@ def diff_overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
     return overrides
 
 
-def suggest_changes(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
-) -> Iterator[str]:
+def suggest_changes(space: SearchSpace, constants: Constants) -> Iterator[str]:
     """Yield the nearest changes with which a config that does not fit does: overrides for its
     command line, with the memory and the step that they lead to. If there are none on as many GPUs,
     yield what a search would suggest.
@@ -151,12 +149,12 @@ def suggest_changes(
     chip is not known, they are ordered by that of another one, and no step is told.
 
     Args:
-        config: The config that does not fit.
-        gpus: Number of GPUs.
-        cluster: The chips and links; if it has fewer GPUs, there are no suggestions.
+        space: The config that does not fit, and its GPUs; if the cluster has fewer, there are no
+            suggestions. Nothing is fixed.
         constants: What kernels and collectives reach there.
     """
-    if gpus > cluster.size:
+    config, cluster = space.config, space.cluster
+    if space.gpus > cluster.size:
         return
     has_rates = (
         cluster.chip.get_sustained_flops(config.train.precision) is not None
@@ -165,39 +163,35 @@ def suggest_changes(
     if not has_rates:
         other = load_cluster(DEFAULT)
         chip = replace(other.chip, name=cluster.chip.name, memory=cluster.chip.memory)
-        cluster, constants = replace(other, chip=chip), get_cluster_constants(other)
+        space = replace(space, cluster=replace(other, chip=chip))
+        constants = get_cluster_constants(other)
     offers: dict[frozenset[str], str] = {}
     tries = 0
     for changed in (
-        *_change_on_same_axes(config, gpus, cluster, constants),
+        *_change_on_same_axes(space, constants),
         *_with_smaller_state(config),
     ):
         keys = frozenset(diff_overrides(config, changed))
         # What a smaller change achieves alone needs no larger one that includes it.
         if tries < _TRIES and keys and not any(smaller <= keys for smaller in offers):
-            text = _describe_change(config, changed, gpus, cluster, constants, timed=has_rates)
+            text = _describe_change(space, changed, constants, timed=has_rates)
             offers |= {} if text is None else {keys: text}
             tries += 1
     suggestions = dict.fromkeys(offers.values())
-    for changed in _find_fastest(config, gpus, cluster, constants):
-        text = _describe_change(config, changed, gpus, cluster, constants, timed=has_rates)
+    for changed in _find_fastest(space, constants):
+        text = _describe_change(space, changed, constants, timed=has_rates)
         suggestions |= {} if text is None else {text: None}
     yield from suggestions
     if has_rates and not suggestions:
-        yield from suggest_alternatives(config, gpus, cluster, constants, None)
+        yield from suggest_alternatives(space, constants)
 
 
 def _describe_change(
-    config: RunConfig,
-    changed: RunConfig,
-    gpus: int,
-    cluster: Cluster,
-    constants: Constants,
-    *,
-    timed: bool,
+    space: SearchSpace, changed: RunConfig, constants: Constants, *, timed: bool
 ) -> str | None:
-    """Return the offer of `changed` instead of `config` in words, with its step if `timed`; None if
-    it cannot run or does not fit either."""
+    """Return the offer of `changed` instead of the space's config in words, with its step if
+    `timed`; None if it cannot run or does not fit either."""
+    gpus, cluster = space.gpus, space.cluster
     if find_mistakes(changed, gpus, data=False):
         return None
     layout = Layout.from_parallel(changed.parallel, gpus)
@@ -207,7 +201,7 @@ def _describe_change(
     memory = sum(prediction.memory_bytes.values())
     if not fits_with_margin(memory, cluster.chip):
         return None
-    overrides = diff_overrides(config, changed).items()
+    overrides = diff_overrides(space.config, changed).items()
     text = " ".join(f"{key}={_quote_for_shell(value)}" for key, value in overrides)
     step = f", {prediction.step_seconds:.3g} s a step" if timed else ""
     return f"{text}: {memory / _GIB:.1f} GiB{step}"
@@ -218,12 +212,11 @@ def _quote_for_shell(value: str) -> str:
     return f'"{value}"' if " " in value else value
 
 
-def _change_on_same_axes(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
-) -> Iterator[RunConfig]:
+def _change_on_same_axes(space: SearchSpace, constants: Constants) -> Iterator[RunConfig]:
     """Yield the config with more recompute, a higher ZeRO stage and a smaller microbatch, where
     that is estimated to fit: the fewest changes first, and of these the fastest. Full recompute is
     that of as few blocks as fit."""
+    config, gpus = space.config, space.gpus
     parallel, train = config.parallel, config.train
     fixed: dict[str, Any] = {name: getattr(parallel, name) for name in _AXES}
     if parallel.data is not None:
@@ -240,7 +233,7 @@ def _change_on_same_axes(
     changes = []
     current = (parallel.zero, RECOMPUTE.index(train.recompute), train.microbatch)
     for same in ({**fixed, "microbatch": train.microbatch}, fixed):
-        candidates, seconds = _find_fitting_candidates(config, gpus, cluster, constants, same)
+        candidates, seconds = _find_fitting_candidates(replace(space, fixed=same), constants)
         columns = (candidates.zero, candidates.recompute, candidates.microbatch, seconds)
         for zero, recompute, microbatch, step in zip(*(c.tolist() for c in columns), strict=True):
             if zero >= current[0] and recompute >= current[1] and microbatch <= current[2]:
@@ -264,21 +257,17 @@ def _with_smaller_state(config: RunConfig) -> Iterator[RunConfig]:
         yield config.model_copy(update={"optim": config.optim.model_copy(update={"state": "int8"})})
 
 
-def _find_fastest(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
-) -> Iterator[RunConfig]:
+def _find_fastest(space: SearchSpace, constants: Constants) -> Iterator[RunConfig]:
     """Yield the config with the layout that a search finds, if any fits."""
     with suppress(UserError):
-        yield search(config, gpus, cluster, constants, simulated=_SIMULATED).best.config
+        yield search(space, constants, _SIMULATED).best.config
 
 
-def _find_fitting_candidates(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys
-) -> tuple[Candidates, Array]:
+def _find_fitting_candidates(space: SearchSpace, constants: Constants) -> tuple[Candidates, Array]:
     """Return the layouts that are estimated to fit, and their seconds of a step."""
-    candidates = enumerate_candidates(config, gpus, cluster, fixed)
+    candidates = space.list_candidates()
     if not len(candidates):
         return candidates, np.zeros(0)
-    estimates = estimate(config, cluster, constants, candidates)
-    fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
+    estimates = estimate(space.config, space.cluster, constants, candidates)
+    fits = fits_with_margin(estimates.memory_bytes, space.cluster.chip)
     return candidates.select(fits), estimates.step_seconds[fits]

@@ -10,20 +10,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megaframe.config.batch_ramp import count_samples
-from megaframe.config.schema import RunConfig
+from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import Cluster, list_cluster_names, load_cluster
+from megaframe.hardware.chips import Chip
+from megaframe.hardware.cluster import list_cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.candidates import (
     Candidates,
-    FixedKeys,
+    SearchSpace,
     apply_candidate,
-    enumerate_candidates,
 )
 from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.layout_sizes import RECOMPUTE, Array
@@ -82,52 +82,39 @@ class SearchResult:
         return self.choices[0]
 
 
-def search(
-    config: RunConfig,
-    gpus: int,
-    cluster: Cluster,
-    constants: Constants,
-    fixed: FixedKeys | None = None,
-    simulated: int = SIMULATED,
-) -> SearchResult:
-    """Return the best layouts for `gpus` GPUs.
+def search(space: SearchSpace, constants: Constants, simulated: int = SIMULATED) -> SearchResult:
+    """Return the best layouts.
 
     Args:
-        config: The run; its layout is ignored.
-        gpus: Number of GPUs.
-        cluster: The chips and links.
+        space: The layouts to choose among.
         constants: What kernels and collectives reach there.
-        fixed: Values of `candidates.SEARCHED_KEYS` that the search may not choose.
         simulated: Number of layouts to simulate.
 
     Raises:
         UserError: No layout is valid or none fits; the message says what would be needed.
     """
     begin = time.perf_counter()
+    gpus, cluster = space.gpus, space.cluster
     if gpus > cluster.size:
         raise UserError(
             f"{gpus} GPUs are more than the {cluster.size} of cluster {cluster.name}; use "
             f"{cluster.size} or fewer"
         )
-    candidates = enumerate_candidates(config, gpus, cluster, fixed)
+    candidates = space.list_candidates()
     if not len(candidates):
-        raise UserError(_describe_no_valid_layout(config, gpus, cluster, fixed))
+        raise UserError(_describe_no_valid_layout(space))
     enumerated = time.perf_counter()
-    estimates = estimate(config, cluster, constants, candidates)
+    estimates = estimate(space.config, cluster, constants, candidates)
     estimated = time.perf_counter()
-    choices = _simulate_best(config, gpus, cluster, constants, candidates, estimates, simulated)
+    choices = _simulate_best(space, constants, candidates, estimates, simulated)
     if not choices:
-        raise UserError(
-            describe_no_fit(config, gpus, cluster, constants, candidates, estimates, fixed)
-        )
+        raise UserError(describe_no_fit(space, constants, candidates, estimates))
     end = time.perf_counter()
     return SearchResult(choices, candidates, estimates, estimated - enumerated, end - begin)
 
 
 def _simulate_best(
-    config: RunConfig,
-    gpus: int,
-    cluster: Cluster,
+    space: SearchSpace,
     constants: Constants,
     candidates: Candidates,
     estimates: Estimates,
@@ -138,6 +125,7 @@ def _simulate_best(
     Args:
         max_simulated: Number of candidates to simulate.
     """
+    config, gpus, cluster = space.config, space.gpus, space.cluster
     fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
     penalty = _compute_penalty(candidates)
     order = np.argsort(np.where(fits, estimates.step_seconds * penalty, np.inf), kind="stable")
@@ -163,7 +151,7 @@ def _simulate_best(
         candidate = apply_candidate(config, candidates, index)
         validate_config(candidate, gpus, data=False)
         layout = Layout.from_parallel(candidate.parallel, gpus)
-        for variant in _with_fewer_recomputed(candidate, config, layout, cluster):
+        for variant in _with_fewer_recomputed(candidate, config.train, layout, cluster.chip):
             prediction = predict(variant, layout, cluster, constants)
             if fits_with_margin(sum(prediction.memory_bytes.values()), cluster.chip):
                 choices.append(LayoutChoice(variant, layout, prediction, index))
@@ -172,18 +160,16 @@ def _simulate_best(
 
 
 def _with_fewer_recomputed(
-    candidate: RunConfig, config: RunConfig, layout: Layout, cluster: Cluster
+    candidate: RunConfig, train: TrainConfig, layout: Layout, chip: Chip
 ) -> Iterator[RunConfig]:
-    """Yield the config of a candidate. If `config` has `train.recompute_blocks=auto` and the
-    candidate recomputes all blocks, also yield it with as few recomputed blocks as fit."""
+    """Yield the config of a candidate. If `train` has `recompute_blocks=auto` and the candidate
+    recomputes all blocks, also yield it with as few recomputed blocks as fit."""
     yield candidate
-    if config.train.recompute_blocks == "auto" and candidate.train.recompute == "full":
-        train = candidate.train.model_copy(
+    if train.recompute_blocks == "auto" and candidate.train.recompute == "full":
+        few = candidate.train.model_copy(
             update={"recompute": "selective", "recompute_blocks": "auto"}
         )
-        yield resolve_recompute_blocks(
-            candidate.model_copy(update={"train": train}), layout, cluster.chip
-        )
+        yield resolve_recompute_blocks(candidate.model_copy(update={"train": few}), layout, chip)
 
 
 def _compute_penalty(candidates: Candidates) -> Array:
@@ -195,14 +181,12 @@ def _compute_penalty(candidates: Candidates) -> Array:
     return penalty
 
 
-def _describe_no_valid_layout(
-    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys | None
-) -> str:
-    train, model = config.train, config.model
-    valid_gpus = [
-        n for n in range(gpus, 0, -1) if len(enumerate_candidates(config, n, cluster, fixed))
-    ][:1]
-    fixed_text = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
+def _describe_no_valid_layout(space: SearchSpace) -> str:
+    train, model, gpus = space.config.train, space.config.model, space.gpus
+    valid_gpus = [n for n in range(gpus, 0, -1) if len(replace(space, gpus=n).list_candidates())][
+        :1
+    ]
+    fixed_text = "".join(f", {key}={value}" for key, value in space.fixed.items())
     return (
         f"no layout divides model.layers={model.layers}, model.heads={model.heads} and "
         f"train.global_batch={train.global_batch} among {gpus} GPUs{fixed_text}; "
@@ -212,33 +196,25 @@ def _describe_no_valid_layout(
 
 
 def describe_no_fit(
-    config: RunConfig,
-    gpus: int,
-    cluster: Cluster,
-    constants: Constants,
-    candidates: Candidates,
-    estimates: Estimates,
-    fixed: FixedKeys | None = None,
+    space: SearchSpace, constants: Constants, candidates: Candidates, estimates: Estimates
 ) -> str:
     """Return the message if nothing fits: the least memory that the model needs, the layout that
     needs it, and what would work.
 
     Args:
-        config: The run; its layout is ignored.
-        gpus: Number of GPUs.
-        cluster: The chips and links.
+        space: The layouts to choose among.
         constants: What kernels and collectives reach there.
-        candidates: The layouts that were considered, at least one.
+        candidates: All of these layouts, at least one.
         estimates: Their estimates.
-        fixed: Values of `candidates.SEARCHED_KEYS` that the search could not choose.
     """
+    cluster = space.cluster
     index = int(np.argmin(estimates.memory_bytes))
     needed, capacity = estimates.memory_bytes[index] / _GIB, cluster.chip.memory / _GIB
-    fixed_text = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
+    fixed_text = "".join(f", {key}={value}" for key, value in space.fixed.items())
     lines = [
-        f"no layout on {gpus} GPUs of {cluster.name}{fixed_text} leaves a GPU with less than "
+        f"no layout on {space.gpus} GPUs of {cluster.name}{fixed_text} leaves a GPU with less than "
         f"{needed:.1f} GiB of its {capacity:.0f} GiB: {describe_candidate(candidates, index)}",
-        *suggest_alternatives(config, gpus, cluster, constants, fixed),
+        *suggest_alternatives(space, constants),
     ]
     return "\n  ".join(lines)
 
@@ -259,94 +235,83 @@ def describe_candidate(candidates: Candidates, index: int) -> str:
     return ", ".join(words)
 
 
-def suggest_alternatives(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys | None
-) -> Iterator[str]:
+def suggest_alternatives(space: SearchSpace, constants: Constants) -> Iterator[str]:
     """Yield what would work if no layout fits: without the given keys, more GPUs, optimizer state
     in 8 bits, a chip with more memory.
 
     Args:
-        config, gpus, cluster, constants, fixed: Those of the search, as in `search`.
+        space: The layouts of which none fits.
+        constants: What kernels and collectives reach there.
     """
-    if fixed:
-        unfixed = _describe_fastest(config, gpus, cluster, constants)
+    config, gpus, cluster = space.config, space.gpus, space.cluster
+    if space.fixed:
+        unfixed = _describe_fastest(replace(space, fixed={}), constants)
         if unfixed:
             yield f"without the given keys: {unfixed}"
-    more_gpus = _suggest_more_gpus(config, gpus, cluster, constants, fixed)
+    more_gpus = _suggest_more_gpus(space, constants)
     if more_gpus:
         yield more_gpus
     if config.optim.state == "master":
         with_int8 = config.model_copy(
             update={"optim": config.optim.model_copy(update={"state": "int8"})}
         )
-        int8_layout = _describe_fastest(with_int8, gpus, cluster, constants, fixed)
+        int8_layout = _describe_fastest(replace(space, config=with_int8), constants)
         if int8_layout:
             yield f"with optim.state=int8: {int8_layout}"
     for name in list_cluster_names():
         other = load_cluster(name)
         larger = other.chip.memory > cluster.chip.memory and other.size >= gpus
         if larger and other.chip.family in ("h100", "b200"):
-            fitting = _describe_fastest(config, gpus, other, get_cluster_constants(other), fixed)
+            there = replace(space, cluster=other)
+            fitting = _describe_fastest(there, get_cluster_constants(other))
             if fitting:
                 yield f"{gpus} GPUs of {name}: {fitting}"
                 return
 
 
-def _suggest_more_gpus(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys | None
-) -> str | None:
+def _suggest_more_gpus(space: SearchSpace, constants: Constants) -> str | None:
     """Return the smallest number of GPUs, doubled repeatedly, on which the model fits, with its
     layout; None if there is none."""
-    factor = 2
-    while factor <= _MOST_TIMES and gpus * factor <= cluster.size:
-        fitting = _describe_fastest(config, gpus * factor, cluster, constants, fixed)
+    gpus, cluster = 2 * space.gpus, space.cluster
+    while gpus <= min(_MOST_TIMES * space.gpus, cluster.size):
+        fitting = _describe_fastest(replace(space, gpus=gpus), constants)
         if fitting:
-            kind = "ranks" if cluster.chip.is_host else "GPUs"
-            return f"{gpus * factor} {kind} of {cluster.name}: {fitting}"
-        factor *= 2
+            return (
+                f"{gpus} {'ranks' if cluster.chip.is_host else 'GPUs'} of {cluster.name}: {fitting}"
+            )
+        gpus *= 2
     return None
 
 
-def find_fastest(
-    config: RunConfig,
-    gpus: int,
-    cluster: Cluster,
-    constants: Constants,
-    fixed: FixedKeys | None = None,
-) -> tuple[Candidates, int, float] | None:
+def find_fastest(space: SearchSpace, constants: Constants) -> tuple[Candidates, int, float] | None:
     """Return all candidates, the index of the one with the shortest estimated step that fits, and
     its seconds; None if no layout is valid and fits.
 
     Args:
-        config, gpus, cluster, constants, fixed: As in `search`.
+        space: The layouts to choose among.
+        constants: What kernels and collectives reach there.
     """
-    candidates = enumerate_candidates(config, gpus, cluster, fixed)
+    candidates = space.list_candidates()
     if not len(candidates):
         return None
-    estimates = estimate(config, cluster, constants, candidates)
-    fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
+    estimates = estimate(space.config, space.cluster, constants, candidates)
+    fits = fits_with_margin(estimates.memory_bytes, space.cluster.chip)
     if not fits.any():
         return None
     index = int(np.argmin(np.where(fits, estimates.step_seconds, np.inf)))
     return candidates, index, float(estimates.step_seconds[index])
 
 
-def _describe_fastest(
-    config: RunConfig,
-    gpus: int,
-    cluster: Cluster,
-    constants: Constants,
-    fixed: FixedKeys | None = None,
-) -> str | None:
+def _describe_fastest(space: SearchSpace, constants: Constants) -> str | None:
     """Return the fastest layout that fits in words, with its step and price; None if none fits."""
-    fastest = find_fastest(config, gpus, cluster, constants, fixed)
+    fastest = find_fastest(space, constants)
     if fastest is None:
         return None
     candidates, index, step = fastest
-    train = config.train
+    train, price = space.config.train, space.gpus * space.cluster.price
     whole_steps = count_samples(train, train.steps) / train.global_batch  # of the full batch
-    dollars = step * whole_steps / 3600 * gpus * cluster.price
+    dollars = step * whole_steps / 3600 * price
     return (
-        f"{step:.3g} s a step, ${gpus * cluster.price:,.0f} an hour, ${dollars:,.0f} for "
+        f"{step:.3g} s a step, ${price:,.0f} an hour, ${dollars:,.0f} for "
         f"train.steps={train.steps} ({describe_candidate(candidates, index)})"
     )

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.stages import compute_block_work, compute_output_work
-from megaframe.config.schema import RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import TrainConfig
 from megaframe.layout import Layout
 
 Number = Any
@@ -58,9 +60,8 @@ class LayoutSizes:
         return self.data * self.context // self.data_replicate
 
 
-def make_layout_sizes(config: RunConfig, layout: Layout) -> LayoutSizes:
+def make_layout_sizes(parallel: ParallelConfig, train: TrainConfig, layout: Layout) -> LayoutSizes:
     """Return the sizes of one run."""
-    parallel, train = config.parallel, config.train
     return LayoutSizes(
         tensor=layout.tensor,
         context=layout.context,
@@ -90,10 +91,12 @@ class BlocksPerRank:
     last: Array
 
 
-def count_blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRank:
+def count_blocks_per_rank(
+    model: ModelConfig, train: TrainConfig, sizes: LayoutSizes
+) -> BlocksPerRank:
     """Return how the layers are divided, where the head counts as many blocks as it has work."""
-    layers, stages = config.model.layers, sizes.pipeline * sizes.chunks
-    head_weight = _compute_head_weight(config, sizes)
+    layers, stages = model.layers, sizes.pipeline * sizes.chunks
+    head_weight = _compute_head_weight(model, train, sizes)
     above, below = np.ceil(head_weight), np.floor(head_weight)
     even = np.maximum(np.ceil((layers + above) / stages), above)
     with_last_alone = (
@@ -117,15 +120,12 @@ def count_blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRan
     return BlocksPerRank(np.where(alone, layers, fullest), np.where(alone, layers, last_rank))
 
 
-def _compute_head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
+def _compute_head_weight(model: ModelConfig, train: TrainConfig, sizes: LayoutSizes) -> Array:
     """Return the work of the head in units of a block's work, as `stages` counts it."""
-    works = [
-        compute_block_work(config.model, config.train, layer)
-        for layer in range(config.model.layers)
-    ]
+    works = [compute_block_work(model, train, layer) for layer in range(model.layers)]
     forward = sum(work.forward for work in works) / len(works)
     backward = sum(work.backward + work.weight for work in works) / len(works)
-    end = compute_output_work(config)
+    end = compute_output_work(model, train)
     twice = np.where(sizes.recompute == 2, 2.0, 1.0)
     head = end.forward + end.backward + end.weight
     return head / np.maximum(twice * forward + backward, 1e-30)

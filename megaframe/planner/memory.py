@@ -26,13 +26,13 @@ from megaframe.architecture.output_head import (
     get_max_logits_per_chunk,
 )
 from megaframe.architecture.stages import StagePlan
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.activations import compute_peak_activations
-from megaframe.planner.parameter_counts import RankParameters, count_parameters
+from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
 from megaframe.schedule import Action, Schedule
 from megaframe.schedule.zero_buffers import compute_peak_zero_buffers
 
@@ -129,9 +129,15 @@ def compute_memory(
         values += shard - (parameters.total - divided.total)
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
     activation_ranks = config.parallel.tensor * config.parallel.context
-    activation_bytes, messages = compute_peak_activations(config, plans, actions)
+    activation_bytes, messages = compute_peak_activations(
+        config.model, config.parallel, config.train, plans, actions
+    )
     has_head = any(plan.last for plan in plans)
-    logits, loss_tensors = _compute_logit_bytes(config, host=host) if has_head else (0, 0)
+    logits, loss_tensors = (
+        _compute_logit_bytes(config.model, config.parallel, config.train, host=host)
+        if has_head
+        else (0, 0)
+    )
     checkpoint = 0
     if host and config.checkpoint.every:
         checkpoint = residual * master
@@ -197,16 +203,16 @@ def _count_values_and_gradients(
     return values, gradients
 
 
-def _compute_logit_bytes(config: RunConfig, *, host: bool) -> tuple[int, int]:
+def _compute_logit_bytes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, *, host: bool
+) -> tuple[int, int]:
     """Return the bytes of a chunk of logits, and of what a loss from outside computes of them."""
-    width, tokens = DTYPE_BYTES[config.train.precision], config.train.microbatch * config.train.seq
-    vocab = -(-(config.model.vocab or 0) // config.parallel.tensor)
+    width, tokens = DTYPE_BYTES[train.precision], train.microbatch * train.seq
+    vocab = -(-(model.vocab or 0) // parallel.tensor)
     most_logits = get_max_logits_per_chunk(host=host)
     rows = min(tokens, count_rows_per_chunk(vocab, host=host))
     fp32_rows = min(rows, max(1, most_logits // FP32_PARTS // max(1, vocab)))
-    loss_tensors = (
-        fp32_rows * vocab * compute_loss_bytes_per_logit(config.model, config.train, width)
-    )
+    loss_tensors = fp32_rows * vocab * compute_loss_bytes_per_logit(model, train, width)
     return rows * vocab * width, loss_tensors
 
 
@@ -347,7 +353,7 @@ def compute_rank_memory(
     rank_plans = [plans[stage] for stage in schedule.list_stages(rank)]
     return compute_memory(
         config,
-        count_parameters(config, layout, rank_plans),
+        count_rank_parameters(config.model, config.train, layout, rank_plans),
         layout.data_shard * layout.context,
         rank_plans,
         schedule.ranks[rank],

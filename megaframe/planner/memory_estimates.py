@@ -21,7 +21,8 @@ from megaframe.architecture.output_head import (
     get_max_logits_per_chunk,
 )
 from megaframe.architecture.stages import StagePlan
-from megaframe.config.schema import RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES, Chip
 from megaframe.layout import Layout
 from megaframe.planner.activations import (
@@ -31,7 +32,7 @@ from megaframe.planner.activations import (
 )
 from megaframe.planner.layout_sizes import RECOMPUTE, LayoutSizes, count_blocks_per_rank
 from megaframe.planner.memory import compute_max_width_per_token
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.planner.peak_memory import compute_overhead_bytes
 from megaframe.planner.searched_schedules import ScheduleColumn
 from megaframe.schedule import NamedSchedule, PipelineSizes
@@ -117,8 +118,8 @@ class _BlockTable:
                 config, tensor, context, expert, expert_tensor, RECOMPUTE[recompute]
             )
             for kind, layer in enumerate(self.layers):
-                parameters = count_parameters(
-                    config, layout, [StagePlan(1, 3, range(layer, layer + 1))]
+                parameters = count_rank_parameters(
+                    config.model, config.train, layout, [StagePlan(1, 3, range(layer, layer + 1))]
                 )
                 quantities = {
                     "vectors": parameters.vectors,
@@ -126,9 +127,17 @@ class _BlockTable:
                     "replicated": sum(parameters.replicated),
                     "shared": sum(parameters.shared),
                     "experts": sum(parameters.experts),
-                    "kept": 0 if recompute == 2 else compute_block_bytes(sizes, layer),
-                    "weight_pass": compute_weight_pass_bytes(sizes, layer),
-                    "recomputed": compute_block_bytes(sizes, layer) if recompute == 2 else 0,
+                    "kept": 0
+                    if recompute == 2
+                    else compute_block_bytes(sizes.model, sizes.parallel, sizes.train, layer),
+                    "weight_pass": compute_weight_pass_bytes(
+                        sizes.model, sizes.parallel, sizes.train, layer
+                    ),
+                    "recomputed": compute_block_bytes(
+                        sizes.model, sizes.parallel, sizes.train, layer
+                    )
+                    if recompute == 2
+                    else 0,
                     "copies": parameters.copies,
                 }
                 for name, value in quantities.items():
@@ -138,7 +147,7 @@ class _BlockTable:
         self.table = np.asarray(tables, dtype=float)[row]
         one_rank = _with_sizes(config, 1, 1, 1, 1, "none")
         self.rotary = float(compute_rotary_bytes(one_rank.model, one_rank.train))
-        division = count_blocks_per_rank(config, c)
+        division = count_blocks_per_rank(config.model, config.train, c)
         self.chunks = np.asarray(c.chunks, dtype=int)
         self.per_rank = {True: division.fullest, False: division.last}
 
@@ -243,15 +252,18 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)
     static = shard * master_and_state + values * width + gradients * master
-    transient = _estimate_transient_bytes(config, rank, get_max_logits_per_chunk(host=chip.is_host))
+    transient = _estimate_transient_bytes(
+        config.model, config.train, rank, get_max_logits_per_chunk(host=chip.is_host)
+    )
     return static + transient + compute_overhead_bytes(chip)
 
 
-def _estimate_transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) -> Array:
+def _estimate_transient_bytes(
+    model: ModelConfig, train: TrainConfig, rank: _PipelineRank, max_logits: int
+) -> Array:
     """Return the bytes that come and go within a step: activations, messages, logits (at most
     `max_logits` of them at once), and temporaries."""
     c, blocks, last = rank.c, rank.blocks, rank.last
-    model, train = config.model, config.train
     width, activation_ranks = DTYPE_BYTES[train.precision], c.tensor * c.context
     rows = c.microbatch * float(train.seq)
     stream = rows * model.hidden * width
@@ -265,12 +277,10 @@ def _estimate_transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits
     logits = np.minimum(rows, np.maximum(1, max_logits // np.maximum(1, vocab))) * vocab * width
     fp32_rows = np.maximum(1, max_logits // FP32_PARTS // np.maximum(1, vocab))
     loss_tensors = (
-        np.minimum(rows, fp32_rows)
-        * vocab
-        * compute_loss_bytes_per_logit(config.model, config.train, width)
+        np.minimum(rows, fp32_rows) * vocab * compute_loss_bytes_per_logit(model, train, width)
     )
     temporaries = np.maximum(
-        2 * rows * compute_max_width_per_token(config.model) * width / activation_ranks,
+        2 * rows * compute_max_width_per_token(model) * width / activation_ranks,
         (logits + loss_tensors) * last,
     )
     messages = np.where(c.pipeline > 1, 2 * stream / activation_ranks, 0.0)

@@ -17,7 +17,7 @@ from megaframe.architecture.layer import HasParameters
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import StagePlan
-from megaframe.config import ParallelConfig, RunConfig
+from megaframe.config import ParallelConfig, TrainConfig
 from megaframe.config.model import ModelConfig
 from megaframe.layout import Layout
 from megaframe.schedule.zero_buffers import BucketSize, StageBuckets, UnitBuckets
@@ -240,17 +240,17 @@ class _PartCounts:
     copies: int = 1
 
 
-def count_parameters(
-    config: RunConfig, layout: Layout, plans: Sequence[StagePlan]
+def count_rank_parameters(
+    model: ModelConfig, train: TrainConfig, layout: Layout, plans: Sequence[StagePlan]
 ) -> RankParameters:
     """Return the parameters of a rank that has the stages of `plans`.
 
     Args:
-        config: The run.
+        model: The section `model`.
+        train: The section `train`.
         layout: Its ranks.
         plans: The stages of the rank.
     """
-    model = config.model
     sizes = {
         "tensor": layout.tensor,
         "expert": layout.expert,
@@ -268,7 +268,7 @@ def count_parameters(
     table = _count_part({"tokens": vocabulary}, sizes).split
     if first:
         tables.append(table)
-        position_table = describe_position_table(model, config.train.seq)
+        position_table = describe_position_table(model, train.seq)
         if position_table is not None:
             positions = _count_part({"positions": position_table}, sizes).replicated
     if last:

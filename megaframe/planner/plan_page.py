@@ -24,6 +24,7 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.io.regular_file import write_file
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import Constants
 from megaframe.planner.data_parallel_times import compute_block_load
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, find_fastest
@@ -281,7 +282,7 @@ def _predict_speed(
         "expert_tensor": parallel.expert_tensor,
         "data_replicate": 1,
     }
-    fastest = find_fastest(batch_config, gpus, cluster, constants, fixed)
+    fastest = find_fastest(SearchSpace(batch_config, gpus, cluster, fixed), constants)
     return None if fastest is None else batch * config.train.seq / fastest[2] / gpus
 
 
@@ -327,7 +328,9 @@ def compute_communication_rooflines(
         cluster: The chips and links.
         constants: What kernels and collectives reach there.
     """
-    machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
+    machine = Machine(
+        config, cluster, constants, make_layout_sizes(config.parallel, config.train, layout)
+    )
     model, width = config.model, machine.rate.width
     work = compute_block_work(config.model, config.train, model.layers - 1)
     rows = float(machine.tokens)

@@ -121,7 +121,9 @@ def predict(
             f"use {cluster.size} or fewer"
         )
     config = resolve_bucket_size(config, layout, cluster)
-    machine = Machine(config, cluster, constants, make_layout_sizes(config, layout))
+    machine = Machine(
+        config, cluster, constants, make_layout_sizes(config.parallel, config.train, layout)
+    )
     plans = plan_stages(config)
     blocks = _map_layers(machine, estimate_block_times)
     stage_times = [_estimate_stage_times(machine, plan, blocks) for plan in plans]
@@ -251,7 +253,7 @@ def count_model_flops(config: RunConfig) -> tuple[float, float]:
         compute_block_work(config.model, config.train, layer)
         for layer in range(config.model.layers)
     ]
-    head_flops = compute_output_work(config)
+    head_flops = compute_output_work(config.model, config.train)
     model = sum(w.forward + w.backward + w.weight for w in block_flops)
     for flops in (head_flops.forward, head_flops.backward, head_flops.weight):
         model += flops

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from megaframe.architecture.stages import plan_stages
-from megaframe.config import ParallelConfig, RunConfig, RunSection
+from megaframe.config import CheckpointConfig, ParallelConfig, RunConfig, RunSection
 from megaframe.config.load import load_from_run
 from megaframe.data.vocabulary_size import resolve_vocab
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
@@ -30,11 +30,11 @@ from megaframe.hardware.cluster import DEFAULT, Cluster, find_cluster_for_device
 from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, resolve_axis_sizes
 from megaframe.planner.advice import describe_decision
-from megaframe.planner.candidates import SEARCHED_KEYS
+from megaframe.planner.candidates import SEARCHED_KEYS, SearchSpace
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.data_parallel_times import resolve_bucket_size
 from megaframe.planner.layout_search import search
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.resilience.elastic import fit_layout
 from megaframe.training.run_length import decide_steps, has_undecided_length
@@ -111,18 +111,18 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
         UserError: If no layout fits, or if nothing is known of the speed of this machine's chip.
     """
     if not config.parallel.auto:
-        return config, _describe_machine(config)
-    saved = _load_saved_config(config)
+        return config, _describe_machine(config.run, config.parallel)
+    saved = _load_saved_config(config.run, config.checkpoint)
     if saved is not None and not resolve_axis_sizes(saved.parallel, world)[1]:
         resumed = _copy_layout(config, saved)
         note = f"parallel.auto: the layout that {config.run.dir} started with"
-        return resumed, [note, *_describe_machine(config)]
+        return resumed, [note, *_describe_machine(config.run, config.parallel)]
     cluster = find_cluster(config.parallel, config.run)
     set_keys = config.parallel.model_fields_set.intersection(SEARCHED_KEYS)
     values = {name: getattr(config.parallel, name) for name in set_keys}
     fixed = {name: value for name, value in values.items() if value is not None}
     family = get_cluster_constants(cluster)
-    result = search(config, world, cluster, family, fixed, simulated=_SIMULATED)
+    result = search(SearchSpace(config, world, cluster, fixed), family, simulated=_SIMULATED)
     best = _copy_layout(config, result.best.config)
     why = [*describe_decision(result, cluster), *result.best.prediction.reasons]
     notes = [f"parallel.auto: {world} ranks on {cluster.name}. {why[0]}", *why[1:]]
@@ -159,7 +159,9 @@ def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[s
         return decided, []
     plans, ranks = plan_stages(decided), layout.data * layout.context
     by_stage = (
-        count_parameters(decided, layout, [plan]).group_blocks(decided.parallel, [plan])
+        count_rank_parameters(decided.model, decided.train, layout, [plan]).group_blocks(
+            decided.parallel, [plan]
+        )
         for plan in plans
     )
     groups = [*chain.from_iterable(by_stage)]
@@ -193,15 +195,15 @@ def find_cluster(parallel: ParallelConfig, run: RunSection) -> Cluster:
     return find_cluster_for_device(name, properties.total_memory, properties.multi_processor_count)
 
 
-def _describe_machine(config: RunConfig) -> list[str]:
+def _describe_machine(run: RunSection, parallel: ParallelConfig) -> list[str]:
     """Return lines about the machine that no part of the config tells: which chip its GPUs are, or
     why a run with `auto` is on the CPU."""
-    if config.parallel.cluster is not None:
+    if parallel.cluster is not None:
         return []
-    notes = list(find_cluster(config.parallel, config.run).notes)
-    if config.run.device in ("auto", "shared") and not torch.cuda.is_available():
+    notes = list(find_cluster(parallel, run).notes)
+    if run.device in ("auto", "shared") and not torch.cuda.is_available():
         hidden = explain_hidden_gpu()
-        notes += [f"run.device={config.run.device} is the CPU: {hidden}"] if hidden else []
+        notes += [f"run.device={run.device} is the CPU: {hidden}"] if hidden else []
     return notes
 
 
@@ -221,10 +223,10 @@ def _copy_layout(config: RunConfig, source: RunConfig) -> RunConfig:
     )
 
 
-def _load_saved_config(config: RunConfig) -> RunConfig | None:
+def _load_saved_config(run: RunSection, checkpoint: CheckpointConfig) -> RunConfig | None:
     """Return the config of the run to be resumed, or None if there is none that can be read."""
-    folder = Path(config.run.dir)
-    if config.checkpoint.resume is None or not (folder / CONFIG_FILE).exists():
+    folder = Path(run.dir)
+    if checkpoint.resume is None or not (folder / CONFIG_FILE).exists():
         return None
     try:
         return load_from_run(folder)

@@ -20,6 +20,7 @@ from megaframe.distributed.mesh import read_local_world_size, read_world_size
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout, count_fewest_ranks
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.fit import MemoryFit, compute_fit, suggest_changes
 from megaframe.training.auto_layout import find_cluster
@@ -145,7 +146,9 @@ def _count_host_ranks(parallel: ParallelConfig, layout: Layout) -> int:
 
 def _suggest_layouts(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:
     """Return lines with the nearest changes that fit."""
-    changes = [*suggest_changes(config, layout.world, cluster, get_cluster_constants(cluster))]
+    changes = [
+        *suggest_changes(SearchSpace(config, layout.world, cluster), get_cluster_constants(cluster))
+    ]
     if not changes:
         return [f"no layout of {layout.world} ranks fits"]
     head = "nearest changes that fit, with their memory and step by the plan:"

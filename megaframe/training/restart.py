@@ -14,7 +14,7 @@ from functools import partial
 
 from megaframe.checkpoint.lock import RunLock
 from megaframe.checkpoint.manager import list_written_folders
-from megaframe.config import RunConfig
+from megaframe.config import CheckpointConfig, FaultToleranceConfig, ParallelConfig, RunConfig
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.device import set_deterministic
 from megaframe.distributed.mesh import Mesh
@@ -59,9 +59,9 @@ def run_attempts(
         set_deterministic()  # before the mesh: NCCL groups read this setting when they are made
     if config.train.cuda_graph:
         keep_launch_order()  # NCCL reads this setting once, too
-    if _can_restart(config):
+    if _can_restart(config.parallel, config.checkpoint, config.faults):
         allow_abort()  # torch's NCCL groups read it when they are made
-    launcher, lock = LauncherProcess(), RunLock(list_written_folders(config))
+    launcher, lock = LauncherProcess(), RunLock(list_written_folders(config.run, config.checkpoint))
     try:
         missing = _train(config, layout, notes, nccl, launcher, lock)
     finally:
@@ -99,7 +99,10 @@ def _train(
                 )
             notes = (*notes, *_take_locks(lock, mesh))
             trainer = Trainer(config, mesh, notes, launcher, lock)
-            if _can_restart(config) and restarts < config.faults.restarts:
+            if (
+                _can_restart(config.parallel, config.checkpoint, config.faults)
+                and restarts < config.faults.restarts
+            ):
                 mesh.allow_restart(partial(_has_made_progress, mesh.progress, last_step))
             return trainer.run()
         except (Exception, KeyboardInterrupt) as error:
@@ -122,11 +125,13 @@ def _train(
         gc.collect()  # reference cycles would keep memory that the next trainer needs
 
 
-def _can_restart(config: RunConfig) -> bool:
+def _can_restart(
+    parallel: ParallelConfig, checkpoint: CheckpointConfig, faults: FaultToleranceConfig
+) -> bool:
     """Return whether the ranks may restart in their processes. PyTorch's symmetric memory is bound
     to the first groups of a process."""
-    symmetric = config.parallel.symmetric_memory != "off"
-    return config.checkpoint.resume == "latest" and config.faults.restarts > 0 and not symmetric
+    symmetric = parallel.symmetric_memory != "off"
+    return checkpoint.resume == "latest" and faults.restarts > 0 and not symmetric
 
 
 def _take_locks(lock: RunLock, mesh: Mesh) -> list[str]:

@@ -46,7 +46,7 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
     given = train.steps if "steps" in train.model_fields_set else None
     if not data and not _has_token_files(config.data):
         return config, [_describe_missing_files(config.data, given)]
-    dataset = BlendedDataset(config, "train", config.run.seed)
+    dataset = BlendedDataset(config.model, config.train, config.data, "train", config.run.seed)
     # As a decimal: 0.1 epochs of 1,000 samples are 100.
     samples = -int(-(Fraction(repr(epochs)) * int(dataset.sizes.sum())) // 1)
     start = _find_start(config)
@@ -98,7 +98,7 @@ def _find_start(config: RunConfig) -> RunPosition:
     """Return where the run begins: at the checkpoint that `checkpoint.resume` asks for, if there is
     one."""
     resume = config.checkpoint.resume
-    root = resolve_checkpoint_folder(config)
+    root = resolve_checkpoint_folder(config.run, config.checkpoint)
     # The manager of checkpoints looks for it again, and notes what is wrong.
     path = find_checkpoint(root, resume, lambda text: None) if resume else None
     if path is None:

@@ -70,7 +70,9 @@ class StepMetrics:
         specs = list_model_specs(config)
         self._experts: ExpertLoadMetrics | None = None
         if config.model.moe is not None:
-            self._experts = ExpertLoadMetrics(config, specs, mesh.layout.expert)
+            self._experts = ExpertLoadMetrics(
+                config.model, config.metrics, specs, mesh.layout.expert
+            )
         self.logger = MetricsLogger(
             config,
             mesh,

@@ -144,7 +144,9 @@ class TrainStep:
         schedule = self.schedule if is_full else build_step_schedule(config, microbatches)
         if not config.parallel.expert_overlap:
             return plan(lower(schedule))
-        paired = find_overlap_pairs(schedule, compute_stage_costs(config, plan_stages(config)))
+        paired = find_overlap_pairs(
+            schedule, compute_stage_costs(config.model, config.train, plan_stages(config))
+        )
         ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
         return plan(Schedule(ranks), paired)
 

@@ -128,7 +128,7 @@ class Trainer:
         # A transform may leave tokens without a label.
         masked = config.data.mask_eod or bool(config.data.transforms)
         self.batches = Batches(self.loader, mesh.data_control_group, masked=masked)
-        self._validator = Validator(config, mesh, self.loader, self.train_step.evaluate)
+        self._validator = Validator(config.train, mesh, self.loader, self.train_step.evaluate)
         self._evaluated: tuple[int, float | None] = (-1, None)
         self._text_sampler: TextSampler | None = None
         if config.train.sample_every:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.config import RunConfig
+from megaframe.config import TrainConfig
 from megaframe.data.loader import Loader, ValidationBatch
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import all_reduce
@@ -32,12 +32,12 @@ class Validator:
 
     def __init__(
         self,
-        config: RunConfig,
+        train: TrainConfig,
         mesh: Mesh,
         loader: Loader,
         compute_nats: Callable[[Sequence[Microbatch]], Tensor],
     ) -> None:
-        self._samples, self._mesh, self._loader = config.train.eval_samples, mesh, loader
+        self._samples, self._mesh, self._loader = train.eval_samples, mesh, loader
         self._compute_nats = compute_nats
         self._is_loss_missing = False
 

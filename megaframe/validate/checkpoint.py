@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megaframe.config.schema import CheckpointConfig, RunConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import CheckpointConfig, FaultToleranceConfig, RunConfig, TrainConfig
 from megaframe.config.url import find_url_mistake, is_url
 from megaframe.errors import find_nearest_divisors, find_nearest_multiples
 from megaframe.layout import Layout
@@ -37,10 +38,10 @@ def find_saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
         )
 
 
-def find_best_mistakes(config: RunConfig) -> Iterator[str]:
+def find_best_mistakes(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a message if `checkpoint.keep_best` has no evaluations of the steps that are saved."""
-    keep, every = config.checkpoint.keep_best, config.checkpoint.every
-    eval_every = config.train.eval_every
+    keep, every = checkpoint.keep_best, checkpoint.every
+    eval_every = train.eval_every
     if keep and not every:
         yield (
             f"checkpoint.keep_best={keep} has no effect with checkpoint.every=0, which saves "
@@ -90,9 +91,11 @@ def find_path_mistakes(config: RunConfig) -> Iterator[str]:
             yield f"{key}: takes {takes}, not an API key; give that in WANDB_API_KEY"
 
 
-def find_fault_mistakes(config: RunConfig) -> Iterator[str]:
+def find_fault_mistakes(
+    train: TrainConfig, checkpoint: CheckpointConfig, faults: FaultToleranceConfig
+) -> Iterator[str]:
     """Yield a message for each policy of `faults` that cannot work with the rest of the config."""
-    faults, precision = config.faults, config.train.precision
+    precision = train.precision
     if faults.non_finite != "skip" and precision == "fp16":
         yield (
             f"faults.non_finite={faults.non_finite} would act on every overflow by which "
@@ -104,16 +107,18 @@ def find_fault_mistakes(config: RunConfig) -> Iterator[str]:
         f"faults.compare_every={faults.compare_every}": faults.compare_every > 0,
     }
     for name, enabled in policies.items():
-        if enabled and not config.checkpoint.every:
+        if enabled and not checkpoint.every:
             yield (
                 f"{name} goes back to a checkpoint, and checkpoint.every=0 saves none; use "
                 "checkpoint.every=100 or so"
             )
 
 
-def find_replica_comparison_warning(config: RunConfig, layout: Layout) -> str | None:
+def find_replica_comparison_warning(
+    parallel: ParallelConfig, faults: FaultToleranceConfig, layout: Layout
+) -> str | None:
     """Return a warning if `faults.compare_every` has no replicas to compare, else None."""
-    every, zero = config.faults.compare_every, config.parallel.zero
+    every, zero = faults.compare_every, parallel.zero
     if not every or not zero or layout.data_replicate > 1:
         return None
     return (

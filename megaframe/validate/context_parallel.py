@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.architecture.block import list_mixers
-from megaframe.config.schema import RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or, list_divisors
 
 
-def find_context_mistakes(config: RunConfig) -> Iterator[str]:
+def find_context_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a message for each mistake in parallel.context_kind and parallel.context_heads."""
-    parallel = config.parallel
     context, kind, neighbours = parallel.context, parallel.context_kind, parallel.context_heads
     if kind != "nested":
         if neighbours is not None:
@@ -21,15 +21,15 @@ def find_context_mistakes(config: RunConfig) -> Iterator[str]:
                 "leave it out, or use parallel.context_kind=nested"
             )
     elif neighbours is None or context % neighbours or not 1 < neighbours < context:
-        yield _describe_nesting_mistake(config)
+        yield _describe_nesting_mistake(model, parallel)
 
 
-def _describe_nesting_mistake(config: RunConfig) -> str:
-    context, neighbours = config.parallel.context, config.parallel.context_heads
-    inner = [d for d in list_divisors(context)[1:-1] if _can_share(config, d)]
+def _describe_nesting_mistake(model: ModelConfig, parallel: ParallelConfig) -> str:
+    context, neighbours = parallel.context, parallel.context_heads
+    inner = [d for d in list_divisors(context)[1:-1] if _can_share(model, parallel, d)]
     value = "left out" if neighbours is None else str(neighbours)
     alternatives = "parallel.context_kind=ring"
-    if _can_share(config, context):
+    if _can_share(model, parallel, context):
         alternatives += " or all_to_all"
     if inner:
         near = sorted(sorted(inner, key=lambda d: abs(d - (neighbours or d)))[:2])
@@ -42,6 +42,6 @@ def _describe_nesting_mistake(config: RunConfig) -> str:
     )
 
 
-def _can_share(config: RunConfig, ranks: int) -> bool:
-    tensor = config.parallel.tensor
-    return all(mixer.can_share(tensor, ranks) for mixer in list_mixers(config.model))
+def _can_share(model: ModelConfig, parallel: ParallelConfig, ranks: int) -> bool:
+    tensor = parallel.tensor
+    return all(mixer.can_share(tensor, ranks) for mixer in list_mixers(model))

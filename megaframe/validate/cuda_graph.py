@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megaframe.config.schema import RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import RunConfig, RunSection, TrainConfig
 
 
 def find_graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -31,14 +33,16 @@ def find_graph_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Iterato
         config: The config of the run.
         sizes: Size of each axis.
     """
-    yield from _find_transfer_obstacles(config, sizes)
-    yield from _find_expert_obstacles(config, sizes)
+    yield from _find_transfer_obstacles(config.run, config.parallel, sizes)
+    yield from _find_expert_obstacles(config.model, config.train, sizes)
     if config.train.offload:
         yield "train.offload=true copies to memory that the host deals out; use false"
 
 
-def _find_transfer_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    parallel, tensor = config.parallel, sizes["tensor"]
+def _find_transfer_obstacles(
+    run: RunSection, parallel: ParallelConfig, sizes: Mapping[str, int]
+) -> Iterator[str]:
+    tensor = sizes["tensor"]
     several = any(sizes[axis] > 1 for axis in ("tensor", "context", "data", "pipeline"))
     for axis in ("context", "pipeline"):
         if sizes[axis] > 1:
@@ -46,7 +50,7 @@ def _find_transfer_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Ite
                 f"parallel.{axis}={sizes[axis]} sends messages between two ranks, whose events "
                 "torch's flight recorder would query later; use data and tensor ranks"
             )
-    if several and config.run.device == "shared":
+    if several and run.device == "shared":
         yield "run.device=shared exchanges through the host's memory; use cuda"
     if tensor > 1 and parallel.symmetric_memory != "off":
         yield (
@@ -59,8 +63,10 @@ def _find_transfer_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Ite
         )
 
 
-def _find_expert_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    moe = config.model.moe
+def _find_expert_obstacles(
+    model: ModelConfig, train: TrainConfig, sizes: Mapping[str, int]
+) -> Iterator[str]:
+    moe = model.moe
     if moe is None:
         return
     for axis in ("expert", "expert_tensor"):
@@ -74,5 +80,5 @@ def _find_expert_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Itera
             f"model.moe.capacity={moe.capacity:g}: the host waits for the number of choices that "
             "are dropped; leave it out"
         )
-    if config.train.precision == "fp64":
+    if train.precision == "fp64":
         yield "train.precision=fp64 has no grouped product of experts; use bf16 or fp32"

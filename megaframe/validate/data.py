@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.config.keys import format_value
-from megaframe.config.schema import RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.schema import DataConfig, TrainConfig
 
 NO_SOURCES = (
     "data.sources is empty; name token files, which tools/preprocess_data.py makes of text: "
@@ -18,9 +19,9 @@ NO_END_TOKEN = (
 )
 
 
-def find_source_mistakes(config: RunConfig) -> Iterator[str]:
+def find_source_mistakes(model: ModelConfig, data: DataConfig) -> Iterator[str]:
     """Yield a message if there are no data sources."""
-    data, vocab = config.data, config.model.vocab
+    vocab = model.vocab
     if not data.sources:
         yield NO_SOURCES
     if data.document_ends == "tokens" and data.tokenizer is None:
@@ -32,9 +33,8 @@ def find_source_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def find_split_mistakes(config: RunConfig) -> Iterator[str]:
+def find_split_mistakes(train: TrainConfig, data: DataConfig) -> Iterator[str]:
     """Yield a message for each split that does not sum to 1 or lacks a part that the run reads."""
-    data = config.data
     splits = {"data.split": data.split}
     for number, source in enumerate(data.sources):
         if source.split is not None:
@@ -51,8 +51,8 @@ def find_split_mistakes(config: RunConfig) -> Iterator[str]:
     text = ", ".join(f"{key}={format_value(split)}" for key, split in splits.items())
     if not wrong and not any(split[0] for split in splits.values()):
         yield f"{text} leaves nothing to train on; use a split such as [0.98, 0.02, 0]"
-    if config.train.eval_every and not any(split[1] for split in splits.values()):
+    if train.eval_every and not any(split[1] for split in splits.values()):
         yield (
-            f"train.eval_every={config.train.eval_every} needs a validation split, and {text} has "
+            f"train.eval_every={train.eval_every} needs a validation split, and {text} has "
             "none; use train.eval_every=0 or a split such as [0.98, 0.02, 0]"
         )

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.architecture.moe import count_expert_layers
-from megaframe.config.model import MoEConfig
+from megaframe.config.model import ModelConfig, MoEConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.schema import RunConfig
 from megaframe.errors import find_nearest_divisors
 
 
-def find_expert_mistakes(config: RunConfig) -> Iterator[str]:
+def find_expert_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a message for each mistake in model.moe and parallel.expert_overlap, and for ranks
     that divide experts if there are none."""
-    model, parallel = config.model, config.parallel
     moe = model.moe
     if moe is None:
         for key in ("expert", "expert_tensor"):

@@ -10,17 +10,19 @@ from megaframe.architecture.embedding import describe_token_table
 from megaframe.architecture.spec import count_copies
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.schema import RunConfig
+from megaframe.config.schema import DataConfig
 
 
-def find_limit_mistakes(config: RunConfig) -> Iterator[str]:
+def find_limit_mistakes(
+    model: ModelConfig, parallel: ParallelConfig, data: DataConfig
+) -> Iterator[str]:
     """Yield a message, each once, for each layer that the ranks of an axis cannot divide.
 
     Args:
-        config: The config. Its model must have no mistakes of `find_block_mistakes` and
-            `find_window_mistakes`.
+        model: The section `model`.
+        parallel: The section `parallel`.
+        data: The section `data`.
     """
-    model, parallel = config.model, config.parallel
     seen: set[str] = set()
     for place, block in _list_blocks(model):
         for layer in (block.mixer, block.feed_forward):
@@ -29,7 +31,7 @@ def find_limit_mistakes(config: RunConfig) -> Iterator[str]:
                     seen.add(message)
                     yield place + message
         mixer = block.mixer
-        if config.data.reset_attention and not mixer.sees_documents:
+        if data.reset_attention and not mixer.sees_documents:
             yield (
                 f"{place}data.reset_attention=true keeps documents apart, which {mixer.label} does "
                 "not; use data.reset_attention=false, or give its forward an argument `documents`"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megaframe.architecture.window import list_windows
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
-from megaframe.config.schema import RunConfig
+from megaframe.config.schema import DataConfig, TrainConfig
 from megaframe.errors import find_nearest_divisors
 from megaframe.validate.blocks import check_each_block
 
@@ -183,10 +183,10 @@ def find_window_mistakes(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def find_mtp_mistakes(config: RunConfig) -> Iterator[str]:
+def find_mtp_mistakes(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a message for each mistake in multi-token prediction."""
-    depth, train = config.model.mtp_depth, config.train
-    if depth and config.model.emulate is not None:
+    depth = model.mtp_depth
+    if depth and model.emulate is not None:
         yield (
             f"model.mtp_depth={depth} predicts with blocks, and those of model.emulate have no "
             "weights; use model.mtp_depth=0"
@@ -204,12 +204,12 @@ def find_mtp_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def find_vocabulary_mistakes(config: RunConfig) -> Iterator[str]:
+def find_vocabulary_mistakes(model: ModelConfig, data: DataConfig) -> Iterator[str]:
     """Yield a message if `model.vocab` and `data.tokenizer` are missing, or the latter is no
     tokenizer."""
-    tokenizer = config.data.tokenizer
+    tokenizer = data.tokenizer
     if tokenizer is None:
-        if config.model.vocab is None:
+        if model.vocab is None:
             yield "model.vocab and data.tokenizer are both missing; set one of them"
         return
     kind, _, path = tokenizer.partition(":")

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.config.keys import format_value
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.config.parts import PipelineSchedulePart
 from megaframe.config.registry import get_registry
-from megaframe.config.schema import RunConfig
+from megaframe.config.schema import TrainConfig
 from megaframe.errors import TIMES, UserError, join_or
 from megaframe.schedule import NamedSchedule, PipelineSizes, find_schedule_mistakes
 from megaframe.schedule.named import SEARCH, find_named_schedule, get_schedule_name
 from megaframe.validate.schedule_part import refuse_faulty_schedule, refuse_faulty_size
 
 
-def find_stage_mistakes(config: RunConfig) -> Iterator[str]:
+def find_stage_mistakes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig
+) -> Iterator[str]:
     """Yield a message for each mistake in the number of stages and in what is listed per stage."""
-    parallel, layers = config.parallel, config.model.layers
+    layers = model.layers
     pipeline, chunks = parallel.pipeline, parallel.chunks
     stages = pipeline * chunks
     size = f"parallel.pipeline={pipeline}" + f"{TIMES}parallel.chunks={chunks}" * (chunks > 1)
@@ -42,7 +46,7 @@ def find_stage_mistakes(config: RunConfig) -> Iterator[str]:
             f"parallel.layers_per_stage={format_value(layers_per_stage)} {wrong}; use for example "
             f"{format_value(even)}, or leave it out to divide by work"
         )
-    blocks = config.train.recompute_blocks
+    blocks = train.recompute_blocks
     if isinstance(blocks, tuple) and len(blocks) != stages:
         fitting = (blocks + (blocks[-1:] or (0,)) * stages)[:stages]
         yield (
@@ -51,14 +55,16 @@ def find_stage_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def find_step_schedule_mistakes(config: RunConfig, data: int) -> Iterator[str]:
+def find_step_schedule_mistakes(
+    parallel: ParallelConfig, train: TrainConfig, data: int
+) -> Iterator[str]:
     """Yield a message for each reason why a step has no schedule, for every size of the batch.
 
     Args:
-        config: The config.
+        parallel: The section `parallel`.
+        train: The section `train`.
         data: Number of data ranks.
     """
-    parallel, train = config.parallel, config.train
     group = parallel.schedule_microbatches
     schedule = parallel.schedule
     named = find_named_schedule(schedule)

@@ -74,29 +74,37 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *axis_mistakes,
         *block_mistakes,
         *find_model_mistakes(config.model, config.train.seq),
-        *(find_limit_mistakes(config) if not block_mistakes else ()),
-        *find_chunk_mistakes(config),
-        *find_expert_mistakes(config),
-        *(find_context_mistakes(config) if not block_mistakes else ()),
-        *find_mtp_mistakes(config),
-        *find_vocabulary_mistakes(config),
+        *(
+            find_limit_mistakes(config.model, config.parallel, config.data)
+            if not block_mistakes
+            else ()
+        ),
+        *find_chunk_mistakes(config.parallel, config.train),
+        *find_expert_mistakes(config.model, config.parallel),
+        *(find_context_mistakes(config.model, config.parallel) if not block_mistakes else ()),
+        *find_mtp_mistakes(config.model, config.train),
+        *find_vocabulary_mistakes(config.model, config.data),
         *(find_batch_mistakes(config.train, sizes["data"]) if not axis_mistakes else ()),
-        *find_stage_mistakes(config),
-        *(find_step_schedule_mistakes(config, sizes["data"]) if not axis_mistakes else ()),
-        *find_compression_mistakes(config),
+        *find_stage_mistakes(config.model, config.parallel, config.train),
+        *(
+            find_step_schedule_mistakes(config.parallel, config.train, sizes["data"])
+            if not axis_mistakes
+            else ()
+        ),
+        *find_compression_mistakes(config.parallel, config.train),
         *find_precision_mistakes(config.train),
-        *find_loss_mistakes(config),
-        *find_sample_mistakes(config),
+        *find_loss_mistakes(config.train, config.kernels),
+        *find_sample_mistakes(config.train, config.data),
         *(find_graph_mistakes(config, sizes) if not axis_mistakes else ()),
         *find_learning_rate_mistakes(config.optim, config.train.steps),
         *find_optimizer_mistakes(config.optim),
         *find_saving_mistakes(config.checkpoint),
-        *find_best_mistakes(config),
-        *(find_source_mistakes(config) if data else ()),
-        *find_split_mistakes(config),
+        *find_best_mistakes(config.train, config.checkpoint),
+        *(find_source_mistakes(config.model, config.data) if data else ()),
+        *find_split_mistakes(config.train, config.data),
         *find_checkpoint_url_mistakes(config.checkpoint),
         *find_path_mistakes(config),
-        *find_fault_mistakes(config),
+        *find_fault_mistakes(config.train, config.checkpoint, config.faults),
     ]
 
 
@@ -109,8 +117,8 @@ def find_warnings(config: RunConfig, layout: Layout, node_size: int) -> list[str
         node_size: Ranks per node.
     """
     warnings = (
-        find_node_crossing_warning(config, layout, node_size),
-        find_replica_comparison_warning(config, layout),
+        find_node_crossing_warning(config.model, config.train, layout, node_size),
+        find_replica_comparison_warning(config.parallel, config.faults, layout),
         find_warmup_warning(config.optim, config.train.steps),
     )
     return [f"warning: {warning}" for warning in warnings if warning is not None]

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from math import gcd
 
 from megaframe.architecture.stages import StagePlan, describe_stage
-from megaframe.config.schema import RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import TrainConfig
 from megaframe.errors import TIMES
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
@@ -17,9 +19,8 @@ WITHIN_NODE = 450e9
 """Bytes/s of one rank to ranks of its node: NVLink 4, one direction."""
 
 
-def find_chunk_mistakes(config: RunConfig) -> Iterator[str]:
+def find_chunk_mistakes(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a message if parallel.tensor_chunks has no effect or divides too much."""
-    parallel, train = config.parallel, config.train
     chunks, tensor = parallel.tensor_chunks, parallel.tensor
     rows = -(-train.microbatch * train.seq // (tensor * parallel.context))
     if chunks > 1 and tensor == 1:
@@ -35,7 +36,9 @@ def find_chunk_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def find_node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> str | None:
+def find_node_crossing_warning(
+    model: ModelConfig, train: TrainConfig, layout: Layout, node_size: int
+) -> str | None:
     """Return a warning with the predicted cost if tensor groups span several nodes of `node_size`
     ranks; None if each group is within one node.
 
@@ -44,7 +47,7 @@ def find_node_crossing_warning(config: RunConfig, layout: Layout, node_size: int
     tensor = layout.tensor
     if tensor == 1 or node_size >= layout.world or node_size % tensor == 0:
         return None
-    size = count_tensor_parallel_bytes(config, layout)
+    size = count_tensor_parallel_bytes(model, train, layout)
     apart, together = size / BETWEEN_NODES, size / WITHIN_NODE
     return (
         f"parallel.tensor={tensor} crosses nodes of parallel.node_size={node_size} ranks: each "
@@ -54,15 +57,14 @@ def find_node_crossing_warning(config: RunConfig, layout: Layout, node_size: int
     )
 
 
-def count_tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
+def count_tensor_parallel_bytes(model: ModelConfig, train: TrainConfig, layout: Layout) -> float:
     """Return the bytes of activations that a rank moves over the tensor axis in a step.
 
     What recomputed layers move again is not counted.
     """
-    model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context
     microbatches = train.global_batch // (train.microbatch * layout.data)
-    stage = describe_stage(config.model, config.train, StagePlan(0, 1, range(model.layers)))
+    stage = describe_stage(model, train, StagePlan(0, 1, range(model.layers)))
     assert stage.embedding is not None and stage.head is not None, "it is the whole model"
     parts = (stage.embedding, *stage.layers, *[stage.head] * stage.losses)
     traffic = [part.tensor_traffic for part in parts]

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.config.keys import format_value
+from megaframe.config.parallel import ParallelConfig
 from megaframe.config.parts import LossPart
-from megaframe.config.schema import BatchRampConfig, RunConfig, TrainConfig
+from megaframe.config.schema import (
+    BatchRampConfig,
+    DataConfig,
+    KernelsConfig,
+    TrainConfig,
+)
 from megaframe.errors import find_nearest_multiples, join_or, list_divisors
 
 MOST_MICROBATCHES = 1 << 16
@@ -39,9 +45,8 @@ def find_batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
         yield from _find_ramp_mistakes(train.batch_ramp, top, batch_unit, on_ranks)
 
 
-def find_loss_mistakes(config: RunConfig) -> Iterator[str]:
+def find_loss_mistakes(train: TrainConfig, kernels: KernelsConfig) -> Iterator[str]:
     """Yield what does not go with a loss from outside, which takes the place of cross-entropy."""
-    train = config.train
     if not isinstance(train.loss, LossPart):
         return
     for key in ("label_smoothing", "z_loss"):
@@ -50,18 +55,17 @@ def find_loss_mistakes(config: RunConfig) -> Iterator[str]:
                 f"train.{key}={value:g} changes cross-entropy, and train.loss={train.loss.name} "
                 "takes its place; use 0, or let the loss have it"
             )
-    if config.kernels.loss not in ("auto", "reference"):
+    if kernels.loss not in ("auto", "reference"):
         yield (
-            f"kernels.loss={config.kernels.loss} computes cross-entropy, and train.loss="
+            f"kernels.loss={kernels.loss} computes cross-entropy, and train.loss="
             f"{train.loss.name} takes its place; use auto"
         )
 
 
-def find_sample_mistakes(config: RunConfig) -> Iterator[str]:
+def find_sample_mistakes(train: TrainConfig, data: DataConfig) -> Iterator[str]:
     """Yield what samples of text lack."""
-    train = config.train
     name = f"train.sample_every={train.sample_every}"
-    if train.sample_every and config.data.tokenizer is None:
+    if train.sample_every and data.tokenizer is None:
         yield (
             f"{name} makes text, and data.tokenizer is not set; name the tokenizer of the token "
             "files (KIND:PATH, or bytes), or use train.sample_every=0"
@@ -133,9 +137,9 @@ def find_precision_mistakes(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def find_compression_mistakes(config: RunConfig) -> Iterator[str]:
+def find_compression_mistakes(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a message for each mistake in `parallel.compress` and `parallel.compress_keep`."""
-    parallel, precision = config.parallel, config.train.precision
+    precision = train.precision
     name = f"parallel.compress={parallel.compress}"
     if parallel.compress != "none" and precision == "fp16":
         yield (

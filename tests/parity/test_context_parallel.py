@@ -155,7 +155,9 @@ def measure_traffic(parallel):
     mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=PATIENCE)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
-    train_step.train(share(make_global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
+    train_step.train(
+        share(make_global_batch(config.model, config.train, 0), 2, 0, 1, ragged=False), 0, 1.0
+    )
     context = train_step.context
     of_ring, of_heads = context.ring.group.traffic.take(), context.heads.traffic.take()
     summary = context.ring.index, of_ring, of_heads

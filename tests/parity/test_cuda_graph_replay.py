@@ -139,7 +139,7 @@ def begin_train_step(config, mesh, graphs, messages, order):
 def make_batch(config, step, packed):
     """Return the global batch of a step. The number of tokens that have a label differs between
     steps."""
-    batch = make_global_batch(config, step)
+    batch = make_global_batch(config.model, config.train, step)
     if step == UNLABELLED:
         batch = replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORE))
     return with_documents(batch, step) if packed else batch

@@ -25,7 +25,7 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.pipeline_parallel.stage_pass import StagePass
-from megaframe.planner.candidates import enumerate_candidates
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.communication_volume import compute_communication_bytes
 from megaframe.planner.constants import get_family_constants
 from megaframe.planner.layer_times import estimate_block_times
@@ -145,7 +145,7 @@ def registry():
 def test_loss_and_gradients_equal_a_plain_reference(name, recompute, documents, registry):
     config = make_config(name, {"recompute": recompute}, {})
     mesh, train_step = build(config)
-    batch = make_global_batch(config, 0)
+    batch = make_global_batch(config.model, config.train, 0)
     if documents:
         batch = with_documents(batch, 0)
     valid = int((batch.labels_BS != IGNORE).sum())
@@ -175,7 +175,7 @@ def test_what_comes_later_changes_nothing_as_generation_needs(name, registry):
     config = make_config(name, {}, {})
     mesh, train_step = build(config)
     (stage,) = train_step.stages.values()
-    tokens = make_global_batch(config, 0).tokens_BS[:1]
+    tokens = make_global_batch(config.model, config.train, 0).tokens_BS[:1]
 
     def compute_hidden(length):
         part = tokens[:, :length]
@@ -231,7 +231,9 @@ def count_sent(*arguments):
     with use_registry(Registry()):
         config = make_long_config(*arguments)
     mesh, train_step = build(config)
-    train_step.train(share(make_global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
+    train_step.train(
+        share(make_global_batch(config.model, config.train, 0), 2, 0, 1, ragged=False), 0, 1.0
+    )
     context = train_step.context
     groups = {id(group): group for group in (context.heads, context.ring.group)}
     sent = sum(group.traffic.take()[0] for group in groups.values())
@@ -272,7 +274,7 @@ def measure_kept(*arguments):
         return tensor
 
     (stage,) = train_step.stages.values()
-    ((part, *_),) = [share(make_global_batch(config, 0), 2, 0, 1, ragged=False)]
+    ((part, *_),) = [share(make_global_batch(config.model, config.train, 0), 2, 0, 1, ragged=False)]
     part = select_context_part(part, train_step.context.index, train_step.context.size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.forward(StagePass(0), part, torch.ones((), dtype=torch.float64))
@@ -304,7 +306,7 @@ def test_the_plan_s_time_and_search_follow_the_description(registry):
     }
     config = RunConfig(model=model, train={"seq": 16384, "global_batch": 16, "microbatch": 1})
     cluster = load_cluster("h100-ib")
-    candidates = enumerate_candidates(config, 32, cluster)
+    candidates = SearchSpace(config, 32, cluster).list_candidates()
     assert {1, 2, 4, 8} >= {*candidates.tensor.tolist()} > {1}  # eight heads
     assert {*candidates.context.tolist()} > {1}
 
@@ -312,7 +314,7 @@ def test_the_plan_s_time_and_search_follow_the_description(registry):
         changed = {**model, "blocks": [{"mixer": {**LINEAR, **mixer}}]}
         run = RunConfig(model=changed, train=config.train, parallel={"context": context})
         layout = Layout.from_parallel(run.parallel, context)
-        sizes = make_layout_sizes(run, layout)
+        sizes = make_layout_sizes(run.parallel, run.train, layout)
         return estimate_block_times(Machine(run, cluster, get_family_constants("h100"), sizes), 0)
 
     assert float(estimate(1).context.total) == 0.0

@@ -124,7 +124,7 @@ def measure_step(schedule, chunks):
 
     for stage in stages:
         stage.forward = count_calls(stage.forward)
-    batch = make_global_batch(config, 0)
+    batch = make_global_batch(config.model, config.train, 0)
     train_step.train(share(batch, 1, 0, 1, ragged=False), 0, 1.0)
     sent = mesh.link(mesh.rank, 1 - mesh.rank).traffic.bytes
     left = sum(len(stage._activations) for stage in stages)
@@ -143,7 +143,7 @@ def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
         config = {"model": {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}}
         config |= {"train": {"seq": 10}, "parallel": {"pipeline": 2, "chunks": 2}}
         config = RunConfig(**config)
-        costs = compute_stage_costs(config, plan_stages(config))
+        costs = compute_stage_costs(config.model, config.train, plan_stages(config))
     actions = generate(schedule, 2, chunks, 8, costs=costs, placement="vee")
     assert [most for most, _, _ in results] == [n * chunks for n in count_live_activations(actions)]
     assert [left for _, left, _ in results] == [0, 0]

@@ -62,7 +62,11 @@ def measure_traffic(model, train, parallel, axes):
     train_step.optimizer.initialize(config.run.seed)
     group = mesh.group("data")
     own_share = share(
-        make_global_batch(config, 0), config.train.microbatch, group.index, group.size, False
+        make_global_batch(config.model, config.train, 0),
+        config.train.microbatch,
+        group.index,
+        group.size,
+        False,
     )
     train_step.train(own_share, 0, 0.01)
     mesh.take_traffic()

@@ -100,7 +100,7 @@ def run(
     train_step.optimizer.initialize(config.run.seed)
     losses, norms = [], []
     for step in range(STEPS):
-        batch = on(mesh.device, make_global_batch(config, step))
+        batch = on(mesh.device, make_global_batch(config.model, config.train, step))
         if packed:
             batch = on(mesh.device, with_documents(batch, step))
         shares = [
@@ -258,7 +258,13 @@ def build_train_step(parallel, precision, microbatch=2, **optim):
     return (
         mesh,
         train_step,
-        share(make_global_batch(config, 0), microbatch, data.index, data.size, False),
+        share(
+            make_global_batch(config.model, config.train, 0),
+            microbatch,
+            data.index,
+            data.size,
+            False,
+        ),
     )
 
 

@@ -58,4 +58,8 @@ def measure_block(model, recompute, tensor, chunks):
     train_step.train([microbatch], 0, 1.0)
     bytes_sent, _ = group.traffic.take()
     mesh.finish()
-    return saved, compute_block_bytes(config, 0) // tensor, bytes_sent
+    return (
+        saved,
+        compute_block_bytes(config.model, config.parallel, config.train, 0) // tensor,
+        bytes_sent,
+    )

@@ -6,7 +6,7 @@ from megaframe.training.layer_check.compare import (
     Lie,
     find_lies,
     is_measured,
-    list_parts,
+    list_described_parts,
 )
 from megaframe.training.layer_check.measure import LayerMeasurement, measure_layers
 
@@ -16,6 +16,6 @@ __all__ = [
     "Lie",
     "find_lies",
     "is_measured",
-    "list_parts",
+    "list_described_parts",
     "measure_layers",
 ]

@@ -66,15 +66,14 @@ class Lie:
         )
 
 
-def list_parts(config: RunConfig) -> Iterator[DescribedPart]:
+def list_described_parts(model: ModelConfig, train: TrainConfig) -> Iterator[DescribedPart]:
     """Yield the embedding, the norms, layers and blocks of the model, its predictors and its
     head."""
-    model = config.model
 
     def make_part(name: str, description: HasParameters) -> DescribedPart:
         return DescribedPart(name, description, tuple(description.declare_parameters(name)))
 
-    yield make_part("embedding", describe_embedding(model, config.train.seq))
+    yield make_part("embedding", describe_embedding(model, train.seq))
     for layer in range(model.layers):
         block, name = describe_block(model, layer), f"blocks.{layer}"
         for part_name, part in block.first_half.items():
@@ -101,7 +100,7 @@ def find_lies(
     """
     layout = Layout.from_parallel(config.parallel, len(measured_by_rank))
     lies: list[Lie] = []
-    for part in list_parts(config):
+    for part in list_described_parts(config.model, config.train):
         measured = [measurements[part.name] for measurements in measured_by_rank]
         lies += _Comparison(config, layout, part, measured).find_lies()
     return lies

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.spec import Box
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh, read_world_size
@@ -46,7 +46,7 @@ def train_two_steps(config: RunConfig) -> TrainedSteps:
     train_step.optimizer.initialize(config.run.seed)
     losses, norms = [], []
     for step in range(_STEPS):
-        batch = make_global_batch(config, step)
+        batch = make_global_batch(config.model, config.train, step)
         valid = int((batch.labels_BS != IGNORE).sum())
         own = [
             _select_sample(batch, i)
@@ -62,12 +62,12 @@ def train_two_steps(config: RunConfig) -> TrainedSteps:
     return TrainedSteps(losses, norms, tensors)
 
 
-def make_global_batch(config: RunConfig, step: int) -> Microbatch:
+def make_global_batch(model: ModelConfig, train: TrainConfig, step: int) -> Microbatch:
     """Return a global batch of random tokens. Labels are uneven: some samples have few."""
     generator = torch.Generator().manual_seed(step)
-    samples = config.train.global_batch
-    shape = (samples, config.train.seq)
-    tokens, labels = torch.randint(0, config.model.vocab or 1, (2, *shape), generator=generator)
+    samples = train.global_batch
+    shape = (samples, train.seq)
+    tokens, labels = torch.randint(0, model.vocab or 1, (2, *shape), generator=generator)
     hidden = torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, samples)[:, None]
     labels = labels.masked_fill(hidden, IGNORE)
     return Microbatch(tokens, labels, torch.arange(samples) + step * samples)

@@ -84,7 +84,10 @@ def count_of(zero=1, latency=None, world=1024, **parallel):
     config = make_config(zero=zero, **parallel)
     layout = Layout.from_parallel(config.parallel, world)
     machine = Machine(
-        config, CLUSTER, get_cluster_constants(CLUSTER), make_layout_sizes(config, layout)
+        config,
+        CLUSTER,
+        get_cluster_constants(CLUSTER),
+        make_layout_sizes(config.parallel, config.train, layout),
     )
     return float(count_buckets(machine, MATRICES, 1, 32)), machine
 

@@ -48,16 +48,16 @@ def test_no_rank_is_in_more_communicators(parallel, model, spare, pool):
     """spare: how many are counted that there are not, because their ranks happen to be those of
     another one."""
     config = make_config(parallel, model)
-    counted = count_communicators(config, 4)
+    counted = count_communicators(config.model, config.parallel, 4)
     most = max(pool.run(4, count_groups, config))
     assert most + spare == counted
 
 
 def test_streams_are_those_of_communicators_products_and_copies():
     config = make_config({"context": 4}, {})
-    assert count_streams(config, 4) == count_communicators(config, 4) + 3
+    assert count_streams(config, 4) == count_communicators(config.model, config.parallel, 4) + 3
     offloaded = config.model_copy(
         update={"optim": config.optim.model_copy(update={"offload": True})}
     )
-    assert count_streams(offloaded, 4) == count_communicators(config, 4) + 5
+    assert count_streams(offloaded, 4) == count_communicators(config.model, config.parallel, 4) + 5
     assert count_streams(make_config({"auto": True}, {}), 4) is None

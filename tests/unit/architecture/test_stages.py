@@ -76,7 +76,7 @@ def test_layers_count_with_what_their_windows_see():
     config = make_config(10, model=model, train={"seq": seq}, pipeline=2)
     plans = plan_stages(config)
     assert [len(plan.blocks) for plan in plans] == [8, 2]
-    costs = compute_stage_costs(config, plans)
+    costs = compute_stage_costs(config.model, config.train, plans)
     local, full = (4 * 64 * keys for keys in (1 - 1 / (2 * seq), seq / 2))
     assert full == 5 * 2 * matrices
     for stage, (near_layers, far) in enumerate([(7, 1), (0, 2)]):
@@ -114,7 +114,7 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
 )
 def test_work_adds_up_to_the_counted_flops(model, recompute):
     config = make_config(model=model, pipeline=3, train={"recompute": recompute})
-    costs = compute_stage_costs(config, plan_stages(config))
+    costs = compute_stage_costs(config.model, config.train, plan_stages(config))
     flops = count_flops(list_model_specs(config), config)
     assert sum(map(sum, costs.list_by_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in list_model_specs(config) if spec.role == "matrix")
@@ -147,7 +147,9 @@ def test_activations_are_those_in_flight():
     plans = plan_stages(config)
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
         plan = compute_memory(config, NOTHING, 1, [plans[rank]], actions)
-        each = 2 * (stream + compute_block_bytes(config, 0)) + 2 * stream * (rank == 3)
+        each = 2 * (
+            stream + compute_block_bytes(config.model, config.parallel, config.train, 0)
+        ) + 2 * stream * (rank == 3)
         each += compute_rotary_bytes(config.model, config.train) + 32 * 2 * 2 * (
             rank == 3
         )  # the last norm's numbers
@@ -159,4 +161,4 @@ def test_activations_are_those_in_flight():
     )
     assert plan.activations == 4 * (
         2 * stream + compute_rotary_bytes(recomputed.model, recomputed.train)
-    ) + compute_block_bytes(recomputed, 0)
+    ) + compute_block_bytes(recomputed.model, recomputed.parallel, recomputed.train, 0)

@@ -23,4 +23,4 @@ def test_checkpoints_that_are_a_link_are_one_message(tmp_path, target):
     config = RunConfig.model_validate({"run": {"dir": str(tmp_path)}})
     goal = target if os.path.isabs(target) else f"{tmp_path}/{target}"
     with pytest.raises(UserError, match=f"is a link.* set checkpoint.folder={goal} if"):
-        list_written_folders(config)
+        list_written_folders(config.run, config.checkpoint)

@@ -128,7 +128,7 @@ def test_evaluation_of_a_split_has_the_same_documents(tmp_path):
     marks = []
     for path, ends in ((many, "index"), (many, END), (one, END)):
         config = make_config([path], document_ends=ends, split=(0.5, 0.5, 0.0))
-        ((_, sequence),) = read_split(config, "validation")
+        ((_, sequence),) = read_split(config.model, config.train, config.data, "validation")
         marks.append(sequence.beginnings.tolist())
         assert len(IndexedDataset(path).tokens) == 200
     assert marks[0] == marks[1] == marks[2] and sum(marks[0]) == 25
@@ -147,7 +147,7 @@ def test_an_end_that_cannot_be_is_refused(data, message, tmp_path):
     config = RunConfig.model_validate(
         {"model": {"vocab": 70}, "data": {**data, "sources": sources}}
     )
-    (mistake,) = find_source_mistakes(config)
+    (mistake,) = find_source_mistakes(config.model, config.data)
     assert message in mistake
     if data["document_ends"] == "tokens":
         with pytest.raises(UserError, match=r"needs a data\.tokenizer"):

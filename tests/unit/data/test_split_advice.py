@@ -49,7 +49,7 @@ def test_advice_that_is_followed_literally_gives_a_sample(lengths, shares, split
             return
         (listed,) = re.findall(r"\[[^]]*\] for" if own else r'"data\.split=([^"]*)"', text)
         config = load(None, [f"data.split={listed.removesuffix(' for')}"])
-        assert not list(find_split_mistakes(config))
+        assert not list(find_split_mistakes(config.train, config.data))
         assert GPTDataset(path, split, config.data.split, seq, 1 << 16).windows
         assert text.endswith("also at a resume" if config.data.split[0] == shares[0] else "new run")
 

@@ -165,7 +165,8 @@ def test_evaluation_refuses_token_files_of_another_tokenizer(made):
     with pytest.raises(UserError, match="evaluate on token files that the tokenizer of the run"):
         read_sequence(CorpusFile(f"{other_path}.bin"), read, None, own)
     with pytest.raises(UserError, match="evaluate on token files that the tokenizer of the run"):
-        next(read_split(make_config([other_path]), "validation", read, own))
+        config = make_config([other_path])
+        next(read_split(config.model, config.train, config.data, "validation", read, own))
 
 
 def test_files_of_one_model_are_one_tokenizer_if_their_ids_mean_the_same():

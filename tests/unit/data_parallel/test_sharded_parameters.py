@@ -14,7 +14,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.ops.meta_tensors import MetaTensorMode
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.training.train_step import TrainStep
 
 LAYERS = 8
@@ -60,9 +60,9 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
             place = layout.get_coordinate(rank)["pipeline"]
             own_plans = [plans[stage] for stage in schedule.list_stages(place)]
             blocks = [layer for plan in own_plans for layer in plan.blocks]
-            planned = count_parameters(config, layout, own_plans).group_blocks(
-                config.parallel, own_plans
-            )
+            planned = count_rank_parameters(
+                config.model, config.train, layout, own_plans
+            ).group_blocks(config.parallel, own_plans)
             expected_groups = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
             actual_groups = list_groups(config, layout, rank)
             # Experts have buckets of their own, of those of the blocks that have any.

@@ -166,7 +166,7 @@ def test_whether_validation_is_changed_is_checked(load_own, corpus):
     sources = f"data.sources=[{{path: {corpus}, split: [0.5, 0.5, 0.0]}}]"
     config = load_own(TRANSFORM, sources, "data.transforms=[mine]", "train.seq=8")
     with pytest.raises(UserError, match=r"Mine.includes_validation \(.*own.py:9\) returns str"):
-        BlendedDataset(config, "validation", 0)
+        BlendedDataset(config.model, config.train, config.data, "validation", 0)
 
 
 @pytest.mark.parametrize(

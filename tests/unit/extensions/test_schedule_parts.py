@@ -13,7 +13,7 @@ from megaframe.config.registry import Registry, use_registry
 from megaframe.errors import UserError
 from megaframe.extensions import load_extensions, load_with_extensions
 from megaframe.hardware.cluster import load_cluster
-from megaframe.planner.candidates import apply_candidate, enumerate_candidates
+from megaframe.planner.candidates import SearchSpace, apply_candidate
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.layout_search import search
 from megaframe.planner.vectorized import estimate
@@ -126,7 +126,7 @@ def test_a_fault_is_one_message_before_a_run_and_a_plan(fault, tmp_path):
     message = str(refused.value)
     assert FAULTS[fault] in message and "parallel.schedule=mine: " in message
     with pytest.raises(UserError) as planned:
-        enumerate_candidates(config, 8, CLUSTER)
+        SearchSpace(config, 8, CLUSTER).list_candidates()
     assert str(planned.value) in message
 
 
@@ -143,7 +143,7 @@ def test_a_search_reads_bubble_and_memory_from_it():
             "context": 1,
             "recompute": "none",
         }
-        candidates = enumerate_candidates(config, 8, CLUSTER, fixed)
+        candidates = SearchSpace(config, 8, CLUSTER, fixed).list_candidates()
         assert {candidates.get_schedule(row).name for row in range(len(candidates))} == {
             getattr(schedule, "name", schedule)
         }
@@ -157,12 +157,12 @@ def test_a_search_reads_bubble_and_memory_from_it():
 
 def test_a_search_tries_registered_schedules_and_simulates_the_best():
     config = load_with_extensions(None, [EXAMPLE, *MODEL, "train.global_batch=16"])
-    every = enumerate_candidates(config, 8, CLUSTER)
+    every = SearchSpace(config, 8, CLUSTER).list_candidates()
     names = {every.get_schedule(row).name for row in range(len(every))}
     assert names - {*NAMED_SCHEDULES} == {"eager"}
     eager = load_with_extensions(None, [*EAGER, *MODEL]).parallel.schedule
     fixed = {"schedule": eager, "pipeline": 4}
-    result = search(config, 8, CLUSTER, get_cluster_constants(CLUSTER), fixed)
+    result = search(SearchSpace(config, 8, CLUSTER, fixed), get_cluster_constants(CLUSTER))
     best = result.best.config.parallel
     assert best.schedule == eager and best.pipeline == 4
     live = count_live_activations(generate(best.schedule, 4, 1, 16))

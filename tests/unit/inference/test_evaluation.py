@@ -75,16 +75,16 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     assert passage_score.loss == near(
         read_lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32
     )
-    ((name, same),) = read_split(config, "validation")
+    ((name, same),) = read_split(config.model, config.train, config.data, "validation")
     assert name == "all" and np.array_equal(same.tokens, passage.tokens)
     assert np.array_equal(same.beginnings, passage.beginnings)
     with pytest.raises(UserError, match=r"of the test split.*use --data-split") as error:
-        next(read_split(config, "test"))
+        next(read_split(config.model, config.train, config.data, "test"))
     # What it says works.
     shares = [float(share) for share in str(error.value).split()[-3:]]
     divided = config.model_copy(update={"data": divide_for_evaluation(config.data, shares)})
-    ((_, rest),) = read_split(divided, "test")
-    ((_, less),) = read_split(divided, "validation")
+    ((_, rest),) = read_split(divided.model, divided.train, divided.data, "test")
+    ((_, less),) = read_split(divided.model, divided.train, divided.data, "validation")
     assert np.array_equal([*less.tokens, *rest.tokens], same.tokens)
     _, low = load_stage(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)

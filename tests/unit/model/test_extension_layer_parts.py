@@ -29,7 +29,7 @@ from megaframe.metrics import StepTimer
 from megaframe.model.activation import activate
 from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.pipeline_parallel.stage_pass import StagePass
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.training.layer_check import find_lies, measure_layers
 from megaframe.training.train_step import TrainStep
 
@@ -159,7 +159,7 @@ def compute_gradients(built, make_microbatch):
     return [parameter.grad.clone() for parameter in built.stage.parameters()]
 
 
-def count_rank_parameters(model, tensor):
+def count_own_and_planned(model, tensor):
     """Return the elements that this rank has, and those that are planned for it."""
     with use_registry(Registry()):
         load_extensions(None, [f"run.extensions=[{EXAMPLE}]"])
@@ -169,13 +169,15 @@ def count_rank_parameters(model, tensor):
         stage = TrainStep(config, mesh, StepTimer().time).stages[0]
         sizes = [p.box.size for p in stage.parameters() if p.spec.role != "balance"]
         mesh.finish()
-        planned = count_parameters(config, Layout(tensor=tensor), plan_stages(config))
+        planned = count_rank_parameters(
+            config.model, config.train, Layout(tensor=tensor), plan_stages(config)
+        )
         return sum(sizes), planned.total
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_counts_their_parameters(name, pool):
-    for actual, planned in pool.run(2, count_rank_parameters, MODELS[name], 2):
+    for actual, planned in pool.run(2, count_own_and_planned, MODELS[name], 2):
         assert actual == planned
 
 

@@ -28,7 +28,7 @@ from megaframe.model.pass_state import PassState
 from megaframe.model.torch_module import TorchMixerPart
 from megaframe.model.torch_module.parts import TorchNormDescription
 from megaframe.parameters.initialization import fill_initial_values
-from megaframe.training.layer_check import is_measured, list_parts
+from megaframe.training.layer_check import is_measured, list_described_parts
 from megaframe.validate.run import find_mistakes
 
 MODEL = ModelConfig(hidden=8, heads=2)
@@ -313,6 +313,7 @@ def test_the_check_of_layers_has_no_numbers_of_a_measured_module_to_compare():
         get_registry().register(RunningMean)
         blocks = [{"mixer": RunningMean().kind}, {}]
         model = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 11, "blocks": blocks}
-        parts = list_parts(RunConfig(model=model))
+        config = RunConfig(model=model)
+        parts = list_described_parts(config.model, config.train)
         measured = [part.name for part in parts if is_measured(part.description)]
     assert measured == ["blocks.0.mixer", "blocks.0"]

@@ -104,7 +104,7 @@ def test_loss_scale_grows_after_a_window_and_only_in_fp16():
     config = RunConfig(
         train={"precision": "fp16"}, optim={"loss_scale": 8.0, "loss_scale_window": 3}
     )
-    scale = LossScale(config, torch.device("cpu"))
+    scale = LossScale(config.train, config.optim, torch.device("cpu"))
     values = []
     for finite in (True, True, False, True, True, True, True):
         scale.update(torch.tensor(finite))
@@ -114,7 +114,8 @@ def test_loss_scale_grows_after_a_window_and_only_in_fp16():
     scale.load(2.0**24, 5)
     scale.update(torch.tensor(True))
     assert scale.read_state() == (2.0**24, 6), "not beyond the largest"
-    fixed = LossScale(RunConfig(train={"precision": "bf16"}), torch.device("cpu"))
+    changed = RunConfig(train={"precision": "bf16"})
+    fixed = LossScale(changed.train, changed.optim, torch.device("cpu"))
     fixed.update(torch.tensor(False))
     assert fixed.value == 1.0
 

@@ -8,6 +8,7 @@ from tool_process import run_tool
 
 from megaframe.config import dump, load
 from megaframe.errors import UserError
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.compare_run import compare_run, compare_run_or_reason
 from megaframe.planner.constants import get_family_constants
 from megaframe.planner.layout_search import search
@@ -31,7 +32,7 @@ def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     assert "instead of" in sentence and "tensor" not in sentence and reasons
     cluster = comparison.cluster
     better = search(
-        comparison.choice.config, 4, cluster, get_family_constants(cluster.chip.family)
+        SearchSpace(comparison.choice.config, 4, cluster), get_family_constants(cluster.chip.family)
     ).best
     path.write_text(dump(better.config))
     assert "none of " in next(

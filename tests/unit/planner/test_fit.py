@@ -16,6 +16,7 @@ from megaframe.config.registry import Registry, use_registry
 from megaframe.extensions import load_with_extensions
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import get_family_constants
 from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import find_fastest
@@ -35,7 +36,11 @@ def explain_misfit(config, world, cluster):
         config, world = fit_layout(config, world)
     if config.parallel.auto:
         constants = get_family_constants(cluster.chip.family)
-        return [] if find_fastest(config, world, cluster, constants) else ["no layout fits"]
+        return (
+            []
+            if find_fastest(SearchSpace(config, world, cluster), constants)
+            else ["no layout fits"]
+        )
     wrong = find_mistakes(config, world, data=False)
     if wrong:
         return wrong
@@ -117,7 +122,7 @@ def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     if command.searches:
         constants = get_family_constants(cluster.chip.family)
         fixed = {key.split(".")[1]: 2 for key in command.overrides if key == "parallel.tensor=2"}
-        assert find_fastest(config, command.world, cluster, constants, fixed)
+        assert find_fastest(SearchSpace(config, command.world, cluster, fixed), constants)
     else:
         assert (explain_misfit(config, command.world, cluster) == []) == (line[0] != "!")
 
@@ -154,7 +159,11 @@ def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first
     config = load(name, keys)
     assert find_mistakes(config, gpus, data=False) == []
     assert not compute_fit(config, Layout.from_parallel(config.parallel, gpus), machine.chip).fits
-    offers = list(suggest_changes(config, gpus, machine, get_family_constants(machine.chip.family)))
+    offers = list(
+        suggest_changes(
+            SearchSpace(config, gpus, machine), get_family_constants(machine.chip.family)
+        )
+    )
     assert offers and offers[0].startswith(first)
     for offer in offers:
         pasted = shlex.split(offer.rpartition(": ")[0])
@@ -165,7 +174,7 @@ def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first
 def test_smaller_changes_come_first_and_none_includes_another():
     machine = load_cluster("h100-ib")
     config = load("llama3-8b", ["parallel.zero=1", "train.recompute=none"])
-    offers = list(suggest_changes(config, 8, machine, get_family_constants("h100")))
+    offers = list(suggest_changes(SearchSpace(config, 8, machine), get_family_constants("h100")))
     assert [offer.partition(":")[0] for offer in offers[:2]] == [
         "parallel.zero=2",
         "train.recompute_blocks=auto",
@@ -176,5 +185,5 @@ def test_smaller_changes_come_first_and_none_includes_another():
 def test_where_nothing_fits_larger_machines_are_offered():
     machine = load_cluster("h100-ib")
     config = load("llama3-70b", ["parallel.pipeline=1", "parallel.tensor=8", "parallel.chunks=1"])
-    offers = list(suggest_changes(config, 8, machine, get_family_constants("h100")))
+    offers = list(suggest_changes(SearchSpace(config, 8, machine), get_family_constants("h100")))
     assert offers[0].startswith("16 GPUs of h100-ib: ") and "an hour" in offers[0]

@@ -15,7 +15,7 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision
-from megaframe.planner.candidates import apply_candidate, enumerate_candidates
+from megaframe.planner.candidates import SearchSpace, apply_candidate
 from megaframe.planner.constants import get_family_constants
 from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import search
@@ -53,7 +53,7 @@ def draw_places(many, some):
 @pytest.mark.parametrize(("model", "gpus", "batch"), mark_slow(WORLDS, except_for=WORLDS[:2]))
 def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     config = make_config(model, batch)
-    candidates = enumerate_candidates(config, gpus, CLUSTER)
+    candidates = SearchSpace(config, gpus, CLUSTER).list_candidates()
     assert len(candidates) > 1000
     for place in draw_places(len(candidates), 60):
         chosen = apply_candidate(config, candidates, place)
@@ -75,7 +75,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 )
 def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     config = make_config(model, batch, **sections)
-    candidates = enumerate_candidates(config, gpus, CLUSTER)
+    candidates = SearchSpace(config, gpus, CLUSTER).list_candidates()
     candidates = candidates.select(np.array(draw_places(len(candidates), 30)))
     estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
     seconds, sizes = [], []
@@ -93,7 +93,7 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     """Many experts of a token are most of its activations, if they are on other ranks."""
     config = load("qwen3-30b-a3b", ["parallel.expert=1"])
     fixed = {"pipeline": 1, "context": 1, "zero": 2, "recompute": "none", "microbatch": 2}
-    candidates = enumerate_candidates(config, 64, CLUSTER, fixed)
+    candidates = SearchSpace(config, 64, CLUSTER, fixed).list_candidates()
     candidates = candidates.select(candidates.expert > 1)
     estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
     for place in draw_places(len(candidates), 10):
@@ -101,13 +101,13 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
         exact = predict(chosen, Layout.from_parallel(chosen.parallel, 64), CLUSTER, CONSTANTS)
         needed = sum(exact.memory_bytes.values())
         assert estimated.memory_bytes[place] == pytest.approx(needed, rel=0.05)
-    assert search(config, 64, CLUSTER, CONSTANTS, {"pipeline": 1}).best.prediction.fits
+    assert search(SearchSpace(config, 64, CLUSTER, {"pipeline": 1}), CONSTANTS).best.prediction.fits
 
 
 @pytest.mark.parametrize(("model", "gpus", "batch"), mark_slow(WORLDS[:3], except_for=[WORLDS[1]]))
 def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
     config = make_config(model, batch)
-    result = search(config, gpus, CLUSTER, CONSTANTS)
+    result = search(SearchSpace(config, gpus, CLUSTER), CONSTANTS)
     steps = [choice.prediction.step_seconds for choice in result.choices]
     assert max(steps[0] / step for step in steps) < 1.015
     fitting = np.flatnonzero(fits_with_margin(result.estimates.memory_bytes, CLUSTER.chip))
@@ -124,7 +124,7 @@ def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
 def test_what_is_given_stays_and_the_config_can_be_loaded(tmp_path):
     config = make_config(DENSE, 256)
     fixed = {"tensor": 4, "recompute": "full", "zero": 1}
-    result = search(config, 64, CLUSTER, CONSTANTS, fixed)
+    result = search(SearchSpace(config, 64, CLUSTER, fixed), CONSTANTS)
     for choice in result.choices:
         parallel, train = choice.config.parallel, choice.config.train
         assert (parallel.tensor, parallel.zero, train.recompute) == (4, 1, "full")
@@ -139,9 +139,9 @@ def test_a_ramp_of_batches_is_respected():
     ramp = {"start": 32, "increment": 32, "samples": 10_000}
     train = {"seq": 2048, "global_batch": 256, "batch_ramp": ramp}
     config = RunConfig(model=DENSE, train=train)
-    candidates = enumerate_candidates(config, 64, CLUSTER)
+    candidates = SearchSpace(config, 64, CLUSTER).list_candidates()
     assert (32 % (candidates.data * candidates.microbatch) == 0).all()
-    validate_config(search(config, 64, CLUSTER, CONSTANTS).best.config, 64, data=False)
+    validate_config(search(SearchSpace(config, 64, CLUSTER), CONSTANTS).best.config, 64, data=False)
 
 
 @pytest.mark.slow
@@ -149,14 +149,14 @@ def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
     model = {**DENSE, "layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672}
     config = make_config(model, 64)
     with pytest.raises(UserError) as error:
-        search(config, 8, CLUSTER, CONSTANTS)
+        search(SearchSpace(config, 8, CLUSTER), CONSTANTS)
     text = str(error.value)
     assert "no layout on 8 GPUs of h100-ib" in text and "zero 3, recompute full" in text
     assert "16 GPUs of h100-ib" in text or "32 GPUs of h100-ib" in text
     assert "an hour" in text and "b200-ib" in text
-    assert search(config, 64, CLUSTER, CONSTANTS).best.prediction.fits
+    assert search(SearchSpace(config, 64, CLUSTER), CONSTANTS).best.prediction.fits
     assert not compute_fit(config, Layout(data=64), CLUSTER.chip).fits
-    first, *_ = suggest_changes(config, 64, CLUSTER, CONSTANTS)
+    first, *_ = suggest_changes(SearchSpace(config, 64, CLUSTER), CONSTANTS)
     assert first.startswith("parallel.zero=") and "train.recompute" in first
 
 
@@ -165,4 +165,4 @@ def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
 )
 def test_impossible_worlds_are_refused_with_the_nearest(gpus, batch, words):
     with pytest.raises(UserError, match=words):
-        search(make_config(DENSE, batch), gpus, CLUSTER, CONSTANTS)
+        search(SearchSpace(make_config(DENSE, batch), gpus, CLUSTER), CONSTANTS)

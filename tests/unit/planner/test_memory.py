@@ -22,7 +22,7 @@ from megaframe.model.layer_inputs import LayerRoutines
 from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.activations import compute_block_bytes
 from megaframe.planner.memory import compute_memory
-from megaframe.planner.parameter_counts import RankParameters, count_parameters
+from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
 from megaframe.schedule import Action, ActionKind
 from megaframe.training.train_step import TrainStep
 
@@ -62,7 +62,9 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     built = build({"layers": 1, "hidden": 64, **model}, routines, train=train)
     microbatch = make_microbatch(built.config)
     saved = measure_block_bytes(built.stage, microbatch, built.sharded_parameters.buckets)
-    assert saved == compute_block_bytes(built.config, 0)
+    assert saved == compute_block_bytes(
+        built.config.model, built.config.parallel, built.config.train, 0
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -120,7 +122,7 @@ def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="au
         train_step.train(microbatches, step, 1.0)
     plans = plan_stages(config)
     parameter_counts, schedule = (
-        count_parameters(config, layout, plans),
+        count_rank_parameters(config.model, config.train, layout, plans),
         train_step.schedule.ranks[0],
     )
     plan = compute_memory(

@@ -93,7 +93,10 @@ def test_pieces_travel_as_often_as_planned(name):
         first.get(axes, 0) - two.get(axes, 0) for first, two in zip(traffic, other, strict=True)
     )
     machine = Machine(
-        config, CLUSTER, get_family_constants("h100"), make_layout_sizes(config, layout)
+        config,
+        CLUSTER,
+        get_family_constants("h100"),
+        make_layout_sizes(config.parallel, config.train, layout),
     )
     elements = sum(map(count_elements, range(config.model.layers), repeat(config))) / layout.tensor
     planned = world * float(sum(compute_muon_bytes(machine, elements)))
@@ -106,7 +109,10 @@ def test_who_works_most_is_bound_by_all_and_by_the_largest():
         config = make_muon_config(layers=8, zero=1)
         layout = Layout(data=data)
         machine = Machine(
-            config, CLUSTER, get_family_constants("h100"), make_layout_sizes(config, layout)
+            config,
+            CLUSTER,
+            get_family_constants("h100"),
+            make_layout_sizes(config.parallel, config.train, layout),
         )
         total_seconds, longest = estimate_layer_muon_seconds(machine, 0)
         nothing = estimate_muon_seconds(machine, 0.0, 0.0, 0.0)  # two transfers of no bytes
@@ -133,7 +139,9 @@ def test_a_step_with_muon_is_longer_by_what_muon_takes():
     adamw = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "adamw"})})
     constants = get_family_constants("h100")
     with_muon, plain = (predict(c, layout, CLUSTER, constants) for c in (config, adamw))
-    machine = Machine(config, CLUSTER, constants, make_layout_sizes(config, layout))
+    machine = Machine(
+        config, CLUSTER, constants, make_layout_sizes(config.parallel, config.train, layout)
+    )
     total_seconds, longest = estimate_layer_muon_seconds(machine, 0)
     elements = 4 * count_elements(0, config) / 2
     extra_seconds = float(estimate_muon_seconds(machine, elements, 4 * total_seconds, longest))

@@ -11,6 +11,7 @@ from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import get_family_constants
 from megaframe.planner.layout_search import search
 from megaframe.planner.memory import compute_rank_memory
@@ -115,7 +116,7 @@ def test_a_search_takes_fewer_blocks_where_it_may(blocks):
     )
     family = get_family_constants(H100.chip.family)
     fixed = {"recompute": "full", "microbatch": 32, "tensor": 4, "pipeline": 1}
-    best = search(config, 4, H100, family, fixed).best
+    best = search(SearchSpace(config, 4, H100, fixed), family).best
     if blocks == 0:
         assert best.config.train.recompute == "full"
     else:

@@ -12,7 +12,7 @@ from megaframe.config import RunConfig, load
 from megaframe.layout import Layout
 from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.model_chunk import build_chunks
-from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 LAYOUTS = [
@@ -24,7 +24,7 @@ LAYOUTS = [
 
 def count_by_plan(config, layout, plan):
     """Return the same numbers as `by_specs`, from the plan."""
-    counts = count_parameters(config, layout, [plan])
+    counts = count_rank_parameters(config.model, config.train, layout, [plan])
     parts = (
         (*counts.tables, counts.positions),
         counts.split,

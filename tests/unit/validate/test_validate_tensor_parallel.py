@@ -26,8 +26,9 @@ def test_bytes_are_the_closed_form():
     each of two stages has half of that."""
     layout = Layout(tensor=4, pipeline=2, data=2)
     stream, microbatches = 2 * 32 * 64 * 2, 2
+    config = make_config(4)
     assert (
-        count_tensor_parallel_bytes(make_config(4), layout)
+        count_tensor_parallel_bytes(config.model, config.train, layout)
         == (84 / 2) * stream * microbatches * 3 / 4
     )
 
@@ -37,7 +38,8 @@ def test_bytes_are_the_closed_form():
 )
 def test_only_groups_that_cross_are_warned_of(tensor, node, fits):
     layout = Layout(tensor=tensor, pipeline=2)
-    text = find_node_crossing_warning(make_config(tensor), layout, node)
+    config = make_config(tensor)
+    text = find_node_crossing_warning(config.model, config.train, layout, node)
     assert (text is None) == (fits is None or node >= layout.world)
     if text:
         assert f"parallel.tensor={tensor} crosses" in text

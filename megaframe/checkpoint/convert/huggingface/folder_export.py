@@ -32,7 +32,7 @@ from megaframe.checkpoint.convert.huggingface.tokenizer_settings import GENERATI
 from megaframe.checkpoint.reshard import group_by_bytes
 from megaframe.checkpoint.starting_weights import FILE_BYTES
 from megaframe.checkpoint.train_state import read_train_state
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.data.token_file_record import read_recorded_tokenizer
 from megaframe.errors import UserError, join_or
 from megaframe.io.regular_file import write_file
@@ -141,7 +141,7 @@ def plan_export(
     """
     state = read_train_state(checkpoint)
     run = state.config
-    row, config = write_model_config(run, family)
+    row, config = write_model_config(run.model, run.train, family)
     torch_dtype = TORCH_DTYPES[dtype or run.train.precision]
     recorded = read_recorded_tokenizer(state.data)
     exported = export_tokenizer(tokenizer, run.model.vocab or 0, run.train.seq, recorded)
@@ -163,16 +163,18 @@ def plan_export(
     return FolderExport(checkpoint, groups, torch_dtype, texts, notes)
 
 
-def write_model_config(run: RunConfig, family: str | None) -> tuple[Family, dict[str, Any]]:
+def write_model_config(
+    model: ModelConfig, train: TrainConfig, family: str | None
+) -> tuple[Family, dict[str, Any]]:
     """Return the family of an export, and the keys of its config that follow from the model.
 
     Raises:
         UserError: If neither the argument nor the model names a family, or it computes something
             else.
     """
-    row = _choose_family(run.model, family)
-    learned = run.model.position == "learned" and run.model.positions
-    return row, row.write_config(run.model, learned or run.train.seq)
+    row = _choose_family(model, family)
+    learned = model.position == "learned" and model.positions
+    return row, row.write_config(model, learned or train.seq)
 
 
 def get_dtype_name(dtype: torch.dtype) -> str:

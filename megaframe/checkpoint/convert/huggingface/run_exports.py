@@ -52,7 +52,7 @@ class RunExports:
                 "checkpoint.huggingface_every needs model.family, which names the family of "
                 f"transformers to write; {which} the same as this model"
             )
-        write_model_config(config, None)
+        write_model_config(config.model, config.train, None)
         self._root, self._rank, self._world = root, rank, world
         self._tokenizer = config.data.tokenizer
         self._every, self._last = config.checkpoint.huggingface_every, config.train.steps
