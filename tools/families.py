@@ -33,9 +33,7 @@ _REFUSED = {
     "hyper-connections": ("deepseek_v4",),
     "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
     "values wider or narrower than keys": ("mimo_v2_flash",),
-    "a bias of the output head": ("gptj", "phi", "codegen"),
-    "several widths of experts and shared experts": ("hunyuan_v1_moe",),
-    "ReLU, positions that begin at 2": ("opt",),
+    "queries, values and keys in four blocks": ("codegen",),
     "xIELU": ("apertus",),
     "ALiBi": ("bloom", "mpt"),
 }
@@ -71,7 +69,7 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "learned positions"
     if own.get("mixer.kind") == "latent":
         yield "latent attention"
-    elif own.get("mixer.qk_norm", "none") != "none" or "use_qk_norm" in keys:
+    elif own.get("mixer.qk_norm") or {"use_qk_norm", "qk_layernorm"} & {*keys}:
         yield "norms of queries and keys"
     if "linear_num_key_heads" in keys:
         yield "gated delta net"
@@ -79,6 +77,8 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "windows"
     if own.get("mixer.sinks"):
         yield "sinks"
+    if own.get("head_bias"):
+        yield "bias of the head"
     if own.get("mixer.output_gate"):
         yield "gated attention"
     if "moe.score" in own:
@@ -96,6 +96,8 @@ def _list_parts(family: Family) -> Iterator[str]:
 def _list_transforms(family: Family) -> Iterator[str]:
     if family.interleaved:
         yield "interleaved rotary pairs"
+    if family.unread_positions:
+        yield f"{family.unread_positions} more positions"
     if family.norm_offset:
         yield f"gains less {family.norm_offset:g}"
     if family.transposed:

@@ -13,7 +13,11 @@ from megaframe.architecture.layer import (
     SavedActivations,
 )
 from megaframe.architecture.linear import LinearSpec
-from megaframe.architecture.norm import NormDescription, RMSNormDescription
+from megaframe.architecture.norm import (
+    LayerNormDescription,
+    NormDescription,
+    RMSNormDescription,
+)
 from megaframe.architecture.spec import Constant, Normal, ParamSpec
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.architecture.window import compute_mean_keys
@@ -210,6 +214,29 @@ class WholeNormDescription(NormDescription):
         return SavedActivations(statistics=1)
 
 
+@dataclass(frozen=True)
+class PerHeadNormDescription(NormDescription):
+    """A LayerNorm of each head with gains of its own, which tensor ranks divide (Command R+, 2024).
+
+    Attributes:
+        heads: Query heads, or key heads.
+        eps: Added to the variance.
+    """
+
+    heads: int
+    eps: float
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the spec of the gains."""
+        shape, axes = (self.heads, self.width), {0: "tensor"}
+        yield ParamSpec(f"{name}.gain", shape, Constant(1.0), role="gain", axes=axes)
+
+    @property
+    def saved_statistics(self) -> SavedActivations:
+        """Those of a LayerNorm for each head."""
+        return SavedActivations(values=2 * self.heads)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionDescription(SoftmaxAttention):
     """Attention with grouped key and value heads (Ainslie et al. 2023).
@@ -222,7 +249,8 @@ class AttentionDescription(SoftmaxAttention):
         kv_heads: Key and value heads, G.
         head_dim: Width of a head.
         qk_norm: Whether each `head` of queries and keys is normalised, or the `whole` of a token's
-            queries and that of its keys, or `none`.
+            queries and that of its keys, or `none`; with `layernorm` and `layernorm_per_head` each
+            head by a LayerNorm, whose gains all heads share or not.
         qkv_bias: Whether queries, keys and values have biases.
         norm_after_rotation: Whether the norms of queries and keys follow their rotation.
         softcap: Bound of the scores; None for no bound.
@@ -292,6 +320,14 @@ class AttentionDescription(SoftmaxAttention):
                 name: WholeNormDescription(number * self.head_dim, number, self.norm_eps)
                 for name, number in heads
             }
+        if self.qk_norm == "layernorm":
+            return dict.fromkeys(names, LayerNormDescription(self.head_dim, self.norm_eps, True))
+        if self.qk_norm == "layernorm_per_head":
+            heads = zip(names, (self.heads, self.kv_heads), strict=True)
+            return {
+                name: PerHeadNormDescription(self.head_dim, number, self.norm_eps)
+                for name, number in heads
+            }
         return {}
 
     @property
@@ -355,8 +391,10 @@ class AttentionDescription(SoftmaxAttention):
         elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
         if self.gate_width:
             elements += self.heads * self.gate_width + queries
-        # A statistic of each normalised head, or on each tensor rank two of all heads.
-        norms = {"none": 0, "head": self.heads + groups, "whole": 2 * tensor}[self.qk_norm]
+        # A statistic of each normalised head, or on each tensor rank two of all heads. Those of
+        # LayerNorm are two values.
+        norms = {"head": self.heads + groups, "whole": 2 * tensor}.get(self.qk_norm, 0)
+        elements += 2 * (self.heads + groups) * self.qk_norm.startswith("layernorm")
         return SavedActivations(elements, self.heads + norms)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:

@@ -9,7 +9,7 @@ from megaframe.architecture.layer import HasParameters, LayerDescription, SavedA
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
 from megaframe.architecture.norm import NormDescription
-from megaframe.architecture.spec import Normal, ParamSpec
+from megaframe.architecture.spec import Constant, Normal, ParamSpec
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 
@@ -96,12 +96,14 @@ class HeadDescription(LayerDescription):
     Attributes:
         norm: Before the projection.
         weight: The projection; None if it is the table of tokens.
+        bias: That of the logits; None without one.
         projection: Its product.
         depths: Tokens predicted beyond the next one.
     """
 
     norm: NormDescription
     weight: ParamSpec | None
+    bias: ParamSpec | None
     projection: LinearSpec
     depths: int
 
@@ -113,12 +115,11 @@ class HeadDescription(LayerDescription):
         return {"norm": self.norm}
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield the specs of all norms, and of the projection unless it is tied."""
+        """Yield the specs of all norms, of the projection unless it is tied, and of the bias."""
         yield from super().declare_parameters(name)
         for index in range(self.depths):
             yield from self.norm.declare_parameters(f"predictors.{index}.norm")
-        if self.weight is not None:
-            yield self.weight
+        yield from (spec for spec in (self.weight, self.bias) if spec is not None)
 
     @property
     def linears(self) -> list[LinearSpec]:
@@ -196,6 +197,7 @@ def describe_head(model: ModelConfig, norm: NormDescription) -> HeadDescription:
     return HeadDescription(
         norm=norm,
         weight=None if model.tie_embeddings or not words else describe_head_weight(model),
+        bias=describe_head_bias(model) if words else None,
         projection=LinearSpec((model.hidden,), (words,), model.init_std, split=0),
         depths=model.mtp_depth,
     )
@@ -205,3 +207,11 @@ def describe_head_weight(model: ModelConfig) -> ParamSpec:
     """Return the matrix of an output head that is not tied to the token table."""
     shape, init = (get_vocab_size(model), model.hidden), Normal(model.init_std)
     return ParamSpec("head.weight", shape, init, role="head", decay=True, axes={0: "tensor"})
+
+
+def describe_head_bias(model: ModelConfig) -> ParamSpec | None:
+    """Return the bias of the logits, None if the model has none."""
+    if not model.head_bias:
+        return None
+    shape = (get_vocab_size(model),)
+    return ParamSpec("head.bias", shape, Constant(0.0), role="bias", axes={0: "tensor"})

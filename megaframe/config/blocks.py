@@ -11,14 +11,15 @@ from megaframe.config.registry import Extensible
 from megaframe.config.section import Positive, Section
 
 QKNorm = Annotated[
-    bool | Literal["head", "whole"], BeforeValidator(lambda value: value == "head" or value)
+    bool | Literal["head", "whole", "layernorm", "layernorm_per_head"],
+    BeforeValidator(lambda value: value == "head" or value),
 ]
 """Norms of queries and keys. `head` is stored as true, as which it was written before there was
 another form."""
 
 
 def get_qk_norm_form(value: bool | str) -> str:
-    """Return `none`, `head` or `whole` for a value of `qk_norm`."""
+    """Return `none` or the name of the norms for a value of `qk_norm`."""
     if isinstance(value, bool):
         return "head" if value else "none"
     return value

@@ -142,9 +142,9 @@ class ModelConfig(Section):
     rotary_scaling: RotaryScalingConfig = RotaryScalingConfig()
     """Scaling of rotary frequencies to longer contexts."""
     activation: Annotated[Activation | ActivationPart, Extensible("activation")] = "gelu_tanh"
-    """Activation of the MLP and of experts; `relu2` is squared ReLU. Gated are `swiglu` with SiLU,
-    `geglu` with `gelu_tanh` (Gemma), and `swiglu_clamped` (gpt-oss): (up + 1) * gate *
-    sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7."""
+    """Activation of the MLP and of experts; `relu` is ReLU, and `relu2` its square. Gated are
+    `swiglu` with SiLU, `geglu` with `gelu_tanh` (Gemma), and `swiglu_clamped` (gpt-oss): (up + 1) *
+    gate * sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7."""
     bias: bool = False
     """Biases in all linear layers but those of experts (`model.moe.expert_bias`) and routers and,
     with layernorm, in the norms."""
@@ -154,13 +154,17 @@ class ModelConfig(Section):
     """Factor of the embeddings."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""
+    head_bias: bool = False
+    """A bias of the logits, one for each word (Phi-2, GPT-J)."""
     latent: LatentAttentionConfig | None = None
     """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads are
     computed from narrow latents. `kv_heads`, `head_dim` and `qk_norm` are then ignored."""
     qk_norm: QKNorm = False
     """RMS-normalise queries and keys before rotation: each `head` (or true), with one learned gain
     per element of a head (Qwen3), or the `whole` of a token's queries and that of its keys, with
-    one per element (OLMo 2)."""
+    one per element (OLMo 2). With `layernorm` each head has a LayerNorm, with one gain and bias per
+    element of a head (Phi), and with `layernorm_per_head` one without biases whose gains are the
+    head's own (Command R+)."""
     mtp_depth: Annotated[int, Field(ge=0, le=2_000)] = 0
     """Multi-token prediction (DeepSeek-V3): number of tokens beyond the next one to predict in
     training, each with one extra block after the last layer. Not used in evaluation."""

@@ -1,4 +1,4 @@
-"""Activations: plain (GELU, squared ReLU) or gated (SwiGLU, GeGLU, and the clamped SwiGLU of
+"""Activations: plain (GELU, ReLU, squared ReLU) or gated (SwiGLU, GeGLU, and the clamped SwiGLU of
 gpt-oss), with gradients by hand for the gated ones; or from outside.
 
 A gated activation is f(gate) g(up), of two halves of one row.
@@ -89,6 +89,9 @@ def _activate_by_kernel(run: Callable[..., Tensor], kind: str, x: Tensor) -> Ten
 
 
 def _activate(kind: str, x: Tensor) -> Tensor:
+    if kind == "relu":
+        # `F.relu` keeps its result; this keeps x, as all others do.
+        return F.threshold(x, 0.0, 0.0)
     if kind == "relu2":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")

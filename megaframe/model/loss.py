@@ -72,11 +72,13 @@ def compute_head_loss(
     scale: Tensor | None,
     tensor: Group,
     kernels: Kernels = NO_KERNELS,
+    *,
+    bias: Parameter | None = None,
 ) -> HeadResult:
     """Compute the sum of the losses of all tokens whose label is not IGNORE.
 
     With a scale, also compute scale * d(loss sum)/d(hidden), and add scale * d(loss sum)/d(weight)
-    to the weight's gradient.
+    to the weight's gradient, and the same for the bias.
 
     Args:
         hidden_TH: This rank's rows of the normalised stream.
@@ -87,6 +89,7 @@ def compute_head_loss(
             computed.
         tensor: The ranks that divide rows and vocabulary.
         kernels: The kernels of the run.
+        bias: This rank's part of the bias of the logits, [V]; None without one.
 
     Returns:
         The loss, and the gradient of this rank's rows if there is a scale.
@@ -103,15 +106,18 @@ def compute_head_loss(
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)
+    wide = torch.promote_types(hidden_TH.dtype, torch.float32)
     if scale is not None:
         # The scale stays a tensor: only a number that the device reads can change from one run of a
         # CUDA graph to the next.
-        scale = scale.to(torch.promote_types(hidden_TH.dtype, torch.float32))
+        scale = scale.to(wide)
     for start in range(0, tokens, rows):
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
         logits_TV = buffer[: len(chunk_labels)]
         multiply_into(logits_TV, chunk_TH, weight.value.t())
+        if bias is not None:
+            logits_TV += bias.value
         # With a scale, the logits become their gradient in place.
         losses = _compute_losses(logits_TV, chunk_labels, part, options, scale, kernels)
         # Summed in fp64, because many small terms are added to a large sum.
@@ -120,6 +126,8 @@ def compute_head_loss(
             # Both products read the gradient of the logits before the next chunk reuses its memory.
             multiply_into(d_hidden[piece], logits_TV, weight.value)
             weight.add_product(logits_TV, chunk_TH)
+            if bias is not None:
+                bias.add(logits_TV.sum(0, dtype=wide))
     if d_hidden is not None:
         # So far each rank has only what its part of the vocabulary adds to the gradient of all
         # rows.

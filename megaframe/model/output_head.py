@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.block import describe_norm
-from megaframe.architecture.embedding import describe_head_weight
+from megaframe.architecture.embedding import describe_head_bias, describe_head_weight
 from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.parts import LossPart
 from megaframe.data.microbatch import IGNORE, Microbatch
@@ -66,6 +66,8 @@ class OutputHead(Module):
             self.weight = tokens.weight
         else:
             self.weight = Parameter(describe_head_weight(model))
+        bias = describe_head_bias(model)
+        self.bias = None if bias is None else Parameter(bias)
         self.evaluation_options = LossOptions(softcap=model.logit_softcap)
         loss = train.loss
         self.training_options = replace(
@@ -97,13 +99,22 @@ class OutputHead(Module):
         tensor = self.setup.tensor
         # Detached: the head computes its own gradient, which `PostProcess.backward` passes on.
         return compute_head_loss(
-            y.detach(), labels, self.weight, options, scale, tensor.group, tensor.kernels
+            y.detach(),
+            labels,
+            self.weight,
+            options,
+            scale,
+            tensor.group,
+            tensor.kernels,
+            bias=self.bias,
         )
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Return logits, in at least fp32, of hidden states [..., hidden], for use without
         training."""
         logits = self.norm(x) @ self.weight.value.t()
+        if self.bias is not None:
+            logits += self.bias.value
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.evaluation_options.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,11 +1,12 @@
-"""Norms of queries and keys: of each head (Qwen3), or of all heads of a token at once (OLMo 2),
-which tensor ranks divide.
+"""Norms of queries and keys: of each head (Qwen3, Phi), with gains of its own (Command R+), or of
+all heads of a token at once (OLMo 2), which tensor ranks divide.
 
 Shape legend: B samples, S positions, N query heads, G key heads, D width of a head; of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megaframe.parameters.parameter import Module, Parameter
 
 
 class HeadNorms(Module):
-    """An RMSNorm of each query head, and one of each key head."""
+    """A norm of each query head, and one of each key head, whose weights all heads share."""
 
     def __init__(self, name: str, description: AttentionDescription, setup: LayerSetup) -> None:
         self.setup = setup
@@ -34,6 +35,42 @@ class HeadNorms(Module):
         return self.query_norm(query_BSND, kernels), self.key_norm(key_BSGD, kernels)
 
 
+class PerHeadNorms(Module):
+    """A LayerNorm of each query head, and one of each key head, with gains of its own."""
+
+    def __init__(self, name: str, description: AttentionDescription, setup: LayerSetup) -> None:
+        self.eps = description.norm_eps
+        self.query_gain, self.key_gain = _make_gains(name, description)
+
+    def __call__(self, query_BSND: Tensor, key_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised queries and keys of this tensor rank."""
+        query: Tensor = _PerHeadLayerNorm.apply(query_BSND, self.query_gain.use(), self.eps)
+        key: Tensor = _PerHeadLayerNorm.apply(key_BSGD, self.key_gain.use(), self.eps)
+        return query, key
+
+
+class _PerHeadLayerNorm(torch.autograd.Function):
+    """y = n gain, where n is x [B, S, heads, D] with mean 0 and variance 1 in each head, and the
+    gain is [heads, D]. Keeps x and two statistics of each head."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        ctx.save_for_backward(x, gain, mean, scale)
+        return y.mul_(gain)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, gain, mean, scale = ctx.saved_tensors
+        # Computed again: a kept copy would be as large as x.
+        normed = (_widen(x) - mean) * scale
+        dgain = (_widen(gradients[0]) * normed).sum((0, 1))
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+            gradients[0] * gain, x, x.shape[-1:], mean, scale, None, None, (True, False, False)
+        )
+        return dx, dgain, None
+
+
 class WholeNorms(Module):
     """An RMSNorm of all query heads of a token, and one of all key heads."""
 
@@ -41,11 +78,7 @@ class WholeNorms(Module):
         self.tensor, self.eps = setup.tensor.group, description.norm_eps
         self.copies = count_copies(description.kv_heads, self.tensor.size)
         self.widths = [norm.width for norm in description.qk_norms.values()]
-        self.query_gain, self.key_gain = (
-            Parameter(spec)
-            for part, norm in description.qk_norms.items()
-            for spec in norm.declare_parameters(f"{name}.{part}")
-        )
+        self.query_gain, self.key_gain = _make_gains(name, description)
 
     def __call__(self, query_BSND: Tensor, key_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised queries and keys of this tensor rank."""
@@ -107,9 +140,15 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _make_gains(name: str, description: AttentionDescription) -> Iterator[Parameter]:
+    """Yield the gain of queries and that of keys."""
+    for part, norm in description.qk_norms.items():
+        yield from map(Parameter, norm.declare_parameters(f"{name}.{part}"))
+
+
 def make_query_key_norms(
     name: str, description: AttentionDescription, setup: LayerSetup
-) -> HeadNorms | WholeNorms | None:
+) -> HeadNorms | PerHeadNorms | WholeNorms | None:
     """Return the norms that attention declares, or None if it has none.
 
     Args:
@@ -119,5 +158,7 @@ def make_query_key_norms(
     """
     if description.qk_norm == "none":
         return None
-    norms = HeadNorms if description.qk_norm == "head" else WholeNorms
-    return norms(name, description, setup)
+    if description.qk_norm == "whole":
+        return WholeNorms(name, description, setup)
+    per_head = description.qk_norm == "layernorm_per_head"
+    return (PerHeadNorms if per_head else HeadNorms)(name, description, setup)

@@ -303,6 +303,8 @@ def _explain_parts_without_kernels(model: ModelConfig) -> dict[str, str]:
     values = [model.qk_norm, *(getattr(b.mixer, "qk_norm", None) for b in model.blocks or ())]
     if "whole" in values:
         parts["norms of whole queries and keys"] = "tensor ranks sum their squares"
+    if "layernorm_per_head" in values:
+        parts["norms of queries and keys"] = "each head has gains of its own"
     return parts
 
 

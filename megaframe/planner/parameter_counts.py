@@ -280,6 +280,8 @@ def count_rank_parameters(
             tables.append(table)
         if not model.tie_embeddings:
             tables.append(table)
+        if model.head_bias:
+            vectors += table // model.hidden
     return RankParameters(
         vectors + sum(part.vectors for part in parts),
         tuple(part.split for part in parts),

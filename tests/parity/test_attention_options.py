@@ -1,6 +1,7 @@
-"""Attention with bounded scores, sinks, gated outputs, norms of whole queries and LongRoPE gives
-the one-process answer to 1e-10 in fp64 under tensor, context, pipeline and data ranks, ZeRO and
-recompute. Two key heads are shared by neighbours of four tensor ranks.
+"""Attention with bounded scores, sinks, gated outputs, norms of whole queries, LayerNorms of heads
+and LongRoPE, and a bias of the output head, give the one-process answer to 1e-10 in fp64 under
+tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by neighbours
+of four tensor ranks.
 """
 
 import pytest
@@ -26,19 +27,24 @@ SHAPES = {
         ],
     },
     "whole-norms": {"norm": "rmsnorm", "kv_heads": 2, "qk_norm": "whole", "bias": True},
+    "layer-norms": {
+        **{"kv_heads": 2, "head_bias": True, "activation": "relu", "qk_norm": "layernorm"},
+        "blocks": [{}, {"mixer": {"qk_norm": "layernorm_per_head"}}],
+    },
     "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
 TENSOR_AND_ZERO = (4, {"tensor": 2, "data": 2, "zero": 3}, "full")
 NESTED = (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, "none")
+RING_AND_TENSOR = (4, {"context": 2, **RING, "tensor": 2}, "selective")
 LAYOUTS = [
     (2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
     (2, {"data": 2, "zero": 2}, "none"),
     (4, {"tensor": 4}, "none"),
     TENSOR_AND_ZERO,
     NESTED,
-    (4, {"context": 2, **RING, "tensor": 2}, "selective"),
+    RING_AND_TENSOR,
     (4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 1}, "full"),
     (4, {"context": 2, **ALL_TO_ALL, "tensor": 2}, "none"),
     (4, {**ZB_V, "tensor": 2, "zero": 1}, "none"),
@@ -51,7 +57,12 @@ CASES = [
     for place, layout in enumerate(LAYOUTS)
     if (number + place) % 2 == 0
 ]
-QUICK = [("scores", *NESTED), ("whole-norms", *TENSOR_AND_ZERO), ("packed-sinks", *NESTED)]
+QUICK = [
+    ("scores", *NESTED),
+    ("whole-norms", *TENSOR_AND_ZERO),
+    ("layer-norms", *LAYOUTS[2]),
+    ("packed-sinks", *RING_AND_TENSOR),
+]
 
 
 @pytest.fixture(scope="module")

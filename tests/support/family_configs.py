@@ -80,12 +80,18 @@ UNGATED = {
         "initializer_range": 0.3,
     },
     "starcoder2": {**GROUPED, "sliding_window": 5},
-    "stablelm": {**GROUPED, "use_qkv_bias": True},
+    "stablelm": {**GROUPED, "use_qkv_bias": True, "qk_layernorm": True},
     "nemotron": {**WIDE_HEADS},
     "jais2": {**HEADS},
-    "cohere": {**GROUPED, "attention_bias": True, "logit_scale": 0.25},
+    "cohere": {**GROUPED, "attention_bias": True, "logit_scale": 0.25, "use_qk_norm": True},
     "cohere2": {**GROUPED, **LOCAL, "logit_scale": 0.25},
     "olmo": {**GROUPED},
+    "phi": {**GROUPED, "qk_layernorm": True},
+    "gptj": {**FUSED, "rotary_dim": 4, "initializer_range": 0.3},
+    "opt": {
+        **{name: SHAPE[name] for name in SHAPE if name.startswith(("num", "hidden", "vocab"))},
+        **{"ffn_dim": 24, "max_position_embeddings": 20, "init_std": 0.3},
+    },
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
 NARROW = {**ROUTED, "moe_intermediate_size": 12}
@@ -125,6 +131,7 @@ SPARSE = {
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
     },
     "gpt_oss": {**HEADS, **LOCAL, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "hunyuan_v1_moe": {**HEADS, "num_experts": 8, "moe_topk": 2},
     "qwen2_moe": {**GROUPED, **NARROW, "shared_expert_intermediate_size": 24},
     "qwen3_next": {
         **{**HEADS, **NARROW, "num_hidden_layers": 4, "shared_expert_intermediate_size": 24},

@@ -117,7 +117,7 @@ def _losses(weights, config, x, labels):
     """Return the loss of a head's input `x`, summed over valid tokens."""
     model = config.model
     head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
-    logits = x @ head.T
+    logits = x @ head.T + weights.get("head.bias", 0.0)
     if model.logit_softcap:
         logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
     valid = labels != IGNORE
@@ -165,21 +165,23 @@ def _attention(weights, model, mixer, name, y, mask, positions):
             normed.append((row / size * gain).view(heads.shape))
         qkv = torch.cat((*normed, qkv[:, :, :, -1:]), 3)
     heads = []
-    for group in range(groups):
-        key, value = qkv[:, :, group, -2], qkv[:, :, group, -1]
+
+    def prepare(part, x, number):
+        """Normalise and rotate a query or key head, in their order."""
+        path = f"{name}.attention.{part}_norm"
         last = mixer.norm_after_rotation
-        if qk_norm is True and not last:
-            key = _norm(weights, model, f"{name}.attention.key_norm", key, "rmsnorm")
-        key = _rotate(model, key, positions, rotated, base, mixer.rotary_scaling)
-        if qk_norm is True and last:
-            key = _norm(weights, model, f"{name}.attention.key_norm", key, "rmsnorm")
+        x = _rotate(model, x, positions, rotated, base, mixer.rotary_scaling) if last else x
+        if qk_norm == "layernorm_per_head":
+            own = {f"{path}.gain": weights[f"{path}.gain"][number]}
+            x = _norm(own, model, path, x, "layernorm")
+        elif qk_norm in (True, "layernorm"):
+            x = _norm(weights, model, path, x, "rmsnorm" if qk_norm is True else qk_norm)
+        return x if last else _rotate(model, x, positions, rotated, base, mixer.rotary_scaling)
+
+    for group in range(groups):
+        key, value = prepare("key", qkv[:, :, group, -2], group), qkv[:, :, group, -1]
         for member in range(per_group):
-            query = qkv[:, :, group, member]
-            if qk_norm is True and not last:
-                query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
-            query = _rotate(model, query, positions, rotated, base, mixer.rotary_scaling)
-            if qk_norm is True and last:
-                query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
+            query = prepare("query", qkv[:, :, group, member], len(heads))
             scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
             if mixer.softcap is not None:
                 scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
@@ -315,8 +317,8 @@ _GATES = {
 def _activated(kind, y, width):
     if kind in _GATES:
         return _GATES[kind](y[..., :width], y[..., width:])
-    if kind == "relu2":
-        return y.clamp_min(0) ** 2
+    if kind in ("relu", "relu2"):
+        return y.clamp_min(0) ** (2 if kind == "relu2" else 1)
     if kind == "gelu":
         return y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
     return _gelu_tanh(y)

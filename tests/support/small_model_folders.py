@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from megaframe.checkpoint.convert.huggingface.families import get_family
-from megaframe.checkpoint.convert.huggingface.tensors import map_tensors
+from megaframe.checkpoint.convert.huggingface.tensor_names import map_tensors
 from megaframe.config import RunConfig
 from megaframe.model.model_chunk import list_model_specs
 

@@ -55,7 +55,17 @@ PROMPTS, NEW_TOKENS = [[5, 1, 44, 7, 30, 2, 9], [8, 3, 60]], 8
 
 
 class InFp64(OperatorMode):
-    """Makes fp64 of what code asks for in fp32: transformers' norms, routers and rotary angles."""
+    """Makes fp64 of what code asks for in fp32: transformers' norms, routers and rotary angles;
+    and of what it leaves to the default, as GPT-J does with its angles."""
+
+    def __enter__(self):
+        self.usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(self.usual)
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

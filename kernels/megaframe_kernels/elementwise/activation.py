@@ -1,4 +1,4 @@
-"""Gated activations, GELU and squared ReLU. The backward pass recomputes them from their input.
+"""Gated activations, GELU, ReLU and squared ReLU. The backward pass recomputes them.
 
 Only the input is saved, so a block keeps one wide activation instead of two. Gated activations read
 gate and up from the two halves of a row, as the fused linear before it writes them.
@@ -20,7 +20,7 @@ from megaframe_kernels.installed import check_liger, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 GATED = ("swiglu", "geglu", "swiglu_clamped")
-KINDS = (*GATED, "gelu", "gelu_tanh", "relu2")
+KINDS = (*GATED, "gelu", "gelu_tanh", "relu", "relu2")
 _TILE = 2048
 _COLUMNS = 1024
 
@@ -28,9 +28,10 @@ _COLUMNS = 1024
 def run_reference(x: Tensor, kind: str) -> Tensor:
     """Apply the activation to x.
 
-    gelu: x Phi(x), or its tanh form (Hendrycks and Gimpel 2016). relu2: max(x, 0)^2 (So et al.
-    2021). swiglu: silu(gate) up (Shazeer 2020). geglu: gelu_tanh(gate) up. swiglu_clamped: (up + 1)
-    gate sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7 (gpt-oss, 2025).
+    gelu: x Phi(x), or its tanh form (Hendrycks and Gimpel 2016). relu: max(x, 0), and relu2 its
+    square (So et al. 2021). swiglu: silu(gate) up (Shazeer 2020). geglu: gelu_tanh(gate) up.
+    swiglu_clamped: (up + 1) gate sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7
+    (gpt-oss, 2025).
 
     Args:
         x: [..., F]; for gated kinds [..., 2F], which is (gate, up).
@@ -47,6 +48,8 @@ def run_reference(x: Tensor, kind: str) -> Tensor:
             return F.gelu(gate, approximate="tanh") * up
         gate = gate.clamp(max=7.0)
         return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1.0)
+    if kind == "relu":
+        return F.relu(x)
     if kind == "relu2":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
@@ -106,10 +109,10 @@ def _forward(
             value = tl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL)
             up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
             result = value * tl.sigmoid(1.702 * value) * (up + 1.0)
-    elif KIND == "relu2":
+    elif KIND == "relu" or KIND == "relu2":
         # A plain maximum would turn NaN into 0.
         positive = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        result = positive * positive
+        result = positive * positive if KIND == "relu2" else positive
     else:
         share, _ = _compute_gelu_share(value, KIND == "gelu_tanh")
         result = value * share
@@ -158,6 +161,9 @@ def _backward(
             slope = share * (1.0 + 1.702 * gate * (1.0 - share))
             result = tl.where(value > 7.0, 0.0, d_value * factor * slope)
         tl.store(at + width, d_up.to(d_x.dtype.element_ty), mask=inside)
+    elif KIND == "relu":
+        # NaN stays NaN, as under all others.
+        result = tl.where(value > 0.0, d_value, tl.where(value <= 0.0, 0.0, value))
     elif KIND == "relu2":
         result = d_value * 2.0 * tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:

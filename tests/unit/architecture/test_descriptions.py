@@ -134,6 +134,18 @@ MODELS |= {
         "kv_heads": 2,
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": norm}} for norm in ("head", "whole")],
     },
+    "relu": {"activation": "relu", "head_bias": True, "tie_embeddings": True},
+    "layer norms of queries": {"kv_heads": 2, "qk_norm": "layernorm", "head_bias": True},
+    "layer norms of heads": {
+        **{"kv_heads": 2, "qk_norm": "layernorm_per_head", "mtp_depth": 1, "head_bias": True},
+    },
+    "layer norms of heads, not rotated": {
+        **{"kv_heads": 1, "qk_norm": "layernorm_per_head", "position": "none"},
+    },
+    "layer norms after rotation": {
+        "kv_heads": 2,
+        "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": "layernorm_per_head"}}],
+    },
 }
 
 
@@ -188,7 +200,7 @@ def count_ranks(config):
 
 
 ON_RANKS = {
-    "tensor": (*("rotated groups", "gates", "latent", "balanced experts"),),
+    "tensor": (*("layer norms of heads", "rotated groups", "gates", "latent", "balanced experts"),),
     "ring": ("rotated groups", "latent", "delta net"),
     "exchange": ("one group", "predictors"),
     "nested": ("rotated groups",),

@@ -139,6 +139,15 @@ MODELS |= {
             {"mixer": {"qk_norm": "head"}, "feed_forward": {"up_bias": True}},
         ],
     },
+    "phi": {
+        **{"bias": True, "head_bias": True, "activation": "relu", "qk_norm": "layernorm"},
+        "blocks": [{"parallel": "one_norm", "mixer": {"rotary_fraction": 0.5, "kv_heads": 2}}],
+    },
+    "command_r_plus": {
+        **{"tie_embeddings": True, "head_bias": True, "mtp_depth": 1, "logit_softcap": 3.0},
+        **{"qk_norm": "layernorm_per_head", "kv_heads": 2, "layers": 3},
+        "blocks": [{}, {"mixer": {"rotary": False}}, {"mixer": {"norm_after_rotation": True}}],
+    },
     "parallel": {
         "bias": True,
         "blocks": [

@@ -16,7 +16,6 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
 )
 from megaframe.checkpoint.convert.huggingface.key_types import Count
 from megaframe.checkpoint.convert.huggingface.rotary_keys import (
-    AlphaRotaryKeys,
     LongRotaryKeys,
     RotaryKeys,
 )
@@ -187,21 +186,7 @@ GLM4 = GLM.derive(
         "post_mlp_layernorm": "mlp_post_norm",
     },
 )
-
-
-HUNYUAN = LLAMA.derive(
-    "hunyuan_v1_dense",
-    "HunYuanDenseV1ForCausalLM",
-    AlphaRotaryKeys(),
-    own={"mixer.qk_norm": "head", "mixer.norm_after_rotation": True},
-    fixed={"mlp_bias": False},
-    neutral=("eod_token_id",),
-    block={
-        "self_attn.query_layernorm": "attention.query_norm",
-        "self_attn.key_layernorm": "attention.key_norm",
-    },
-)
 DENSE_FAMILIES = (
     *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, INTERNLM3, IQUEST_CODER, ARCEE, HELIUM, SEED_OSS),
-    *(ERNIE4_5, CWM, PHI3, GLM, GLM4, HUNYUAN),
+    *(ERNIE4_5, CWM, PHI3, GLM, GLM4),
 )

@@ -93,12 +93,14 @@ class Family:
         block: The same for a layer: `attention.query`, `attention.qkv` for all of a group of heads
             after another, `mlp.gate`, `moe.experts.up` of one expert, `moe.all_experts.up` of all
             in one tensor with this whole name (and `_bias` after it), `moe.all_experts.gate_up` of
-            those whose rows of gate and up alternate.
+            those whose rows of gate and up alternate. Names with `{expert}` or `{head}` are of each
+            expert, or of each head.
         layer: Beginning of the names of a layer's modules.
         transposed: Whether the matrices of layers are.
         transposed_experts: Whether those of all experts in one tensor are.
         interleaved: Whether the rows of rotary pairs are neighbours.
         norm_offset: What their norms add to a gain.
+        unread_positions: Rows before the others of their table of positions, which no text reads.
         scales: Modules of ours whose weights have a factor that is a key of theirs, each with the
             path of the fact that has it.
         constant: Modules of ours that have no weights there, and must have their initial ones.
@@ -129,6 +131,7 @@ class Family:
     transposed_experts: bool = False
     interleaved: bool = False
     norm_offset: float = 0.0
+    unread_positions: int = 0
     scales: Mapping[str, str] = field(default_factory=dict)
     constant: tuple[str, ...] = ()
     has_empty_shared: bool = False

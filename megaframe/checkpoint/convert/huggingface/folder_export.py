@@ -26,7 +26,8 @@ from megaframe.checkpoint.convert.huggingface.read_files import (
     SINGLE,
     check_finite,
 )
-from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, map_tensors
+from megaframe.checkpoint.convert.huggingface.tensor_names import map_tensors
+from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor
 from megaframe.checkpoint.convert.huggingface.tokenizer import export_tokenizer
 from megaframe.checkpoint.convert.huggingface.tokenizer_settings import GENERATION_CONFIG
 from megaframe.checkpoint.reshard import group_by_bytes

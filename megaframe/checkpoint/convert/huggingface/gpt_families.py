@@ -13,6 +13,7 @@ from megaframe.checkpoint.convert.huggingface.dense_families import (
     LLAMA,
     MLP_BIASES,
     NO_BIASES,
+    QK_NORMS,
 )
 from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.key_pairs import (
@@ -33,10 +34,10 @@ from megaframe.errors import UserError
 
 ACTIVATIONS = {
     **{"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"},
-    **{"gelu": "gelu", "relu2": "relu2"},
+    **{"gelu": "gelu", "relu": "relu", "relu2": "relu2"},
 }
 """Our names of activations without a gate, by those of transformers."""
-_BIASED = {
+BIASED = {
     **{"norm": "layernorm", "norm_bias": True, "mixer.bias": True, "mixer.qkv_bias": True},
     **{"feed_forward.up_bias": True, "feed_forward.down_bias": True},
 }
@@ -58,7 +59,7 @@ GPT2 = Family(
         *_GPT2_SIZES,
         choose("activation_function", "feed_forward.activation", ACTIVATIONS, default="gelu_new"),
     ),
-    own={**_BIASED, "position": "learned"},
+    own={**BIASED, "position": "learned"},
     fixed={
         **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         "reorder_and_upcast_attn": False,
@@ -179,7 +180,7 @@ GPT_NEO = Family(
         choose("activation_function", "feed_forward.activation", ACTIVATIONS, default="gelu_new"),
         AttentionTypes(),
     ),
-    own={**_BIASED, "position": "learned", "mixer.qkv_bias": False, "mixer.score_scale": 1.0},
+    own={**BIASED, "position": "learned", "mixer.qkv_bias": False, "mixer.score_scale": 1.0},
     training=("embed_dropout", "attention_dropout", "resid_dropout"),
     neutral=("classifier_dropout",),
     aliases={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
@@ -200,6 +201,11 @@ GPT_NEO = Family(
 def _choose_parallel(name: str, form: str, *, default: bool) -> Pair:
     values = {True: form, False: "none"}
     return choose(name, "parallel", values, default=default, type=bool)
+
+
+def choose_norms(name: str, form: str) -> Pair:
+    values = {False: False, True: form}
+    return choose(name, "mixer.qk_norm", values, default=False, type=Flag)
 
 
 _NEOX_BLOCK = {
@@ -224,7 +230,7 @@ GPT_NEOX = LLAMA.derive(
     ),
     RotaryKeys(share=0.25, share_name="rotary_pct", base_name="rotary_emb_base"),
     without=("rms_norm_eps", "num_key_value_heads", "head_dim"),
-    own=_BIASED,
+    own=BIASED,
     fixed={"mlp_bias": False},
     training=("hidden_dropout",),
     neutral=("classifier_dropout",),
@@ -314,10 +320,15 @@ STABLELM = LLAMA.derive(
         type=Flag,
     ),
     RotaryKeys(share=0.25),
+    choose_norms("qk_layernorm", "layernorm_per_head"),
     without=("rms_norm_eps", "head_dim"),
     own={"norm": "layernorm", "norm_bias": True},
-    fixed={**NO_BIASES, "qk_layernorm": False},
+    fixed=NO_BIASES,
     training=("hidden_dropout",),
+    block={
+        f"self_attn.{name[0]}_layernorm.norms.{{head}}": f"attention.{name}_norm"
+        for name in ("query", "key")
+    },
 )
 NEMOTRON = LLAMA.derive(
     "nemotron",
@@ -348,10 +359,11 @@ COHERE = LLAMA.derive(
     Pair("logit_scale", "head_scale", default=0.0625, absent=1.0),
     Pair("tie_word_embeddings", "tie_embeddings", default=True),
     RotaryKeys(base=5e5),
+    choose_norms("use_qk_norm", "layernorm_per_head"),
     without=("rms_norm_eps", "head_dim"),
     own={"norm": "layernorm", "parallel": "one_norm"},
-    fixed={"mlp_bias": False, "use_qk_norm": False},
-    block={"post_attention_layernorm": None},
+    fixed={"mlp_bias": False},
+    block={**QK_NORMS, "post_attention_layernorm": None},
     interleaved=True,
     scales={"head.norm": "head_scale"},
 )
@@ -366,6 +378,8 @@ COHERE2 = COHERE.derive(
         need="present",
         more=(("sliding_window_pattern", Size),),
     ),
+    without=("use_qk_norm",),
+    fixed={"use_qk_norm": False},
     neutral=("cache_implementation", "order_of_interleaved_layers", "rotary_pct"),
 )
 OLMO = LLAMA.derive(

@@ -107,7 +107,7 @@ def describe_model(model: ModelConfig) -> Facts:
     blocks = [describe_block(model, layer) for layer in range(model.layers)]
     shared: dict[str, Any] = {name: getattr(model, name) for name in _SHARED}
     shared["norm"], shared["norm_bias"] = model.norm, getattr(blocks[0].norm, "bias", False)
-    shared["logit_softcap"] = model.logit_softcap
+    shared |= {"logit_softcap": model.logit_softcap, "head_bias": model.head_bias}
     shared["position"] = "learned" if model.position == "learned" else None
     layers = [_describe_layer(block) for block in blocks]
     if model.latent is not None and any(layer["mixer.kind"] == "latent" for layer in layers):

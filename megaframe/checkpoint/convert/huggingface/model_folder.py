@@ -41,7 +41,8 @@ from megaframe.checkpoint.convert.huggingface.read_files import (
     read_json,
     read_tensor,
 )
-from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, map_tensors
+from megaframe.checkpoint.convert.huggingface.tensor_names import map_tensors
+from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor
 from megaframe.checkpoint.convert.huggingface.tokenizer import (
     TOKENIZER_FILES,
     check_tokenizer_path,

@@ -4,26 +4,22 @@ A tensor of theirs is a matrix that stacks some of our boxes, each flattened to 
 Matrices may be transposed, several may be one tensor with a dim more, and the rows of rotary pairs,
 or of gate and up, may be interleaved, i next to i + D/2, while ours keep the two halves apart.
 Numbers may differ by a factor and an offset. Export and import both use this mapping, which follows
-from the names of a family (`family.py`).
+from the names of a family (`tensor_names.py`).
 
 Shape legend: O rows, I columns of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
-from megaframe.checkpoint.convert.huggingface.family import Family
-from megaframe.checkpoint.convert.huggingface.model_facts import describe_model
-from megaframe.config import ModelConfig
 
-_ALL = slice(None)
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,7 @@ class HuggingFaceTensor:
         zeros: Shape of a tensor of zeros, which has no parts: it is written, and what a folder has
             under this name is not read.
         inner: Dims after the first one of a tensor whose parts are vectors.
+        unread: Rows of zeros before the parts, which are not read.
     """
 
     name: str
@@ -103,6 +100,7 @@ class HuggingFaceTensor:
     matrices: int = 0
     zeros: tuple[int, ...] | None = None
     inner: tuple[int, ...] = ()
+    unread: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,7 +111,7 @@ class HuggingFaceTensor:
         if self.inner:
             return (rows // torch.Size(self.inner).numel(), *self.inner)
         columns = sum(part.box.size for part in self.parts) // rows
-        rows //= self.matrices or 1
+        rows = self.unread + rows // (self.matrices or 1)
         if self.parts[0].is_vector:
             return (self.matrices, rows) if self.matrices else (rows,)
         matrix = (columns, rows) if self.transposed else (rows, columns)
@@ -124,6 +122,7 @@ class HuggingFaceTensor:
         if self.zeros is not None:
             return torch.zeros(self.zeros)
         rows = [part.to_hugging_face(box) for part, box in zip(self.parts, boxes, strict=True)]
+        rows = [rows[0].new_zeros(self.unread, rows[0].shape[-1]), *rows] if self.unread else rows
         tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
         if self.inner:
             tensor = tensor.unflatten(0, (-1, *self.inner))
@@ -137,241 +136,12 @@ class HuggingFaceTensor:
         rows = tensor.mT if self.transposed else tensor
         rows = rows.flatten() if self.inner else rows
         rows = rows.flatten(0, 1) if self.matrices else rows
-        row_blocks = rows.split([part.rows for part in self.parts])
+        row_blocks = rows[self.unread :].split([part.rows for part in self.parts])
         for part, rows_of_part in zip(self.parts, row_blocks, strict=True):
             yield part, part.from_hugging_face(rows_of_part)
 
 
-def map_tensors(
-    family: Family,
-    model: ModelConfig,
-    specs: Iterable[ParamSpec],
-    scales: Mapping[str, float] | None = None,
-) -> Iterator[HuggingFaceTensor]:
-    """Yield all tensors of the Hugging Face model that corresponds to `model`.
-
-    Predictors of further tokens are left out, because Hugging Face's code does not run them.
-
-    Args:
-        family: Has the names.
-        model: The `model` section of the run's config.
-        specs: Specs of our parameters.
-        scales: Factors of their config that are no part of `model`, by the module of ours whose
-            weights are multiplied by them.
-    """
-    facts, specs_by_name = describe_model(model), {spec.name: spec for spec in specs}
-    shared = facts.shared
-    ends = _Names(family, shared, {}, specs_by_name, scales or {}, "", "")
-    yield from ends.map_all(family.ends)
-    for number, layer in enumerate(facts.layers):
-        prefix, foreign = f"blocks.{number}.", family.layer.format(number)
-        names = _Names(family, shared, layer, specs_by_name, {}, prefix, foreign)
-        yield from names.map_all(family.block)
-
-
-_SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
-    "attention.query": ("attention.qkv", (_ALL, slice(0, -2))),
-    "attention.key": ("attention.qkv", (_ALL, slice(-2, -1))),
-    "attention.value": ("attention.qkv", (_ALL, slice(-1, None))),
-    **{f"{mlp}.gate": (f"{mlp}.up", (slice(0, 1),)) for mlp in ("mlp", "moe.shared")},
-    **{f"{mlp}.up": (f"{mlp}.up", (slice(-1, None),)) for mlp in ("mlp", "moe.shared")},
-    "moe.experts.gate": ("moe.experts.up", (slice(0, 1),)),
-    "moe.experts.up": ("moe.experts.up", (slice(-1, None),)),
-    "moe.experts.gate_up": ("moe.experts.up", (_ALL,)),
-}
-"""Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
-
-
-_WHOLE_NAMES = {
-    "attention.sinks": "attention.sinks.logits",
-    "delta_net.rate": "delta_net.decay.rate",
-    "delta_net.step": "delta_net.decay.step",
-}
-"""Vectors whose names are not followed by `weight`, and their names here."""
-
-
-@dataclass(frozen=True)
-class _Names:
-    """What the names of a family mean at the ends of a model, or in one of its layers.
-
-    Attributes:
-        family: Has the names.
-        shared: The facts of the model.
-        layer: Those of the layer.
-        specs: Ours, by name.
-        scales: As `map_tensors` has them.
-        prefix: Of our names.
-        foreign_prefix: Of theirs.
-    """
-
-    family: Family
-    shared: Mapping[str, Any]
-    layer: Mapping[str, Any]
-    specs: Mapping[str, ParamSpec]
-    scales: Mapping[str, float]
-    prefix: str
-    foreign_prefix: str
-
-    def map_all(self, names: Mapping[str, str]) -> Iterator[HuggingFaceTensor]:
-        """Yield the tensors of those modules of theirs that the model has.
-
-        Args:
-            names: Modules of theirs, and the modules of ours that are stacked in each.
-        """
-        experts = range(self.shared.get("moe.experts", 0))
-        for foreign, modules in names.items():
-            name, own = f"{self.foreign_prefix}{foreign}", modules.split()
-            if own[0] in ("moe.balance", "moe.balance_row"):
-                yield from self._map_balance(name, own[0] == "moe.balance_row")
-            elif own[0].startswith("moe.all_experts."):
-                own = [module.replace("all_experts", "experts") for module in own]
-                yield from self._map_module(name, own, experts, len(experts))
-            elif own[0] == "delta_net.convolution":
-                yield from self._map_convolution(name)
-            elif own[0] in _WHOLE_NAMES:
-                spec = self.specs.get(f"{self.prefix}{_WHOLE_NAMES[own[0]]}")
-                yield from [] if spec is None else [HuggingFaceTensor(name, (_make_part(spec),))]
-            elif "{expert}" in name:
-                for expert in experts:
-                    yield from self._map_module(name.format(expert=expert), own, [expert])
-            else:
-                yield from self._map_module(name, own, [0])
-
-    def _map_balance(self, name: str, is_row: bool) -> Iterator[HuggingFaceTensor]:
-        spec = self.specs.get(f"{self.prefix}moe.router.balance")
-        if spec is not None and self.shared["moe.balance"] == "bias":
-            yield HuggingFaceTensor(name, (_make_part(spec),), matrices=int(is_row))
-        elif spec is not None:
-            row = (1,) if is_row else ()
-            yield HuggingFaceTensor(name, (), zeros=(*row, self.shared["moe.experts"]))
-
-    def _map_convolution(self, name: str) -> Iterator[HuggingFaceTensor]:
-        """Yield the factors of the queries of all heads, of the keys, and of the values."""
-        spec = self.specs.get(f"{self.prefix}delta_net.convolution.gain")
-        if spec is not None:
-            width = self.layer["mixer.key_dim"]
-            channels = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
-            parts = tuple(_make_part(spec, (_ALL, part)) for part in channels)
-            yield HuggingFaceTensor(f"{name}.weight", parts, inner=(1, spec.shape[-1]))
-
-    def _map_module(
-        self, name: str, modules: Sequence[str], experts: Sequence[int], matrices: int = 0
-    ) -> Iterator[HuggingFaceTensor]:
-        """Yield weight and bias of a module of theirs, if all its modules of ours have one.
-
-        Args:
-            name: Of theirs; the whole name of a tensor with several matrices.
-            modules: Those of ours.
-            experts: Whose matrices they are, if they are of experts.
-            matrices: Number of matrices, if theirs has a dim for it.
-        """
-        for kind in ("weight", "bias"):
-            found = [self._find_parts(m, kind, expert) for expert in experts for m in modules]
-            parts = tuple(part for parts_of_module in found for part in parts_of_module)
-            if found and all(found):
-                family = self.family
-                transposed = family.transposed_experts if matrices else family.transposed
-                turned = transposed and bool(self.layer) and not parts[0].is_vector
-                full_name = f"{name}.{kind}"
-                if matrices:
-                    full_name = name if kind == "weight" else f"{name}_bias"
-                yield HuggingFaceTensor(full_name, parts, turned, matrices)
-            elif kind == "weight" and modules[0].startswith("moe.shared."):
-                yield from self._map_empty_shared(f"{name}.weight", modules[0])
-
-    def _map_empty_shared(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
-        """Yield a matrix without elements, which code has for shared experts without width."""
-        if self.family.has_empty_shared and f"{self.prefix}moe.router.weight" in self.specs:
-            hidden = self.shared["hidden"]
-            shape = (hidden, 0) if module.endswith(".down") else (0, hidden)
-            yield HuggingFaceTensor(name, (), zeros=shape)
-
-    def _find_parts(self, module: str, kind: str, expert: int) -> list[TensorPart]:
-        """Return the parts of ours that a module stands for; none if the model has none."""
-        if module.startswith("latent."):
-            return self._find_latent_parts(module, kind)
-        if module.startswith("delta_net."):
-            return self._find_delta_net_parts(module, kind)
-        if module == "attention.gated_query":
-            return self._find_gated_query_parts(kind)
-        own, slices = _SLICES.get(module, (module, ()))
-        spec = self.specs.get(f"{self.prefix}{own}.{kind}")
-        if kind == "weight" and spec is None:
-            spec = self.specs.get(f"{self.prefix}{own}.gain")
-        if spec is None:
-            return []
-        of_experts = own.startswith("moe.experts.")
-        weight = self.specs[f"{self.prefix}{own}.weight"] if own.endswith(".up") else spec
-        if own.endswith(".up") and int(of_experts) not in weight.fused:  # without a gate
-            if module.endswith(".gate"):
-                return []
-            slices = ()
-        if of_experts:
-            slices = (slice(expert, expert + 1), *slices)
-        part = _make_part(spec, slices)
-        if module.endswith(".gate_up"):
-            part = replace(part, head=part.rows, rotated=part.rows)
-        if spec.role == "gain":
-            part = replace(part, offset=self.family.norm_offset)
-        if self.family.interleaved and module in ("attention.query", "attention.key"):
-            head = spec.shape[2]
-            share = self.layer.get("mixer.rotary_fraction", 0.0)
-            part = replace(part, head=head, rotated=round(share * head))
-        return [replace(part, scale=self.scales.get(module, 1.0))]
-
-    def _find_gated_query_parts(self, kind: str) -> list[TensorPart]:
-        """Return each query head, followed by the gates of its output."""
-        qkv = self.specs.get(f"{self.prefix}attention.qkv.{kind}")
-        gate = self.specs.get(f"{self.prefix}attention.gate.{kind}")
-        if qkv is None or gate is None:
-            return []
-        parts: list[TensorPart] = []
-        for head in range(gate.shape[0]):
-            group, member = divmod(head, qkv.shape[1] - 2)
-            place = slice(group, group + 1), slice(member, member + 1)
-            parts += _make_part(qkv, place), _make_part(gate, (slice(head, head + 1),))
-        return parts
-
-    def _find_delta_net_parts(self, module: str, kind: str) -> list[TensorPart]:
-        """Return the parts of a module of a gated delta net, whose norm has no offset. Theirs has a
-        product for strengths and decays, which come last in each group of our rows."""
-        own = self.prefix + {"delta_net.small": "delta_net.input"}.get(module, module)
-        spec = self.specs.get(f"{own}.{kind}")
-        if kind == "weight" and spec is None:
-            spec = self.specs.get(f"{own}.gain")
-        if spec is None or module in ("delta_net.norm", "delta_net.output"):
-            return [] if spec is None else [_make_part(spec)]
-        small = 2 * self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
-        is_small = module == "delta_net.small"
-        return [_make_part(spec, (_ALL, slice(-small, None) if is_small else slice(0, -small)))]
-
-    def _find_latent_parts(self, module: str, kind: str) -> list[TensorPart]:
-        """Return the parts of a module of latent attention. In their layout, the rotated part of a
-        head follows the rest of the head, with its pairs interleaved."""
-        query, down = (
-            self.specs.get(f"{self.prefix}attention.{n}.{kind}") for n in ("query", "down")
-        )
-        if query is None or down is None:
-            return []
-        rank, kv_rank = self.shared["latent.query_rank"] or 0, self.shared["latent.kv_rank"]
-        turn = self.shared["latent.rotary_dim"]
-        pairs = {"head": turn, "rotated": turn if self.family.interleaved else 0}
-        if module == "latent.query_down":
-            return [_make_part(down, (slice(0, rank),))] if rank else []
-        if module == "latent.kv_down":
-            latent, rotated = slice(rank, rank + kv_rank), slice(rank + kv_rank, None)
-            return [_make_part(down, (latent,)), replace(_make_part(down, (rotated,)), **pairs)]
-        if bool(rank) != (module == "latent.query_up"):
-            return []
-        parts: list[TensorPart] = []
-        for number in range(query.shape[0]):
-            head = slice(number, number + 1)
-            parts.append(_make_part(query, (head, slice(turn, None))))
-            parts.append(replace(_make_part(query, (head, slice(0, turn))), **pairs))
-        return parts
-
-
-def _make_part(spec: ParamSpec, slices: Sequence[slice] = ()) -> TensorPart:
+def make_part(spec: ParamSpec, slices: Sequence[slice] = ()) -> TensorPart:
     """Return the part of a tensor that slices of its first dims select."""
     offset, shape = [0] * len(spec.shape), list(spec.shape)
     for dim, where in enumerate(slices):

@@ -3,9 +3,13 @@
 Tests `megaframe.checkpoint.convert.huggingface.delta_net_families`,
 `megaframe.checkpoint.convert.huggingface.dense_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,
+`megaframe.checkpoint.convert.huggingface.hunyuan_families`,
 `megaframe.checkpoint.convert.huggingface.layered_families`,
-`megaframe.checkpoint.convert.huggingface.moe_families` and
-`megaframe.checkpoint.convert.huggingface.moe_variants`.
+`megaframe.checkpoint.convert.huggingface.moe_families`,
+`megaframe.checkpoint.convert.huggingface.moe_variants`,
+`megaframe.checkpoint.convert.huggingface.older_families`,
+`megaframe.checkpoint.convert.huggingface.tensor_names` and
+`megaframe.checkpoint.convert.huggingface.tensors`.
 """
 
 import json
@@ -30,7 +34,7 @@ from megaframe.extensions import load_named_extensions
 
 pytestmark = pytest.mark.numeric
 
-FIRST = ("gemma2", "glm4", "cohere2", "granitemoeshared", "gpt_oss", "qwen3_next")
+FIRST = ("gemma2", "glm4", "cohere", "granitemoeshared", "gpt_oss", "qwen3_next", "opt", "phi")
 """Families in `make test`; all others repeat what these do."""
 
 

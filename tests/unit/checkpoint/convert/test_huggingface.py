@@ -410,7 +410,7 @@ def change_config(folder, **keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "opt"}, "model_type 'opt' is not a known family; known are gpt2"),
+        ({"model_type": "xlnet"}, "model_type 'xlnet' is not a known family; known are gpt2"),
         ({"hidden_act": "gelu"}, "llama: hidden_act='gelu' is not supported, only 'silu'"),
         ({"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias is missing"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),

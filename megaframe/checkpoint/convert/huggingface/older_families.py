@@ -1,0 +1,155 @@
+"""More families with LayerNorm, biases and MLPs without gates: GPT-J, OPT and Phi."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaframe.checkpoint.convert.huggingface.dense_families import BIASES, LLAMA, MLP_BIASES
+from megaframe.checkpoint.convert.huggingface.family import Family
+from megaframe.checkpoint.convert.huggingface.gpt_families import (
+    ACTIVATIONS,
+    BIASED,
+    GPT2,
+    choose_norms,
+)
+from megaframe.checkpoint.convert.huggingface.key_pairs import Key, Keys, Pair, choose
+from megaframe.checkpoint.convert.huggingface.key_types import Size
+from megaframe.checkpoint.convert.huggingface.model_facts import Facts
+from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys, get_head_dim
+from megaframe.errors import UserError
+
+PHI = LLAMA.derive(
+    "phi",
+    "PhiForCausalLM",
+    Pair("layer_norm_eps", "norm_eps", default=1e-5),
+    choose("hidden_act", "feed_forward.activation", ACTIVATIONS, default="gelu_new"),
+    RotaryKeys(share=0.5),
+    choose_norms("qk_layernorm", "layernorm"),
+    without=("rms_norm_eps", "head_dim", "attention_bias", "mlp_bias"),
+    own={**BIASED, "parallel": "one_norm", "head_bias": True},
+    training=("resid_pdrop", "embd_pdrop"),
+    ends={"model.norm": None, "model.final_layernorm": "head.norm"},
+    block={
+        **{name: None for name, own in LLAMA.block.items() if own.startswith("mlp")},
+        **{"self_attn.o_proj": None, "self_attn.dense": "attention.output"},
+        **{"mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"},
+        "self_attn.q_layernorm": "attention.query_norm",
+        "self_attn.k_layernorm": "attention.key_norm",
+    },
+)
+
+
+@dataclass(frozen=True)
+class RotaryDim(Key):
+    """The width of a head that is rotated."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The width."""
+        return {"rotary_dim": Size}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The width: without it, code rotates heads by as many angles as the stream is wide."""
+        return ("rotary_dim",)
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the share of a head."""
+        width, head_dim = config["rotary_dim"], get_head_dim(facts)
+        if width > head_dim or width % 2:
+            raise UserError(f"rotary_dim={width} is no even part of heads of {head_dim}")
+        facts.set("mixer.rotary_fraction", width / head_dim)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the width."""
+        return {"rotary_dim": round(facts.get("mixer.rotary_fraction") * get_head_dim(facts))}
+
+
+GPTJ = GPT2.derive(
+    "gptj",
+    "GPTJForCausalLM",
+    Pair("tie_word_embeddings", "tie_embeddings", default=False),
+    RotaryDim(),
+    own={
+        **{"position": None, "parallel": "one_norm", "head_bias": True},
+        **{"mixer.bias": False, "mixer.qkv_bias": False},
+        **{"mixer.rotary": True, "mixer.rotary_base": 1e4},
+    },
+    fixed={"rotary": True},
+    neutral=("gradient_checkpointing",),
+    ends={"transformer.wpe": None},
+    block={
+        **dict.fromkeys(GPT2.block),
+        "ln_1": "attention_norm",
+        **{f"attn.{name[0]}_proj": f"attention.{name}" for name in ("query", "key", "value")},
+        "attn.out_proj": "attention.output",
+        **{"mlp.fc_in": "mlp.up", "mlp.fc_out": "mlp.down"},
+    },
+    transposed=False,
+    interleaved=True,
+)
+
+
+@dataclass(frozen=True)
+class SameWidth(Key):
+    """The width of embeddings, which must be that of the stream."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The key."""
+        return {"word_embed_proj_dim": Size}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Refuse another width."""
+        width, hidden = config.get("word_embed_proj_dim"), facts.get("hidden")
+        if width not in (None, hidden):
+            raise UserError(
+                f"word_embed_proj_dim={width} is not supported, only hidden_size={hidden}"
+            )
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the width of the stream."""
+        return {"word_embed_proj_dim": facts.get("hidden")}
+
+
+OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    (
+        Pair("vocab_size", "vocab", "value"),
+        Pair("hidden_size", "hidden", "value"),
+        Pair("num_hidden_layers", "layers", "value"),
+        Pair("num_attention_heads", "mixer.heads", "value"),
+        Pair("ffn_dim", "feed_forward.ffn", "value"),
+        Pair("max_position_embeddings", "positions", "value"),
+        Pair("init_std", "init_std"),
+        Pair("tie_word_embeddings", "tie_embeddings", default=True),
+        Pair("enable_bias", (*BIASES, *MLP_BIASES), default=True),
+        choose("activation_function", "feed_forward.activation", ACTIVATIONS, default="relu"),
+        SameWidth(),
+    ),
+    own={"norm": "layernorm", "norm_bias": True, "norm_eps": 1e-5, "position": "learned"},
+    fixed={
+        **{"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
+        "_remove_final_layer_norm": False,
+    },
+    training=("dropout", "attention_dropout", "activation_dropout", "layerdrop"),
+    ends={
+        "model.decoder.embed_tokens": "embedding.tokens",
+        "model.decoder.embed_positions": "embedding.positions",
+        "model.decoder.final_layer_norm": "head.norm",
+        "lm_head": "head",
+    },
+    block={
+        "self_attn_layer_norm": "attention_norm",
+        "final_layer_norm": "mlp_norm",
+        **{f"self_attn.{name[0]}_proj": f"attention.{name}" for name in ("query", "key", "value")},
+        "self_attn.out_proj": "attention.output",
+        **{"fc1": "mlp.up", "fc2": "mlp.down"},
+    },
+    layer="model.decoder.layers.{}.",
+    unread_positions=2,
+)
+OLDER_FAMILIES = (PHI, GPTJ, OPT)

@@ -1,0 +1,272 @@
+"""Which boxes of megaframe's tensors ("ours") each tensor of a Hugging Face model ("theirs") has,
+by the names of its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megaframe.architecture.spec import ParamSpec
+from megaframe.checkpoint.convert.huggingface.family import Family
+from megaframe.checkpoint.convert.huggingface.model_facts import describe_model
+from megaframe.checkpoint.convert.huggingface.tensors import (
+    ALL,
+    HuggingFaceTensor,
+    TensorPart,
+    make_part,
+)
+from megaframe.config import ModelConfig
+
+
+def map_tensors(
+    family: Family,
+    model: ModelConfig,
+    specs: Iterable[ParamSpec],
+    scales: Mapping[str, float] | None = None,
+) -> Iterator[HuggingFaceTensor]:
+    """Yield all tensors of the Hugging Face model that corresponds to `model`.
+
+    Predictors of further tokens are left out, because Hugging Face's code does not run them.
+
+    Args:
+        family: Has the names.
+        model: The `model` section of the run's config.
+        specs: Specs of our parameters.
+        scales: Factors of their config that are no part of `model`, by the module of ours whose
+            weights are multiplied by them.
+    """
+    facts, specs_by_name = describe_model(model), {spec.name: spec for spec in specs}
+    shared = facts.shared
+    ends = _Names(family, shared, {}, specs_by_name, scales or {}, "", "")
+    yield from ends.map_all(family.ends)
+    for number, layer in enumerate(facts.layers):
+        prefix, foreign = f"blocks.{number}.", family.layer.format(number)
+        names = _Names(family, shared, layer, specs_by_name, {}, prefix, foreign)
+        yield from names.map_all(family.block)
+
+
+_SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
+    "attention.query": ("attention.qkv", (ALL, slice(0, -2))),
+    "attention.key": ("attention.qkv", (ALL, slice(-2, -1))),
+    "attention.value": ("attention.qkv", (ALL, slice(-1, None))),
+    **{f"{mlp}.gate": (f"{mlp}.up", (slice(0, 1),)) for mlp in ("mlp", "moe.shared")},
+    **{f"{mlp}.up": (f"{mlp}.up", (slice(-1, None),)) for mlp in ("mlp", "moe.shared")},
+    "moe.experts.gate": ("moe.experts.up", (slice(0, 1),)),
+    "moe.experts.up": ("moe.experts.up", (slice(-1, None),)),
+    "moe.experts.gate_up": ("moe.experts.up", (ALL,)),
+}
+"""Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
+
+
+_HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layernorm_per_head"
+_WHOLE_NAMES = {
+    "attention.sinks": "attention.sinks.logits",
+    "delta_net.rate": "delta_net.decay.rate",
+    "delta_net.step": "delta_net.decay.step",
+}
+"""Vectors whose names are not followed by `weight`, and their names here."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What the names of a family mean at the ends of a model, or in one of its layers.
+
+    Attributes:
+        family: Has the names.
+        shared: The facts of the model.
+        layer: Those of the layer.
+        specs: Ours, by name.
+        scales: As `map_tensors` has them.
+        prefix: Of our names.
+        foreign_prefix: Of theirs.
+    """
+
+    family: Family
+    shared: Mapping[str, Any]
+    layer: Mapping[str, Any]
+    specs: Mapping[str, ParamSpec]
+    scales: Mapping[str, float]
+    prefix: str
+    foreign_prefix: str
+
+    def map_all(self, names: Mapping[str, str]) -> Iterator[HuggingFaceTensor]:
+        """Yield the tensors of those modules of theirs that the model has.
+
+        Args:
+            names: Modules of theirs, and the modules of ours that are stacked in each.
+        """
+        experts = range(self.shared.get("moe.experts", 0))
+        for foreign, modules in names.items():
+            name, own = f"{self.foreign_prefix}{foreign}", modules.split()
+            if own[0] in ("moe.balance", "moe.balance_row"):
+                yield from self._map_balance(name, own[0] == "moe.balance_row")
+            elif own[0].startswith("moe.all_experts."):
+                own = [module.replace("all_experts", "experts") for module in own]
+                yield from self._map_module(name, own, experts, len(experts))
+            elif own[0] == "delta_net.convolution":
+                yield from self._map_convolution(name)
+            elif own[0] in _HEAD_NORMS and self.layer.get("mixer.qk_norm") == _PER_HEAD:
+                yield from self._map_head_norms(name, own[0])
+            elif own[0] in _WHOLE_NAMES:
+                spec = self.specs.get(f"{self.prefix}{_WHOLE_NAMES[own[0]]}")
+                yield from [] if spec is None else [HuggingFaceTensor(name, (make_part(spec),))]
+            elif "{expert}" in name:
+                for expert in experts:
+                    yield from self._map_module(name.format(expert=expert), own, [expert])
+            else:
+                yield from self._map_module(name, own, [0])
+
+    def _map_balance(self, name: str, is_row: bool) -> Iterator[HuggingFaceTensor]:
+        spec = self.specs.get(f"{self.prefix}moe.router.balance")
+        if spec is not None and self.shared["moe.balance"] == "bias":
+            yield HuggingFaceTensor(name, (make_part(spec),), matrices=int(is_row))
+        elif spec is not None:
+            row = (1,) if is_row else ()
+            yield HuggingFaceTensor(name, (), zeros=(*row, self.shared["moe.experts"]))
+
+    def _map_convolution(self, name: str) -> Iterator[HuggingFaceTensor]:
+        """Yield the factors of the queries of all heads, of the keys, and of the values."""
+        spec = self.specs.get(f"{self.prefix}delta_net.convolution.gain")
+        if spec is not None:
+            width = self.layer["mixer.key_dim"]
+            channels = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
+            parts = tuple(make_part(spec, (ALL, part)) for part in channels)
+            yield HuggingFaceTensor(f"{name}.weight", parts, inner=(1, spec.shape[-1]))
+
+    def _map_head_norms(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
+        """Yield the gains of all heads as one tensor, or as one for each if the name has a place
+        for its number."""
+        spec = self.specs[f"{self.prefix}{module}.gain"]
+        heads, width = spec.shape
+        if "{head}" in name:
+            for head in range(heads):
+                part = make_part(spec, (slice(head, head + 1),))
+                yield HuggingFaceTensor(f"{name.format(head=head)}.weight", (part,))
+        else:
+            part = self._interleave(make_part(spec), width)
+            yield HuggingFaceTensor(f"{name}.weight", (part,), inner=(width,))
+
+    def _interleave(self, part: TensorPart, head: int) -> TensorPart:
+        """Return a part whose heads of this width have interleaved pairs, if theirs do."""
+        if not self.family.interleaved:
+            return part
+        share = self.layer.get("mixer.rotary_fraction", 0.0)
+        return replace(part, head=head, rotated=round(share * head))
+
+    def _map_module(
+        self, name: str, modules: Sequence[str], experts: Sequence[int], matrices: int = 0
+    ) -> Iterator[HuggingFaceTensor]:
+        """Yield weight and bias of a module of theirs, if all its modules of ours have one.
+
+        Args:
+            name: Of theirs; the whole name of a tensor with several matrices.
+            modules: Those of ours.
+            experts: Whose matrices they are, if they are of experts.
+            matrices: Number of matrices, if theirs has a dim for it.
+        """
+        for kind in ("weight", "bias"):
+            found = [self._find_parts(m, kind, expert) for expert in experts for m in modules]
+            parts = tuple(part for parts_of_module in found for part in parts_of_module)
+            if found and all(found):
+                family = self.family
+                transposed = family.transposed_experts if matrices else family.transposed
+                turned = transposed and bool(self.layer) and not parts[0].is_vector
+                full_name = f"{name}.{kind}"
+                is_table = modules[0] == "embedding.positions"
+                unread = family.unread_positions if is_table else 0
+                if matrices:
+                    full_name = name if kind == "weight" else f"{name}_bias"
+                yield HuggingFaceTensor(full_name, parts, turned, matrices, unread=unread)
+            elif kind == "weight" and modules[0].startswith("moe.shared."):
+                yield from self._map_empty_shared(f"{name}.weight", modules[0])
+
+    def _map_empty_shared(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
+        """Yield a matrix without elements, which code has for shared experts without width."""
+        if self.family.has_empty_shared and f"{self.prefix}moe.router.weight" in self.specs:
+            hidden = self.shared["hidden"]
+            shape = (hidden, 0) if module.endswith(".down") else (0, hidden)
+            yield HuggingFaceTensor(name, (), zeros=shape)
+
+    def _find_parts(self, module: str, kind: str, expert: int) -> list[TensorPart]:
+        """Return the parts of ours that a module stands for; none if the model has none."""
+        if module.startswith("latent."):
+            return self._find_latent_parts(module, kind)
+        if module.startswith("delta_net."):
+            return self._find_delta_net_parts(module, kind)
+        if module == "attention.gated_query":
+            return self._find_gated_query_parts(kind)
+        own, slices = _SLICES.get(module, (module, ()))
+        spec = self.specs.get(f"{self.prefix}{own}.{kind}")
+        if kind == "weight" and spec is None:
+            spec = self.specs.get(f"{self.prefix}{own}.gain")
+        if spec is None:
+            return []
+        of_experts = own.startswith("moe.experts.")
+        weight = self.specs[f"{self.prefix}{own}.weight"] if own.endswith(".up") else spec
+        if own.endswith(".up") and int(of_experts) not in weight.fused:  # without a gate
+            if module.endswith(".gate"):
+                return []
+            slices = ()
+        if of_experts:
+            slices = (slice(expert, expert + 1), *slices)
+        part = make_part(spec, slices)
+        if module.endswith(".gate_up"):
+            part = replace(part, head=part.rows, rotated=part.rows)
+        if spec.role == "gain":
+            part = replace(part, offset=self.family.norm_offset)
+        if module in ("attention.query", "attention.key"):
+            part = self._interleave(part, spec.shape[2])
+        return [replace(part, scale=self.scales.get(module, 1.0))]
+
+    def _find_gated_query_parts(self, kind: str) -> list[TensorPart]:
+        """Return each query head, followed by the gates of its output."""
+        qkv = self.specs.get(f"{self.prefix}attention.qkv.{kind}")
+        gate = self.specs.get(f"{self.prefix}attention.gate.{kind}")
+        if qkv is None or gate is None:
+            return []
+        parts: list[TensorPart] = []
+        for head in range(gate.shape[0]):
+            group, member = divmod(head, qkv.shape[1] - 2)
+            place = slice(group, group + 1), slice(member, member + 1)
+            parts += make_part(qkv, place), make_part(gate, (slice(head, head + 1),))
+        return parts
+
+    def _find_delta_net_parts(self, module: str, kind: str) -> list[TensorPart]:
+        """Return the parts of a module of a gated delta net, whose norm has no offset. Theirs has a
+        product for strengths and decays, which come last in each group of our rows."""
+        own = self.prefix + {"delta_net.small": "delta_net.input"}.get(module, module)
+        spec = self.specs.get(f"{own}.{kind}")
+        if kind == "weight" and spec is None:
+            spec = self.specs.get(f"{own}.gain")
+        if spec is None or module in ("delta_net.norm", "delta_net.output"):
+            return [] if spec is None else [make_part(spec)]
+        small = 2 * self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
+        is_small = module == "delta_net.small"
+        return [make_part(spec, (ALL, slice(-small, None) if is_small else slice(0, -small)))]
+
+    def _find_latent_parts(self, module: str, kind: str) -> list[TensorPart]:
+        """Return the parts of a module of latent attention. In their layout, the rotated part of a
+        head follows the rest of the head, with its pairs interleaved."""
+        query, down = (
+            self.specs.get(f"{self.prefix}attention.{n}.{kind}") for n in ("query", "down")
+        )
+        if query is None or down is None:
+            return []
+        rank, kv_rank = self.shared["latent.query_rank"] or 0, self.shared["latent.kv_rank"]
+        turn = self.shared["latent.rotary_dim"]
+        pairs = {"head": turn, "rotated": turn if self.family.interleaved else 0}
+        if module == "latent.query_down":
+            return [make_part(down, (slice(0, rank),))] if rank else []
+        if module == "latent.kv_down":
+            latent, rotated = slice(rank, rank + kv_rank), slice(rank + kv_rank, None)
+            return [make_part(down, (latent,)), replace(make_part(down, (rotated,)), **pairs)]
+        if bool(rank) != (module == "latent.query_up"):
+            return []
+        parts: list[TensorPart] = []
+        for number in range(query.shape[0]):
+            head = slice(number, number + 1)
+            parts.append(make_part(query, (head, slice(turn, None))))
+            parts.append(replace(make_part(query, (head, slice(0, turn))), **pairs))
+        return parts
