@@ -90,7 +90,7 @@ UNGATED = {
     "gptj": {**FUSED, "rotary_dim": 4, "initializer_range": 0.3},
     "opt": {
         **{name: SHAPE[name] for name in SHAPE if name.startswith(("num", "hidden", "vocab"))},
-        **{"ffn_dim": 24, "max_position_embeddings": 20, "init_std": 0.3},
+        **{"ffn_dim": 24, "max_position_embeddings": 20, "init_std": 0.3, "pad_token_id": 0},
     },
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
