@@ -83,8 +83,7 @@ def measure_saved_bytes(layers, recompute, tensor, dropout):
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), planned
 
 
-@pytest.mark.parametrize("dropout", [slow(0.0), 0.1])
-@pytest.mark.parametrize("tensor", [slow(1), 2, slow(4)])
+@pytest.mark.parametrize(("tensor", "dropout"), [slow(1, 0.0), (2, 0.1), slow(4, 0.0)])
 @pytest.mark.parametrize("recompute", list(FORMULA))
 def test_a_block_keeps_what_the_paper_says_less_what_is_computed_again(
     recompute, tensor, dropout, pool
@@ -157,8 +156,9 @@ def measure_stage(name, recompute, tensor):
     return sum(value.untyped_storage().nbytes() for value in kept), planned.activations
 
 
-@pytest.mark.parametrize("tensor", [slow(1), 2])
-@pytest.mark.parametrize("recompute", [slow("none"), "selective", slow("full")])
+@pytest.mark.parametrize(
+    ("recompute", "tensor"), [slow("none", 1), ("selective", 2), slow("full", 2)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_keeps_what_its_parts_say_to_a_byte(name, recompute, tensor, pool):
     measured = pool.run(tensor, measure_stage, name, recompute, tensor)

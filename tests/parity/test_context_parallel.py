@@ -45,7 +45,7 @@ LAYOUTS = [
     (4, {"context": 2, **RING, "pipeline": 2, "chunks": 2, "schedule": "zb-v"}, "none"),
 ]
 CASES = [(name, *kind) for kind in KINDS for name in SHAPES]
-CASES += [(name, *LAYOUTS[i]) for i in range(6) for name in list(SHAPES)[i % 2 :: 2]]
+CASES += [(list(SHAPES)[i % len(SHAPES)], *layout) for i, layout in enumerate(LAYOUTS)]
 # The shape with every kind of mask, in every kind of exchange; and the other one of the shapes with
 # documents beside tensor ranks.
 QUICK = [*(("packed-windows", *kind) for kind in KINDS), ("packed", *LAYOUTS[3])]

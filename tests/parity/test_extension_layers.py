@@ -26,11 +26,10 @@ OF_EXPERTS = {
     "expert_tensor": (2, {"expert_tensor": 2, "zero": 3}, {}),
     "tensor and expert": (4, {"tensor": 2, "expert": 2, "dispatch": "all_gather"}, {}),
 }
-CASES = [
-    *(("low rank", layout) for layout in LAYOUTS),
-    *(("experts", layout) for layout in {**LAYOUTS, **OF_EXPERTS}),
-]
+IN_TURN = [(("low rank", "experts")[place % 2], layout) for place, layout in enumerate(LAYOUTS)]
+IN_TURN += [("experts", layout) for layout in OF_EXPERTS]
 QUICK = [("low rank", "all"), ("experts", "tensor"), ("experts", "expert_tensor")]
+CASES = [*QUICK, *(case for case in IN_TURN if case not in QUICK)]
 
 
 @pytest.fixture(scope="module")

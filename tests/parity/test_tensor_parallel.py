@@ -43,7 +43,6 @@ LAYOUTS = [
     (4, ZB_V, "none"),
     (4, ZB_V, "selective"),
 ]
-CASES = [(name, *LAYOUTS[i]) for i in range(8) for name in list(SHAPES)[i % 2 :: 2]]
 QUICK = [
     ("windows", 2, {"tensor": 2}, "selective"),
     ("llama", 4, {"tensor": 4}, "selective"),
@@ -52,6 +51,8 @@ QUICK = [
     ("clamped", 2, {"tensor": 2}, "none"),
 ]
 """Each shape, each number of ranks and each kind of recompute once."""
+IN_TURN = [(list(SHAPES)[i % len(SHAPES)], *layout) for i, layout in enumerate(LAYOUTS)]
+CASES = [*QUICK, *(case for case in IN_TURN if case not in QUICK)]
 CHUNKED = [
     slow("smooth", 2, {"tensor": 2, "tensor_chunks": 2}, {"recompute": "selective"}),
     slow("windows", 2, {"tensor": 2, "tensor_chunks": 3}, {}),

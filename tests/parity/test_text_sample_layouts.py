@@ -25,11 +25,11 @@ from megaframe.training.text_samples import TextSampler
 from megaframe.training.train_step import TrainStep
 
 PROMPTS = ["", "four", "it grows beyond what it can see"[:30]]
-DENSE = {"layers": 4, "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
+DENSE = {"layers": 2, "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
 MODELS = {
     "dense": DENSE,
-    "tied": {**DENSE, "position": "learned", "tie_embeddings": True, "window": 5},
-    "experts": {**DENSE, "layers": 2, "moe": {"experts": 4, "top_k": 2, "ffn": 24}},
+    "tied": {**DENSE, "layers": 4, "position": "learned", "tie_embeddings": True, "window": 5},
+    "experts": {**DENSE, "moe": {"experts": 4, "top_k": 2, "ffn": 24}},
 }
 LAYOUTS = [
     slow("dense", 2, {"tensor": 2, "zero": 0}),
@@ -49,7 +49,7 @@ def configure(model, parallel, temperature=0.0):
         model={"hidden": 16, "heads": 4, "vocab": 263, "init_std": 0.5, **MODELS[model]},
         train={
             "seq": 32, "precision": "fp64", "microbatch": 2, "global_batch": 8, "sample_every": 1,
-            "sample_prompts": PROMPTS, "sample_tokens": 9, "sample_temperature": temperature,
+            "sample_prompts": PROMPTS, "sample_tokens": 6, "sample_temperature": temperature,
         },
         data={"tokenizer": "bytes"},
         parallel=parallel,
@@ -99,7 +99,7 @@ def test_a_greedy_text_is_that_of_the_tool():
         parameter.value.copy_(values[parameter.spec.name])
     for prompt, text in zip(PROMPTS, TextSampler(config, mesh, train_step).sample(1), strict=True):
         start = encode_prompt(tokenizer, prompt or None, 32)
-        greedy = SampleRequest(start, 9, SamplingOptions(), 0, lambda ids: ids[-1] == tokenizer.eod)
+        greedy = SampleRequest(start, 6, SamplingOptions(), 0, lambda ids: ids[-1] == tokenizer.eod)
         *_, ids = sample(whole, greedy, context=32)
         assert text.prompt + text.text == tokenizer.decode(ids)
 
