@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from bitwise import assert_same_losses
-from entry_runs import read_losses
+from entry_runs import read_losses, train
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE
@@ -162,13 +162,53 @@ def test_a_failed_trial_stops_no_other_and_is_the_only_one_tried_again(
     assert (Path(good["folder"]) / "metrics.jsonl").stat().st_mtime_ns == written
 
 
+HOLDING = """
+import time
+from pathlib import Path
+from typing import Literal
+
+from megaframe.extensions import Callback, CallbackPart
+
+
+class HoldingConfig(CallbackPart):
+    kind: Literal["holding"] = "holding"
+    file: str
+
+    def make_callback(self, config):
+        return Holding(Path(self.file))
+
+
+class Holding(Callback):
+    def __init__(self, file):
+        self._file = file
+
+    def before_step(self, run):
+        while run.step == 6 and self._file.exists():
+            time.sleep(0.02)
+
+
+def register(registry):
+    registry.register(HoldingConfig)
+"""
+"""An extension that keeps runs from going on while a file exists."""
+
+
 @pytest.mark.slow
-def test_an_interrupted_sweep_continues_its_trials_on_the_same_curves(overrides, tmp_path):
-    """They save when they are asked to leave; what has ended is not run again, unless it failed."""
-    keys = overrides(train__steps=600, checkpoint__every=10**6, run__dir=tmp_path / "sweep")
-    command = [sys.executable, TOOL, "--sweep", "optim.lr=[0.01, 0.02]", "--jobs", "2", "--", *keys]
+def test_an_interrupted_sweep_continues_its_trials_on_the_same_curves(
+    pool, overrides, tmp_path, monkeypatch, capsys
+):
+    """They save when they are asked to leave."""
+    (tmp_path / "holding.py").write_text(HOLDING)
+    hold = tmp_path / "hold"
+    hold.touch()
+    keys = overrides(
+        **{"train__steps": 60, "checkpoint__every": 10**6, "run__dir": tmp_path / "sweep"},
+        run__extensions=f"[{tmp_path / 'holding.py'}]",
+        run__callbacks=f"[{{kind: holding, file: {hold}}}]",
+    )
+    words = ["--sweep", "optim.lr=[0.01, 0.02]", "--jobs", "2", "--", *keys]
     process = subprocess.Popen(
-        command,
+        [sys.executable, TOOL, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -182,23 +222,19 @@ def test_an_interrupted_sweep_continues_its_trials_on_the_same_curves(overrides,
             break
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert "the same command continues" in process.communicate()[1]
+    assert "the same command continues" in process.stderr.readline()
+    hold.unlink()
+    process.communicate()
     assert process.returncode == 130
     assert len(list((tmp_path / "sweep").glob("*/checkpoints/latest"))) == 2
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "sweep/sweep.json").read_text())
-    for trial in results:
-        rate = [f"optim.lr={trial['keys']['optim.lr']}", f"run.dir={tmp_path / 'alone'}"]
-        single_run = [sys.executable, ROOT / "pretrain_gpt.py", *keys, *rate]
-        subprocess.run([*single_run, "checkpoint.resume=null"], check=True, capture_output=True)
-        losses, alone = read_losses(Path(trial["folder"])), read_losses(tmp_path / "alone")
+    status, output, errors = run(monkeypatch, capsys, *words)
+    assert status == 0, output + errors
+    for trial in json.loads((tmp_path / "sweep/sweep.json").read_text()):
+        folder = tmp_path / trial["keys"]["optim.lr"]
+        single_run = [*keys, f"optim.lr={trial['keys']['optim.lr']}", f"run.dir={folder}"]
+        pool.run(1, train, single_run)
+        losses, alone = read_losses(Path(trial["folder"])), read_losses(folder)
         assert_same_losses(losses, alone, because="the trial is the same command")
-        (tmp_path / "alone").rename(tmp_path / trial["keys"]["optim.lr"])
-    results[0]["error"] = "status 3: error: rank 1 is gone"
-    (tmp_path / "sweep/sweep.json").write_text(json.dumps(results))
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "2 trials in" in done.stdout and "1 done before" in done.stdout
 
 
 @pytest.mark.slow
