@@ -34,7 +34,6 @@ _REFUSED = {
     "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
     "values wider or narrower than keys": ("mimo_v2_flash",),
     "queries, values and keys in four blocks": ("codegen",),
-    "xIELU": ("apertus",),
     "ALiBi": ("bloom", "mpt"),
 }
 """Families that are not imported, by the first part that is missing."""

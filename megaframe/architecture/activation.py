@@ -1,14 +1,21 @@
-"""Activations: whether they are gated, and what they keep."""
+"""Activations: whether they are gated, what they keep, and the parameters that one of them has."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.config.part_calls import call_part
 from megaframe.config.parts import ActivationPart
 
 GATED = ("swiglu", "geglu", "swiglu_clamped")
 """Our activations of two inputs, gate and up."""
+XIELU_BETA = 0.5
+"""The slope of xIELU at 0, and the least one of negative inputs."""
+_FIRST_SLOPE = 0.8
+"""Of both sides, before training."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,23 @@ class ActivationDescription:
     gated: bool
     saved: int = 0
     part: ActivationPart | None = None
+
+    @property
+    def slopes(self) -> SlopesDescription | None:
+        """What is trained of the activation itself; None if nothing is."""
+        return SlopesDescription() if self.name == "xielu" else None
+
+
+@dataclass(frozen=True)
+class SlopesDescription:
+    """The two slopes of xIELU, of positive and of negative inputs. A parameter is the inverse
+    softplus of what its slope has more than its least value."""
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the specs of both."""
+        for side, least in (("positive", 0.0), ("negative", XIELU_BETA)):
+            init = Constant(math.log(math.expm1(_FIRST_SLOPE - least)))
+            yield ParamSpec(f"{name}.{side}", (1,), init, role="gain")
 
 
 def describe_activation(activation: str | ActivationPart) -> ActivationDescription:

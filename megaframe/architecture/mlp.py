@@ -73,8 +73,10 @@ class MLPDescription(FeedForwardDescription):
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """Both products."""
-        return {"up": self.up, "down": self.down}
+        """Both products, and what the activation has."""
+        products: dict[str, HasParameters] = {"up": self.up, "down": self.down}
+        slopes = self.activation.slopes
+        return products if slopes is None else {**products, "activation": slopes}
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the values before the activation, and unless recomputed those after it and what

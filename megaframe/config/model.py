@@ -142,9 +142,10 @@ class ModelConfig(Section):
     rotary_scaling: RotaryScalingConfig = RotaryScalingConfig()
     """Scaling of rotary frequencies to longer contexts."""
     activation: Annotated[Activation | ActivationPart, Extensible("activation")] = "gelu_tanh"
-    """Activation of the MLP and of experts; `relu` is ReLU, and `relu2` its square. Gated are
-    `swiglu` with SiLU, `geglu` with `gelu_tanh` (Gemma), and `swiglu_clamped` (gpt-oss): (up + 1) *
-    gate * sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7."""
+    """Activation of the MLP and of experts; `relu` is ReLU, and `relu2` its square. `xielu`
+    (Apertus) has two trained slopes for each MLP, and is not for experts. Gated are `swiglu` with
+    SiLU, `geglu` with `gelu_tanh` (Gemma), and `swiglu_clamped` (gpt-oss): (up + 1) * gate *
+    sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7."""
     bias: bool = False
     """Biases in all linear layers but those of experts (`model.moe.expert_bias`) and routers and,
     with layernorm, in the norms."""

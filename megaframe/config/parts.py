@@ -17,7 +17,9 @@ from megaframe.config.section import Section
 from megaframe.schedule.named import SCHEDULE_NAMES
 from megaframe.schedule.named_schedule import NamedSchedule
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
+Activation = Literal[
+    "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu", "geglu", "swiglu_clamped"
+]
 """Our own activations."""
 
 

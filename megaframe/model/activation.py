@@ -69,6 +69,7 @@ def _select_activation(
     """Return the function that computes this activation for tensors like x: a kernel, or compiled
     or plain code."""
     name = activation.name
+    assert activation.slopes is None, f"{name} has parameters, and is a layer"
     if activation.part is not None:
         compute = kernels.maybe_compile(_activate_part)
         return partial(compute, activation.part, activation.gated)

@@ -10,6 +10,7 @@ from megaframe.architecture.mlp import MLPDescription
 from megaframe.model.activation import activate
 from megaframe.model.layer_inputs import MicrobatchInputs
 from megaframe.model.pass_state import PassState
+from megaframe.model.xielu import XIELU
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.axis import TensorParallel
 from megaframe.tensor_parallel.linear import Elementwise, Linear
@@ -26,13 +27,17 @@ class MLP(Module):
             description: What it declares.
             tensor: The tensor ranks, and how products are computed.
         """
-        self.activation = description.activation
         self.up = Linear(f"{name}.up", description.up, tensor)
         self.down = Linear(f"{name}.down", description.down, tensor)
+        activation = description.activation
+        slopes = activation.slopes
+        self.activate: Elementwise = (
+            partial(activate, activation) if slopes is None else XIELU(f"{name}.activation", slopes)
+        )
 
     def __call__(
         self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
         """Apply the MLP to each row. The arguments are those of `Attention`."""
         up = self.up(x, state.deferred, norm)
-        return self.down(up, state.deferred, partial(activate, self.activation))
+        return self.down(up, state.deferred, self.activate)

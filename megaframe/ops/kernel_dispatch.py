@@ -303,6 +303,9 @@ def _explain_parts_without_kernels(model: ModelConfig) -> dict[str, str]:
     values = [model.qk_norm, *(getattr(b.mixer, "qk_norm", None) for b in model.blocks or ())]
     if "whole" in values:
         parts["norms of whole queries and keys"] = "tensor ranks sum their squares"
+    feed_forwards = [block.feed_forward for block in model.blocks or ()]
+    if "xielu" in [model.activation, *(getattr(f, "activation", None) for f in feed_forwards)]:
+        parts["activation xielu"] = "its slopes are trained"
     if "layernorm_per_head" in values:
         parts["norms of queries and keys"] = "each head has gains of its own"
     return parts

@@ -13,6 +13,7 @@ from megaframe.config.blocks import (
     MoEMixtureConfig,
 )
 from megaframe.config.model import ModelConfig
+from megaframe.config.parts import FeedForwardPart
 from megaframe.config.section import Section
 
 _REPLACED = {
@@ -81,6 +82,12 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
                     f"qk_norm={alone.qk_norm} and position={alone.position}; leave it out, or "
                     "use qk_norm=head and position=rotary"
                 )
+        if isinstance(block.feed_forward, FeedForwardPart) and model.activation == "xielu":
+            yield (
+                "model.activation=xielu has slopes that are trained, for which "
+                f"model.blocks.{number}.feed_forward={block.feed_forward.name} has no place; use "
+                "model.activation=relu2, or say activation in the MLPs of model.blocks"
+            )
         if block.parallel == "one_norm" and block.norms in ("after", "none"):
             yield (
                 f"model.blocks.{number}.parallel=one_norm has no norm to share with norms="

@@ -23,6 +23,11 @@ def find_expert_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterat
                 )
         return
     yield from _find_router_mistakes(moe)
+    if model.activation == "xielu":
+        yield (
+            "model.activation=xielu has slopes that are trained, which experts have no place for; "
+            "use model.activation=relu2, or say activation in the MLPs of model.blocks"
+        )
     if parallel.expert_overlap:
         yield from _find_overlap_mistakes(parallel)
     if not count_expert_layers(model):

@@ -1,5 +1,5 @@
 """Attention with bounded scores, sinks, gated outputs, norms of whole queries, LayerNorms of heads
-and LongRoPE, and a bias of the output head, give the one-process answer to 1e-10 in fp64 under
+and LongRoPE, xIELU and a bias of the output head give the one-process answer to 1e-10 in fp64 under
 tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by neighbours
 of four tensor ranks.
 """
@@ -29,7 +29,10 @@ SHAPES = {
     "whole-norms": {"norm": "rmsnorm", "kv_heads": 2, "qk_norm": "whole", "bias": True},
     "layer-norms": {
         **{"kv_heads": 2, "head_bias": True, "activation": "relu", "qk_norm": "layernorm"},
-        "blocks": [{}, {"mixer": {"qk_norm": "layernorm_per_head"}}],
+        "blocks": [
+            {"feed_forward": {"activation": "xielu"}},
+            {"mixer": {"qk_norm": "layernorm_per_head"}},
+        ],
     },
     "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
 }

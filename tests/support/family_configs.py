@@ -30,6 +30,7 @@ DENSE = {
             "factor": 1.0,
         },
     },
+    "apertus": {**GROUPED, "attention_bias": True},
     "internlm3": {**HEADS, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {**HEADS},
     "arcee": {**HEADS, "mlp_bias": True, "rope_parameters": YARN},

@@ -333,7 +333,14 @@ def _mlp(weights, model, feed_forward, name, y):
         width = _choose(feed_forward.ffn, model.ffn)
     kind = get_part_name(kind)
     outputs = width * (2 if kind in _GATES else 1)
-    y = _activated(kind, _linear(weights, f"{path}.up", y, outputs), width)
+    y = _linear(weights, f"{path}.up", y, outputs)
+    if kind == "xielu":
+        sides = (weights[f"{path}.activation.{side}"] for side in ("positive", "negative"))
+        positive, negative = (torch.log(1 + torch.exp(side)) for side in sides)
+        below = (negative + 0.5) * (torch.exp(y.clamp(max=-1e-6)) - 1 - y)
+        y = torch.where(y > 0, positive * y * y, below) + 0.5 * y
+    else:
+        y = _activated(kind, y, width)
     return _linear(weights, f"{path}.down", y, model.hidden)
 
 

@@ -135,6 +135,7 @@ MODELS |= {
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": norm}} for norm in ("head", "whole")],
     },
     "relu": {"activation": "relu", "head_bias": True, "tie_embeddings": True},
+    "trained slopes": {"activation": "xielu", "norm": "rmsnorm"},
     "layer norms of queries": {"kv_heads": 2, "qk_norm": "layernorm", "head_bias": True},
     "layer norms of heads": {
         **{"kv_heads": 2, "qk_norm": "layernorm_per_head", "mtp_depth": 1, "head_bias": True},

@@ -3,19 +3,50 @@
 import pytest
 import reference_model as reference
 import torch
+import torch.nn.functional as F
 from megaframe_kernels.elementwise.activation import GATED as KERNEL_GATED
 from megaframe_kernels.elementwise.activation import KINDS
 from tolerances import assert_near
 
 from megaframe.architecture.activation import GATED, describe_activation
+from megaframe.architecture.spec import Box
 from megaframe.config.parts import Activation
 from megaframe.model import activation
 from megaframe.model.activation import activate, recompute_activation
+from megaframe.model.xielu import XIELU
+from megaframe.ops.kernel_dispatch import NO_KERNELS
 
 pytestmark = pytest.mark.numeric
-ALL_KINDS = Activation.__args__
+TRAINED = "xielu"
+ALL_KINDS = [kind for kind in Activation.__args__ if kind != TRAINED]
 TERMS = 10
 """Roundings from an element to its result."""
+
+
+def compute_xielu(x, positive, negative):
+    """Return the formula of Huang and Schlag, as transformers bounds its exponent."""
+    positive, negative = F.softplus(positive), 0.5 + F.softplus(negative)
+    below = negative * (torch.expm1(x.clamp(max=-1e-6)) - x)
+    return torch.where(x > 0, positive * x * x, below) + 0.5 * x
+
+
+def test_xielu_and_its_gradients_are_those_of_the_formula():
+    layer = XIELU("mlp.activation", describe_activation(TRAINED).slopes)
+    x = draw(9, TRAINED).requires_grad_()
+    inputs = [x, *(torch.tensor([v], dtype=torch.float64).requires_grad_() for v in (0.3, -0.7))]
+    for parameter, value in zip((layer.positive, layer.negative), inputs[1:], strict=True):
+        parameter.bind(Box((0,), (1,)), lambda: None)
+        parameter.value, parameter.grad = value.detach(), torch.zeros(1, dtype=torch.float64)
+    actual, expected = layer(x, NO_KERNELS), compute_xielu(*inputs)
+    dy = draw(9, "gelu")
+    wanted = torch.autograd.grad(expected, inputs, dy)
+    assert_near(actual, expected, TERMS)
+    assert actual.grad_fn.saved_tensors[0] is x
+    actual.backward(dy)
+    for found, gradient in zip(
+        (x.grad, layer.positive.grad, layer.negative.grad), wanted, strict=True
+    ):
+        assert_near(found, gradient, TERMS + x.numel())
 
 
 def draw(width, kind):

@@ -148,6 +148,7 @@ MODELS |= {
         **{"qk_norm": "layernorm_per_head", "kv_heads": 2, "layers": 3},
         "blocks": [{}, {"mixer": {"rotary": False}}, {"mixer": {"norm_after_rotation": True}}],
     },
+    "apertus": {"norm": "rmsnorm", "activation": "xielu", "qk_norm": True, "init_std": 0.5},
     "parallel": {
         "bias": True,
         "blocks": [

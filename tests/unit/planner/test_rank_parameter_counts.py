@@ -72,7 +72,7 @@ MODELS = st.fixed_dictionaries(
     {
         "heads": st.sampled_from([4, 8]),
         "norm": st.sampled_from(["layernorm", "rmsnorm"]),
-        "activation": st.sampled_from(["gelu", "swiglu"]),
+        "activation": st.sampled_from(["gelu", "swiglu", "xielu"]),
         "position": st.sampled_from(["learned", "rotary"]),
         "tie_embeddings": st.booleans(),
         "bias": st.booleans(),

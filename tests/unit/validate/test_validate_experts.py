@@ -46,6 +46,11 @@ EXPERTS = "model.moe={experts: 8, groups: 4}"
             "model.moe.shared=1 or more, or model.moe.shared_gate=false",
         ),
         (
+            (EXPERTS, "model.activation=xielu"),
+            "model.activation=xielu has slopes that are trained, which experts have no place for; "
+            "use model.activation=relu2, or say activation in the MLPs of model.blocks",
+        ),
+        (
             (EXPERTS, "model.moe.groups=3"),
             "model.moe.groups=3 does not divide model.moe.experts=8; use 2 or 4",
         ),

@@ -186,7 +186,30 @@ GLM4 = GLM.derive(
         "post_mlp_layernorm": "mlp_post_norm",
     },
 )
+_APERTUS_ROPE = {
+    **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+APERTUS = LLAMA.derive(
+    "apertus",
+    "ApertusForCausalLM",
+    Pair("rms_norm_eps", "norm_eps", default=1e-5),
+    RotaryKeys(base=1.2e7, section=_APERTUS_ROPE),
+    without=("head_dim", "mlp_bias"),
+    own={"mixer.qk_norm": "head", "feed_forward.activation": "xielu"},
+    fixed={"hidden_act": "xielu", "qk_norm": True, "post_norm": False},
+    block={
+        **QK_NORMS,
+        **{"input_layernorm": None, "attention_layernorm": "attention_norm"},
+        **{"post_attention_layernorm": None, "feedforward_layernorm": "mlp_norm"},
+        "mlp.gate_proj": None,
+        "mlp.act_fn.alpha_p": "mlp.activation.positive",
+        "mlp.act_fn.alpha_n": "mlp.activation.negative",
+        "mlp.act_fn.beta": "constant 0.5",
+        "mlp.act_fn.eps": "constant -1e-6",
+    },
+)
 DENSE_FAMILIES = (
     *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, INTERNLM3, IQUEST_CODER, ARCEE, HELIUM, SEED_OSS),
-    *(ERNIE4_5, CWM, PHI3, GLM, GLM4),
+    *(ERNIE4_5, CWM, PHI3, GLM, GLM4, APERTUS),
 )

@@ -93,7 +93,8 @@ class Family:
         block: The same for a layer: `attention.query`, `attention.qkv` for all of a group of heads
             after another, `mlp.gate`, `moe.experts.up` of one expert, `moe.all_experts.up` of all
             in one tensor with this whole name (and `_bias` after it), `moe.all_experts.gate_up` of
-            those whose rows of gate and up alternate. Names with `{expert}` or `{head}` are of each
+            those whose rows of gate and up alternate, `constant 0.5` of a number that theirs keeps
+            and that has no other value. Names with `{expert}` or `{head}` are of each
             expert, or of each head.
         layer: Beginning of the names of a layer's modules.
         transposed: Whether the matrices of layers are.

@@ -113,6 +113,7 @@ def match_tensors(
             problems.append(f"{tensor.name} is {list(header.shape)}, not {list(tensor.shape)}")
         else:
             check_type(tensor.name, header)
+            problems += _check_constant(tensor, header)
         expected_tensors[tensor.name] = tensor
         if len(problems) > _MAX_NAMED_TENSORS:  # before a wrong config becomes a long list
             break
@@ -131,6 +132,15 @@ def match_tensors(
             + "\nmend config.json if it is of another model, or take a whole copy of the folder"
         )
     return list(expected_tensors.values())
+
+
+def _check_constant(tensor: HuggingFaceTensor, header: TensorHeader) -> Iterator[str]:
+    """Yield a message if a number that has one supported value has another, up to its rounding."""
+    if tensor.constant:
+        value = read_tensor(header).double()
+        allowed = 2 * torch.finfo(torch.bfloat16).eps * abs(tensor.constant)
+        if bool(((value - tensor.constant).abs() > allowed).any()):
+            yield f"{tensor.name} is {value.flatten()[0]:g}, and only {tensor.constant:g} is known"
 
 
 def refuse_left_out(

@@ -63,6 +63,7 @@ _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
 _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layernorm_per_head"
 _WHOLE_NAMES = {
     "attention.sinks": "attention.sinks.logits",
+    **{f"mlp.activation.{side}": f"mlp.activation.{side}" for side in ("positive", "negative")},
     "delta_net.rate": "delta_net.decay.rate",
     "delta_net.step": "delta_net.decay.step",
 }
@@ -105,6 +106,8 @@ class _Names:
             elif own[0].startswith("moe.all_experts."):
                 own = [module.replace("all_experts", "experts") for module in own]
                 yield from self._map_module(name, own, experts, len(experts))
+            elif own[0] == "constant":
+                yield HuggingFaceTensor(name, (), zeros=(), constant=float(own[1]))
             elif own[0] == "delta_net.convolution":
                 yield from self._map_convolution(name)
             elif own[0] in _HEAD_NORMS and self.layer.get("mixer.qk_norm") == _PER_HEAD:

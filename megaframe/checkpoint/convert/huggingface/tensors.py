@@ -90,6 +90,7 @@ class HuggingFaceTensor:
             have; 1 if a vector has one.
         zeros: Shape of a tensor of zeros, which has no parts: it is written, and what a folder has
             under this name is not read.
+        constant: A number in place of these zeros, which a folder must have.
         inner: Dims after the first one of a tensor whose parts are vectors.
         unread: Rows of zeros before the parts, which are not read.
     """
@@ -101,6 +102,7 @@ class HuggingFaceTensor:
     zeros: tuple[int, ...] | None = None
     inner: tuple[int, ...] = ()
     unread: int = 0
+    constant: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,7 +122,7 @@ class HuggingFaceTensor:
     def join(self, boxes: Sequence[Tensor]) -> Tensor:
         """Build their tensor from the contents of our boxes, in the order of the parts."""
         if self.zeros is not None:
-            return torch.zeros(self.zeros)
+            return torch.full(self.zeros, self.constant)
         rows = [part.to_hugging_face(box) for part, box in zip(self.parts, boxes, strict=True)]
         rows = [rows[0].new_zeros(self.unread, rows[0].shape[-1]), *rows] if self.unread else rows
         tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
