@@ -71,10 +71,14 @@ docs: .venv/ready
 test-versions: .venv-versions/ready
 	.venv-versions/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(VERSION_TESTS)
 
-.venv-versions/ready: pyproject.toml constraints.txt
+# torch alone takes most of the time, and shares nothing with another installation that runs meanwhile.
+.venv-versions/torch: pyproject.toml constraints.txt
 	$(NEWER_PYTHON) -m venv .venv-versions
 	grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt > .venv-versions/constraints.txt
 	.venv-versions/bin/python -m pip install -q --no-compile $(VERSIONS)
+	touch $@
+
+.venv-versions/ready: .venv-versions/torch
 	PIP_CONSTRAINT=.venv-versions/constraints.txt .venv-versions/bin/python -m pip install -q --no-compile \
 		-e . pytest pytest-xdist hypothesis
 	touch $@
