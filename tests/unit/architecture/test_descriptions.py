@@ -25,8 +25,6 @@ from megaframe.training.layer_check import find_lies, measure_layers
 from megaframe.training.layer_check.compare import can_load_evenly
 from megaframe.training.layer_check.measure import list_expert_sets
 
-pytestmark = pytest.mark.numeric
-
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 3}
 ROTATED_FIRST = {"norm_after_rotation": True}
