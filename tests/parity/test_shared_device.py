@@ -30,11 +30,9 @@ from megaframe.layout import Layout
 EXPERTS = {**MODELS["llama"], "moe": {"experts": 4, "top_k": 2, "balance_loss": 0.01}}
 LAYOUTS = [
     ("gpt2", 2, {"zero": 0}),
-    ("gpt2", 2, {"zero": 1}),
     ("gpt2", 4, {"zero": 2, "data_replicate": 2}),
     ("llama", 4, {"zero": 3, "tensor": 2}),
     ("gpt2", 2, {"tensor": 2, "tensor_chunks": 2}),
-    ("llama", 4, {"tensor": 4}),
     ("llama", 4, {"context": 4, "zero": 3}),
     ("llama", 2, {"context": 2, "context_kind": "all_to_all"}),
     ("gpt2", 2, {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}),
@@ -42,7 +40,7 @@ LAYOUTS = [
     ("experts", 4, {"expert": 4}),
     ("experts", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}),
 ]
-OVERLAPPED = [LAYOUTS[place] for place in (3, 9, 10)]
+OVERLAPPED = [LAYOUTS[place] for place in (2, 7, 8)]
 """Tensor, pipeline and expert ranks, with ZeRO stages 2 and 3."""
 
 
@@ -70,7 +68,7 @@ def run_on_shared_device(model, train, parallel, serial=False):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "parallel"), mark_slow(OVERLAPPED, except_for=[LAYOUTS[9]])
+    ("name", "ranks", "parallel"), mark_slow(OVERLAPPED, except_for=[LAYOUTS[7]])
 )
 def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
