@@ -26,11 +26,9 @@ EXPERTS = {
 LAYOUTS = (
     (1, {}),
     (4, {"expert": 4}),
-    (2, {"tensor": 2, "expert": 2}),
     (4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "expert": 2, "zero": 1}),
     (4, {"expert": 2, "expert_tensor": 2, "zero": 3, "dispatch": "all_gather"}),
     (4, {"context": 2, "expert": 4, "zero": 2, "dispatch": "hierarchical", "node_size": 2}),
-    (4, {"data_replicate": 2, "zero": 3, "dispatch": "deduplicated", "expert": 2}),
 )
 
 

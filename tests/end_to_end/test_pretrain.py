@@ -182,26 +182,19 @@ def test_a_run_folder_is_as_good_as_its_checkpoints(elsewhere, pool, overrides, 
 
 
 LAYOUTS = (
-    (1, {}),
     (2, {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}),
-    (4, {"pipeline": 2, "data": 2, "chunks": 3, "schedule": "interleaved"}),
+    (4, {"tensor": 2, "data": 2}),
+    (2, {"zero": 3, "data_replicate": 2}),
+)
+MORE_LAYOUTS = (
+    (4, {"pipeline": 2, "data": 2, "chunks": 3, "schedule": "interleaved", "zero": 1}),
+    (4, {"zero": 3}),
     (4, {"pipeline": 4, "schedule": "zb-h1", "layers_per_stage": "[1, 2, 1, 2]"}),
     (4, {"tensor": 2, "pipeline": 2, "schedule": "1f1b"}),
-    (4, {"tensor": 2, "data": 2}),
-    (4, {"zero": 3}),
-    (4, {"tensor": 2, "zero": 2}),
-    (2, {"zero": 3, "data_replicate": 2}),
-    (4, {"pipeline": 2, "chunks": 3, "schedule": "interleaved", "zero": 1}),
 )
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        [LAYOUTS[1], LAYOUTS[5], LAYOUTS[8]],  # pipeline, tensor and data ranks
-        slow(LAYOUTS),
-    ],
-)
+@pytest.mark.parametrize("layouts", [LAYOUTS, slow(MORE_LAYOUTS)])
 def test_resume_under_other_layouts(layouts, pool, overrides, tmp_path):
     """Each part of the run has another layout and schedule; tied weights are saved once."""
     shared_keys = {
