@@ -11,6 +11,7 @@ from megaframe.checkpoint.convert.huggingface.families import FAMILIES
 from megaframe.checkpoint.convert.huggingface.family import Family
 from megaframe.checkpoint.convert.huggingface.key_pairs import Pair
 from megaframe.checkpoint.convert.huggingface.nested_models import NESTED_MODELS
+from megaframe.checkpoint.convert.huggingface.rotary_keys import ScaledRotaryKeys
 from megaframe.io.closed_output import allow_closed_output
 
 _BEGIN = """\
@@ -28,7 +29,7 @@ _REFUSED = {
     "Kimi delta attention": ("kimi_linear",),
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
     "Mamba": ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"),
-    "scaling of queries by position, chunked attention": ("ministral3", "mistral4", "llama4"),
+    "chunked attention, experts with scaled inputs": ("llama4",),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
     "hyper-connections": ("deepseek_v4",),
     "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
@@ -48,7 +49,8 @@ def format_page() -> str:
         lines.append(f"| {names} | {family.architecture} | {parts} | {layout} |")
     lines += ["", "Of models with towers for images, the model for texts is imported:", ""]
     for name, nested in sorted(NESTED_MODELS.items()):
-        lines.append(f"- `{name}` as `{nested.text}`")
+        texts = ", ".join(f"`{text}`" for text in (nested.text, *nested.also))
+        lines.append(f"- `{name}` as {texts}")
     lines += ["", "## Refused", "", "| missing part | `model_type` |", "|---|---|"]
     for part, refused in _REFUSED.items():
         lines.append(f"| {part} | {', '.join(f'`{name}`' for name in refused)} |")
@@ -74,6 +76,8 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "gated delta net"
     if {"sliding_window", "window_size"} & {*keys}:
         yield "windows"
+    if any(isinstance(key, ScaledRotaryKeys) for key in family.keys):
+        yield "queries scaled by position"
     if own.get("mixer.sinks"):
         yield "sinks"
     if own.get("head_bias"):

@@ -374,7 +374,8 @@ class AttentionDescription(SoftmaxAttention):
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
         # The queries of several groups are not contiguous.
         is_scattered = self.heads_per_group > 1 and groups > tensor
-        copies_queries = rotated or normalised or is_scattered
+        scaled = self.query_scale is not None
+        copies_queries = rotated or normalised or is_scattered or scaled
         if sharing > 1:  # exchanged tensors are new ones, and so are those that a ring passes on
             copies = max(1, sharing * tensor // groups)
             elements, keeps_product = queries + 2 * keys * copies * (1 + ring), reads_views

@@ -17,6 +17,7 @@ from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.traffic import AxisTraffic
+from megaframe.config.blocks import QueryScaleConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or
 
@@ -263,10 +264,12 @@ class MixerDescription(LayerDescription):
         window: How many tokens a token sees, with itself; None for all before it.
         rotary: How queries and keys are rotated, for which the microbatch has tables; None if they
             are not.
+        query_scale: How a factor of queries grows with their positions; None for no factor.
     """
 
     window: int | None = None
     rotary: RotaryDescription | None = None
+    query_scale: QueryScaleConfig | None = None
 
     has_scores: ClassVar[bool] = False
     """Whether each token scores all that it sees, as attention does; so the microbatch has a mask

@@ -61,6 +61,18 @@ class RotaryScalingConfig(Section):
     """longrope: those in longer samples."""
 
 
+class QueryScaleConfig(Section):
+    """A factor of queries that grows with their positions."""
+
+    rate: Annotated[float, Field(gt=0)]
+    """A query at position p is multiplied by 1 + rate * ln(1 + floor((p + first) / length)). The
+    rate is 0.1 in Ministral 3, Mistral 4 and Llama 4."""
+    length: Positive
+    """Tokens after which the factor grows next; the first so many are not scaled."""
+    first: Literal[0, 1] = 0
+    """Number of a sample's first position; 1 in Llama 4."""
+
+
 class AttentionConfig(Section):
     """Attention over heads, as the mixer of a block."""
 
@@ -88,6 +100,8 @@ class AttentionConfig(Section):
     """Normalise queries and keys after they are rotated, as in Hunyuan, rather than before."""
     score_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor of the scores. Default: 1 / sqrt(head_dim)."""
+    query_scale: QueryScaleConfig | None = None
+    """A factor of queries that grows with their positions. Default: none."""
     softcap: Annotated[float, Field(gt=0)] | None = None
     """Bound the scores smoothly: x becomes softcap * tanh(x / softcap), as in Gemma 2."""
     sinks: bool = False
@@ -109,6 +123,8 @@ class LatentMixerConfig(Section):
     """Multi-head latent attention, as `model.latent` describes it."""
     window: Positive | None = None
     """Sliding window in tokens; null for all tokens before."""
+    query_scale: QueryScaleConfig | None = None
+    """A factor of queries that grows with their positions. Default: none."""
 
 
 class GatedDeltaNetConfig(Section):

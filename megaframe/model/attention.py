@@ -35,6 +35,7 @@ class Attention(Module):
         """
         self.window, self.scale, self.setup = description.window, description.score_scale, setup
         self.softcap, self.rotary = description.softcap, description.rotary
+        self.query_scale = description.query_scale
         self.groups, self.width = description.kv_heads, description.head_dim
         self.per_group = description.heads_per_group
         self.qkv = Linear(f"{name}.qkv", description.qkv, setup.tensor)
@@ -101,6 +102,7 @@ class Attention(Module):
             softcap=self.softcap,
             sinks_N=None if self.sinks is None else self.sinks.use(),
             cache=state.find_cache(self, self.window),
+            query_scale=inputs.find_query_scale(self.query_scale),
         )
         if self.gate is not None:
             gates_TN1 = inputs.rows.remove_padding(self.gate(x, state.deferred, norm)).sigmoid()
@@ -121,6 +123,7 @@ def attend_heads(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
     cache: LayerCache | None = None,
+    query_scale: Tensor | None = None,
 ) -> Tensor:
     """Compute this tensor rank's heads for this context rank's tokens, which attend to those of the
     same sample on other context ranks too.
@@ -137,10 +140,13 @@ def attend_heads(
             None for none.
         cache: Gets the keys and values. If it has others already, the queries are of the token
             after them, of each sample; None where all tokens of a sample are here.
+        query_scale: Factor of each token's queries, [S, 1, 1] or [B, S, 1, 1]; None for none.
 
     Returns:
         The outputs of the heads, [B * S, N * V].
     """
+    if query_scale is not None:
+        query_BSND = query_BSND * query_scale
     if cache is not None:
         is_first = cache.length == 0
         keys, values, seen = cache.extend(key_BSGD, value_BSGV)

@@ -19,6 +19,7 @@ from megaframe.architecture.block import list_mixers
 from megaframe.architecture.layer import MixerDescription
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config import ModelConfig, MoEConfig, RunConfig
+from megaframe.config.blocks import QueryScaleConfig
 from megaframe.context_parallel.axis import ContextParallel
 from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch, divide_zigzag
@@ -27,6 +28,7 @@ from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.model.dropout import Dropout, DropoutKeys
 from megaframe.model.moe.top_k import choose_experts
+from megaframe.model.query_scale import compute_query_scales
 from megaframe.model.rotary import Rotary
 from megaframe.ops.attention_local import attend_locally
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
@@ -140,6 +142,7 @@ class MicrobatchInputs:
         given_positions_BS: As the microbatch brings them; see `positions_BS`.
         documents_BS: Document numbers of whole samples; None without documents.
         rotary: Rotate queries and keys, for each kind of rotation in the model.
+        query_scales: The factors of queries, for each kind in the model.
         dropout: Dropout masks of this rank's rows; None if nothing is random in this pass.
         gradient_scale: Factor of the gradients of losses, fp64 scalar; None in evaluation.
     """
@@ -154,8 +157,13 @@ class MicrobatchInputs:
     given_positions_BS: Tensor | None = None
     documents_BS: Tensor | None = None
     rotary: Mapping[RotaryDescription, Rotary] = field(default_factory=dict)
+    query_scales: Mapping[QueryScaleConfig, Tensor] = field(default_factory=dict)
     dropout: Dropout | None = None
     gradient_scale: Tensor | None = None
+
+    def find_query_scale(self, scale: QueryScaleConfig | None) -> Tensor | None:
+        """Return the factors of a layer's queries; None if it has none."""
+        return None if scale is None else self.query_scales[scale]
 
     # What follows is made when a layer asks for it, so that no pass keeps it for its backward pass.
 
@@ -238,6 +246,11 @@ def make_microbatch_inputs(
         for kind in {mixer.rotary for mixer in mixers}
         if kind is not None
     }
+    query_scales = {
+        scale: compute_query_scales(scale, positions_BS, dtype)
+        for scale in {mixer.query_scale for mixer in mixers}
+        if scale is not None
+    }
     if dropout_keys is not None:
         positions = setup.context.compute_positions(length, microbatch.tokens_BS.device)
         # The number of each token in the run, whatever the layout: dropout masks are a function of
@@ -255,6 +268,7 @@ def make_microbatch_inputs(
         microbatch.positions_BS,
         microbatch.documents_BS,
         rotary,
+        query_scales,
         dropout,
         gradient_scale,
     )

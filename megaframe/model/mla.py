@@ -43,7 +43,7 @@ class LatentAttention(Module):
         self.scale, self.latents = description.score_scale, description.latents
         self.width, self.rotary_dim = description.query_width, description.rotary_dim
         assert description.rotary is not None, "the config is refused without rotary positions"
-        self.rotary = description.rotary
+        self.rotary, self.query_scale = description.rotary, description.query_scale
         self.kv_parts = (description.head_dim, description.value_dim)
         # Not divided: every tensor rank makes the latents of its own rows, without communication.
         self.down = Linear(f"{name}.down", description.down, setup.tensor)
@@ -71,7 +71,10 @@ class LatentAttention(Module):
         mask = inputs.masks[self.window]
         cache = state.find_cache(self, self.window)
         heads = query_BSND, key_BSND, value_BSNV
-        heads_TV = attend_heads(*heads, mask, self.scale, self.setup, cache=cache)
+        factor = inputs.find_query_scale(self.query_scale)
+        heads_TV = attend_heads(
+            *heads, mask, self.scale, self.setup, cache=cache, query_scale=factor
+        )
         return self.output(inputs.rows.pad(heads_TV), state.deferred)
 
     def _project(

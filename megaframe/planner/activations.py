@@ -179,11 +179,14 @@ def compute_weight_pass_bytes(
 
 
 def compute_rotary_bytes(model: ModelConfig, train: TrainConfig) -> int:
-    """Return the bytes of the cosines and sines of a microbatch, which all its samples share."""
+    """Return the bytes of the cosines and sines of a microbatch, which all its samples share, and
+    of the factors of its queries."""
     if model.emulate is not None:
         return 0
-    tables = {mixer.rotary for mixer in list_mixers(model)} - {None}
+    mixers = list_mixers(model)
+    tables = {mixer.rotary for mixer in mixers} - {None}
     width = sum(table.width for table in tables if table is not None)
+    width += len({mixer.query_scale for mixer in mixers} - {None})
     return train.seq * width * DTYPE_BYTES[train.precision]
 
 

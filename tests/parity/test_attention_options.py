@@ -15,6 +15,7 @@ LONG = {
     **{"short_factors": [1.0, 1.5], "long_factors": [2.0, 7.0]},
 }
 """Samples are longer than this, and their parts on context ranks are not."""
+LATER = {"rate": 0.5, "length": 4}
 ROTATED_FIRST = {"qk_norm": True, "norm_after_rotation": True}
 SHAPES = {
     "scores": {
@@ -23,7 +24,10 @@ SHAPES = {
         "init_std": 0.5,  # scores reach the bound
         "blocks": [
             {"mixer": {**SCORES, "window": 4, "output_gate": "element", "rotary_scaling": LONG}},
-            {"mixer": {**SCORES, "output_gate": "head", **ROTATED_FIRST}, "norms": "both"},
+            {
+                "mixer": {**SCORES, "output_gate": "head", **ROTATED_FIRST, "query_scale": LATER},
+                "norms": "both",
+            },
         ],
     },
     "whole-norms": {"norm": "rmsnorm", "kv_heads": 2, "qk_norm": "whole", "bias": True},

@@ -30,6 +30,10 @@ DENSE = {
             "factor": 1.0,
         },
     },
+    "ministral3": {
+        **{**HEADS, "sliding_window": None},
+        "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4, "mscale": 1.0},
+    },
     "apertus": {**GROUPED, "attention_bias": True},
     "internlm3": {**HEADS, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {**HEADS},
@@ -132,6 +136,14 @@ SPARSE = {
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
     },
     "gpt_oss": {**HEADS, **LOCAL, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "mistral4": {
+        **{**SHAPE, **LATENT, **GLM_ROUTED, "first_k_dense_replace": 1, "n_group": 1},
+        **{"topk_group": 1, "v_head_dim": 10},
+        "rope_parameters": {
+            **{**YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "partial_rotary_factor": 0.4},
+        },
+    },
     "hunyuan_v1_moe": {**HEADS, "num_experts": 8, "moe_topk": 2},
     "qwen2_moe": {**GROUPED, **NARROW, "shared_expert_intermediate_size": 24},
     "qwen3_next": {

@@ -182,6 +182,7 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         key, value = prepare("key", qkv[:, :, group, -2], group), qkv[:, :, group, -1]
         for member in range(per_group):
             query = prepare("query", qkv[:, :, group, member], len(heads))
+            query = query * _query_factor(mixer, positions)
             scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
             if mixer.softcap is not None:
                 scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
@@ -194,6 +195,14 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         for number, rows in enumerate(weights[f"{name}.attention.gate.weight"]):
             heads[number] = heads[number] / (1 + torch.exp(-y @ rows.T))
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
+
+
+def _query_factor(mixer, positions):
+    scale = mixer.query_scale
+    if scale is None:
+        return 1.0
+    whole = ((positions + scale.first) // scale.length).double()
+    return (1 + scale.rate * torch.log(1 + whole))[..., None]
 
 
 def _latent_attention(weights, model, mixer, name, y, mask, positions):
@@ -222,6 +231,7 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions):
         query_rest = query[..., width:]
         key_rest = of_kv @ kv_part[: latent.head_dim].T
         scores = query_rotated @ key_rotated.mT + query_rest @ key_rest.mT
+        scores = scores * _query_factor(mixer, positions)
         value = of_kv @ kv_part[latent.head_dim :].T
         heads.append((scores * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value)
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)

@@ -1,6 +1,7 @@
 """Random models of transformers and of ours, and the logits that each side computes for them."""
 
 import zlib
+from functools import cache
 
 import torch
 from tolerances import assert_near
@@ -27,12 +28,19 @@ channels, and 18 tokens; and the head."""
 TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0))
 
 
+@cache
+def get_auto_model():
+    """Return transformers' class that finds others, with one that it does not list."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    return AutoModelForCausalLM
+
+
 def save_random_model(config, path):
     """Save a random model with a config of transformers, and return its logits."""
     torch.manual_seed(1)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = get_auto_model().from_config(config).eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
             if not value.is_floating_point():
@@ -76,11 +84,7 @@ class InFp64(OperatorMode):
 
 def load_whole(folder, **options):
     """Return the model of transformers in a folder, all of whose tensors it needs and finds."""
-    from transformers import AutoModelForCausalLM
-
-    model, loaded = AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, **options
-    )
+    model, loaded = get_auto_model().from_pretrained(folder, output_loading_info=True, **options)
     assert not any(loaded.values()), loaded
     return model.eval()
 

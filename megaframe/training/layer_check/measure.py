@@ -140,6 +140,7 @@ class _Measuring:
         weights = (bucket.parameters[0].value for bucket in self._sharded.buckets)
         self._weights = set(map(_find_storage, weights))
         tables = [t for rotary in self._inputs.rotary.values() for t in (rotary.cos, rotary.sin)]
+        tables += self._inputs.query_scales.values()
         given = [microbatch.tokens_BS, microbatch.labels_BS, *chain(*microbatch.ahead)]
         given += [] if microbatch.positions_BS is None else [microbatch.positions_BS]
         self._known = self._weights | set(map(_find_storage, [*tables, *given]))

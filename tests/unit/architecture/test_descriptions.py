@@ -133,6 +133,18 @@ MODELS |= {
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": norm}} for norm in ("head", "whole")],
     },
     "relu": {"activation": "relu", "head_bias": True, "tie_embeddings": True},
+    "scaled queries": {
+        "kv_heads": 2,
+        "blocks": [{"mixer": {"query_scale": {"rate": 0.1, "length": 3}}}],
+    },
+    "scaled queries, not rotated": {
+        "position": "none",
+        "blocks": [{"mixer": {"query_scale": {"rate": 0.1, "length": 3}}}],
+    },
+    "scaled latent queries": {
+        "latent": LATENT,
+        "blocks": [{"mixer": {"kind": "latent", "query_scale": {"rate": 0.1, "length": 3}}}],
+    },
     "trained slopes": {"activation": "xielu", "norm": "rmsnorm"},
     "layer norms of queries": {"kv_heads": 2, "qk_norm": "layernorm", "head_bias": True},
     "layer norms of heads": {

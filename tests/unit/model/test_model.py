@@ -1,7 +1,7 @@
 """The model's loss and gradients, compared with a plain autograd GPT in fp64.
 
-Tests `megaframe.model.embedding`, `megaframe.model.mlp`, `megaframe.model.output_head` and
-`megaframe.model.query_key_norm`.
+Tests `megaframe.model.embedding`, `megaframe.model.mlp`, `megaframe.model.output_head`,
+`megaframe.model.query_key_norm` and `megaframe.model.query_scale`.
 """
 
 import math
@@ -147,6 +147,14 @@ MODELS |= {
         **{"tie_embeddings": True, "head_bias": True, "mtp_depth": 1, "logit_softcap": 3.0},
         **{"qk_norm": "layernorm_per_head", "kv_heads": 2, "layers": 3},
         "blocks": [{}, {"mixer": {"rotary": False}}, {"mixer": {"norm_after_rotation": True}}],
+    },
+    "mistral_4": {
+        **{"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 12}, "layers": 3},
+        "blocks": [
+            {"mixer": {"kind": "latent", "query_scale": {"rate": 0.3, "length": 4}}},
+            {"mixer": {"query_scale": {"rate": 0.5, "length": 3, "first": 1}, "rotary": False}},
+            {"mixer": {"query_scale": {"rate": 0.3, "length": 4}, "kv_heads": 2}},
+        ],
     },
     "apertus": {"norm": "rmsnorm", "activation": "xielu", "qk_norm": True, "init_std": 0.5},
     "parallel": {

@@ -103,6 +103,8 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
             mixer["negative_eigenvalues"] = True
     else:
         mixer |= _build_attention(layer, keys, bias)
+    scale = _get_section(layer, "mixer.query_scale")
+    mixer |= {"query_scale": scale} if scale else {}
     feed_forward: dict[str, Any] = {}
     if layer.get("feed_forward.kind") == "moe":
         feed_forward["kind"] = "moe"
@@ -146,9 +148,14 @@ def _build_attention(layer: dict[str, Any], keys: dict[str, Any], bias: bool) ->
 
 def _get_scaling(layer: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a layer's scaling of rotary positions."""
-    start = "mixer.rotary_scaling."
-    found = {path.removeprefix(start): v for path, v in layer.items() if path.startswith(start)}
+    found = _get_section(layer, "mixer.rotary_scaling")
     return {} if found.get("kind", "none") == "none" else found
+
+
+def _get_section(layer: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the keys of a section of a layer."""
+    start = f"{name}."
+    return {path.removeprefix(start): v for path, v in layer.items() if path.startswith(start)}
 
 
 def _is_plain(block: dict[str, Any], keys: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from megaframe.checkpoint.convert.huggingface.key_types import Count
 from megaframe.checkpoint.convert.huggingface.rotary_keys import (
     LongRotaryKeys,
     RotaryKeys,
+    ScaledRotaryKeys,
 )
 
 BIASES = ("mixer.qkv_bias", "mixer.bias")
@@ -74,6 +75,14 @@ MISTRAL = LLAMA.derive(
     fixed=NO_BIASES,
 )
 MINISTRAL = MISTRAL.derive("ministral", "MinistralForCausalLM", LayerTypes(need="present"))
+MINISTRAL3 = MISTRAL.derive(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    UniformWindow(),
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "value"),
+    ScaledRotaryKeys(),
+)
 
 
 def list_qwen_types(config: Mapping[str, Any], window: int | None) -> Sequence[str]:
@@ -210,6 +219,6 @@ APERTUS = LLAMA.derive(
     },
 )
 DENSE_FAMILIES = (
-    *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, INTERNLM3, IQUEST_CODER, ARCEE, HELIUM, SEED_OSS),
-    *(ERNIE4_5, CWM, PHI3, GLM, GLM4, APERTUS),
+    *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, INTERNLM3, IQUEST_CODER, ARCEE, HELIUM),
+    *(SEED_OSS, ERNIE4_5, CWM, PHI3, GLM, GLM4, APERTUS),
 )

@@ -62,6 +62,8 @@ class RopeKeys(BaseModel):
     attention_factor: Positive = None
     truncate: bool = True
     alpha: Positive = None
+    llama_4_scaling_beta: Positive = None
+    max_position_embeddings: Size = None
     short_factor: Factors = None
     long_factor: Factors = None
 

@@ -152,6 +152,8 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["mixer.kind"] = DELTA_NET
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in DELTA_NET_SIZES}
         facts |= {"mixer.convolution": mixer.taps, "mixer.strongest": mixer.strongest}
+    if mixer.query_scale is not None:
+        facts |= _flatten(mixer.query_scale.model_dump(), "mixer.query_scale")
     facts["feed_forward.kind"] = feed_forward.name
     if isinstance(feed_forward, MLPDescription):
         facts["feed_forward.ffn"] = feed_forward.width

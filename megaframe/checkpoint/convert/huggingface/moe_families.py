@@ -150,9 +150,15 @@ class Groups(Key):
 
 @dataclass(frozen=True)
 class LatentWidths(Key):
-    """Keys that follow from the widths of latent attention, and must be what follows."""
+    """Keys that follow from the widths of latent attention, and must be what follows.
+
+    Attributes:
+        present_heads: Whether the heads of keys and values must be there.
+        whole_head: Whether `head_dim` is the width of a whole head, and not of what is rotated.
+    """
 
     present_heads: bool = False
+    whole_head: bool = False
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -173,7 +179,8 @@ class LatentWidths(Key):
                 f"attention has keys and values for every head"
             )
         widths = [config["qk_rope_head_dim"], config["qk_nope_head_dim"]]
-        for key, width in (("head_dim", widths[0]), ("qk_head_dim", sum(widths))):
+        head = sum(widths) if self.whole_head else widths[0]
+        for key, width in (("head_dim", head), ("qk_head_dim", sum(widths))):
             if config.get(key, width) != width:
                 raise UserError(
                     f"{key}={config[key]} is not the {width} that follows from qk_rope_head_dim="

@@ -42,10 +42,12 @@ from megaframe.checkpoint.convert.huggingface.moe_families import (
     TOP_K,
     WIDTH,
     Groups,
+    LatentWidths,
 )
 from megaframe.checkpoint.convert.huggingface.rotary_keys import (
     RotaryKeys,
     RotaryKeysOfTypes,
+    ScaledRotaryKeys,
     get_head_dim,
     set_share,
 )
@@ -127,6 +129,24 @@ GLM4_MOE_LITE = DEEPSEEK_V3.derive(
     Groups(best=2),
     make_layer_kinds(1, "first_k_dense_replace"),
     fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    code={},
+)
+MISTRAL4 = DEEPSEEK_V3.derive(
+    "mistral4",
+    "Mistral4ForCausalLM",
+    LatentWidths(present_heads=True, whole_head=True),
+    ScaledRotaryKeys(latent=True),
+    own={"moe.score": "softmax", "moe.balance": "sequence"},
+    fixed={"scoring_func": "softmax", "topk_method": None},
+    block={
+        "mlp.gate.e_score_correction_bias": None,
+        **dict.fromkeys(EXPERTS),
+        "mlp.experts.gate_up_proj": "moe.all_experts.gate moe.all_experts.up",
+        "mlp.experts.down_proj": "moe.all_experts.down",
+    },
+    predictors="",
+    aliases={"num_mtp_layers": None},
+    also=(),
     code={},
 )
 DOTS1 = QWEN3.derive(
@@ -394,6 +414,6 @@ GPT_OSS = LLAMA.derive(
     packed=True,
 )
 MOE_VARIANTS = (
-    *(GLM4_MOE, SOLAR_OPEN, GPT_OSS),
+    *(GLM4_MOE, SOLAR_OPEN, GPT_OSS, MISTRAL4),
     *(GLM4_MOE_LITE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE, HY_V3, AFMOE, EXAONE_MOE, MELLUM),
 )

@@ -24,6 +24,7 @@ class NestedModel:
 
     Attributes:
         text: `model_type` of the model for texts.
+        also: Others that its section may name.
         defaults: Keys of its section that may be missing, with the values of its class.
         outer: Keys outside of the section that are its, such as whether tables are tied.
         prefixes: What names of its tensors begin with, and what they begin with without the towers.
@@ -40,6 +41,7 @@ class NestedModel:
             "model.language_model.": "model.",
         }
     )
+    also: tuple[str, ...] = ()
     towers: tuple[str, ...] = tuple(
         start + tower
         for start in ("", "model.")
@@ -56,7 +58,7 @@ NESTED_MODELS = {
             "query_pre_attn_scalar": 256,
         },
     ),
-    "mistral3": NestedModel("mistral"),
+    "mistral3": NestedModel("mistral", also=("ministral3", "mistral4")),
 }
 """By `model_type`."""
 
@@ -76,13 +78,15 @@ def unwrap_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UserError(
             f"{config['model_type']}: {_TEXT}={text} is not the section of its model for texts"
         )
-    if section.get("model_type", row.text) != row.text:
+    name, known = section.get("model_type", row.text), (row.text, *row.also)
+    if name not in known:
         text = make_printable(reprlib.repr(section["model_type"]))
         raise UserError(
-            f"{config['model_type']}: {_TEXT}.model_type={text} is not supported, only {row.text!r}"
+            f"{config['model_type']}: {_TEXT}.model_type={text} is not supported, only "
+            f"{' and '.join(map(repr, known))}"
         )
     outer = {key: config[key] for key in row.outer if key in config and key not in section}
-    return {**row.defaults, **outer, **section, "model_type": row.text}
+    return {**row.defaults, **outer, **section, "model_type": name}
 
 
 def unwrap_names(

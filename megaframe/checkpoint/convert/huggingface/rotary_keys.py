@@ -158,6 +158,43 @@ class AlphaRotaryKeys(RotaryKeys):
         return name, {"rope_type": "default", "rope_theta": base * alpha ** (width / (width - 2))}
 
 
+@dataclass(frozen=True)
+class ScaledRotaryKeys(RotaryKeys):
+    """Those of Ministral 3 and Mistral 4, whose section also says how a factor of queries grows
+    with their positions, and the longest text, which code does not read there."""
+
+    def find_section(self, config: Mapping[str, Any]) -> tuple[str, Keys]:
+        """Return the section with what rotates alone."""
+        name, rope = super().find_section(config)
+        for key in ("llama_4_scaling_beta", "max_position_embeddings"):
+            rope.pop(key, None)
+        if self.latent:  # whatever the share is, its own width is rotated
+            rope.pop("partial_rotary_factor", None)
+        if rope.get("rope_type", rope.get("type", "default")) == "default":
+            rope.pop("original_max_position_embeddings", None)
+        return name, rope
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the rotation and the factor."""
+        super().read(config, facts)
+        name, section = super().find_section(config)
+        for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+            if section.get(key) is None:
+                raise UserError(f"{name}.{key} is missing, by which code scales queries")
+        facts.set("mixer.query_scale.rate", section["llama_4_scaling_beta"])
+        facts.set("mixer.query_scale.length", section["original_max_position_embeddings"])
+        facts.set("mixer.query_scale.first", 0)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the section with the factor."""
+        keys = super().write(facts)
+        factor = {
+            "llama_4_scaling_beta": facts.get("mixer.query_scale.rate"),
+            "original_max_position_embeddings": facts.get("mixer.query_scale.length"),
+        }
+        return {**keys, "rope_parameters": {**keys["rope_parameters"], **factor}}
+
+
 _PHI3_LENGTH = 4096
 """Of a config without it."""
 
