@@ -140,6 +140,20 @@ GONE = "not resumed from copies in memory: "
 FROM_MEMORY = "resumed from step 8 of copies in memory"
 
 
+@pytest.fixture(scope="module")
+def get_whole_losses(pool, tmp_path_factory):
+    """get_whole_losses(overrides, memory) -> the losses of a run on one rank that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+
+    def read(overrides, memory):
+        if not folder.exists():
+            keys = {**KEYS, "checkpoint__memory_every": 0, "run__dir": folder}
+            pool.run(1, train, overrides(**keys), memory)
+        return read_losses(folder)
+
+    return read
+
+
 # Above, ranks are killed and a node is lost.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -152,16 +166,12 @@ FROM_MEMORY = "resumed from step 8 of copies in memory"
         (change_run_id, 4, [f"{GONE}there are none"]),
     ],
 )
-def test_what_is_lost_and_what_goes_on(loss, ranks, messages, pool, overrides, memory, tmp_path):
+def test_what_is_lost_and_what_goes_on(
+    loss, ranks, messages, pool, overrides, memory, tmp_path, get_whole_losses
+):
     """The run continues on four data ranks, or on two tensor ranks."""
     keys = overrides(**KEYS)
-    reference_run = tmp_path / "whole"
-    pool.run(
-        1,
-        train,
-        overrides(**{**KEYS, "checkpoint__memory_every": 0}, run__dir=reference_run),
-        memory,
-    )
+    whole_losses = get_whole_losses(overrides, memory)
     assert pool.run(4, train, keys, memory, True) == [True] * 4
     both = [f"{node}/{{}}/step-{step:08d}/rank-0000{rank}.{kind}"
             for node in "01" for step in (6, 8) for rank in range(4)
@@ -175,8 +185,7 @@ def test_what_is_lost_and_what_goes_on(loss, ranks, messages, pool, overrides, m
     log = (tmp_path / "run/run.log").read_text()
     for text in messages:
         assert text in log, log
-    run_losses = read_losses(tmp_path / "run")
-    assert run_losses == promised(read_losses(reference_run))
+    assert read_losses(tmp_path / "run") == promised(whole_losses)
     assert not list(memory.glob("*/*"))
 
 
