@@ -11,7 +11,7 @@ from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.train_step import TrainStep
 
-ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 300, 20
+ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 180, 20
 
 
 def make_skewed_batch(step):
