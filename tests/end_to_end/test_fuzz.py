@@ -195,7 +195,7 @@ def test_what_a_protection_keeps_out_is_found_without_it(protection, tmp_path, m
 def test_inputs_of_all_targets_are_taken_or_refused(tmp_path):
     """A number of inputs, so that all machines take the same; `make fuzz` takes new ones."""
     names = {target.name for target in list_targets()}
-    counts = run(180, "always", 15, tmp_path, names)
+    counts = run(180, "always", 10, tmp_path, names)
     assert counts.keys() == names
     assert all(count.total() for count in counts.values())
     assert all(sum(count[kind] for count in counts.values()) for kind in ("answer", "refused"))

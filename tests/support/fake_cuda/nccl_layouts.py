@@ -32,13 +32,12 @@ LAYOUTS = [
     *((4, LLAMA, schedule_model(name, 4)) for name in SCHEDULE_NAMES),
     (8, GPT2, schedule_model("1f1b", 8)),
     (8, GPT2, schedule_model("interleaved", 4, zero=2)),
-    (16, LLAMA, schedule_model("zb-v", 4, tensor=2, zero=1)),
+    (8, LLAMA, schedule_model("zb-v", 2, tensor=2, zero=1)),
     (2, LLAMA, {"context": 2, **RING}),
     (4, LLAMA, {"context": 4, **RING, "zero": 3}),
     (4, LLAMA, {"context": 4, **HEADS}),
     (4, LLAMA, {"context": 4, **NESTED}),
-    (8, LLAMA, {"context": 8, **RING}),
-    (16, LLAMA, schedule_model("zb-v", 2, context=4, tensor=2, **RING)),
+    (8, LLAMA, schedule_model("zb-v", 2, context=2, tensor=2, **RING)),
     *((2, GPT2, {"zero": zero}) for zero in (0, 1, 2, 3)),
     (4, GPT2, {"zero": 3, "data_replicate": 2}),
     (2, LLAMA, {"tensor": 2, "tensor_chunks": 2}),
@@ -51,7 +50,7 @@ LAYOUTS = [
     (4, EXPERTS, {"expert": 4, "dispatch": "deduplicated", "node_size": 2}),
     (4, EXPERTS, schedule_model("dualpipe-v", 2, expert=2, expert_overlap=True)),
     (8, EXPERTS, {"tensor": 2, "context": 2, "expert": 4, "zero": 2}),
-    (16, EXPERTS, schedule_model("interleaved", 2, expert=4, tensor=2, context=2)),
+    (8, EXPERTS, schedule_model("interleaved", 2, expert=4, tensor=2, context=2)),
 ]
 
 
