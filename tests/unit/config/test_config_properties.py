@@ -15,6 +15,7 @@ from megaframe.config.blocks import (
     LatentMixerConfig,
     MLPConfig,
     MoEMixtureConfig,
+    QueryScaleConfig,
     RotaryScalingConfig,
 )
 from megaframe.config.keys import find_nearest_keys, get_config_keys
@@ -32,12 +33,14 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size
 
 
 def section(annotation, **kept):
-    """Return a strategy for sections of which any keys are given, and always those of `kept`."""
-    fields = annotation.model_fields
-    optional = {
-        n: make_strategy(f.annotation, f.metadata) for n, f in fields.items() if n not in kept
-    }
-    return st.fixed_dictionaries({n: st.just(v) for n, v in kept.items()}, optional=optional)
+    """Return a strategy for sections of which any keys are given, and always those of `kept` and
+    those without a default."""
+    given, optional = {n: st.just(v) for n, v in kept.items()}, {}
+    for name, field in annotation.model_fields.items():
+        if name not in kept:
+            keys = given if field.is_required() else optional
+            keys[name] = make_strategy(field.annotation, field.metadata)
+    return st.fixed_dictionaries(given, optional=optional)
 
 
 def make_strategy(annotation, bounds=()):
@@ -62,7 +65,7 @@ def make_strategy(annotation, bounds=()):
         return st.tuples(*map(make_strategy, args)).map(list)
     if annotation is BlockConfig:
         return BLOCKS
-    if annotation is RotaryScalingConfig:
+    if annotation in (QueryScaleConfig, RotaryScalingConfig):
         return section(annotation)
     if annotation is DataSourceConfig:
         return st.fixed_dictionaries({"path": TEXT}, optional={"weight": st.floats(1e-3, 1e3)})
