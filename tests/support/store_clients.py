@@ -24,7 +24,8 @@ from megaframe.layout import Layout
 
 
 class RequestLog:
-    """A store that writes down each request, as its kind and first key, and the bytes it read."""
+    """A store that writes down each request once it is answered, as its kind and first key, and the
+    bytes it read."""
 
     def __init__(self, store):
         self.store, self.asked, self.bytes = store, Counter(), 0
@@ -35,8 +36,8 @@ class RequestLog:
     def __getattr__(self, name):
         def call(*arguments):
             key = arguments[0] if isinstance(arguments[0], str) else arguments[0][0]
-            self.asked[name, key] += 1
             answer = getattr(self.store, name)(*arguments)
+            self.asked[name, key] += 1
             self.bytes += len(answer) if isinstance(answer, bytes) else 0
             return answer
 
@@ -48,20 +49,30 @@ class JudgesClock:
     reported. So a judge has judged before the others, who wait a little longer, think that it is
     lost, however busy the machine is."""
 
+    TIMES = (0.0, 1.3, 2.45, 2.55, 2.65)
+    """Seconds after so many looks. The fourth is between the judge's time and that of others, and
+    so is the next, which others see while the judge reads for the last time."""
     TICK = 0.52
-    """Seconds of a look: some number of them lies between the judge's time and that of others."""
+    """Seconds of each later look."""
 
-    def __init__(self, stores, reporting):
-        self._stores, self._reporting = stores.values(), reporting
+    def __init__(self, stores, reports):
+        """Count the looks of the ranks with these stores, and how many of them have reported:
+        `reports` has the number that is to come, by key."""
+        self._stores, self._reports = stores.values(), reports
         self._lock, self._looks_before = threading.Lock(), 0
 
     def monotonic(self):
         with self._lock:
             asked = [store.asked for store in self._stores]
             looks = max(requests["check", "answered"] for requests in asked)
-            if sum(requests["append", "answered"] > 0 for requests in asked) < self._reporting:
+            if any(
+                sum(requests["append", key] > 0 for requests in asked) < number
+                for key, number in self._reports.items()
+            ):
                 self._looks_before = looks
-            return self.TICK * (looks - self._looks_before)
+            looks -= self._looks_before
+            last = len(self.TIMES) - 1
+            return self.TIMES[min(looks, last)] + self.TICK * max(0, looks - last)
 
     def sleep(self, seconds):
         time.sleep(seconds)
@@ -128,7 +139,9 @@ def lose(world, victim, fault, dead_judge=False):
     leave, os._exit, errors = os._exit, end_thread, sys.stderr
     sys.stderr = io.StringIO()
     if not dead_judge:  # who never looks
-        watchdog.time = JudgesClock(stores, world - (fault == "lost"))
+        lost = fault == "lost"
+        reports = {"answered": world - lost, "lost": (layout.tensor - 1) * lost}
+        watchdog.time = JudgesClock(stores, reports)
     progress = {rank: RankProgress() for rank in range(world)}
     if dead_judge:
         assert FailureStore(stores[victim], victim, world).try_become_judge(0)
