@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tolerances import promised
 
-pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+if find_spec("ray") is None:
+    pytest.skip("the extra 'ray' is not installed", allow_module_level=True)
 
 from entry_runs import read_losses
-from ray.cluster_utils import Cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "tools/launch"
@@ -33,6 +34,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def cluster():
     """Yield the address of a cluster of two nodes with one CPU each."""
+    from ray.cluster_utils import Cluster  # every worker would wait for it when it lists the tests
+
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     started.add_node(num_cpus=1)
     started.wait_for_nodes()

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,8 @@ def train(path, kind, **settings):
     return f"sentencepiece:{path}.model"
 
 
-def draw_texts(count, seed=0):
+@cache
+def draw_texts(count=3_000, seed=0):
     """Return texts of code, words, runs of blanks, control characters, and any Unicode."""
     draw = random.Random(seed)
     text = "\n".join(CORPUS)
@@ -115,9 +117,6 @@ def encode_texts(loaded, texts):
     return [encoding.ids for encoding in loaded.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-TEXTS = draw_texts(3_000)
-
-
 @pytest.mark.parametrize("kind", ["bytes", "hf"])
 def test_ids_are_those_of_the_run_for_bytes_and_tokenizer_files(kind, tmp_path):
     name = kind
@@ -136,11 +135,12 @@ def test_ids_are_those_of_the_run_for_bytes_and_tokenizer_files(kind, tmp_path):
     native = load_tokenizer(name)
     loaded, notes = export_and_load(name, tmp_path / "out")
     assert notes == []
-    native_ids = [ids.tolist() for ids in native.encode_batch(TEXTS)]
-    assert encode_texts(loaded, TEXTS) == native_ids
+    texts = draw_texts()
+    native_ids = [ids.tolist() for ids in native.encode_batch(texts)]
+    assert encode_texts(loaded, texts) == native_ids
     if kind == "bytes":
-        assert [loaded.decode(ids) for ids in native_ids] == TEXTS
-        assert native_ids[1:9] == [list(text.encode()) for text in TEXTS[1:9]]
+        assert [loaded.decode(ids) for ids in native_ids] == texts
+        assert native_ids[1:9] == [list(text.encode()) for text in texts[1:9]]
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,9 @@ def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):
     name = train(tmp_path / "m", kind, **SETTINGS[setting])
     native = load_tokenizer(name)
     loaded, notes = export_and_load(name, tmp_path / "out")
-    native_ids = [ids.tolist() for ids in native.encode_batch(TEXTS)]
-    exported_ids = encode_texts(loaded, TEXTS)
+    texts = draw_texts()
+    native_ids = [ids.tolist() for ids in native.encode_batch(texts)]
+    exported_ids = encode_texts(loaded, texts)
     if kind == "bpe":
         assert notes == []
         assert exported_ids == native_ids
@@ -174,9 +175,9 @@ def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):
         for first, other in different:
             scores = [sum(pieces[token].score for token in ids) for ids in (first, other)]
             assert abs(scores[0] - scores[1]) < 1e-6 * max(map(abs, scores)) * len(first)
-        assert len(different) < len(TEXTS) / 10
+        assert len(different) < len(texts) / 10
     if SETTINGS[setting].get("byte_fallback", True):
-        ids = [ids for ids, text in zip(native_ids, TEXTS, strict=True) if "▁" not in text]
+        ids = [ids for ids, text in zip(native_ids, texts, strict=True) if "▁" not in text]
         decoded = [loaded.decode(ids_of_text, skip_special_tokens=False) for ids_of_text in ids]
         assert decoded == [native.decode(ids_of_text) for ids_of_text in ids]
 
