@@ -26,6 +26,7 @@ def test_a_resumed_run_is_bitwise_one_that_never_stopped(kind, layout, pool, ove
         "parallel__zero": zero,
         "parallel__data_replicate": replicas,
         "train__precision": "fp32",
+        "train__global_batch": 4,
         "train__microbatch": 1,
         "optim__schedule": "constant",
         "checkpoint__every": 3,

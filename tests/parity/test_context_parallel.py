@@ -114,6 +114,7 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
                 run__dir=folder,
                 train__seq=18,
                 train__steps=steps,
+                train__global_batch=4,
                 train__eval_every=2,
                 train__eval_samples=13,
                 optim__schedule="constant",

@@ -100,7 +100,7 @@ START = math.log(61)
 
 @pytest.fixture(scope="module")
 def uncompressed(pool):
-    return pool.run(2, learn, {"zero": 1})[0]
+    return pool.run(1, learn, {})[0]
 
 
 # What always rounds; the others are compared with one process above.

@@ -39,7 +39,7 @@ SHAPES = {
     "moe, block": {"norm": "rmsnorm", "hidden": 128, "init_std": 0.06, "moe": {**MOE, "ffn": 128}},
 }
 """A name's second word, after a comma, is the scaling of 8-bit products."""
-TRAIN = {"microbatch": 2, "precision": "fp32", "label_smoothing": 0.1, "z_loss": 0.01}
+TRAIN = {"microbatch": 1, "precision": "fp32", "label_smoothing": 0.1, "z_loss": 0.01}
 OPTIM = {"eps": 0.01}  # with less, AdamW makes a full step of a gradient that is only rounding
 FORCED = dict.fromkeys(FAMILIES, "triton")
 ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
@@ -63,9 +63,9 @@ CASES = [
 
 
 def run_small(*arguments):
-    """`run` with one step of four samples, because the interpreter is slow."""
+    """`run` with one step of two samples, because the interpreter is slow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "GLOBAL_BATCH", 4)
+        patch.setattr(training, "GLOBAL_BATCH", 2)
         patch.setattr(training, "STEPS", 1)
         return run(*arguments)
 

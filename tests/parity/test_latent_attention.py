@@ -25,13 +25,13 @@ RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context": 4, "context_kind": "nested", "context_heads": 2}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2, "zero": 1}
 CASES = [
-    slow("packed-lite", 2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
+    ("packed-lite", 2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
     slow("deepseek", 4, {"tensor": 4, "zero": 3}, "full"),
     ("deepseek", 4, NESTED, "none"),
     slow("packed-lite", 4, NESTED, "none"),
     slow("packed-lite", 4, {"context": 2, **RING, "tensor": 2}, "full"),
     slow("packed-lite", 4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 2}, "selective"),
-    ("deepseek", 4, ZB_V, "none"),
+    slow("deepseek", 4, ZB_V, "none"),
     slow("deepseek", 4, {"pipeline": 2, "context": 2, **RING}, "selective"),
 ]
 

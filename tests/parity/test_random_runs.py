@@ -38,8 +38,8 @@ DRAWN_ROLES = {"mixer", "feed_forward", "norm", "activation", "loss", "optimizer
 
 def test_layouts_do_not_change_the_answer(pool):
     check = parity_fuzz.ParityCheck(pool)
-    parity_fuzz.search(check, 5, seed=1, ranks=4)
-    assert check.runs == 5 and check.decided_by_rounding == 0
+    parity_fuzz.search(check, 3, seed=1, ranks=4)
+    assert check.runs == 3 and check.decided_by_rounding == 0
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ equal to serial ones.
 import pytest
 import torch
 from bitwise import assert_same_bits
-from parity_runs import MODELS, assert_same, deterministic, run
+from parity_runs import FEW, MODELS, assert_same, deterministic, run
 from patience import PATIENCE
 from slow_cases import mark_slow
 
@@ -47,7 +47,7 @@ OVERLAPPED = [LAYOUTS[place] for place in (2, 7, 8)]
 @pytest.fixture(scope="module")
 def expected(pool):
     return {
-        name: pool.run(1, run, {**model, "layers": 4}, {"microbatch": 8})[0]
+        name: pool.run(1, run, {**model, "layers": 4}, {**FEW, "microbatch": 4})[0]
         for name, model in {**MODELS, "experts": EXPERTS}.items()
     }
 
@@ -57,7 +57,7 @@ def expected(pool):
 )
 def test_no_layout_changes_the_answer(name, ranks, parallel, pool, expected):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
-    results = pool.run(ranks, run_on_shared_device, model, {"microbatch": 1}, parallel)
+    results = pool.run(ranks, run_on_shared_device, model, {**FEW, "microbatch": 1}, parallel)
     assert_same(results, expected[name])
 
 
@@ -72,7 +72,7 @@ def run_on_shared_device(model, train, parallel, serial=False):
 )
 def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
-    arguments = (model, {"microbatch": 1}, parallel)
+    arguments = (model, {**FEW, "microbatch": 1}, parallel)
     overlapped = pool.run(ranks, run_on_shared_device, *arguments)
     serial = pool.run(ranks, run_on_shared_device, *arguments, True)
     assert_same_bits(serial, overlapped, because="overlap moves waits, not what is computed")

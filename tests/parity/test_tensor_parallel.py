@@ -170,9 +170,9 @@ def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, ch
 
 
 def test_overlap_changes_no_bit(pool, expected):
-    parallel = {"tensor": 2, "data": 2, "tensor_chunks": 3}
-    train = make_train("llama", 1, recompute="selective")
+    parallel = {"tensor": 2, "tensor_chunks": 3}
+    train = make_train("llama", 2, recompute="selective")
     arguments = shape_model("llama", parallel), train, parallel
-    serial, overlapped = (pool.run(4, run, *arguments, serial) for serial in (True, False))
+    serial, overlapped = (pool.run(2, run, *arguments, serial) for serial in (True, False))
     assert_same_bits(serial, overlapped, because="overlap moves waits, not what is computed")
     assert_same(overlapped, expected("llama", 1))

@@ -52,8 +52,12 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """expected(model) -> the result of one process."""
-    return cache(lambda name: pool.run(1, run, {**MODELS[name], "layers": 4}, {"microbatch": 8})[0])
+    """expected(model, layers) -> the result of one process."""
+    return cache(
+        lambda name, layers: pool.run(
+            1, run, {**MODELS[name], "layers": layers}, {"microbatch": 8}
+        )[0]
+    )
 
 
 # Each stage with data ranks alone; with two copies and beside other axes stage 3, which shards
@@ -84,15 +88,17 @@ SHARED = [
 def test_blocks_that_share_buckets_do_not_change_the_answer(ranks, parallel, zero, pool, expected):
     model = {**MODELS["llama"], "layers": 4}
     parallel = {**parallel, "zero": zero}
-    assert_same(pool.run(ranks, run, model, {"microbatch": 1}, parallel), expected("llama"))
+    assert_same(pool.run(ranks, run, model, {"microbatch": 1}, parallel), expected("llama", 4))
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "train", "zero"), mark_slow(CASES, except_for=QUICK)
 )
 def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, expected):
-    results = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})
-    assert_same(results, expected(name))
+    layers = 2 * parallel.get("chunks", 1)
+    model = {**MODELS[name], "layers": layers}
+    results = pool.run(ranks, run, model, train, {**parallel, "zero": zero})
+    assert_same(results, expected(name, layers))
 
 
 @pytest.mark.parametrize(

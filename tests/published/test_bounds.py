@@ -84,6 +84,7 @@ def test_a_row_that_is_too_dear_is_found():
     assert compute_error_bound(known, 1.1) == pytest.approx(2 * math.log(1.02 * 1.5 / 1.02 / 1.1))
 
 
+@pytest.mark.slow
 def test_the_right_choice_is_beyond_a_price_for_tensor_ranks():
     """The page's claim: a prediction that is right about tensor 1 and 8, and charges tensor ranks
     for what they add, chooses a row that loses as much as the planner's choice."""

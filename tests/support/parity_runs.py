@@ -25,9 +25,9 @@ from megaframe.training.train_step import TrainStep
 
 GLOBAL_BATCH, STEPS = 8, 2
 EXAMPLES = ROOT / "examples"
-FEW = {"global_batch": 4}
-"""Fewer samples, for layouts that communicate much in each microbatch; enough for two data ranks
-with two microbatches each."""
+FEW = {"global_batch": 4, "microbatch": 2}
+"""Fewer samples in two microbatches, for what communicates much in each of them. With a microbatch
+of one there are enough for two data ranks with two microbatches each."""
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "dropout": 0.1},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},

@@ -4,7 +4,7 @@ the same under every layout whose shards are whole blocks; and good enough for t
 
 import pytest
 import torch
-from parity_runs import assert_same, run
+from parity_runs import FEW, assert_same, run
 from slow_cases import slow
 
 from megaframe.ops.fp8 import BLOCK, Fp8Matmul
@@ -95,7 +95,7 @@ MOE = {"experts": 4, "ffn": 128, "top_k": 2}
 def test_layouts_that_leave_scales_alone_do_not_change_the_answer(scaling, parallel, extra, pool):
     """A scale per tensor or row depends on which part a tensor rank has; a scale per block does not
     if shards are whole blocks."""
-    model, train = {**WIDE, "activation": "swiglu", **extra}, {"fp8": scaling, "microbatch": 2}
+    model, train = {**WIDE, "activation": "swiglu", **extra}, {**FEW, "fp8": scaling}
     single = pool.run(1, run, model, train)[0]
     assert_same(pool.run(2, run, model, train, parallel), single)
     assert single.losses != pool.run(1, run, model, {**train, "fp8": "none"})[0].losses

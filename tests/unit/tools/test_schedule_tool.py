@@ -1,29 +1,24 @@
 """tools/schedule.py from the command line."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from slow_cases import slow
+from tool_process import run_tool
 
 from megaframe.schedule import SCHEDULE_NAMES
 
-ROOT = Path(__file__).resolve().parents[3]
 
-
-def run_tool(*arguments):
-    command = [sys.executable, "tools/schedule.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def run_schedule(*arguments):
+    return run_tool("tools/schedule.py", *arguments)
 
 
 def test_json_svg_and_trace(tmp_path):
     svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
     size = ("--stages", 4, "--chunks", 2, "--microbatches", 8)
     files = ("--svg", svg, "--trace", trace)
-    process = run_tool(
+    process = run_schedule(
         "--schedule", "interleaved", *size, "--costs", "F=1,B=2,W=1", "--json", *files
     )
     assert process.returncode == 0, process.stderr
@@ -46,17 +41,17 @@ def test_a_file_is_drawn_and_its_lists_printed(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     size = ("--schedule", f"file:{path}", "--stages", 2, "--microbatches", 2)
-    grid = run_tool(*size).stdout
+    grid = run_schedule(*size).stdout
     assert "rank 1 .  F0 B0--- F1" in grid and "bubble_time       3\n" in grid
-    assert "1RECV_F0" in run_tool(*size, "--lowered").stdout
+    assert "1RECV_F0" in run_schedule(*size, "--lowered").stdout
 
 
 def test_compare_shows_every_schedule_with_chunks_that_it_takes():
-    process = run_tool("--compare", "--stages", 2, "--microbatches", 4, "--json")
+    process = run_schedule("--compare", "--stages", 2, "--microbatches", 4, "--json")
     rows = json.loads(process.stdout)
     assert [row["schedule"] for row in rows] == list(SCHEDULE_NAMES)
     assert {row["schedule"]: row["chunks"] for row in rows}["zb-v"] == 2
-    table = run_tool("--compare", "--stages", 4, "--microbatches", 2).stdout
+    table = run_schedule("--compare", "--stages", 4, "--microbatches", 2).stdout
     assert "gpipe" in table and "left out" in table and "zb-h1" in table
 
 
@@ -73,6 +68,6 @@ def test_compare_shows_every_schedule_with_chunks_that_it_takes():
     ],
 )
 def test_mistakes_end_with_a_message_and_status_2(arguments, words):
-    process = run_tool(*arguments, "--microbatches", 4)
+    process = run_schedule(*arguments, "--microbatches", 4)
     assert process.returncode == 2 and words in process.stderr
     assert "Traceback" not in process.stderr and not process.stdout

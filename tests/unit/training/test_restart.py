@@ -8,6 +8,7 @@ from fault_runs import break_and_hang, log, main
 
 KEYS = {
     "parallel__pipeline": 2,
+    "train__global_batch": 4,
     "train__microbatch": 1,
     "checkpoint__every": 5,
     "checkpoint__memory_every": 2,

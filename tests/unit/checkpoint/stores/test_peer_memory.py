@@ -25,6 +25,7 @@ from megaframe.layout import Layout
 
 KEYS = {
     "train__steps": 12,
+    "train__global_batch": 4,
     "train__microbatch": 1,
     "model__dropout": 0.1,
     "parallel__zero": 1,
