@@ -7,41 +7,35 @@ from tolerances import promised
 
 from megaframe.config.registry import Registry, use_registry
 
-LAYERS = {
-    "run__extensions": f"[{ROOT / 'examples/norm.py'}]",
+RUN = {"optim__schedule": "constant", "checkpoint__every": 6}
+PACKED = {"data__mask_eod": True, "data__reset_attention": True, "train__eval_every": 4}
+NESTED = {"context": 4, "context_kind": "nested", "context_heads": 2}
+EXTENSIONS = [str(ROOT / "examples" / name) for name in ("optimizer.py", "norm.py")]
+PARTS = {
+    "run__extensions": f"[{', '.join(EXTENSIONS)}]",
+    "optim__name": "adabelief",
     "model__norm": "dynamic_tanh",
     "model__activation": "reglu",
     "model__blocks": "[{feed_forward: {kind: low_rank, rank: 6}}]",
 }
-RUN = {"optim__schedule": "constant", "checkpoint__every": 6}
-PACKED = {"data__mask_eod": True, "data__reset_attention": True, "train__eval_every": 4}
-NESTED = {"context": 4, "context_kind": "nested", "context_heads": 2}
-EXTENSION = {"run__extensions": f"[{ROOT / 'examples/optimizer.py'}]", "optim__name": "adabelief"}
+"""An optimizer and layers from outside."""
 
 
-def test_a_run_is_resumed_under_another_layout_with_its_extension_and_refused_without(
+def test_a_run_is_resumed_under_other_layouts_with_its_extensions_and_refused_without(
     pool, overrides, tmp_path, capsys
 ):
-    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **RUN, **EXTENSION))
-    pool.run(2, train, overrides(train__steps=6, parallel__tensor=2, **RUN, **EXTENSION))
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **RUN, **PARTS))
+    pool.run(2, train, overrides(train__steps=6, parallel__tensor=2, **RUN, **PARTS))
     resume = {**RUN, "checkpoint__resume": "latest"}
     with use_registry(Registry()), pytest.raises(SystemExit) as status:
         train(overrides(**resume))
     assert status.value.code == 2
     message = capsys.readouterr().err
-    assert (
-        "1 extension, which is not loaded here" in message
-        and EXTENSION["run__extensions"] in message
-    )
-    pool.run(2, train, overrides(parallel__zero=3, **resume, **EXTENSION))
-    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
-
-
-def test_layers_of_an_extension_are_resumed_under_another_layout(pool, overrides, tmp_path):
-    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **RUN, **LAYERS))
-    pool.run(2, train, overrides(train__steps=6, parallel__tensor=2, **RUN, **LAYERS))
-    resume = {**RUN, "checkpoint__resume": "latest"}
-    pool.run(2, train, overrides(parallel__pipeline=2, **resume, **LAYERS))
+    assert "2 extensions, of which 2 are not loaded here" in message
+    assert f"run.extensions={PARTS['run__extensions']}" in message
+    for steps, parallel in ((9, {"parallel__zero": 3}), (12, {"parallel__pipeline": 2})):
+        keys = {**RUN, **PARTS, **parallel, "checkpoint__every": 3}
+        pool.run(2, train, overrides(train__steps=steps, checkpoint__resume="latest", **keys))
     assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
 
 

@@ -27,8 +27,8 @@ HELD = {
     "vtrain_single": (0.075, 0.32),
     "vtrain_multi": (0.061, 0.39),
 }
-QUICK = ("readme", "llm_foundry")
-"""Tables of two trainers, Megatron-LM's and llm-foundry's: of many layouts, and soon predicted."""
+QUICK = ("readme",)
+"""Megatron-LM's table: of many layouts, and soon predicted."""
 
 
 def compute_megatron_bytes(seq, hidden, heads, tensor, recompute, sequence_parallel):

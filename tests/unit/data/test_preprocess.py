@@ -152,7 +152,7 @@ def test_marks_and_lone_surrogates_do_not_stop_a_run(tmp_path):
     assert decode_documents(tmp_path / "out") == ["a😀", "b\ufffd"]
 
 
-@pytest.mark.parametrize("name", ["c.jsonl", slow("c.jsonl.zst"), "c.parquet", slow("c.csv")])
+@pytest.mark.parametrize("name", ["c.jsonl", slow("c.jsonl.zst"), slow("c.parquet"), slow("c.csv")])
 def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
     documents = [f"document {n} " * (n % 7) for n in range(300)]
     path = write_as(tmp_path / name, documents)

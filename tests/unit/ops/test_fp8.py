@@ -101,7 +101,8 @@ def test_layouts_that_leave_scales_alone_do_not_change_the_answer(scaling, paral
     assert single.losses != pool.run(1, run, model, {**train, "fp8": "none"})[0].losses
 
 
-@pytest.mark.parametrize("scaling", [slow("tensor"), "row", slow("block")])
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_fp8_learns_as_bf16_does(scaling, build):
     """On a language whose next token can be predicted, both losses fall equally fast."""
     finals = {}
