@@ -35,7 +35,7 @@ _REFUSED = {
     "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
     "values wider or narrower than keys": ("mimo_v2_flash",),
     "queries, values and keys in four blocks": ("codegen",),
-    "ALiBi": ("bloom", "mpt"),
+    "a norm of embeddings": ("bloom",),
 }
 """Families that are not imported, by the first part that is missing."""
 
@@ -68,6 +68,8 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "parallel halves"
     if own.get("position") == "learned":
         yield "learned positions"
+    if "attn_config" in keys:
+        yield "ALiBi"
     if own.get("mixer.kind") == "latent":
         yield "latent attention"
     elif own.get("mixer.qk_norm") or {"use_qk_norm", "qk_layernorm"} & {*keys}:

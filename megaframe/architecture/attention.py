@@ -24,6 +24,17 @@ from megaframe.architecture.window import compute_mean_keys
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or, list_divisors
 
+ALIBI_DIMS = 2
+"""Dims that ALiBi adds to queries and keys."""
+
+
+def compute_alibi_slopes(heads: int, largest: float) -> list[float]:
+    """Return the slopes of ALiBi's heads: of m heads, a power of 2, those of a geometric series
+    that ends at 2^-largest; of more than m, then every second one of the series of 2m heads."""
+    most = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-largest * (n + 1) / most) for n in range(most)]
+    return slopes + [2.0 ** (-largest * (2 * n + 1) / (2 * most)) for n in range(heads - most)]
+
 
 def count_exchanging_ranks(parallel: ParallelConfig) -> int:
     """Return how many neighbours on the context axis exchange heads for tokens.
@@ -255,6 +266,7 @@ class AttentionDescription(SoftmaxAttention):
         norm_after_rotation: Whether the norms of queries and keys follow their rotation.
         softcap: Bound of the scores; None for no bound.
         has_sinks: Whether each query head has a learned logit in its softmax.
+        alibi: Negative binary logarithm of ALiBi's smallest slope; None without ALiBi.
         output_gate: Whether the output is multiplied by a sigmoid for each `head` or for each
             `element` of it, or `none`.
     """
@@ -266,6 +278,7 @@ class AttentionDescription(SoftmaxAttention):
     norm_after_rotation: bool = False
     softcap: float | None = None
     has_sinks: bool = False
+    alibi: float | None = None
     output_gate: str = "none"
 
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
@@ -288,8 +301,13 @@ class AttentionDescription(SoftmaxAttention):
 
     @property
     def query_width(self) -> int:
-        """Width of a query or key head."""
-        return self.head_dim
+        """Width of a query or key head as attention has it."""
+        return self.head_dim + self._added
+
+    @property
+    def _added(self) -> int:
+        """Dims of each query and key head that no product computes."""
+        return 0 if self.alibi is None else ALIBI_DIMS
 
     @property
     def value_width(self) -> int:
@@ -368,7 +386,9 @@ class AttentionDescription(SoftmaxAttention):
         """
         tensor, sharing = parallel.tensor, count_exchanging_ranks(parallel)
         ring = parallel.context > sharing
-        rotated, normalised = self.rotary is not None, self.qk_norm != "none"
+        # ALiBi's queries and keys are new tensors, as rotated ones are.
+        rotated = self.rotary is not None or self.alibi is not None
+        normalised = self.qk_norm != "none"
         reads_views = normalised and not self.norm_after_rotation
         groups = max(self.kv_heads, tensor)
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
@@ -389,6 +409,9 @@ class AttentionDescription(SoftmaxAttention):
         product = groups * (self.heads_per_group + 2) * self.head_dim
         elements += product * keeps_product + queries * (is_scattered and reads_views)
         elements += (queries + keys) * self.norm_after_rotation
+        kept_keys = groups if sharing == 1 else groups * max(1, sharing * tensor // groups)
+        kept_keys *= 1 + ring * (sharing > 1)
+        elements += self._added * (self.heads + kept_keys)
         elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
         if self.gate_width:
             elements += self.heads * self.gate_width + queries

@@ -354,6 +354,7 @@ def _describe_mixer(
         qkv_bias=model.qkv_bias if config.qkv_bias is None else config.qkv_bias,
         norm_after_rotation=config.norm_after_rotation and rotated > 0 and qk_norm != "none",
         softcap=config.softcap,
+        alibi=config.alibi,
         has_sinks=config.sinks,
         output_gate=config.output_gate,
     )

@@ -102,6 +102,10 @@ class AttentionConfig(Section):
     """Factor of the scores. Default: 1 / sqrt(head_dim)."""
     query_scale: QueryScaleConfig | None = None
     """A factor of queries that grows with their positions. Default: none."""
+    alibi: Annotated[float, Field(gt=0)] | None = None
+    """ALiBi (Press et al. 2022), in place of other positions: a score falls with the distance of
+    its key, by slopes from one head to the next down to 2 to the power of minus this number, which
+    is usually 8. Not with `softcap`, `query_scale` or `sinks`. Default: none."""
     softcap: Annotated[float, Field(gt=0)] | None = None
     """Bound the scores smoothly: x becomes softcap * tanh(x / softcap), as in Gemma 2."""
     sinks: bool = False

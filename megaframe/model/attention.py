@@ -11,6 +11,7 @@ from torch import Tensor
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.context_parallel.ring import ring_attention
 from megaframe.context_parallel.ring_mask import RingMask
+from megaframe.model.alibi import Alibi
 from megaframe.model.key_value_cache import LayerCache
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.pass_state import PassState
@@ -45,6 +46,10 @@ class Attention(Module):
         if description.sinks is not None:
             (spec,) = description.sinks.declare_parameters(f"{name}.sinks")
             self.sinks = Parameter(spec)
+        self.alibi: Alibi | None = None
+        if description.alibi is not None:
+            shape = description.heads, description.alibi
+            self.alibi = Alibi(*shape, self.scale, setup.tensor.group)
         gate = description.gate
         self.gate = None if gate is None else Linear(f"{name}.gate", gate, setup.tensor)
         self.output = Linear(f"{name}.output", description.output, setup.tensor)
@@ -85,12 +90,15 @@ class Attention(Module):
             rotate = inputs.rotary[self.rotary]
             # The rotation is the only copy of the queries: it reads them between keys and values.
             query, key_BSGD = rotate(query), rotate(key_BSGD)
+        if self.rotary is not None or self.alibi is not None:
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
         if self.qk_norms is not None and self.norm_after_rotation:
             query, key_BSGD = self.qk_norms(query, key_BSGD)
         # Query heads of one group stay adjacent, as grouped-query attention expects them.
         query_BSND = query.reshape(batch, length, -1, self.width)
+        if self.alibi is not None:
+            query_BSND, key_BSGD = self.alibi(query_BSND, key_BSGD, inputs.positions_BS)
         mask = inputs.masks[self.window]
         heads_TV = attend_heads(
             query_BSND,

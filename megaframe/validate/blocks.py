@@ -82,6 +82,13 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
                     f"qk_norm={alone.qk_norm} and position={alone.position}; leave it out, or "
                     "use qk_norm=head and position=rotary"
                 )
+        if isinstance(mixer, AttentionConfig) and mixer.alibi is not None:
+            for other in ("softcap", "query_scale", "sinks"):
+                if getattr(mixer, other):
+                    yield (
+                        f"model.blocks.{number}.mixer.alibi={mixer.alibi:g} adds the place of a "
+                        f"key to scores, which {other} would change; leave one of them out"
+                    )
         if isinstance(block.feed_forward, FeedForwardPart) and model.activation == "xielu":
             yield (
                 "model.activation=xielu has slopes that are trained, for which "

@@ -1,7 +1,7 @@
 """Attention with bounded scores, sinks, gated outputs, norms of whole queries, LayerNorms of heads
-and LongRoPE, xIELU and a bias of the output head give the one-process answer to 1e-10 in fp64 under
-tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by neighbours
-of four tensor ranks.
+and LongRoPE, ALiBi, xIELU and a bias of the output head give the one-process answer to 1e-10 in
+fp64 under tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by
+neighbours of four tensor ranks.
 """
 
 import pytest
@@ -39,6 +39,10 @@ SHAPES = {
         ],
     },
     "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
+    "alibi": {
+        **{"position": "none", "kv_heads": 2},
+        "blocks": [{"mixer": {"alibi": 8}}, {"mixer": {"alibi": 4, "window": 5}}],
+    },
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
@@ -69,6 +73,7 @@ QUICK = [
     ("whole-norms", *TENSOR_AND_ZERO),
     ("layer-norms", *LAYOUTS[2]),
     ("packed-sinks", *RING_AND_TENSOR),
+    ("alibi", *NESTED),
 ]
 
 

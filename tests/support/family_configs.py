@@ -92,6 +92,10 @@ UNGATED = {
     "cohere2": {**GROUPED, **LOCAL, "logit_scale": 0.25},
     "olmo": {**GROUPED},
     "phi": {**GROUPED, "qk_layernorm": True},
+    "mpt": {
+        **{"d_model": 36, "n_heads": 6, "n_layers": 2, "vocab_size": 61, "max_seq_len": 20},
+        "initializer_range": 0.3,
+    },
     "gptj": {**FUSED, "rotary_dim": 4, "initializer_range": 0.3},
     "opt": {
         **{name: SHAPE[name] for name in SHAPE if name.startswith(("num", "hidden", "vocab"))},

@@ -184,6 +184,9 @@ def _attention(weights, model, mixer, name, y, mask, positions):
             query = prepare("query", qkv[:, :, group, member], len(heads))
             query = query * _query_factor(mixer, positions)
             scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
+            if mixer.alibi is not None:
+                slope = _list_slopes(per_group * groups, mixer.alibi)[len(heads)]
+                scores = scores - slope * (positions[:, :, None] - positions[:, None]).double()
             if mixer.softcap is not None:
                 scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
             scores = scores.masked_fill(~mask, -torch.inf)
@@ -195,6 +198,14 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         for number, rows in enumerate(weights[f"{name}.attention.gate.weight"]):
             heads[number] = heads[number] / (1 + torch.exp(-y @ rows.T))
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
+
+
+def _list_slopes(heads, largest):
+    """Return ALiBi's slopes as its paper's code has them."""
+    if math.log2(heads).is_integer():
+        return [2.0 ** (-largest * (n + 1) / heads) for n in range(heads)]
+    below = 2 ** math.floor(math.log2(heads))
+    return [*_list_slopes(below, largest), *_list_slopes(2 * below, largest)[::2][: heads - below]]
 
 
 def _query_factor(mixer, positions):

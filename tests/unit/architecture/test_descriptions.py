@@ -133,6 +133,11 @@ MODELS |= {
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": norm}} for norm in ("head", "whole")],
     },
     "relu": {"activation": "relu", "head_bias": True, "tie_embeddings": True},
+    "alibi": {"position": "none", "blocks": [{"mixer": {"alibi": 8}}]},
+    "alibi of groups": {
+        **{"position": "none", "kv_heads": 2},
+        "blocks": [{"mixer": {"alibi": 8, "window": 5, "qk_norm": True}}],
+    },
     "scaled queries": {
         "kv_heads": 2,
         "blocks": [{"mixer": {"query_scale": {"rate": 0.1, "length": 3}}}],
@@ -211,10 +216,22 @@ def count_ranks(config):
 
 
 ON_RANKS = {
-    "tensor": (*("layer norms of heads", "rotated groups", "gates", "latent", "balanced experts"),),
-    "ring": ("rotated groups", "latent", "delta net"),
+    "tensor": (
+        *(
+            "alibi of groups",
+            "layer norms of heads",
+            "rotated groups",
+            "gates",
+            "latent",
+            "balanced experts",
+        ),
+    ),
+    "ring": ("alibi of groups", "rotated groups", "latent", "delta net"),
     "exchange": ("one group", "predictors"),
-    "nested": ("rotated groups",),
+    "nested": (
+        "alibi of groups",
+        "rotated groups",
+    ),
 }
 """Models measured on several ranks by `make test`; `make test-all` measures all."""
 QUICK = [

@@ -1,7 +1,7 @@
 """The model's loss and gradients, compared with a plain autograd GPT in fp64.
 
-Tests `megaframe.model.embedding`, `megaframe.model.mlp`, `megaframe.model.output_head`,
-`megaframe.model.query_key_norm` and `megaframe.model.query_scale`.
+Tests `megaframe.model.alibi`, `megaframe.model.embedding`, `megaframe.model.mlp`,
+`megaframe.model.output_head`, `megaframe.model.query_key_norm` and `megaframe.model.query_scale`.
 """
 
 import math
@@ -147,6 +147,14 @@ MODELS |= {
         **{"tie_embeddings": True, "head_bias": True, "mtp_depth": 1, "logit_softcap": 3.0},
         **{"qk_norm": "layernorm_per_head", "kv_heads": 2, "layers": 3},
         "blocks": [{}, {"mixer": {"rotary": False}}, {"mixer": {"norm_after_rotation": True}}],
+    },
+    "mpt": {
+        **{"position": "none", "heads": 6, "head_dim": 4, "layers": 3},
+        "blocks": [
+            {"mixer": {"alibi": 8}},
+            {"mixer": {"alibi": 4, "kv_heads": 2, "window": 5}},
+            {"mixer": {"alibi": 8, "kv_heads": 1, "qk_norm": True, "score_scale": 0.3}},
+        ],
     },
     "mistral_4": {
         **{"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 12}, "layers": 3},

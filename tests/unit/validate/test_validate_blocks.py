@@ -56,6 +56,11 @@ OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
             {"blocks": [{}, {"parallel": "two_norms", "norms": "after"}]},
         ),
         (
+            {"blocks": [{"mixer": {"alibi": 8, "softcap": 2.0}}]},
+            "model.blocks.0.mixer.alibi=8 adds the place of a key to scores, which softcap would",
+            {"blocks": [{"mixer": {"alibi": 8}}]},
+        ),
+        (
             {"blocks": [{}, {"mixer": {"norm_after_rotation": True}}]},
             "model.blocks.1.mixer.norm_after_rotation=true has no effect with qk_norm=False and",
             {"blocks": [{}, {"mixer": {"norm_after_rotation": True, "qk_norm": "head"}}]},

@@ -127,10 +127,10 @@ def check_sizes(
 
 
 _SIZES = (Size, Heads, Count)
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """The names of the number of layers."""
 _FREE = (
-    *("max_position_embeddings", "original_max_position_embeddings"),
+    *("max_position_embeddings", "original_max_position_embeddings", "max_seq_len"),
     *("sliding_window", "max_window_layers", "window_size"),
 )
 """Numbers of tokens, and of layers beyond the last one, of which tensors have no rows."""

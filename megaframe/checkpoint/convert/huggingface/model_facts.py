@@ -30,7 +30,9 @@ from megaframe.errors import UserError
 _LAYER_PATHS = ("mixer", "feed_forward", "norms", "parallel", "residual_scale")
 """Where the paths of layers' facts begin; all others are of the whole model."""
 _SHARED = ("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "tie_embeddings", "init_std")
-_ATTENTION = ("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap")
+_ATTENTION = (
+    *("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap", "alibi"),
+)
 DELTA_NET = "gated_delta_net"
 """The kind of mixer."""
 DELTA_NET_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim")

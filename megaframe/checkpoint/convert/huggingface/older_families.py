@@ -1,7 +1,8 @@
-"""More families with LayerNorm, biases and MLPs without gates: GPT-J, OPT and Phi."""
+"""More families with LayerNorm and MLPs without gates: GPT-J, MPT, OPT and Phi."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from megaframe.checkpoint.convert.huggingface.key_types import Size
 from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys, get_head_dim
 from megaframe.errors import UserError
+from megaframe.io.untrusted import make_printable
 
 PHI = LLAMA.derive(
     "phi",
@@ -152,4 +154,99 @@ OPT = Family(
     layer="model.decoder.layers.{}.",
     unread_positions=2,
 )
-OLDER_FAMILIES = (PHI, GPTJ, OPT)
+
+
+@dataclass(frozen=True)
+class MptAttention(Key):
+    """The section of MPT's attention, which has ALiBi always."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The section."""
+        return {"attn_config": dict[str, Any] | None}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the slopes, and the factor of the scores."""
+        section = config.get("attn_config") or {}
+        for key, value in section.items():
+            if key in _MPT_FIXED and value != _MPT_FIXED[key]:
+                raise UserError(
+                    f"attn_config.{key}={make_printable(reprlib.repr(value))} is not supported, "
+                    f"only {_MPT_FIXED[key]!r}"
+                )
+            if key not in (*_MPT_FIXED, *_MPT_READ, *_MPT_NEUTRAL):
+                raise UserError(f"attn_config.{make_printable(key)} is not known here")
+        largest, scale = section.get("alibi_bias_max", 8), section.get("softmax_scale")
+        for name, number in (("alibi_bias_max", largest), ("softmax_scale", scale or 1.0)):
+            if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
+                raise UserError(f"attn_config.{name}={reprlib.repr(number)} is no positive number")
+        facts.set("mixer.alibi", float(largest))
+        facts.set("mixer.score_scale", scale or get_head_dim(facts) ** -0.5)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the section. Code has slopes for whole numbers only."""
+        largest = facts.get("mixer.alibi") or 8
+        return {
+            "attn_config": {
+                **{**_MPT_FIXED, "alibi_bias_max": round(largest)},
+                "softmax_scale": facts.get("mixer.score_scale"),
+            }
+        }
+
+
+_MPT_FIXED: dict[str, Any] = {
+    **{"alibi": True, "attn_type": "multihead_attention", "clip_qkv": None, "prefix_lm": False},
+    **{"qk_ln": False, "attn_uses_sequence_id": False, "is_encoder_decoder": False},
+}
+_MPT_READ = ("alibi_bias_max", "softmax_scale")
+_MPT_NEUTRAL = (
+    *("attn_pdrop", "attn_impl", "_name_or_path", "architectures", "chunk_size_feed_forward"),
+    *("dtype", "torch_dtype", "id2label", "label2id", "model_type", "output_attentions"),
+    *("output_hidden_states", "problem_type", "return_dict", "transformers_version"),
+)
+MPT = Family(
+    "mpt",
+    "MptForCausalLM",
+    (
+        Pair("vocab_size", "vocab", "value"),
+        Pair("d_model", "hidden", "value"),
+        Pair("n_layers", "layers", "value"),
+        Pair("n_heads", "mixer.heads", "value"),
+        Pair("layer_norm_epsilon", "norm_eps", default=1e-5),
+        Pair("initializer_range", "init_std"),
+        Pair("tie_word_embeddings", "tie_embeddings", default=True),
+        MptAttention(),
+    ),
+    own={
+        **{"norm": "layernorm", "feed_forward.activation": "gelu"},
+        "feed_forward.ffn": lambda facts: 4 * facts.get("hidden"),
+    },
+    fixed={
+        **{"expansion_ratio": 4, "no_bias": True, "logit_scale": None, "learned_pos_emb": True},
+        "norm_type": "low_precision_layernorm",
+    },
+    training=("emb_pdrop", "resid_pdrop"),
+    neutral=("init_device", "init_config", "embedding_fraction", "verbose", "tokenizer_name"),
+    aliases={
+        **{"hidden_size": "d_model", "num_hidden_layers": "n_layers"},
+        "num_attention_heads": "n_heads",
+    },
+    positions="max_seq_len",
+    ends={
+        "transformer.wte": "embedding.tokens",
+        "transformer.norm_f": "head.norm",
+        "lm_head": "head",
+    },
+    block={
+        **{"norm_1": "attention_norm", "norm_2": "mlp_norm"},
+        "attn.Wqkv": "attention.query attention.key attention.value",
+        "attn.out_proj": "attention.output",
+        **{"ffn.up_proj": "mlp.up", "ffn.down_proj": "mlp.down"},
+    },
+    layer="transformer.blocks.{}.",
+    code={
+        "AutoConfig": "configuration_mpt.MPTConfig",
+        "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM",
+    },
+)
+OLDER_FAMILIES = (PHI, GPTJ, OPT, MPT)
