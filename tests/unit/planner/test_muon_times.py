@@ -56,7 +56,7 @@ def test_an_owner_computes_what_is_counted(sides):
     assert estimate_newton_schulz_seconds(ENDLESS, *sides) == counter.get_total_flops()
 
 
-def make_muon_config(layers=4, moe=None, **parallel):
+def make_muon_config(layers=2, moe=None, **parallel):
     sections = {"moe": moe} if moe else {}
     return RunConfig(
         model={"layers": layers, "hidden": 256, "heads": 4, "vocab": 512, **sections},
@@ -72,7 +72,7 @@ def count_elements(layer, config):
 
 
 CASES = {
-    "tensor": (8, make_muon_config(tensor=2, zero=1)),
+    "tensor": (4, make_muon_config(tensor=2, zero=1)),
     "whole gradients": (4, make_muon_config(tensor=2, zero=0)),
     "divided": (4, make_muon_config(zero=3)),
     "experts": (8, make_muon_config(tensor=2, zero=1, expert=4, moe={"experts": 8, "ffn": 128})),
@@ -134,7 +134,7 @@ def test_who_works_most_is_bound_by_all_and_by_the_largest():
 
 
 def test_a_step_with_muon_is_longer_by_what_muon_takes():
-    config = make_muon_config(tensor=2, zero=1)
+    config = make_muon_config(layers=4, tensor=2, zero=1)
     layout = Layout.from_parallel(config.parallel, 16)
     adamw = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "adamw"})})
     constants = get_family_constants("h100")
