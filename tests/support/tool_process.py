@@ -38,7 +38,7 @@ def run_ranks(count, path, *words, environment=None, root=ROOT):
 
 def _run_together(path, words, environments, root):
     """Run a file in as many processes as there are environments, and wait for all of them."""
-    words = [str(word) for word in words]
+    path, words = str(path), [str(word) for word in words]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
         started = []
         for number, environment in enumerate(environments):

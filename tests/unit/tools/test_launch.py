@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 from slow_cases import slow
+from tool_process import run_tool
 
 from megaframe.config import load
 from megaframe.errors import UserError
@@ -135,12 +136,12 @@ def test_a_mistake_of_one_node_ends_the_others_too(tmp_path):
 
 def launch_program(program, **variables):
     """Run two ranks of a program as a node does; return the finished process."""
-    call = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); import node; "
-    call += f"sys.exit(node.launch([{str(program)!r}]))"
-    environment = {**os.environ, "PET_NPROC_PER_NODE": "2", **variables}
-    return subprocess.run(
-        [sys.executable, "-c", call], env=environment, capture_output=True, text=True
+    launcher = program.with_name("launcher.py")
+    launcher.write_text(
+        f"import sys\nsys.path.insert(0, {str(LAUNCH)!r})\nimport node\n"
+        f"sys.exit(node.launch([{str(program)!r}]))\n"
     )
+    return run_tool(launcher, environment={"PET_NPROC_PER_NODE": "2", **variables})
 
 
 @pytest.mark.slow
