@@ -16,7 +16,7 @@ from tolerances import promised
 if find_spec("ray") is None:
     pytest.skip("the extra 'ray' is not installed", allow_module_level=True)
 
-from entry_runs import read_losses
+from entry_runs import read_losses, train
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "tools/launch"
@@ -119,11 +119,10 @@ def test_more_ranks_than_the_cluster_has_places_are_refused(cluster, start, over
 
 
 def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(
-    cluster, start, overrides, tmp_path
+    cluster, start, pool, overrides, tmp_path
 ):
     keys = {"train__steps": 150, "checkpoint__every": 10}
-    command = [sys.executable, ray_train.ENTRY, *overrides(run__dir=tmp_path / "alone", **keys)]
-    subprocess.run(command, check=True, capture_output=True)
+    pool.run(1, train, overrides(run__dir=tmp_path / "alone", **keys))
     words = overrides(**keys, checkpoint__resume="latest", parallel__tensor=2)
     options = ("--address", cluster, "--ranks", "2", "--failures", "2")
     process = start("ray_train.py", *options, "--", *words)
