@@ -2,7 +2,6 @@
 only its own measurement.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -24,7 +23,6 @@ import training_gpu  # noqa: E402
 from gpu_goals import Goal, evaluate_goals, format_table, order_of  # noqa: E402
 from gpu_results import RESULTS, Results, derive, merge, read_commit  # noqa: E402
 from gpu_steps import KERNELS as MEASURED  # noqa: E402
-from gpu_steps import STEPS  # noqa: E402
 from kernel_bench import Ceilings, Measurement, PassResult, Timing, compute_error, pass_of, share  # noqa: E402
 from kernel_cases import MIDDLE, REAL, TINY, KernelCase, LeastWork, list_cases  # noqa: E402
 from megaframe_kernels.registry import KERNELS  # noqa: E402
@@ -39,48 +37,6 @@ def run_check(*arguments):
     ]
     environment = {name: value for name, value in os.environ.items() if name != "OUT"}
     return subprocess.run(command_line, capture_output=True, text=True, env=environment)
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    path = tmp_path_factory.mktemp("check") / "result.json"
-    process = run_check("--seconds", "7200", "--write", str(path))
-    assert process.returncode == 0, process.stdout + process.stderr
-    return json.loads(path.read_text())
-
-
-@pytest.mark.slow
-def test_everything_runs_and_every_kernel_is_right(result):
-    measured = {m["kernel"] for m in result["measurements"]}
-    assert measured == set(KERNELS) - {"scaled_product"} == set(result["active"])
-    assert not result["left_out_for_time"]
-    assert set(result["steps"]) == {step.name for step in STEPS}
-    assert all(step["whole"] for step in result["steps"].values())
-    for m in result["measurements"]:
-        refused = m["trouble"] is not None and m["details"] is None
-        assert refused or (m["trouble"] is None and m["error"] < 0.02), m
-        assert refused or m["forward"]["seconds"] > 0, m
-    triton = [m for m in result["measurements"] if m["implementation"] == "triton"]
-    assert all(m["trouble"] is None for m in triton)
-    assert result["order"]["router"] == ["triton"] == result["active"]["router"][:1]
-    assert {choice["kernel"] for choice in result["chosen_over_best"]} >= {"attention", "norm"}
-    assert result["smoke"]["loss_fp32"] == pytest.approx(result["smoke"]["cpu_loss"], rel=1e-4)
-    assert {tests["outcome"] for tests in result["tests"].values()} == {"passed"}
-    assert result["constants"]["product"] > 0
-
-
-@pytest.mark.slow
-def test_rows_run_and_both_contenders_start_alike(result):
-    rows = {row["row"]: row for row in result["training"]}
-    assert set(rows) == {row.name for row in training_gpu.ROWS}
-    for row in (rows[row.name] for row in training_gpu.ROWS if row.peer):
-        assert row["same_start"], row
-        for name in ("ours", "plain"):
-            assert row[name]["host_seconds_per_step"] > 0 and row[name]["tflops_causal"] > 0
-        assert row["ours"]["parts"]["compute"] > 0
-        assert sum(row["ours"]["waterfall"].values()) == pytest.approx(1.0)
-    few, many = rows["moe-slice-host"]["ours"]["host_seconds"]
-    assert rows["moe-slice-host"]["ours"]["host_seconds_per_block"] == (many - few) / 4
 
 
 def test_a_kernel_that_is_none_is_an_error_that_lists_them():

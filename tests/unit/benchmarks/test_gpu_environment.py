@@ -1,25 +1,36 @@
-"""The check of a GPU in an environment like that of a node without a network: it has torch and what
-comes with it, and not all that megaframe needs. What is missing comes from a folder of wheels.
+"""The whole check of a GPU, in tiny sizes, in an environment like that of a node without a network:
+it has torch and what comes with it, and not all that megaframe needs. What is missing comes from a
+folder of wheels.
 
 The environment consists of links to the packages that these tests run with, so nothing is
 downloaded. The versions are therefore those of these tests.
 """
 
+import json
 import os
 import re
 import subprocess
+import sys
 import venv
 import zipfile
 from importlib import metadata
 
 import pytest
-from repo_copy import copy_tracked
+from repo_copy import ROOT, copy_tracked
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+import training_gpu
+from gpu_steps import STEPS
+from megaframe_kernels.registry import KERNELS
 
 HAS = (
     *("torch", "triton", "numpy", "pytest", "hypothesis", "safetensors", "sentencepiece"),
     *("PyYAML", "rich", "xxhash"),
 )
 LACKS = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "orjson")
+ALIKE = ("gpt", "layouts")
+"""Steps that start in a dry run what `gpt2` and `graphs` start."""
+STEP_NAMES = [step.name for step in STEPS if step.name not in ALIKE]
 
 
 def list_with_required(names):
@@ -69,7 +80,8 @@ def node(tmp_path_factory):
     python, checkout = make_environment(folder / "environment"), folder / "checkout"
     checkout.mkdir()
     copy_tracked(checkout)
-    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    names = ("PATH", "HOME", "OMP_NUM_THREADS")
+    kept = {name: os.environ[name] for name in names if name in os.environ}
     environment = {**kept, "MEGAFRAME_COMMIT": "copy"}
 
     def run(*arguments):
@@ -88,12 +100,48 @@ def test_what_is_missing_is_said_first(node):
     assert process.stderr.startswith("missing packages: orjson pydantic. ")
 
 
-@pytest.mark.slow
-def test_the_check_runs_with_what_an_image_with_torch_has(node, tmp_path):
+@pytest.fixture(scope="module")
+def result(node, tmp_path_factory):
+    """Return the result of a dry run of all steps but those that are `ALIKE`."""
     write_wheels(node.checkout / ".wheels")
-    steps = ("smoke", "products", "graphs", "constants")
-    process = node("--seconds", "3600", "--write", str(tmp_path), "--steps", *steps)
+    path = tmp_path_factory.mktemp("check") / "result.json"
+    process = node("--seconds", "7200", "--write", str(path), "--steps", *STEP_NAMES)
     assert process.returncode == 0, process.stdout + process.stderr
     first = process.stdout.splitlines()[0]
     assert first.startswith("not in this environment, used from .wheels/: ")
-    assert {path.stem for path in tmp_path.iterdir()} == {*steps}
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_everything_runs_and_every_kernel_is_right(result):
+    measured = {m["kernel"] for m in result["measurements"]}
+    assert measured == set(KERNELS) - {"scaled_product"} == set(result["active"])
+    assert not result["left_out_for_time"]
+    assert set(result["steps"]) == {*STEP_NAMES}
+    assert all(step["whole"] for step in result["steps"].values())
+    for m in result["measurements"]:
+        refused = m["trouble"] is not None and m["details"] is None
+        assert refused or (m["trouble"] is None and m["error"] < 0.02), m
+        assert refused or m["forward"]["seconds"] > 0, m
+    triton = [m for m in result["measurements"] if m["implementation"] == "triton"]
+    assert all(m["trouble"] is None for m in triton)
+    assert result["order"]["router"] == ["triton"] == result["active"]["router"][:1]
+    assert {choice["kernel"] for choice in result["chosen_over_best"]} >= {"attention", "norm"}
+    assert result["smoke"]["loss_fp32"] == pytest.approx(result["smoke"]["cpu_loss"], rel=1e-4)
+    assert {tests["outcome"] for tests in result["tests"].values()} == {"passed"}
+    assert result["constants"]["product"] > 0
+
+
+@pytest.mark.slow
+def test_rows_run_and_both_contenders_start_alike(result):
+    rows = {row["row"]: row for row in result["training"]}
+    expected = [row for row in training_gpu.ROWS if row.name != "gpt-1.3b"]
+    assert set(rows) == {row.name for row in expected}
+    for row in (rows[row.name] for row in expected if row.peer):
+        assert row["same_start"], row
+        for name in ("ours", "plain"):
+            assert row[name]["host_seconds_per_step"] > 0 and row[name]["tflops_causal"] > 0
+        assert row["ours"]["parts"]["compute"] > 0
+        assert sum(row["ours"]["waterfall"].values()) == pytest.approx(1.0)
+    few, many = rows["moe-slice-host"]["ours"]["host_seconds"]
+    assert rows["moe-slice-host"]["ours"]["host_seconds_per_block"] == (many - few) / 4
