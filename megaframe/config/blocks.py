@@ -32,15 +32,16 @@ Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=
 class RotaryScalingConfig(Section):
     """How rotary wavelengths are stretched for samples longer than those of training."""
 
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    kind: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     """How to scale rotary frequencies to contexts longer than the model was trained on. linear:
-    all are divided by the factor. longrope (Phi-4-mini): each is divided by a factor of its own,
-    which is another one in samples of more than `original_length` tokens."""
+    all are divided by the factor. dynamic: in samples of more than `original_length` tokens the
+    base grows with their length, as in transformers. longrope (Phi-4-mini): each is divided by a
+    factor of its own, which is another one in samples of more than `original_length` tokens."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
     """Context length after scaling divided by `original_length`. longrope multiplies rotated
     queries and keys by sqrt(1 + ln(factor) / ln(original_length))."""
     original_length: Positive = 8192
-    """llama3, yarn, longrope: context length in tokens before scaling."""
+    """dynamic, llama3, yarn, longrope: context length in tokens before scaling."""
     low_frequency: Annotated[float, Field(gt=0)] = 1.0
     """llama3: wavelengths above original_length / low_frequency are fully scaled. yarn: number of
     rotations up to which a frequency is fully scaled (beta_slow)."""

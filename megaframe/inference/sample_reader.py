@@ -45,7 +45,14 @@ class SampleReader:
         self._device = stage.parameters()[0].value.device
         self._keeps_tokens = True
         self._groups: dict[int, _Group] = {}
-        rotations = (mixer.rotary for mixer in list_mixers(stage.config.model))
+        rotations = [mixer.rotary for mixer in list_mixers(stage.config.model)]
+        # Above these, each further token changes how all keys are rotated.
+        self._longest = min(
+            rotary.scaling.original_length
+            if rotary is not None and rotary.scaling.kind == "dynamic"
+            else context
+            for rotary in rotations
+        )
         # Sample lengths above which keys are rotated otherwise, those of a cache too.
         self._limits = {
             rotary.scaling.original_length
@@ -77,7 +84,7 @@ class SampleReader:
 
     def _can_keep(self, ids: Sequence[int]) -> bool:
         """Return whether the tokens of a sample stay at their positions."""
-        return self._keeps_tokens and len(ids) <= self._context
+        return self._keeps_tokens and len(ids) <= min(self._context, self._longest)
 
     def _find_group(self, ids: Sequence[int]) -> int | None:
         """Return which samples can be computed with this one; None for none."""

@@ -19,19 +19,21 @@ from megaframe.config import RotaryScalingConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 
-def compute_frequencies(
-    description: RotaryDescription, is_long: bool = False
-) -> tuple[Tensor, float]:
+def compute_frequencies(description: RotaryDescription, length: int = 0) -> tuple[Tensor, float]:
     """Return the angle per position of each rotated pair, fp64 [D/2], and the factor on queries and
     keys.
 
     Args:
         description: Of the tables.
-        is_long: Whether samples are longer than `original_length`, as LongRoPE asks.
+        length: Tokens of a sample, on which some kinds of scaling depend.
     """
     width, base, scaling = description.width, description.base, description.scaling
     # In fp64, because an angle is a large position times a small rate.
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
+    is_long = length > scaling.original_length
+    if scaling.kind == "dynamic" and is_long:
+        growth = scaling.factor * (length / scaling.original_length - 1.0) + 1.0
+        return (base * growth ** (width / (width - 2))) ** -exponent, 1.0
     plain = base**-exponent
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
@@ -51,11 +53,11 @@ def compute_frequencies(
 
 @lru_cache(maxsize=8)
 def _get_frequencies_on(
-    description: RotaryDescription, is_long: bool, device: torch.device
+    description: RotaryDescription, length: int, device: torch.device
 ) -> tuple[Tensor, float]:
     """Return `frequencies` on a device. They are cached because the host waits for each copy to a
     GPU."""
-    rate, factor = compute_frequencies(description, is_long)
+    rate, factor = compute_frequencies(description, length)
     return rate.to(device), factor
 
 
@@ -107,12 +109,15 @@ class Rotary:
             positions: Position of each token, int64 [S] or [B, S].
             dtype: Type of the activations.
             kernels: The kernels of the run.
-            length: Tokens of a whole sample, on which the frequencies of LongRoPE depend.
+            length: Tokens of a whole sample, on which some kinds of scaling depend.
         """
         self._kernels = kernels
         scaling = description.scaling
-        is_long = scaling.kind == "longrope" and length > scaling.original_length
-        rate, factor = _get_frequencies_on(description, is_long, positions.device)
+        # One number for all lengths with the same frequencies, which are then cached.
+        least = scaling.original_length + 1
+        matters = scaling.kind in ("dynamic", "longrope") and length >= least
+        length = (length if scaling.kind == "dynamic" else least) if matters else 0
+        rate, factor = _get_frequencies_on(description, length, positions.device)
         if rate.is_meta and not positions.is_meta:
             # A meta step makes all new tensors meta ones, whatever device they are made on.
             _get_frequencies_on.cache_clear()

@@ -78,6 +78,13 @@ def _find_rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
             f"model.rotary_scaling.kind=none; use another kind, or "
             "factor=1"
         )
+    width = model.rotary_fraction * model.head_dim
+    width = width if model.latent is None else model.latent.rotary_dim
+    if scaling.kind == "dynamic" and round(width) < 4:
+        yield (
+            f"model.rotary_scaling.kind=dynamic has no larger base for {width:g} rotated dims; "
+            "rotate 4 or more, or use kind linear"
+        )
     if scaling.kind in ("llama3", "yarn") and scaling.low_frequency >= scaling.high_frequency:
         yield (
             f"model.rotary_scaling.low_frequency={scaling.low_frequency:g} must be less than "

@@ -30,7 +30,10 @@ SHAPES = {
             },
         ],
     },
-    "whole-norms": {"norm": "rmsnorm", "kv_heads": 2, "qk_norm": "whole", "bias": True},
+    "whole-norms": {
+        **{"norm": "rmsnorm", "kv_heads": 2, "qk_norm": "whole", "bias": True},
+        "rotary_scaling": {"kind": "dynamic", "factor": 2.0, "original_length": 8},
+    },
     "layer-norms": {
         **{"kv_heads": 2, "head_bias": True, "activation": "relu", "qk_norm": "layernorm"},
         "blocks": [

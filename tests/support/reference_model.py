@@ -260,8 +260,7 @@ def _rotate(model, x, positions, width, base, scaling=None):
     if not width:
         return x
     scaling = scaling or model.rotary_scaling
-    is_long = x.shape[1] > scaling.original_length
-    rate, factor = compute_frequencies(RotaryDescription(width, base, scaling), is_long)
+    rate, factor = compute_frequencies(RotaryDescription(width, base, scaling), x.shape[1])
     pairs = len(rate)
     turned = torch.polar(
         torch.full_like(positions, factor, dtype=torch.float64)[..., None],

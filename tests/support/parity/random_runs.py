@@ -232,7 +232,9 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "ModelConfig.rotary_base": bases,
         "ModelConfig.mtp_depth": st.sampled_from((1, 2, 0)),
         "ModelConfig.window": st.one_of(windows, st.lists(st.none() | windows, min_size=1)),
-        "RotaryScalingConfig.kind": st.sampled_from(("none", "linear", "llama3", "yarn")),
+        "RotaryScalingConfig.kind": st.sampled_from(
+            ("none", "linear", "dynamic", "llama3", "yarn")
+        ),
         "RotaryScalingConfig.original_length": st.sampled_from((8, 16)),
         **{f"RotaryScalingConfig.{key}_factors": None for key in ("short", "long")},
         "AttentionConfig.heads": number_of_heads,
@@ -240,6 +242,10 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "AttentionConfig.head_dim": even,
         "AttentionConfig.window": windows,
         "AttentionConfig.rotary_base": bases,
+        "AttentionConfig.rotary_fraction": st.sampled_from((0.5, 1.0)),
+        "AttentionConfig.alibi": st.sampled_from((8.0, 4.0)),
+        "QueryScaleConfig.rate": st.sampled_from((0.1, 0.5)),
+        "QueryScaleConfig.length": windows,
         "LatentMixerConfig.window": windows,
         "GatedDeltaNetConfig.key_heads": st.sampled_from((tensor, 2 * tensor)),
         "GatedDeltaNetConfig.value_heads": st.sampled_from((2 * tensor, 4 * tensor)),

@@ -155,13 +155,24 @@ def sample_again(stage, start, tokens, context):
     return ids
 
 
-def test_keys_of_the_past_are_rotated_anew_where_a_sample_becomes_long(build):
-    factors = {"short_factors": [1.0, 2.0], "long_factors": [3.0, 5.0]}
-    scaling = {"kind": "longrope", "factor": 4.0, "original_length": 6, **factors}
+FACTORS = {"short_factors": [1.0, 2.0], "long_factors": [3.0, 5.0]}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected_lengths"),
+    [
+        ({"kind": "longrope", **FACTORS}, [3, 1, 1, 1, 7, 1, 1, 1]),
+        ({"kind": "dynamic"}, [3, 1, 1, 1, 7, 8, 9, 10]),
+    ],
+)
+def test_keys_of_the_past_are_rotated_anew_where_a_sample_becomes_long(
+    scaling, expected_lengths, build
+):
+    scaling = {"factor": 4.0, "original_length": 6, **scaling}
     stage = build({"heads": 4, "hidden": 16, "rotary_scaling": scaling}).stage
     lengths, passes = record_lengths(stage)
     *_, ids = sample(stage, ask([3, 1, 4], 8), context=12)
-    assert lengths == [3, 1, 1, 1, 7, 1, 1, 1]
+    assert lengths == expected_lengths
     stage.compute_hidden = passes
     assert ids == sample_again(stage, [3, 1, 4], 8, 12)
 

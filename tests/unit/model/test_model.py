@@ -123,7 +123,7 @@ MODELS |= {
         "rotary_scaling": {**YARN, "original_length": 8},
         "blocks": [
             {"mixer": {"rotary_scaling": {"kind": "linear", "factor": 8.0}}},
-            {"mixer": {"rotary_scaling": {"kind": "none"}}},
+            {"mixer": {"rotary_scaling": {"kind": "dynamic", "factor": 2, "original_length": 8}}},
             {"mixer": {"rotary_scaling": LONG, "qk_norm": True, "norm_after_rotation": True}},
             {},
         ],

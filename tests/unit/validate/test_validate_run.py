@@ -143,6 +143,10 @@ def test_a_sound_config_passes(overrides):
             "truncate=false has no effect with .*kind=linear; leave it out, or use kind yarn",
         ),
         (
+            ["model.rotary_scaling={kind: dynamic, factor: 2}", "model.head_dim=2"],
+            "kind=dynamic has no larger base for 2 rotated dims; rotate 4 or more",
+        ),
+        (
             ["model.rotary_scaling={kind: longrope, short_factors: [1.0]}"],
             "short_factors has 1 factors for the 32 pairs .* are rotated; give 32",
         ),

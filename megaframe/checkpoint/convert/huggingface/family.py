@@ -353,6 +353,8 @@ class Family:
         }
         for key in self.keys:
             config |= key.write(facts)
+        if facts.get("mixer.rotary_scaling.kind") == "dynamic":  # which begins after these
+            positions = facts.get("mixer.rotary_scaling.original_length")
         config[self.positions] = positions
         try:
             differing = find_differences(facts, describe_model(self.read_model(config)))

@@ -26,12 +26,14 @@ from megaframe.errors import UserError
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
 }
 """The kinds of scaling, and the keys without which each is refused."""
 _OPTIONAL = {
+    "dynamic": ("original_max_position_embeddings",),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("attention_factor",),
 }
@@ -56,7 +58,7 @@ class RotaryKeys(Key):
     share: float | None = None
     share_name: str = "partial_rotary_factor"
     base_name: str = "rope_theta"
-    kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     latent: bool = False
     section: Mapping[str, Any] = field(default_factory=dict)
 
@@ -95,6 +97,8 @@ class RotaryKeys(Key):
             set_share(facts, share)
         elif share not in (None, 1):
             raise UserError(f"{name}.partial_rotary_factor={share} is not supported, only 1.0")
+        if kind == "dynamic":
+            rope = {**rope, "original_max_position_embeddings": _read_length(name, rope, config)}
         for key, value in _read_scaling(kind, rope, self.latent).items():
             facts.set(f"mixer.rotary_scaling.{key}", value)
 
@@ -256,6 +260,8 @@ class RotaryKeysOfTypes(Key):
                     "transformers reads it only where all layers have one section"
                 )
             rope_type = read_rope_kind(f"rope_parameters.{kind}", rope)
+            if rope_type == "dynamic":
+                raise UserError(f"rope_parameters.{kind}.rope_type='dynamic' is not supported")
             bases[kind] = rope.get("rope_theta") or (config.get(name) if name else None) or base
             scalings[kind] = _read_scaling(rope_type, rope, latent=False)
         facts.set("mixer.rotary", True)
@@ -319,6 +325,8 @@ def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
     if kind == "linear":
         return {"kind": "linear", "factor": rope["factor"]}
     shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
+    if kind == "dynamic":
+        return {"kind": kind, **shared}
     if kind == "longrope":
         factors = {f"{name}_factors": tuple(rope[f"{name}_factor"]) for name in ("short", "long")}
         return {"kind": kind, **shared, **factors, "factor": _read_growth(rope)}
@@ -332,6 +340,18 @@ def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
         "high_frequency": rope.get("beta_fast", 32),
         "truncate": rope.get("truncate", True),
     }
+
+
+def _read_length(name: str, rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Return the length above which dynamic scaling begins, which code takes from outside."""
+    length: int | None = config.get("max_position_embeddings")
+    own = rope.get("original_max_position_embeddings", length)
+    if length is None or own != length:
+        raise UserError(
+            f"{name}.original_max_position_embeddings={own} is not the length above which code "
+            f"scales with rope_type 'dynamic', max_position_embeddings={length}"
+        )
+    return length
 
 
 def _read_growth(rope: Mapping[str, Any]) -> float:
@@ -385,8 +405,8 @@ def write_scaling(layer: Mapping[str, Any]) -> Keys:
     scaling = RotaryScalingConfig.model_validate(given)
     if scaling.kind == "none":
         return {"rope_type": "default"}
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
+    if scaling.kind in ("linear", "dynamic"):
+        return {"rope_type": scaling.kind, "factor": scaling.factor}
     shared = {
         "rope_type": scaling.kind,
         "factor": scaling.factor,

@@ -108,6 +108,20 @@ def test_longrope_has_the_factors_of_the_samples_length(length, keys, tmp_path):
     assert_same_both_ways(tmp_path / "theirs", tmp_path)
 
 
+def test_dynamic_scaling_begins_after_the_longest_text(tmp_path):
+    """Samples of 18 tokens are longer than what its config says, and texts are not."""
+    from transformers import AutoConfig
+
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    shape = {**GROUPED, "max_position_embeddings": 16, "rope_parameters": rope}
+    save_random_model(AutoConfig.for_model("llama", **shape), tmp_path / "theirs")
+    assert_same_both_ways(tmp_path / "theirs", tmp_path)
+    other = {**rope, "original_max_position_embeddings": 8}
+    config = {"model_type": "llama", "rms_norm_eps": 1e-6, **shape, "rope_parameters": other}
+    with pytest.raises(UserError, match="embeddings=8 is not the length above which code scales"):
+        FAMILIES["llama"].read_model(config)
+
+
 def test_what_is_missing_or_null_is_what_transformers_makes_of_it():
     rope = {"rope_theta": 1e4, "rms_norm_eps": 1e-6}
     grouped = {**GROUPED, **GLM_ROUTED, **rope, "first_k_dense_replace": 1}
