@@ -109,9 +109,14 @@ QWEN3 = MISTRAL.derive(
     block=QK_NORMS,
 )
 INTERNLM3 = LLAMA.derive(
-    "internlm3", "LlamaForCausalLM", aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+    "internlm3",
+    "LlamaForCausalLM",
+    Pair("head_dim", "mixer.head_dim", "present"),
+    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
 )
-IQUEST_CODER = LLAMA.derive("iquestcoder", "LlamaForCausalLM")
+IQUEST_CODER = LLAMA.derive(
+    "iquestcoder", "LlamaForCausalLM", Pair("head_dim", "mixer.head_dim", "present")
+)
 ARCEE = LLAMA.derive(
     "arcee",
     "ArceeForCausalLM",
@@ -147,10 +152,14 @@ ERNIE4_5 = LLAMA.derive(
     fixed={**NO_BIASES, "use_bias": False},
     interleaved=True,
 )
+_CWM_SCALING = {
+    **{"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
 CWM = LLAMA.derive(
     "cwm",
     "CwmForCausalLM",
-    RotaryKeys(base=1e6),
+    RotaryKeys(base=1e6, section=_CWM_SCALING),
     LayerTypes(slide_except("", 4, first=True), need="present"),
     Pair("num_key_value_heads", "mixer.kv_heads", "value"),
     Pair("head_dim", "mixer.head_dim", "present"),

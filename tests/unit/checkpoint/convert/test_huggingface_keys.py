@@ -6,11 +6,13 @@ Tests `megaframe.checkpoint.convert.huggingface.family` and
 
 import dataclasses
 import json
+import shutil
+from collections import Counter
 
 import pytest
 import torch
-from family_configs import make_tiny_config
-from slow_cases import mark_slow
+from family_configs import MODELS, OTHERS, make_tiny_config
+from slow_cases import slow
 from small_model_folders import CONFIGS, write_small_folder
 from transformers_models import assert_same_logits, compute_logits, load_whole, save_random_model
 
@@ -25,48 +27,25 @@ from megaframe.errors import UserError
 
 pytestmark = pytest.mark.numeric
 
-SHAPE = {
-    **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61},
-    **{"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24},
-    **{"max_position_embeddings": 64, "initializer_range": 0.3},
-}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_experts": 4}
-DEEPSEEK = {
-    **{key: value for key, value in SHAPE.items() if key != "head_dim"},
-    **{"num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-    **{"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    **{"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5},
-    **{"q_lora_rank": 12, "n_group": 4, "topk_group": 2},
-}
 YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
     **{"original_max_position_embeddings": 16, "mscale": 0.9, "mscale_all_dim": 0.7},
 }
-SLIDING = {"sliding_window": 5, "num_hidden_layers": 2}
 SMALL = {
-    "gpt2": (
-        "GPT2",
-        {
-            **{"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61},
-            "initializer_range": 0.3,
-        },
-    ),
-    "llama": ("Llama", {**SHAPE, "rope_parameters": YARN}),
-    "mistral": ("Mistral", {**SHAPE, "sliding_window": 5}),
-    "ministral": (
-        "Ministral",
-        {**SHAPE, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
-    "qwen2": ("Qwen2", {**SHAPE, "sliding_window": 5, "use_sliding_window": True}),
-    "qwen3": ("Qwen3", {**SHAPE, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen3_moe": ("Qwen3Moe", {**SHAPE, **EXPERTS}),
-    "gpt_oss": ("GptOss", {**SHAPE, "num_local_experts": 4, "sliding_window": 5}),
-    "mixtral": ("Mixtral", {**SHAPE, "num_experts_per_tok": 2, "num_local_experts": 4}),
-    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
-    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN}),
+    "llama": {"rope_parameters": YARN},
+    "ministral": {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2},
+    "qwen2": {"sliding_window": 5, "use_sliding_window": True},
+    "qwen3": {"sliding_window": 5, "max_window_layers": 1},
+    "qwen3_moe": {"num_hidden_layers": 2, "mlp_only_layers": []},
+    "gpt_oss": {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "deepseek_v3": {"rope_parameters": YARN},
 }
+"""What is changed in the tiny config of a family, so that more of its keys act."""
 ROUNDING_ONLY = {"dtype", "torch_dtype"}
 """Keys that choose the type of the numbers, not what is computed."""
+FOLDED = {"logit_scale", "logits_scaling"}
+"""Keys whose factor is a part of our weights, which fp32 rounds unless it is a power of 2."""
 MORE = {
     **{"is_causal": False, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 8},
     **{"rope_theta": 100.0, "sliding_window": 3, "layer_types": ["full_attention"] * 2},
@@ -107,6 +86,8 @@ def list_changed_configs(config, defaults):
         defaults: Values of keys that it may have.
     """
     values = {key: list_values(value) for key, value in {**defaults, **config}.items()}
+    for key in FOLDED & values.keys():
+        values[key] = [4 * config[key], config[key] / 2, None]
     for key, value in MORE.items():
         values[key] = [*values.get(key, []), value]
     for key in sorted(values.keys() - {"model_type", *ROUNDING_ONLY}):
@@ -133,41 +114,62 @@ def compute_their_logits(config, weights):
         return None
 
 
-@pytest.mark.parametrize("family", mark_slow(SMALL, except_for=["gpt2", "qwen3"]))
-def test_every_key_is_read_or_changes_nothing_or_is_refused(family, tmp_path):
+def has_same_meaning(row, config, other):
+    """Return whether a row reads the same from two configs."""
+    models = [row.read_model(each) for each in (config, other)]
+    same = models[0].positions == models[1].positions
+    same = same and row.read_scales(config) == row.read_scales(other)
+    return same and not find_differences(*map(describe_model, models))
+
+
+def check_key(row, config, changed, weights, folder):
+    """Assert that a changed config is refused, or changes here what it changes in transformers.
+    Returns which of them."""
+    try:
+        if has_same_meaning(row, config, changed):
+            logits = compute_their_logits(changed, weights)
+            assert logits is None or torch.equal(logits, compute_their_logits(config, weights))
+            return "without effect"
+        (folder / "config.json").write_text(json.dumps(changed))
+        imported = folders.import_model(folder, folder / "own")
+    except UserError:
+        return "refused"
+    try:
+        if compute_their_logits(changed, weights) is None:
+            return "not run"
+        assert_same_logits(imported.checkpoint, folder)
+    finally:
+        shutil.rmtree(folder / "own")
+    return "read"
+
+
+SAMPLED = ("gpt2", "qwen3", "gemma3_text", "minimax_m2")
+"""Families whose keys are sampled in `make test`; all others repeat what their rows have."""
+
+
+@pytest.mark.parametrize(
+    ("family", "every"),
+    [*((family, 12) for family in SAMPLED), *(slow(family, 1) for family in FAMILIES)],
+)
+def test_every_key_is_read_or_changes_nothing_or_is_refused(family, every, tmp_path):
     import transformers
 
     transformers.logging.set_verbosity_error()
-    kind, keys = SMALL[family]
-    config_class = getattr(transformers, f"{kind}Config")
-    folder = tmp_path / "theirs"
-    save_random_model(config_class(**keys), folder)
-    config = json.loads((folder / "config.json").read_text())
-    row = FAMILIES[family]
-    model, weights = row.read_model(config), load_whole(folder).state_dict()
-    expected_logits = compute_their_logits(config, weights)
-    defaults = dict.fromkeys((*config_class.attribute_map, *row.types))
-    for field in dataclasses.fields(config_class):
+    keys = {**MODELS, **OTHERS}[family] | SMALL.get(family, {})
+    start, row = transformers.AutoConfig.for_model(family, **keys), FAMILIES[family]
+    save_random_model(start, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = load_whole(tmp_path).state_dict()
+    defaults = dict.fromkeys((*start.attribute_map, *row.types))
+    for field in dataclasses.fields(start):
         defaults[field.name] = None if field.default is dataclasses.MISSING else field.default
-    outcomes = {"refused": 0, "without effect": 0, "read": 0}
-    for number, (change, changed) in enumerate(list_changed_configs(config, defaults)):
+    outcomes = Counter()
+    for change, changed in [*list_changed_configs(config, defaults)][::every]:
         try:
-            changed_model = row.read_model(changed)
-            same_rows = model.positions == changed_model.positions
-            if same_rows and not find_differences(*map(describe_model, (model, changed_model))):
-                logits = compute_their_logits(changed, weights)
-                assert logits is None or torch.equal(logits, expected_logits), change
-                outcomes["without effect"] += 1
-                continue
-            (folder / "config.json").write_text(json.dumps(changed))
-            imported = folders.import_model(folder, tmp_path / f"own-{number}")
-        except UserError:
-            outcomes["refused"] += 1
-            continue
-        if compute_their_logits(changed, weights) is not None:
-            assert_same_logits(imported.checkpoint, folder)
-            outcomes["read"] += 1
-    assert min(outcomes.values()) > 1, outcomes
+            outcomes[check_key(row, config, changed, weights, tmp_path)] += 1
+        except Exception as error:
+            raise AssertionError(change) from error
+    assert every > 1 or min(outcomes[kind] for kind in ("refused", "without effect", "read")) > 1
 
 
 BFLOAT16 = {"torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True}
