@@ -85,10 +85,13 @@ def _find_rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
             f"model.rotary_scaling.kind=dynamic has no larger base for {width:g} rotated dims; "
             "rotate 4 or more, or use kind linear"
         )
-    if scaling.kind in ("llama3", "yarn") and scaling.low_frequency >= scaling.high_frequency:
+    low, high = scaling.low_frequency, scaling.high_frequency
+    # YaRN may blend over a single pair, as Kimi-K2 does; llama3 divides by the difference.
+    most = {"yarn": "at most", "llama3": "less than"}.get(scaling.kind)
+    if most is not None and (low > high or (low == high and scaling.kind == "llama3")):
         yield (
-            f"model.rotary_scaling.low_frequency={scaling.low_frequency:g} must be less than "
-            f"model.rotary_scaling.high_frequency={scaling.high_frequency:g}"
+            f"model.rotary_scaling.low_frequency={low:g} must be {most} "
+            f"model.rotary_scaling.high_frequency={high:g}"
         )
     if scaling.kind == "longrope":
         yield from _find_longrope_mistakes(model)

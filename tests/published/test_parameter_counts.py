@@ -29,6 +29,15 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "minimax-m2": 228_689_748_992,
+    "glm-4.5": 352_797_814_784,
+    "gemma2-9b": 9_241_705_984,
+    "phi-4": 14_659_507_200,
+    "olmo3-7b": 7_298_011_136,
 }
 
 # Billions of parameters that are active for a token, as the authors report them.
@@ -39,6 +48,7 @@ ACTIVE = {
     "qwen3-235b-a22b": 22,
     "deepseek-v2": 21,
     "deepseek-v3": 37,
+    "kimi-k2": 32.6,
 }
 
 

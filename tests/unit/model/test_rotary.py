@@ -73,6 +73,15 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     assert_near(rate[middle], expected, 16, size=4 * plain[middle])
 
 
+def test_yarn_may_blend_over_one_pair():
+    scaling = {"kind": "yarn", "factor": 4, "original_length": 32768}
+    plain, _ = frequencies_of(make_model(rotary_base=1e6))
+    scaling |= {"low_frequency": 1, "high_frequency": 1}
+    rate, _ = frequencies_of(make_model(rotary_base=1e6, rotary_scaling=scaling))
+    assert torch.equal(rate[:40], plain[:40])  # 39.67 is rounded outwards
+    assert_near(rate[40:], plain[40:] / 4, 4, size=plain[40:] / 4)
+
+
 def test_yarn_ramps_between_its_two_rotation_counts():
     scaling = {
         "kind": "yarn",

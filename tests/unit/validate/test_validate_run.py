@@ -127,6 +127,10 @@ def test_a_sound_config_passes(overrides):
             "low_frequency=4 must be less than .*high_frequency=4",
         ),
         (
+            ["model.rotary_scaling={kind: yarn, factor: 4, low_frequency: 5}"],
+            "low_frequency=5 must be at most .*high_frequency=4",
+        ),
+        (
             ["model.rotary_scaling={kind: yarn, factor: 4, mscale_all_dim: 1}"],
             "mscale_all_dim=1 needs model.latent; use 0",
         ),

@@ -116,6 +116,7 @@ GEMMA2 = VAULT_GEMMA.derive(
         "post_attention_layernorm": "attention_post_norm",
         "post_feedforward_layernorm": "mlp_post_norm",
     },
+    neutral=("sliding_window_size",),
 )
 GEMMA3 = GEMMA2.derive(
     "gemma3_text",

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,56 @@ def import_model(folder: Path, target: StorePath) -> StartingWeights:
             another shape, of integers or not finite, and for damaged files.
     """
     config_file = find_config_file(target)
-    whole_config = read_json(folder / CONFIG)
+    plan = plan_import(folder, read_json(folder / CONFIG), read_headers(folder))
+    boxes, source = _plan_boxes(plan.specs, plan.tensors)
+    box_reader = _BoxReader(plan.headers, source)
+    checkpoint = assemble_checkpoint(
+        target,
+        0,
+        make_initial_train_state(plan.run).model_dump(mode="json"),
+        group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES),
+        box_reader.read_bytes,
+    )
+    if config_file is not None:
+        write_run_config(config_file, folder, plan.run, checkpoint)
+    return StartingWeights(checkpoint, config_file, plan.notes)
+
+
+@dataclass(frozen=True)
+class ImportPlan:
+    """What an import does.
+
+    Attributes:
+        run: The config of the run that the checkpoint is of.
+        specs: Its parameters.
+        headers: The tensors of the folder that are of the model for texts.
+        tensors: Those that are read, and which parts of which parameters they are.
+        notes: A line for each thing that is not taken over.
+    """
+
+    run: RunConfig
+    specs: list[ParamSpec]
+    headers: Mapping[str, TensorHeader]
+    tensors: list[HuggingFaceTensor]
+    notes: tuple[str, ...]
+
+
+def plan_import(
+    folder: Path, whole_config: Mapping[str, Any], all_headers: Mapping[str, TensorHeader]
+) -> ImportPlan:
+    """Return what an import does, from names and shapes alone.
+
+    Args:
+        folder: The folder.
+        whole_config: Its `config.json`.
+        all_headers: Its tensors.
+
+    Raises:
+        UserError: As `import_model`, but for elements of tensors.
+    """
     config = unwrap_config(whole_config)
     family = get_family(config.get("model_type"))
-    bare_headers, notes_on_towers = unwrap_names(whole_config, read_headers(folder))
+    bare_headers, notes_on_towers = unwrap_names(whole_config, all_headers)
     headers = restore_prefix(family, bare_headers)
     if config.get("quantization_config") is not None:
         headers = join_packed_headers(headers)
@@ -150,18 +197,7 @@ def import_model(folder: Path, target: StorePath) -> StartingWeights:
     skipped = SkippedTensors(family, model.tie_embeddings, layers)
     mapped = map_tensors(family, model, specs, family.read_scales(config))
     tensors = match_tensors(folder, mapped, headers, skipped)
-    boxes, source = _plan_boxes(specs, tensors)
-    box_reader = _BoxReader(headers, source)
-    checkpoint = assemble_checkpoint(
-        target,
-        0,
-        make_initial_train_state(run).model_dump(mode="json"),
-        group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES),
-        box_reader.read_bytes,
-    )
-    if config_file is not None:
-        write_run_config(config_file, folder, run, checkpoint)
-    return StartingWeights(checkpoint, config_file, (*notes, *skipped.describe(headers)))
+    return ImportPlan(run, specs, headers, tensors, (*notes, *skipped.describe(headers)))
 
 
 def _find_tokenizer(folder: Path) -> str | None:

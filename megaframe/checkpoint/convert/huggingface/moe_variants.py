@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
     make_layer_kinds,
     slide_except,
 )
-from megaframe.checkpoint.convert.huggingface.key_types import Count, Flag, Size
+from megaframe.checkpoint.convert.huggingface.key_types import Count, Counts, Flag, Size
 from megaframe.checkpoint.convert.huggingface.layered_families import EXAONE4
 from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.checkpoint.convert.huggingface.moe_families import (
@@ -195,6 +196,30 @@ def _find_rotary_width(facts: Facts) -> int:
     return round(facts.get("mixer.rotary_fraction") * get_head_dim(facts))
 
 
+@dataclass(frozen=True)
+class SoftmaxLayers(Key):
+    """Which layers have attention as it is here, as 1 for each; earlier models of MiniMax had
+    others. Transformers does not read it."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The list."""
+        return {"attn_type_list": Counts}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Refuse other layers."""
+        kinds = config.get("attn_type_list")
+        if kinds is not None and kinds != [1] * len(facts.layers):
+            raise UserError(
+                f"attn_type_list={reprlib.repr(kinds)} is not supported, only 1 for each of the "
+                f"{len(facts.layers)} layers"
+            )
+
+    def write(self, facts: Facts) -> Keys:
+        """Return nothing."""
+        return {}
+
+
 MINIMAX_M2 = MIXTRAL.derive(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
@@ -202,16 +227,23 @@ MINIMAX_M2 = MIXTRAL.derive(
     Pair("num_key_value_heads", "mixer.kv_heads", "value"),
     Pair("head_dim", "mixer.head_dim", "present"),
     RotaryWidth(),
+    SoftmaxLayers(),
     without=("sliding_window", "layer_types"),
     own=SIGMOID | {"mixer.qk_norm": "whole"},
     fixed={
         **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
-        "qk_norm_type": "per_layer",
+        **{"qk_norm_type": "per_layer", "shared_intermediate_size": 0},
     },
+    # Predictors of further tokens are no part of the published weights.
+    neutral=("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
     block={
         "self_attn.q_norm": "attention.query_norm",
         "self_attn.k_norm": "attention.key_norm",
         "block_sparse_moe.e_score_correction_bias": "moe.balance",
+    },
+    code={
+        "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
+        "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
     },
 )
 

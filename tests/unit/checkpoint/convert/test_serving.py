@@ -44,6 +44,7 @@ def test_an_export_has_all_keys_that_servers_read(family):
         ("hy_v3", "first_k_dense_replace", 2, "first_k_dense_replace=2 contradicts other keys"),
         ("exaone_moe", "is_moe_layer", [True] * 4, "by which it is [False, True, True, True]"),
         ("minimax_m2", "rotary_dim", 4, "rotary_dim=4 contradicts partial_rotary_factor, by which"),
+        ("minimax_m2", "attn_type_list", [1, 0], "attn_type_list=[1, 0] is not supported, only 1"),
         ("minimax_m2", "use_qk_norm", False, "use_qk_norm=False is not supported, only True"),
     ],
 )
