@@ -172,8 +172,13 @@ class ScaledRotaryKeys(RotaryKeys):
         name, rope = super().find_section(config)
         for key in ("llama_4_scaling_beta", "max_position_embeddings"):
             rope.pop(key, None)
-        if self.latent:  # whatever the share is, its own width is rotated
-            rope.pop("partial_rotary_factor", None)
+        if self.latent and (share := rope.pop("partial_rotary_factor", None)) is not None:
+            rotated = config["qk_rope_head_dim"]
+            if int((rotated + config["qk_nope_head_dim"]) * share) != rotated:
+                raise UserError(
+                    f"{name}.partial_rotary_factor={share:g} is not the share of "
+                    f"qk_rope_head_dim={rotated} in a head; remove it from config.json"
+                )
         if rope.get("rope_type", rope.get("type", "default")) == "default":
             rope.pop("original_max_position_embeddings", None)
         return name, rope

@@ -169,7 +169,7 @@ def test_every_key_is_read_or_changes_nothing_or_is_refused(family, every, tmp_p
             outcomes[check_key(row, config, changed, weights, tmp_path)] += 1
         except Exception as error:
             raise AssertionError(change) from error
-    assert every > 1 or min(outcomes[kind] for kind in ("refused", "without effect", "read")) > 1
+    assert every > 1 or all(outcomes[kind] for kind in ("refused", "without effect", "read"))
 
 
 BFLOAT16 = {"torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True}
