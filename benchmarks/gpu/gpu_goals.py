@@ -143,7 +143,7 @@ def _evaluate_kernels(result: dict[str, Any]) -> Iterator[Goal]:
         share = find_worst(chosen, kernel, way, lambda measurement: measurement["product_share"])
         return Goal(f"{kernel} {way} over bare products", reach, share)
 
-    for kernel in ("norm", "activation", "rotary", "loss"):
+    for kernel in ("norm", "activation", "rotary", "qkv_rotary", "loss"):
         yield compare_with_copy(kernel, "forward", 0.97)
     yield compare_with_copy("norm", "backward", 0.85)
     yield compare_with_copy("adamw", "forward", 0.92)

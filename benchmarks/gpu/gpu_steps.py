@@ -44,11 +44,12 @@ class Step:
         return (*alone, *(f"tests of {name}" for name in self.tests), *self.kernels, *self.rows)
 
 
+_ELEMENTWISE = "activation", "rotary", "qkv_rotary"
 STEPS = (
     Step("smoke", 40, smoke=True),
     Step("slice", 150, rows=("llama-8b-slice",)),
     Step("attention", 120, kernels=("attention",)),
-    Step("kernels", 120, kernels=("norm", "adamw", "loss", "activation", "rotary", "square_sum")),
+    Step("kernels", 120, kernels=("norm", "adamw", "loss", *_ELEMENTWISE, "square_sum")),
     Step("graphs", 120, tests=("graphs",), rows=("gpt2-124m-graph",)),
     Step("host", 90, rows=("llama-8b-slice-host", "moe-slice-host")),
     Step("fp8", 75, rows=("llama-8b-slice-fp8",)),

@@ -34,7 +34,17 @@ from kernel_timing import (  # noqa: E402  # noqa: E402
 from time_limit import LAST  # noqa: E402
 
 _WORTH_COMPILING = frozenset(
-    ("norm", "activation", "rotary", "loss", "adamw", "square_sum", "router", "quantise")
+    (
+        "norm",
+        "activation",
+        "rotary",
+        "qkv_rotary",
+        "loss",
+        "adamw",
+        "square_sum",
+        "router",
+        "quantise",
+    )
 )
 """Kernels for which a compiler can compete. Each takes seconds to compile."""
 COMPILED = "compiled"

@@ -148,6 +148,21 @@ def _make_elementwise(s: CaseSizes) -> Iterator[KernelCase]:
         length=2,
     )
 
+    def make_joint() -> tuple[Any, ...]:
+        groups = max(s.heads // 4, 1)
+        shape = (s.tokens // s.length, s.length, groups, 6, s.width)
+        angle = torch.randn(s.length, s.width // 2)
+        return draw_normal(*shape, grad=True), angle.cos(), angle.sin()
+
+    yield KernelCase(
+        "qkv_rotary",
+        "groups of 4 heads",
+        make_joint,
+        LeastWork(2 * heads * 6 / 4),
+        LeastWork(2 * heads * 6 / 4),
+        length=2,
+    )
+
 
 def _make_losses(s: CaseSizes) -> Iterator[KernelCase]:
     tokens = s.tokens // 2

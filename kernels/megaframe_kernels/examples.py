@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaframe_kernels import loss
 from megaframe_kernels.attention import launches
-from megaframe_kernels.elementwise import activation, norm, rotary
+from megaframe_kernels.elementwise import activation, norm, qkv_rotary, rotary
 from megaframe_kernels.experts import (
     expert_order,
     grouped_gradient,
@@ -81,11 +81,15 @@ def _launch_rotary() -> Iterator[Example]:
     yield Example("32 heads of 128", partial(call, 64))
     yield Example("a part of each head", partial(call, 32))
 
-    def call_grouped() -> None:
-        qkv, table = _make_tensor(2, 8192, 8, 6, 128), _make_tensor(8192, 64, dtype=torch.float32)
-        rotary.launch_turn(qkv[:, :, :, :4], table, table, False)
 
-    yield Example("8 groups of 4 heads", call_grouped)
+def _launch_qkv_rotary() -> Iterator[Example]:
+    def call(half: int) -> None:
+        qkv, table = _make_tensor(2, 8192, 8, 6, 128), _make_tensor(8192, half, dtype=torch.float32)
+        parts = qkv_rotary.launch_forward(qkv, table, table)
+        qkv_rotary.launch_backward(*parts, table, table)
+
+    yield Example("8 groups of 4 heads of 128", partial(call, 64))
+    yield Example("a part of each head", partial(call, 32))
 
 
 def _launch_loss() -> Iterator[Example]:
@@ -228,6 +232,7 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "norm": _launch_norms,
     "activation": _launch_activations,
     "rotary": _launch_rotary,
+    "qkv_rotary": _launch_qkv_rotary,
     "loss": _launch_loss,
     "adamw": _launch_adamw,
     "square_sum": _launch_square_sum,

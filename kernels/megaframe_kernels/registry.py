@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from megaframe_kernels import loss
 from megaframe_kernels.attention import attention
-from megaframe_kernels.elementwise import activation, norm, rotary
+from megaframe_kernels.elementwise import activation, norm, qkv_rotary, rotary
 from megaframe_kernels.experts import (
     expert_order,
     grouped_gradient,
@@ -29,6 +29,7 @@ _ALL = (
     norm.KERNEL,
     activation.KERNEL,
     rotary.KERNEL,
+    qkv_rotary.KERNEL,
     attention.KERNEL,
     attention.BACKWARD,
     loss.KERNEL,

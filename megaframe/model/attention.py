@@ -74,31 +74,7 @@ class Attention(Module):
         qkv = inputs.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
             batch, length, -1, self.per_group + 2, self.width
         )
-        # Views of one product: B, S, then this rank's groups, each with R queries, a key and a
-        # value.
-        query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
-        tensor = self.setup.tensor.group
-        if self.groups < tensor.size:
-            # Neighbouring ranks share a group; each has some of its query heads.
-            sharing = tensor.size // self.groups
-            query = query.chunk(sharing, 3)[tensor.index % sharing]
-        key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)
-        # The order matters: the gains of two dims that are rotated against each other differ.
-        if self.qk_norms is not None and not self.norm_after_rotation:
-            query, key_BSGD = self.qk_norms(query.flatten(2, 3), key_BSGD)
-        if self.rotary is not None:
-            rotate = inputs.rotary[self.rotary]
-            # The rotation is the only copy of the queries: it reads them between keys and values.
-            query, key_BSGD = rotate(query), rotate(key_BSGD)
-        if self.rotary is not None or self.alibi is not None:
-            # A copy, because a view would keep the unrotated queries and keys alive beside it.
-            value_BSGD = value_BSGD.contiguous()
-        if self.qk_norms is not None and self.norm_after_rotation:
-            query, key_BSGD = self.qk_norms(query, key_BSGD)
-        # Query heads of one group stay adjacent, as grouped-query attention expects them.
-        query_BSND = query.reshape(batch, length, -1, self.width)
-        if self.alibi is not None:
-            query_BSND, key_BSGD = self.alibi(query_BSND, key_BSGD, inputs.positions_BS)
+        query_BSND, key_BSGD, value_BSGD = self._divide(qkv, inputs)
         mask = inputs.masks[self.window]
         heads_TV = attend_heads(
             query_BSND,
@@ -118,6 +94,42 @@ class Attention(Module):
             heads_TV = (heads_TV.view(*gates_TN1.shape[:2], -1) * gates_TN1).flatten(1)
         # The product of a row linear is reduce-scattered in equal parts, so the padding comes back.
         return self.output(inputs.rows.pad(heads_TV), state.deferred)
+
+    def _divide(self, qkv: Tensor, inputs: MicrobatchInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's queries [B, S, N, D], keys and values [B, S, G, D], normalised and
+        rotated.
+
+        Args:
+            qkv: [B, S, G, R + 2, D]: for each of the rank's groups R queries, a key and a value.
+            inputs: Of the microbatch.
+        """
+        tensor, norms = self.setup.tensor.group, self.qk_norms
+        rotate = None if self.rotary is None else inputs.rotary[self.rotary]
+        # Neighbouring ranks share a group if there are fewer; each has some of its query heads.
+        sharing = max(1, tensor.size // self.groups)
+        # The order matters: the gains of two dims that are rotated against each other differ.
+        before, after = (None, norms) if self.norm_after_rotation else (norms, None)
+        if rotate is not None and before is None and sharing == 1:
+            query, key, value = rotate.divide(qkv)
+        else:
+            query, key, value = qkv.split((self.per_group, 1, 1), 3)
+            if sharing > 1:
+                query = query.chunk(sharing, 3)[tensor.index % sharing]
+            # Query heads of one group stay adjacent, as grouped-query attention expects them.
+            query = query.flatten(2, 3)
+            key, value = key.squeeze(3), value.squeeze(3)
+            if before is not None:
+                query, key = before(query, key)
+            if rotate is not None:
+                query, key = rotate(query), rotate(key)
+            if rotate is not None or self.alibi is not None:
+                # A copy, because a view would keep the unrotated queries and keys alive beside it.
+                value = value.contiguous()
+        if after is not None:
+            query, key = after(query, key)
+        if self.alibi is not None:
+            query, key = self.alibi(query, key, inputs.positions_BS)
+        return query, key, value
 
 
 def attend_heads(

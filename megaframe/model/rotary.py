@@ -131,13 +131,25 @@ class Rotary:
         """Return x with its leading dims rotated, [B, S, N, head_dim].
 
         Args:
-            x: [B, S, N, head_dim], or in groups [B, S, G, N / G, head_dim], which need not be
-                adjacent: a kernel reads them where they are.
+            x: [B, S, N, head_dim].
         """
         if run := self._kernels.find("rotary", x, *self._tables):
             return run(x, *self._tables)
-        x = x.flatten(2, -2)
         return self._kernels.maybe_compile(_rotate, _rotate_for_compiler)(x, self.cos, self.sin)
+
+    def divide(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries [B, S, G R, head_dim], rotated keys and values [B, S, G, head_dim]
+        of a joint product, each in memory of its own.
+
+        Args:
+            qkv: [B, S, G, R + 2, head_dim]: for each group R queries, a key and a value.
+        """
+        if run := self._kernels.find("qkv_rotary", qkv, *self._tables):
+            return run(qkv, *self._tables)
+        query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), 3)
+        # The rotation is the only copy of the queries: it reads them between keys and values. The
+        # values are copied because a view would keep the product alive.
+        return self(query.flatten(2, 3)), self(key.squeeze(3)), value.squeeze(3).contiguous()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

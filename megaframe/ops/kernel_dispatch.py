@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megaframe_kernels.selection import KernelChoice
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "elementwise": ("norm", "activation", "rotary"),
+    "elementwise": ("norm", "activation", "rotary", "qkv_rotary"),
     "attention": ("attention", "attention_backward"),
     "loss": ("loss",),
     "update": ("adamw", "square_sum"),

@@ -43,6 +43,7 @@ TRAIN = {"microbatch": 1, "precision": "fp32", "label_smoothing": 0.1, "z_loss":
 OPTIM = {"eps": 0.01}  # with less, AdamW makes a full step of a gradient that is only rounding
 FORCED = dict.fromkeys(FAMILIES, "triton")
 ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
+ROTATED = ALWAYS | {"qkv_rotary"}
 EXPERTS = {"router", "grouped_product", "grouped_gradient"}
 LOCAL = {"expert_order", "permute", "unpermute"}
 IN_8_BITS = {"quantise", "quantise_columns", "grouped_scaled_product", "grouped_scaled_gradient"}
@@ -51,13 +52,13 @@ RING = {"context": 2}
 CASES = [
     slow("gpt2", 1, {}, "selective", ALWAYS),
     slow("llama", 2, {"tensor": 2, "zero": 2}, "full", ALWAYS | {"rotary"}),
-    slow("windows", 1, {}, "full", ALWAYS | {"rotary"}),
-    slow("windows", 2, RING, "none", ALWAYS | {"rotary", "attention_backward"}),
-    ("moe", 1, {}, "none", ALWAYS | EXPERTS | LOCAL),
-    slow("moe", 2, {"tensor": 2, "expert": 2}, "none", ALWAYS | EXPERTS),
-    slow("moe, tensor", 1, {}, "none", ALWAYS | IN_8_BITS | {"quantise_experts"}),
-    ("moe, row", 1, {}, "none", ALWAYS | IN_8_BITS),
-    slow("moe, block", 1, {}, "none", ALWAYS | IN_8_BITS),
+    slow("windows", 1, {}, "full", ROTATED),
+    slow("windows", 2, RING, "none", ROTATED | {"attention_backward"}),
+    ("moe", 1, {}, "none", ROTATED | EXPERTS | LOCAL),
+    slow("moe", 2, {"tensor": 2, "expert": 2}, "none", ROTATED | EXPERTS),
+    slow("moe, tensor", 1, {}, "none", ROTATED | IN_8_BITS | {"quantise_experts"}),
+    ("moe, row", 1, {}, "none", ROTATED | IN_8_BITS),
+    slow("moe, block", 1, {}, "none", ROTATED | IN_8_BITS),
 ]
 """The quick ones use most kernels together; `test_kernel_reach.py` says which a config reaches."""
 
@@ -169,9 +170,7 @@ def test_a_step_by_kernels_is_as_exact_as_the_plain_one(
     arguments = make_arguments(name, parallel, recompute)
     results = pool.run(ranks, run_by_kernels, *arguments, FORCED)
     for _, names_run in results:
-        assert names_run == names | (
-            {"rotary"} if SHAPES[name].get("position") != "learned" else set()
-        )
+        assert names_run == names
     truth, allowed = known(name)
     for quantity, (error, size) in measure_errors([result for result, _ in results], truth).items():
         assert error <= allowed[quantity], (quantity, error, allowed[quantity], size)

@@ -6,7 +6,6 @@ so nothing of the input is kept.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -27,15 +26,14 @@ def run_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for a = x[..., i], b = x[..., i + R].
 
     Args:
-        x: [B, S, N, D], or [B, S, G, N / G, D] if heads lie in groups, between which there may be
-            something else.
+        x: [B, S, N, D].
         cos: [S, R] or [B, S, R] with 2R <= D; gets no gradient.
         sin: Like cos.
 
     Returns:
         x rotated, [B, S, N, D]; dims from 2R on stay as they are.
     """
-    half, x = cos.shape[-1], x.flatten(2, -2)
+    half = cos.shape[-1]
     kind = torch.promote_types(x.dtype, torch.float32)
     # unsqueeze: the same angle for all heads of a token.
     cos, sin = cos.detach().to(kind).unsqueeze(-2), sin.detach().to(kind).unsqueeze(-2)
@@ -58,8 +56,6 @@ def _turn(
     batch_stride: tl.tensor,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
-    per_group: tl.tensor,
-    group_stride: tl.tensor,
     table_stride: tl.tensor,
     BACK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -87,7 +83,7 @@ def _turn(
     cosine, sine = cosine[:, None, :], sine[:, None, :]
     # x keeps its strides, so a view of a larger tensor is not copied; y is contiguous.
     start = (batch * batch_stride + place * token_stride)[:, None]
-    start += ((head // per_group) * group_stride + (head % per_group) * head_stride)[None, :]
+    start += (head * head_stride)[None, :]
     out = (token * heads)[:, None] * head_width + head[None, :] * head_width
     in_range = (token < tokens)[:, None] & (head < heads)[None, :]
     inside = in_range[:, :, None] & (pair < half)[None, None, :]
@@ -109,17 +105,14 @@ def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Return x rotated.
 
     Args:
-        x: [B, S, N, D] or [B, S, G, N / G, D].
+        x: [B, S, N, D].
         cos: [S, R] or [B, S, R] with 2R <= D.
         sin: Like cos.
         inverse: Rotate in the opposite direction, as the gradient is.
     """
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
-    batch, length, *groups, width = x.shape
-    heads, per_group, group_stride = math.prod(groups), groups[-1], 0
-    if len(groups) > 1:
-        group_stride = x.stride(2)
+    batch, length, heads, width = x.shape
     half = cos.shape[-1]
     y = x.new_empty(batch, length, heads, width)
     padded = next_power_of_2(max(half, 1))
@@ -138,10 +131,7 @@ def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         heads,
         width,
         half,
-        *x.stride()[:2],
-        x.stride(-2),
-        max(per_group, 1),
-        group_stride,
+        *x.stride()[:3],
         length * half if cos.dim() == 3 else 0,
         BACK=inverse,
         TOKENS=tokens,
@@ -157,19 +147,17 @@ _turn_op = torch.library.custom_op("megaframe::rotary", launch_turn, mutates_arg
 
 @_turn_op.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    return x.new_empty(*x.shape[:2], math.prod(x.shape[2:-1]), x.shape[-1])
+    return x.new_empty(x.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, ctx.inverse = inputs
-    ctx.shape = x.shape
+    _, cos, sin, ctx.inverse = inputs
     # A rotation is linear, so its gradient does not depend on x.
     ctx.save_for_backward(cos, sin)
 
 
 def _compute_gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-    d_x = _direct_turn(gradients[0], *ctx.saved_tensors, not ctx.inverse)
-    return d_x.view(ctx.shape), None, None, None
+    return _direct_turn(gradients[0], *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
 _turn_op.register_autograd(_compute_gradients, setup_context=_keep)

@@ -1,11 +1,9 @@
 """Activations and rotary positions, against fp64."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from kernel_exactness import DTYPES, check, make_random
-from megaframe_kernels.elementwise import activation, rotary
+from megaframe_kernels.elementwise import activation, qkv_rotary, rotary
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,27 +60,29 @@ def test_rotary(shape, half, dtype):
     check(rotary.KERNEL, "triton", (x, *make_table((*shape[:2], half), dtype)), length=2)
 
 
-@pytest.mark.parametrize("name", ["triton", "torch"])
-def test_rotary_of_groups_with_something_between_them(name):
-    """As in the product for queries, keys and values: 3 groups of 2 queries, a key and a value."""
-    qkv = make_random(2, 5, 3, 4, 16).requires_grad_()
-    tables = make_table((5, 8))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "half"),
+    [((2, 7, 3, 4, 16), 8), ((1, 3, 1, 7, 20), 6), ((3, 1, 2, 3, 2), 1), ((0, 4, 2, 3, 8), 4)],
+)
+def test_rotary_of_the_joint_product_of_queries_keys_and_values(shape, half, dtype):
+    qkv = make_random(*shape, dtype=dtype).requires_grad_()
+    check(qkv_rotary.KERNEL, "triton", (qkv, *make_table((shape[1], half))), length=2)
+    check(qkv_rotary.KERNEL, "triton", (qkv, *make_table((*shape[:2], half), dtype)), length=2)
 
-    class OfQueries:
-        constant, compute_tolerance = rotary.KERNEL.constant, rotary.KERNEL.compute_tolerance
 
-        @staticmethod
-        def reference(x):
-            return rotary.run_reference(x[:, :, :, :2].flatten(2, 3), *tables)
-
-        implementations = {  # noqa: RUF012
-            name: SimpleNamespace(
-                refuses=lambda *_: None,
-                run=lambda x: rotary.KERNEL.implementations[name].run(x[:, :, :, :2], *tables),
-            )
-        }
-
-    check(OfQueries, name, (qkv,), length=2)
+def test_rotary_of_a_joint_product_does_not_mix_its_heads():
+    """What is not finite stays in its head, and values are copied bit by bit."""
+    qkv = make_random(1, 2, 2, 4, 8)
+    qkv[0, 1, 0, 3] = torch.tensor([float("inf"), float("nan"), -0.0, 1.0] * 2)
+    query, key, value = qkv_rotary.launch_forward(qkv, *make_table((2, 4)))
+    assert value.view(torch.int32).equal(qkv[:, :, :, 3].contiguous().view(torch.int32))
+    assert torch.isfinite(query).all() and torch.isfinite(key).all()
+    back = qkv_rotary.launch_backward(query, key, value, *make_table((2, 4)))
+    exactly = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+    torch.testing.assert_close(back[:, :, :, 3], value, **exactly)
+    assert torch.isfinite(back[:, :, :, :3]).all()
+    torch.testing.assert_close(back[:, :, :, :3], qkv[:, :, :, :3])
 
 
 def test_rotary_of_a_slice_of_fused_heads():

@@ -57,6 +57,7 @@ CASES = {
     ),
     "activation": lambda: (make_leaf(3, 8), "swiglu"),
     "rotary": lambda: (make_leaf(1, 3, 2, 8), make_random(3, 4), make_random(3, 4, seed=1), False),
+    "qkv_rotary": lambda: (make_leaf(1, 3, 2, 4, 8), make_random(3, 4), make_random(3, 4, seed=1)),
     "attention": lambda: make_attention_arguments(False),
     "attention_backward": make_attention_backward_arguments,
     "cross_entropy_parts": lambda: (make_random(3, 7), LABELS, 0, 7, 0.1, 5.0),

@@ -306,25 +306,24 @@ def test_without_padding_no_gradient_is_copied_into_zeros(name, build, make_micr
     assert torch.ops.aten.slice_backward not in operators.called
 
 
-def test_queries_of_groups_are_not_copied_before_or_after_their_rotation(
+def test_the_joint_product_is_not_copied_before_its_rotation_nor_its_parts_after_it(
     build, make_microbatch, monkeypatch
 ):
-    """They lie between keys and values, where the kernel of the rotation reads them."""
+    """The kernel reads queries, keys and values where the product has written them."""
     built = build({"kv_heads": 2, "heads": 8, "head_dim": 6, "position": "rotary"}, train=TRAIN)
-    attend, rotate, rotated, attending = attention.attend_heads, Rotary.__call__, [], []
+    attend, divide, divided, attending = attention.attend_heads, Rotary.divide, [], []
 
-    def look_at_rotation(rotary, x):
-        rotated.append((x, rotate(rotary, x)))
-        return rotated[-1][1]
+    def look_at_rotation(rotary, qkv):
+        divided.append((qkv, divide(rotary, qkv)))
+        return divided[-1][1]
 
-    def look_at_attention(query, *arguments, **options):
-        attending.append(query)
-        return attend(query, *arguments, **options)
+    def look_at_attention(*arguments, **options):
+        attending.append(arguments[:3])
+        return attend(*arguments, **options)
 
-    monkeypatch.setattr(Rotary, "__call__", look_at_rotation)
+    monkeypatch.setattr(Rotary, "divide", look_at_rotation)
     monkeypatch.setattr(attention, "attend_heads", look_at_attention)
     built.stage.evaluate(make_microbatch(built.config))
-    (before, after), (keys, _), query = *rotated[:2], attending[0]
-    assert before.numel() == 4 * keys.numel()
-    assert before.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
-    assert query.data_ptr() == after.data_ptr()
+    (product, parts), attended = divided[0], attending[0]
+    assert product.is_contiguous() and product.shape[2:] == (2, 4 + 2, 6)
+    assert [part.data_ptr() for part in attended] == [part.data_ptr() for part in parts]

@@ -37,7 +37,7 @@ def test_on_a_gpu_every_kernel_that_a_step_calls_is_named_with_what_is_faster():
     assert head == "kernels, and why not faster ones:"
     families = [line.split()[0] for line in lines]
     assert families == ["elementwise:", "attention:", "loss:", "update:"]
-    assert lines[0] == "  elementwise: norm, activation, rotary triton"
+    assert lines[0] == "  elementwise: norm, activation, rotary, qkv_rotary triton"
     assert "attention triton (not cudnn: torch sees no GPU; not torch-flash" in lines[1]
     assert "flash-attn is not installed" in lines[1]
     everything = report(GPU, model=MOE, train={"fp8": "row"})
