@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -134,6 +137,7 @@ def assemble_checkpoint(
     store, checkpoint = store_of(folder), folder / format_checkpoint_name(step)
     attempt = secrets.token_hex(4)
     draft = store.make_draft_path(folder, step, attempt)
+    new_folders = _list_missing_folders(folder)
     try:
         if checkpoint in list_checkpoints(folder):
             raise UserError(f"{checkpoint} already exists; remove it or give another folder")
@@ -151,3 +155,13 @@ def assemble_checkpoint(
         raise UserError(f"cannot write {error.filename or draft}: {error.strerror}") from None
     finally:
         store.discard_draft(draft, attempt)
+        with suppress(OSError):  # those of a checkpoint that was committed are not empty
+            for new_folder in new_folders:
+                new_folder.rmdir()
+
+
+def _list_missing_folders(folder: StorePath) -> list[Path]:
+    """Return the folders that are made with a local one, the innermost first."""
+    if not isinstance(folder, Path):
+        return []
+    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]

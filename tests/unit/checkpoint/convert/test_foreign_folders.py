@@ -245,7 +245,11 @@ def test_weights_that_are_not_finite_are_refused_with_their_number(value, tmp_pa
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5:7] = value
     folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
     message = "model.layers.1.mlp.up_proj.weight: 2 of 192 elements are NaN or infinite in fp32"
-    assert read_refusal(folder, tmp_path / "to") == message
+    (tmp_path / "old").mkdir()
+    for target in (tmp_path / "old", tmp_path / "new/to"):
+        assert read_refusal(folder, target) == message
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "old"}
+    assert not [*(tmp_path / "old").iterdir()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
