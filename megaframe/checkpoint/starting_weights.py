@@ -56,16 +56,16 @@ def find_config_file(target: StorePath) -> Path | None:
     return config_file
 
 
-def write_run_config(path: Path, origin: object, run: RunConfig, checkpoint: StorePath) -> None:
+def write_run_config(path: Path, origin: object, config: RunConfig, checkpoint: StorePath) -> None:
     """Write a config of a new run that starts with the weights of a checkpoint.
 
     Args:
         path: The file.
         origin: Where the weights come from, for its first line.
-        run: Its sections `model`, `data` and `train` are written.
+        config: Its sections `model`, `data` and `train` are written.
         checkpoint: The checkpoint.
     """
-    sections = run.model_dump(
+    sections = config.model_dump(
         mode="json", include={"model", "data", "train"}, exclude_unset=True, exclude_none=True
     )
     sections["checkpoint"] = {"weights": os.path.abspath(str(checkpoint))}
@@ -81,7 +81,7 @@ def write_run_config(path: Path, origin: object, run: RunConfig, checkpoint: Sto
 
 def write_starting_weights(
     target: StorePath,
-    run: RunConfig,
+    config: RunConfig,
     origin: object,
     tensors: Sequence[tuple[ParamSpec, DTypeName]],
     read: Callable[[str], Tensor],
@@ -90,7 +90,7 @@ def write_starting_weights(
 
     Args:
         target: The folder of the new checkpoint.
-        run: The config of the model.
+        config: Of the model.
         origin: Where the weights come from.
         tensors: Spec and saved type (such as `F32`) of each.
         read: Returns a whole tensor by name, in its saved type.
@@ -110,10 +110,10 @@ def write_starting_weights(
 
     boxes = [*_cut(tensors)]
     groups = group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES)
-    state = make_initial_train_state(run).model_dump(mode="json")
+    state = make_initial_train_state(config).model_dump(mode="json")
     checkpoint = assemble_checkpoint(target, 0, state, groups, read_bytes)
     if config_file is not None:
-        write_run_config(config_file, origin, run, checkpoint)
+        write_run_config(config_file, origin, config, checkpoint)
     return StartingWeights(checkpoint, config_file)
 
 

@@ -116,7 +116,7 @@ def select_layers(
     if not 0 < len(layers) <= _MAX_LAYERS:
         raise UserError(f"--layers: {len(layers)} layers; give 1 to {_MAX_LAYERS}")
     model, notes = _select(run.model, layers)
-    new = _check(run.train, run.data, model, checkpoint)
+    new = _check(model, run.train, run.data, checkpoint)
     origins = [*layers, *range(run.model.layers, run.model.layers + model.mtp_depth)]
 
     def find_origin(name: str) -> str:
@@ -150,7 +150,7 @@ def grow_vocabulary(checkpoint: Checkpoint, target: StorePath, vocab: int) -> St
     old = run.model.vocab or 0
     if vocab <= old:
         raise UserError(f"--vocab={vocab}: {checkpoint.path} has a vocabulary of {old}; give more")
-    new = _check(run.train, run.data, _change(run.model, {"vocab": vocab}), checkpoint)
+    new = _check(_change(run.model, {"vocab": vocab}), run.train, run.data, checkpoint)
     specs = list_model_specs(new)
     before = {spec.name: spec.shape for spec in list_model_specs(run)}
     grown = {spec.name for spec in specs if spec.shape != before[spec.name]}
@@ -216,7 +216,7 @@ def _change(model: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
 
 
 def _check(
-    train: TrainConfig, data: DataConfig, model: ModelConfig, checkpoint: Checkpoint
+    model: ModelConfig, train: TrainConfig, data: DataConfig, checkpoint: Checkpoint
 ) -> RunConfig:
     """Return the config of a changed model, or raise what is wrong with it."""
     new = RunConfig(model=model, data=data, train=train)

@@ -261,9 +261,9 @@ def _separate_types(bf16: Number, fp32: Number, fp64: Number) -> tuple[Number, N
     return values, statistics, bf16 - 2 * values - 4 * statistics
 
 
-def _simplify(number: Fraction) -> Number:
+def _simplify(value: Fraction) -> Number:
     """Return an int, or if it is none a float, as arrays of NumPy are multiplied by it."""
-    return number.numerator if number.denominator == 1 else float(number)
+    return value.numerator if value.denominator == 1 else float(value)
 
 
 def _count_widest(description: LayerDescription, hidden: int) -> int:
