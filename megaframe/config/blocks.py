@@ -70,7 +70,7 @@ class QueryScaleConfig(Section):
     rate is 0.1 in Ministral 3, Mistral 4 and Llama 4."""
     length: Positive
     """Tokens after which the factor grows next; the first so many are not scaled."""
-    first: Literal[0, 1] = 0
+    first: Annotated[int, Field(ge=0, le=1)] = 0
     """Number of a sample's first position; 1 in Llama 4."""
 
 

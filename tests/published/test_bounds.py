@@ -99,6 +99,7 @@ def test_the_right_choice_is_beyond_a_price_for_tensor_ranks():
     assert loss > compute_loss_bound(known, dearer * 1.05) == 0
 
 
+@pytest.mark.slow
 def test_the_fastest_row_that_is_not_read_is_predicted_to_be_the_fastest():
     predict_rows()  # skips without the table
     lines = published.predict_table("vtrain_multi")
@@ -110,6 +111,7 @@ def test_the_fastest_row_that_is_not_read_is_predicted_to_be_the_fastest():
     assert abs(absent.error) < 0.04
 
 
+@pytest.mark.slow
 def test_the_page_tells_the_bounds():
     assert describe_bounds(predict_rows()) in PAGE.read_text(encoding="utf-8")
 

@@ -176,7 +176,7 @@ def test_every_mistake_comes_at_once_with_its_place(write):
         "run.yaml:4: train.global_batch=1e6: takes a whole number >= 1; write 1000000",
         "run.yaml:6: train.seq: given twice, first on line 5",
         "run.yaml:8: model.heads=0: takes a whole number >= 1",
-        "run.yaml:9: model.rotary_scaling.kind=yran: takes one of none, linear, llama3, yarn",
+        "run.yaml:9: model.rotary_scaling.kind=yran: takes one of none, linear, dynamic, llama3, ",
         "run.yaml:10: trian: unknown key; did you mean train?",
         "run.yaml:11: optim: is a section; give its keys, such as optim.name",
         "run.yaml:13: data.split.1=2: takes a number from 0 to 1",
