@@ -176,29 +176,26 @@ class MptAttention(Key):
                 )
             if key not in (*_MPT_FIXED, *_MPT_READ, *_MPT_NEUTRAL):
                 raise UserError(f"attn_config.{make_printable(key)} is not known here")
-        largest, scale = section.get("alibi_bias_max", 8), section.get("softmax_scale")
-        for name, number in (("alibi_bias_max", largest), ("softmax_scale", scale or 1.0)):
-            if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
-                raise UserError(f"attn_config.{name}={reprlib.repr(number)} is no positive number")
-        facts.set("mixer.alibi", float(largest))
+        scale = section.get("softmax_scale")
+        number = 1.0 if scale is None else scale
+        if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
+            raise UserError(
+                f"attn_config.softmax_scale={reprlib.repr(scale)} is no positive number"
+            )
+        facts.set("mixer.alibi", float(_MPT_FIXED["alibi_bias_max"]))
         facts.set("mixer.score_scale", scale or get_head_dim(facts) ** -0.5)
 
     def write(self, facts: Facts) -> Keys:
-        """Return the section. Code has slopes for whole numbers only."""
-        largest = facts.get("mixer.alibi") or 8
-        return {
-            "attn_config": {
-                **{**_MPT_FIXED, "alibi_bias_max": round(largest)},
-                "softmax_scale": facts.get("mixer.score_scale"),
-            }
-        }
+        """Return the section."""
+        return {"attn_config": {**_MPT_FIXED, "softmax_scale": facts.get("mixer.score_scale")}}
 
 
 _MPT_FIXED: dict[str, Any] = {
     **{"alibi": True, "attn_type": "multihead_attention", "clip_qkv": None, "prefix_lm": False},
     **{"qk_ln": False, "attn_uses_sequence_id": False, "is_encoder_decoder": False},
+    "alibi_bias_max": 8,  # transformers has these slopes whatever the value is
 }
-_MPT_READ = ("alibi_bias_max", "softmax_scale")
+_MPT_READ = ("softmax_scale",)
 _MPT_NEUTRAL = (
     *("attn_pdrop", "attn_impl", "_name_or_path", "architectures", "chunk_size_feed_forward"),
     *("dtype", "torch_dtype", "id2label", "label2id", "model_type", "output_attentions"),

@@ -87,7 +87,8 @@ def list_changed_configs(config, defaults):
     """
     values = {key: list_values(value) for key, value in {**defaults, **config}.items()}
     for key in FOLDED & values.keys():
-        values[key] = [4 * config[key], config[key] / 2, None]
+        if config.get(key) is not None:
+            values[key] = [4 * config[key], config[key] / 2, None]
     for key, value in MORE.items():
         values[key] = [*values.get(key, []), value]
     for key in sorted(values.keys() - {"model_type", *ROUNDING_ONLY}):
