@@ -17,11 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 ROOT = Path(__file__).resolve().parents[4]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -41,6 +38,14 @@ from megaframe.errors import UserError  # noqa: E402
 from megaframe.model.model_chunk import list_model_specs  # noqa: E402
 
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+
+
+def get_torch_dcp():
+    """Return torch's library. Its import takes a second, so processes that only collect this file
+    do not import it."""
+    import torch.distributed.checkpoint
+
+    return torch.distributed.checkpoint
 
 
 def view_bits(tensor):
@@ -89,7 +94,7 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
         loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} | {
             RUN_STATE_NAME: ""
         }
-        torch_dcp.load(loaded, checkpoint_id=folder / "dcp", no_dist=True)
+        get_torch_dcp().load(loaded, checkpoint_id=folder / "dcp", no_dist=True)
         assert json.loads(loaded.pop(RUN_STATE_NAME)) == {"step": 7, "state": state}
         assert_same_tensors(loaded, tensors)
         imported = dcp.import_checkpoint(folder / "dcp", folder / "back")
@@ -132,7 +137,10 @@ def save_as_rank(folder, threads):
             "list": [full["scalar"], {"lr": 0.1, "steps": torch.tensor(3)}],
             "nothing": torch.zeros(0, 3),
         }
-        writer = FileSystemWriter(folder, thread_count=threads, single_file_per_rank=threads == 1)
+        torch_dcp = get_torch_dcp()
+        writer = torch_dcp.FileSystemWriter(
+            folder, thread_count=threads, single_file_per_rank=threads == 1
+        )
         torch_dcp.save(state, storage_writer=writer)
     finally:
         torch.distributed.destroy_process_group()
@@ -156,7 +164,7 @@ def test_what_ranks_of_torch_saved_is_imported(pool, tmp_path, threads):
 def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dcp") / "good"
     tensors = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3).bfloat16()}
-    torch_dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    get_torch_dcp().save(tensors, checkpoint_id=folder, no_dist=True)
     return folder
 
 
@@ -183,11 +191,14 @@ def edit(folder, change):
     path.write_bytes(pickle.dumps(metadata))
 
 
-INDEX = MetadataIndex("a", torch.Size([0, 0]))
+def find_index(metadata):
+    """Return what names the only chunk of the tensor."""
+    (index,) = (index for index in metadata.storage_data if index.fqn == "a")
+    return index
 
 
 def change_storage(**changes):
-    return lambda metadata: vars(metadata.storage_data[INDEX]).update(changes)
+    return lambda metadata: vars(metadata.storage_data[find_index(metadata)]).update(changes)
 
 
 def tensor(**changes):
@@ -237,7 +248,10 @@ HOSTILE = {
         "some overlap",
     ),
     "outside": (chunk(sizes=torch.Size([5, 6])), "a chunk outside it"),
-    "unstored": (lambda metadata: metadata.storage_data.pop(INDEX), "stored nowhere"),
+    "unstored": (
+        lambda metadata: metadata.storage_data.pop(find_index(metadata)),
+        "stored nowhere",
+    ),
     "no chunks": (tensor(chunks=[]), "hold 0 elements"),
     "no list": (tensor(chunks=5), "is not a list"),
     "another type": (
@@ -388,7 +402,7 @@ def config():
 
 def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     weights = {spec.name: torch.randn(spec.shape) for spec in list_model_specs(config)}
-    torch_dcp.save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    get_torch_dcp().save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
     imported = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours", config)
     assert_same_tensors(load_saved(imported.path), weights)
     with open_checkpoint(imported.path) as checkpoint:
@@ -396,7 +410,7 @@ def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
         assert read_train_state(checkpoint).config.model.hidden == 16
     name, weight = weights.popitem()
     weights["other"] = weights.pop(next(iter(weights)))
-    torch_dcp.save(weights, checkpoint_id=tmp_path / "less", no_dist=True)
+    get_torch_dcp().save(weights, checkpoint_id=tmp_path / "less", no_dist=True)
     with pytest.raises(UserError) as error:
         dcp.import_checkpoint(tmp_path / "less", tmp_path / "more", config)
     assert f"{name} {tuple(weight.shape)} is missing" in str(error.value)
@@ -416,7 +430,7 @@ def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
         name: torch.ones(2, 3),
         dcp.dcp_folder.RUN_STATE_NAME: json.dumps({"step": 1, "state": state}),
     }
-    torch_dcp.save(foreign_state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    get_torch_dcp().save(foreign_state, checkpoint_id=tmp_path / "theirs", no_dist=True)
     with pytest.raises(UserError, match="not copied") as it:
         dcp.import_checkpoint(tmp_path / "theirs", tmp_path / "back")
     assert "hunter22" not in str(it.value) and not (tmp_path / "back").exists()
@@ -443,7 +457,9 @@ def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
     assert status == 2 and "already exists" in text
     status, text = run("import-dcp", tmp_path / "nowhere", "--to", tmp_path / "x")
     assert status == 2 and "not a torch.distributed.checkpoint folder" in text
-    torch_dcp.save({"a": tensors["a"], "n": 3}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    get_torch_dcp().save(
+        {"a": tensors["a"], "n": 3}, checkpoint_id=tmp_path / "plain", no_dist=True
+    )
     status, text = run("import-dcp", tmp_path / "plain", "--to", tmp_path / "stateless")
     assert status == 0 and "left out" in text and ": n" in text and "give --config" in text
 
@@ -452,7 +468,7 @@ def test_pieces_of_a_large_chunk_are_read_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_file, "MAX_ENTRY_BYTES", 1 << 16)
     monkeypatch.setattr(dcp.dcp_folder, "MAX_ENTRY_BYTES", 1 << 16)
     full = torch.randn(1 << 9, 1 << 10)
-    torch_dcp.save({"a": full}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    get_torch_dcp().save({"a": full}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     sizes = []
     read = dcp.dcp_folder.DCPDataFile.read
 
