@@ -32,7 +32,7 @@ _REFUSED = {
     "chunked attention, experts with scaled inputs": ("llama4",),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
     "hyper-connections": ("deepseek_v4",),
-    "short convolutions": ("lfm2", "lfm2_moe", "lfm3"),
+    "proportional scaling of rotary positions": ("lfm3",),
     "values wider or narrower than keys": ("mimo_v2_flash",),
     "queries, values and keys in four blocks": ("codegen",),
     "a norm of embeddings": ("bloom",),
@@ -76,6 +76,8 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "norms of queries and keys"
     if "linear_num_key_heads" in keys:
         yield "gated delta net"
+    if "conv_L_cache" in keys:
+        yield "gated short convolution"
     if {"sliding_window", "window_size"} & {*keys}:
         yield "windows"
     if any(isinstance(key, ScaledRotaryKeys) for key in family.keys):

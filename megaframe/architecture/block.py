@@ -12,6 +12,7 @@ from megaframe.architecture.activation import describe_activation
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.extension_parts import describe_part
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
+from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
 from megaframe.architecture.layer import (
     FeedForwardDescription,
     HasParameters,
@@ -35,6 +36,7 @@ from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,
     GatedDeltaNetConfig,
+    GatedShortConvolutionConfig,
     LatentMixerConfig,
     MLPConfig,
     MoEMixtureConfig,
@@ -303,7 +305,13 @@ def _describe_feed_forward(
 
 def _describe_mixer(
     model: ModelConfig,
-    config: AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig | MixerPart,
+    config: (
+        AttentionConfig
+        | LatentMixerConfig
+        | GatedDeltaNetConfig
+        | GatedShortConvolutionConfig
+        | MixerPart
+    ),
     output_std: float,
 ) -> MixerDescription:
     if isinstance(config, MixerPart):
@@ -313,6 +321,14 @@ def _describe_mixer(
         return mixer
     if isinstance(config, GatedDeltaNetConfig):
         return _describe_gated_delta_net(model, config, output_std)
+    if isinstance(config, GatedShortConvolutionConfig):
+        return GatedShortConvolutionDescription(
+            hidden=model.hidden,
+            taps=config.convolution,
+            bias=model.bias if config.bias is None else config.bias,
+            init_std=model.init_std,
+            output_std=output_std,
+        )
     if isinstance(config, LatentMixerConfig):
         latent = model.latent
         assert latent is not None, "a block with latent attention is refused without model.latent"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.causal_convolution import ConvolutionDescription
 from megaframe.architecture.layer import (
     BatchedProduct,
     HasParameters,
@@ -20,7 +21,7 @@ from megaframe.architecture.layer import (
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import RMSNormDescription
-from megaframe.architecture.spec import DrawnByLayer, Normal, ParamSpec
+from megaframe.architecture.spec import DrawnByLayer, ParamSpec
 from megaframe.config.parallel import ParallelConfig
 
 _FASTEST_RATES = (0.01, 16.0)
@@ -71,23 +72,6 @@ class DecayDescription:
             values = DecayValues(f"{name}.{part}", self.shape, of_rates=part == "rate")
             axes = {0: "tensor"}
             yield ParamSpec(f"{name}.{part}", self.shape, values, role="bias", axes=axes)
-
-
-@dataclass(frozen=True)
-class ConvolutionDescription:
-    """A causal convolution of each channel of queries, keys and values.
-
-    Attributes:
-        shape: Key heads, channels of each with its value heads, and tokens that a channel sees.
-    """
-
-    shape: tuple[int, int, int]
-
-    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield the spec of the factors; the last one is of the token itself."""
-        std = 1 / math.sqrt(3 * self.shape[-1])  # that of torch's convolutions
-        shape, axes = self.shape, {0: "tensor"}
-        yield ParamSpec(f"{name}.gain", shape, Normal(std), role="gain", decay=True, axes=axes)
 
 
 @dataclass(frozen=True, kw_only=True)

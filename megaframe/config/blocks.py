@@ -155,6 +155,18 @@ class GatedDeltaNetConfig(Section):
     """Tokens that see each other through products; changes the speed only."""
 
 
+class GatedShortConvolutionConfig(Section):
+    """Gated short convolution, as the mixer of a block."""
+
+    kind: Literal["gated_short_convolution"]
+    """A causal convolution of each channel over a few tokens, between two gates computed from the
+    layer's input, as in LFM2 (Liquid AI 2025)."""
+    convolution: Annotated[int, Field(ge=1, le=64)] = 3
+    """Tokens that the convolution sees, with the token itself."""
+    bias: bool | None = None
+    """Biases of both products and of the convolution. Default: `model.bias`."""
+
+
 class MLPConfig(Section):
     """A dense MLP, as the second half of a block."""
 
@@ -198,7 +210,8 @@ def _get_feed_forward_kind(value: Any) -> str | None:
 MixerConfig = Annotated[
     Annotated[AttentionConfig, Tag("attention")]
     | Annotated[LatentMixerConfig, Tag("latent")]
-    | Annotated[GatedDeltaNetConfig, Tag("gated_delta_net")],
+    | Annotated[GatedDeltaNetConfig, Tag("gated_delta_net")]
+    | Annotated[GatedShortConvolutionConfig, Tag("gated_short_convolution")],
     Discriminator(_get_mixer_kind),
     BeforeValidator(_expand_kind),
 ]
@@ -215,7 +228,8 @@ class BlockConfig(Section):
     repeat: Annotated[int, Field(gt=0, le=2_000)] = 1
     """Number of consecutive layers like this one."""
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
-    """What mixes tokens: `attention`, `latent` or `gated_delta_net`, and its keys."""
+    """What mixes tokens: `attention`, `latent`, `gated_delta_net` or `gated_short_convolution`, and
+    its keys."""
     feed_forward: Annotated[FeedForwardConfig | FeedForwardPart, Extensible("feed_forward")] = (
         MLPConfig()
     )

@@ -68,6 +68,8 @@ class MoEConfig(Section):
     normalise: bool = Field(default_factory=lambda values: values["top_k"] > 1)
     """Divide the scores of the chosen experts by their sum. Default: true if `top_k` is more than
     1."""
+    normalise_eps: Annotated[float, Field(ge=0)] = 0.0
+    """Added to that sum. It is 1e-6 in LFM2."""
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on the output of the routed experts."""
     groups: Positive = 1

@@ -228,7 +228,11 @@ class Role:
 
 
 ROLES: dict[str, Role] = {
-    "mixer": Role(MixerPart, "model.blocks: mixer", ("attention", "latent", "gated_delta_net")),
+    "mixer": Role(
+        MixerPart,
+        "model.blocks: mixer",
+        ("attention", "latent", "gated_delta_net", "gated_short_convolution"),
+    ),
     "feed_forward": Role(FeedForwardPart, "model.blocks: feed_forward", ("mlp", "moe")),
     "norm": Role(NormPart, "model.norm", ("layernorm", "rmsnorm")),
     "activation": Role(ActivationPart, "model.activation", tuple(get_args(Activation))),

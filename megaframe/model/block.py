@@ -12,6 +12,7 @@ from torch import Tensor
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
+from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
 from megaframe.architecture.layer import LayerDescription
 from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
@@ -19,6 +20,7 @@ from megaframe.architecture.moe import MoEDescription
 from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
 from megaframe.model.gated_delta_net import GatedDeltaNet
+from megaframe.model.gated_short_convolution import GatedShortConvolution
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.mla import LatentAttention
 from megaframe.model.mlp import MLP
@@ -28,7 +30,9 @@ from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
-BlockLayer = Attention | LatentAttention | GatedDeltaNet | MLP | MixtureOfExperts
+BlockLayer = (
+    Attention | LatentAttention | GatedDeltaNet | GatedShortConvolution | MLP | MixtureOfExperts
+)
 """A mixer, or a feed-forward layer."""
 
 
@@ -143,6 +147,8 @@ def build_layer(description: LayerDescription, block: str, setup: LayerSetup) ->
             return LatentAttention(name, description, setup)
         case GatedDeltaNetDescription():
             return GatedDeltaNet(name, description, setup)
+        case GatedShortConvolutionDescription():
+            return GatedShortConvolution(name, description, setup)
         case MLPDescription():
             return MLP(name, description, setup.tensor)
         case MoEDescription():

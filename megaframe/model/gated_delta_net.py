@@ -30,11 +30,11 @@ from megaframe.context_parallel.states import (
     prepend_tokens,
     split_chunks,
 )
+from megaframe.model.causal_convolution import convolve, convolve_last
 from megaframe.model.key_value_cache import StateCache
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
-from megaframe.model.short_convolution import convolve
 from megaframe.ops.autograd import recompute
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.linear import Elementwise, Linear
@@ -100,7 +100,7 @@ class GatedDeltaNet(Module):
         assert heads_B1GX.shape[1] == 1, "after the first pass tokens come one by one"
         seen_B1GX, gates = self._split_heads(heads_B1GX)
         seen_BTGX = torch.cat((cache.tensors["seen"], seen_B1GX), 1)
-        mixed = (seen_BTGX.movedim(1, -1) * self.convolution.use()).sum(-1).unsqueeze(1)
+        mixed = convolve_last(seen_BTGX, self.convolution.use())
         query, key, value = (x.squeeze(1) for x in self._split_channels(mixed))
         gate, strength, falls = self._split_gates(gates)
         state = falls.squeeze(1).exp()[..., None, None] * cache.tensors["state"]

@@ -86,3 +86,8 @@ def _find_router_mistakes(moe: MoEConfig) -> Iterator[str]:
             "model.moe.top_k=1 always 1, so that the router learns nothing; use "
             "model.moe.normalise=false"
         )
+    if moe.normalise_eps and not moe.normalise:
+        yield (
+            f"model.moe.normalise_eps={moe.normalise_eps} has no effect with "
+            "model.moe.normalise=false; use model.moe.normalise_eps=0 or model.moe.normalise=true"
+        )

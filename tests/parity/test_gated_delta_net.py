@@ -2,7 +2,7 @@
 tensor, context, pipeline, expert and data ranks, ZeRO and recompute, also if samples are packed and
 pieces are shorter than what the convolution sees.
 
-Tests `megaframe.context_parallel.states` and `megaframe.model.short_convolution`.
+Tests `megaframe.context_parallel.states` and `megaframe.model.causal_convolution`.
 """
 
 import pytest

@@ -37,6 +37,10 @@ DENSE = {
     "apertus": {**GROUPED, "attention_bias": True},
     "internlm3": {**HEADS, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {**HEADS},
+    "lfm2": {
+        **{**WIDE_HEADS, "num_hidden_layers": 4, "full_attn_idxs": [1], "conv_bias": True},
+        "block_multiple_of": 12,
+    },
     "arcee": {**HEADS, "mlp_bias": True, "rope_parameters": YARN},
     "helium": {**HEADS, "attention_bias": True},
     "seed_oss": {
@@ -155,6 +159,10 @@ SPARSE = {
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]},
         "partial_rotary_factor": 0.5,
+    },
+    "lfm2_moe": {
+        **{**GROUPED, **NARROW, "num_hidden_layers": 3, "num_dense_layers": 1, "conv_L_cache": 4},
+        "layer_types": ["conv", "full_attention", "conv"],
     },
     "qwen3_moe": {**HEADS, **NARROW, "num_hidden_layers": 4, "mlp_only_layers": [2]},
 }

@@ -99,7 +99,27 @@ def mix_by_gated_delta_net(weights, model, mixer, name, y, mask, positions, rota
     return out
 
 
+def mix_by_gated_short_convolution(weights, model, mixer, name, y, mask, positions, rotate):
+    """Return the output of a layer: y = out(c * sum of taps of b * x), token by token."""
+    name, taps = f"{name}.gated_short_convolution", mixer.convolution
+    bias = model.bias if mixer.bias is None else mixer.bias
+    before, after, x = (
+        y @ weights[f"{name}.input.weight"][part].T
+        + (weights[f"{name}.input.bias"][part] if bias else 0.0)
+        for part in range(3)
+    )
+    gain, rows = weights[f"{name}.convolution.gain"], []
+    for sample, token in product(range(len(y)), range(y.shape[1])):
+        near = [n for n in range(max(0, token - taps + 1), token + 1) if mask[sample, token, n]]
+        mixed = sum(gain[:, taps - 1 - token + n] * (before * x)[sample, n] for n in near)
+        mixed = mixed + weights[f"{name}.convolution.bias"] if bias else mixed
+        rows.append(after[sample, token] * mixed)
+    out = torch.stack(rows).view(y.shape) @ weights[f"{name}.output.weight"].T
+    return out + weights[f"{name}.output.bias"] if bias else out
+
+
 MIXERS = {
+    "gated_short_convolution": mix_by_gated_short_convolution,
     "gated_delta_net": mix_by_gated_delta_net,
     "gated_linear": mix_by_gated_linear_attention,
     "differential": mix_by_differential_attention,

@@ -292,6 +292,7 @@ def _experts(weights, model, name, y, counted):
             allowed = [g * size + i for g in open_groups for i in range(size)]
             chosen = sorted(allowed, key=lambda e: -float(ranked[b, s, e]))[: moe.top_k]
             total = sum(scores[b, s, e] for e in chosen) if moe.normalise else 1.0
+            total = total + moe.normalise_eps * moe.normalise
             for e in chosen:
                 load[b, e] += float(counted[b, s])
                 gate = moe.scale * scores[b, s, e] / total

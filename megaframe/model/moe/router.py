@@ -70,7 +70,7 @@ class Router(Module):
     def _choose_by_kernel(self, logits_RE: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return choices and their weights, or None if no kernel takes these arguments."""
         moe = self.moe
-        if moe.top_groups < moe.groups:
+        if moe.top_groups < moe.groups or moe.normalise_eps:
             return None
         bias = self.balance.value if moe.balance == "bias" else None
         options = {"score": moe.score, "normalise": moe.normalise}
@@ -90,7 +90,9 @@ class Router(Module):
         # From the scores without the balance bias, which decides only who is chosen.
         gates_RK = scores_RE.gather(1, chosen_RK)
         if self.moe.normalise:
-            gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp_min(1e-20)
+            sums_R1 = gates_RK.sum(-1, keepdim=True)
+            sums_R1 = sums_R1 + self.moe.normalise_eps if self.moe.normalise_eps else sums_R1
+            gates_RK = gates_RK / sums_R1.clamp_min(1e-20)
         return chosen_RK, gates_RK
 
     def _balance(

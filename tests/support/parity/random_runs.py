@@ -253,6 +253,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "GatedDeltaNetConfig.value_dim": st.integers(2, 6),
         "GatedDeltaNetConfig.convolution": st.integers(1, 6),
         "GatedDeltaNetConfig.chunk": st.integers(1, seq),
+        "GatedShortConvolutionConfig.convolution": st.integers(1, 6),
         "MLPConfig.ffn": widths,
         "BlockConfig.repeat": st.integers(1, 2),
         "LatentAttentionConfig.query_rank": st.integers(3, 8),
@@ -264,6 +265,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "MoEConfig.experts": st.sampled_from((4, 8, 6, 5, 2)),
         "MoEConfig.ffn": widths,
         "MoEConfig.balance_rate": st.just(0.05),
+        "MoEConfig.normalise_eps": st.sampled_from((1e-6, 0.1)),
         **{f"MoEConfig.{key}": None for key in NOT_PROMISED["model.moe"]},
     }
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}

@@ -128,6 +128,18 @@ MODELS |= {
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
     },
     "delta net of one chunk": {"blocks": [{"mixer": "gated_delta_net", "parallel": "one_norm"}]},
+    "short convolution": {
+        **{"norm": "rmsnorm", "bias": True},
+        "blocks": [{"mixer": "gated_short_convolution"}],
+    },
+    "short convolution in parallel": {
+        "blocks": [
+            {
+                "mixer": {"kind": "gated_short_convolution", "convolution": 6},
+                "parallel": "one_norm",
+            }
+        ],
+    },
     "norms after rotation": {
         "kv_heads": 2,
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": norm}} for norm in ("head", "whole")],
@@ -226,7 +238,7 @@ ON_RANKS = {
             "balanced experts",
         ),
     ),
-    "ring": ("alibi of groups", "rotated groups", "latent", "delta net"),
+    "ring": ("alibi of groups", "rotated groups", "latent", "delta net", "short convolution"),
     "exchange": ("one group", "predictors"),
     "nested": (
         "alibi of groups",

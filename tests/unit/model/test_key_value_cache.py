@@ -22,6 +22,10 @@ MODELS = {
         "norm": "rmsnorm",
         "blocks": [{"mixer": {**DELTA, "convolution": 9, "negative_eigenvalues": True}}],
     },
+    "short convolution": {
+        **{"norm": "rmsnorm", "bias": True},
+        "blocks": [{"mixer": "gated_short_convolution"}, {}],
+    },
     "experts": {
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
         "position": "none",

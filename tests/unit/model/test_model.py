@@ -221,6 +221,17 @@ MODELS |= {
         ],
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
     },
+    "lfm2_moe": {
+        "layers": 3,
+        "norm": "rmsnorm",
+        "init_std": 0.3,
+        "blocks": [
+            {"mixer": {"kind": "gated_short_convolution", "bias": True}},
+            {"mixer": {"kind": "gated_short_convolution", "convolution": 5}},
+            {"mixer": {"qk_norm": True, "kv_heads": 2}, "feed_forward": "moe"},
+        ],
+        "moe": {"experts": 4, "ffn": 10, "normalise_eps": 0.1},
+    },
     "mixed": {
         "layers": 4,
         "norm": "rmsnorm",

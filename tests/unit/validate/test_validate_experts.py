@@ -71,6 +71,11 @@ EXPERTS = "model.moe={experts: 8, groups: 4}"
             "model.moe.normalise=true makes the weight of the one expert of model.moe.top_k=1 "
             "always 1, so that the router learns nothing; use model.moe.normalise=false",
         ),
+        (
+            (EXPERTS, "model.moe.normalise=false", "model.moe.normalise_eps=0.1"),
+            "model.moe.normalise_eps=0.1 has no effect with model.moe.normalise=false; use "
+            "model.moe.normalise_eps=0 or model.moe.normalise=true",
+        ),
     ],
 )
 def test_experts_that_do_not_fit(overrides, line):

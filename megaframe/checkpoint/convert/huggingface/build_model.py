@@ -10,7 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megaframe.checkpoint.convert.huggingface.model_facts import DELTA_NET, DELTA_NET_SIZES, Facts
+from megaframe.checkpoint.convert.huggingface.model_facts import (
+    DELTA_NET,
+    DELTA_NET_SIZES,
+    SHORT_CONVOLUTION,
+    Facts,
+)
 
 _KEYS = {
     **{f"mixer.{name}": name for name in ("heads", "kv_heads", "head_dim", "qk_norm")},
@@ -101,6 +106,10 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
         mixer |= {"kind": DELTA_NET, **{name: layer[f"mixer.{name}"] for name in names}}
         if layer.get("mixer.strongest", 1.0) != 1.0:
             mixer["negative_eigenvalues"] = True
+    elif layer.get("mixer.kind") == SHORT_CONVOLUTION:
+        mixer |= {"kind": SHORT_CONVOLUTION, "convolution": layer["mixer.convolution"]}
+        if layer["mixer.bias"] != bias:
+            mixer["bias"] = layer["mixer.bias"]
     else:
         mixer |= _build_attention(layer, keys, bias)
     scale = _get_section(layer, "mixer.query_scale")

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from difflib import get_close_matches
 
+from megaframe.checkpoint.convert.huggingface.convolution_families import CONVOLUTION_FAMILIES
 from megaframe.checkpoint.convert.huggingface.delta_net_families import DELTA_NET_FAMILIES
 from megaframe.checkpoint.convert.huggingface.dense_families import DENSE_FAMILIES
 from megaframe.checkpoint.convert.huggingface.family import Family
@@ -21,7 +22,7 @@ from megaframe.errors import UserError
 
 _ROWS = (
     *(*GPT_FAMILIES, *OLDER_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES, *HUNYUAN_FAMILIES),
-    *(*MOE_FAMILIES, *MOE_VARIANTS, *DELTA_NET_FAMILIES),
+    *(*MOE_FAMILIES, *MOE_VARIANTS, *DELTA_NET_FAMILIES, *CONVOLUTION_FAMILIES),
 )
 FAMILIES = {family.name: family for family in _ROWS}
 """By `model_type`."""

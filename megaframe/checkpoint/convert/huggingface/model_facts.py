@@ -20,6 +20,7 @@ from typing import Any
 from megaframe.architecture.attention import AttentionDescription, SoftmaxAttention
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
+from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
@@ -33,8 +34,8 @@ _SHARED = ("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "tie_embe
 _ATTENTION = (
     *("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap", "alibi"),
 )
-DELTA_NET = "gated_delta_net"
-"""The kind of mixer."""
+DELTA_NET, SHORT_CONVOLUTION = "gated_delta_net", "gated_short_convolution"
+"""Kinds of mixers."""
 DELTA_NET_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim")
 _SCALING: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -128,6 +129,8 @@ def _describe_experts(layer: MoEDescription) -> dict[str, Any]:
     moe |= {"ffn": layer.width, "activation": layer.activation.name}
     if layer.moe.shared:
         moe["bias"] = layer.bias
+    if not layer.moe.normalise:
+        moe["normalise_eps"] = 0.0
     if layer.moe.groups == layer.moe.top_groups:  # a token may use them all
         moe |= {"groups": 1, "top_groups": 1, "group_best": 1}
     if layer.moe.balance != "bias":  # only its bias takes part in the choice of experts
@@ -155,6 +158,8 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["mixer.kind"] = DELTA_NET
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in DELTA_NET_SIZES}
         facts |= {"mixer.convolution": mixer.taps, "mixer.strongest": mixer.strongest}
+    elif isinstance(mixer, GatedShortConvolutionDescription):
+        facts |= {"mixer.convolution": mixer.taps, "mixer.bias": mixer.bias}
     if mixer.query_scale is not None:
         facts |= _flatten(mixer.query_scale.model_dump(), "mixer.query_scale")
     facts["feed_forward.kind"] = feed_forward.name

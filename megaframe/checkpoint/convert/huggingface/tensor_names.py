@@ -108,8 +108,8 @@ class _Names:
                 yield from self._map_module(name, own, experts, len(experts))
             elif own[0] == "constant":
                 yield HuggingFaceTensor(name, (), zeros=(), constant=float(own[1]))
-            elif own[0] == "delta_net.convolution":
-                yield from self._map_convolution(name)
+            elif own[0].endswith(".convolution"):
+                yield from self._map_convolution(name, own[0])
             elif own[0] in _HEAD_NORMS and self.layer.get("mixer.qk_norm") == _PER_HEAD:
                 yield from self._map_head_norms(name, own[0])
             elif own[0] in _WHOLE_NAMES:
@@ -129,14 +129,20 @@ class _Names:
             row = (1,) if is_row else ()
             yield HuggingFaceTensor(name, (), zeros=(*row, self.shared["moe.experts"]))
 
-    def _map_convolution(self, name: str) -> Iterator[HuggingFaceTensor]:
-        """Yield the factors of the queries of all heads, of the keys, and of the values."""
-        spec = self.specs.get(f"{self.prefix}delta_net.convolution.gain")
-        if spec is not None:
-            width = self.layer["mixer.key_dim"]
-            channels = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
-            parts = tuple(make_part(spec, (ALL, part)) for part in channels)
-            yield HuggingFaceTensor(f"{name}.weight", parts, inner=(1, spec.shape[-1]))
+    def _map_convolution(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
+        """Yield the factors and the biases of channels, of a delta net those of the queries of all
+        heads, of the keys, and of the values."""
+        gain, bias = (self.specs.get(f"{self.prefix}{module}.{part}") for part in ("gain", "bias"))
+        if gain is not None:
+            channels: tuple[slice, ...] = (ALL,)
+            if module.startswith("delta_net."):
+                width = self.layer["mixer.key_dim"]
+                channels = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
+            dims = (ALL,) * (len(gain.shape) - 2)
+            parts = tuple(make_part(gain, (*dims, part)) for part in channels)
+            yield HuggingFaceTensor(f"{name}.weight", parts, inner=(1, gain.shape[-1]))
+        if bias is not None:
+            yield HuggingFaceTensor(f"{name}.bias", (make_part(bias),))
 
     def _map_head_norms(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
         """Yield the gains of all heads as one tensor, or as one for each if the name has a place

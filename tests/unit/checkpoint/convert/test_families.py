@@ -1,6 +1,7 @@
 """Families of Hugging Face models: the logits are the same after an import and after an export.
 
-Tests `megaframe.checkpoint.convert.huggingface.delta_net_families`,
+Tests `megaframe.checkpoint.convert.huggingface.convolution_families`,
+`megaframe.checkpoint.convert.huggingface.delta_net_families`,
 `megaframe.checkpoint.convert.huggingface.dense_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,
 `megaframe.checkpoint.convert.huggingface.hunyuan_families`,
@@ -13,6 +14,7 @@ Tests `megaframe.checkpoint.convert.huggingface.delta_net_families`,
 """
 
 import json
+from math import prod
 
 import pytest
 from family_configs import GLM_ROUTED, GROUPED, MODELS, OTHERS
@@ -23,14 +25,17 @@ from transformers_models import (
     save_random_model,
 )
 
+from megaframe.architecture.block import list_mixers
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
 from megaframe.checkpoint.convert.huggingface.match_tensors import SkippedTensors
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
+from megaframe.config import RunConfig
 from megaframe.config.registry import Registry, use_registry
 from megaframe.errors import UserError
 from megaframe.extensions import load_named_extensions
+from megaframe.model.model_chunk import list_model_specs
 
 pytestmark = pytest.mark.numeric
 
@@ -131,6 +136,52 @@ def test_what_is_missing_or_null_is_what_transformers_makes_of_it():
     null = {**GROUPED, **rope, "model_type": "granite", "attention_multiplier": None}
     with pytest.raises(UserError, match="granite: attention_multiplier=None: input should be"):
         FAMILIES["granite"].read_model(null)
+
+
+LFM2 = {
+    **{"model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16},
+    **{"num_attention_heads": 32, "num_heads": 32, "num_key_value_heads": 8, "norm_eps": 1e-5},
+    **{"block_dim": 2048, "block_ff_dim": 12288, "block_auto_adjust_ff_dim": True},
+    **{"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5},
+    **{"block_mlp_init_scale": 1.0, "block_out_init_scale": 1.0, "block_use_swiglu": True},
+    **{"block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048},
+    **{"conv_dim_out": 2048, "conv_use_xavier_init": True, "use_pos_enc": True},
+    **{"full_attn_idxs": [2, 5, 8, 10, 12, 14], "rope_theta": 1e6, "tie_embedding": True},
+}
+
+
+def test_the_keys_of_lfm2_are_read_and_may_not_contradict():
+    """Of LFM2 1.2B, with keys that transformers does not read, and its number of parameters."""
+    model = FAMILIES["lfm2"].read_model(LFM2)
+    mixers = [mixer.name for mixer in list_mixers(model)]
+    attention = [layer for layer, name in enumerate(mixers) if name == "attention"]
+    assert attention == LFM2["full_attn_idxs"] and len(mixers) == 16
+    assert (model.ffn, model.tie_embeddings, model.head_dim) == (8192, True, 64)
+    specs = list_model_specs(RunConfig(model=model.model_dump()))
+    assert sum(prod(spec.shape) for spec in specs) == 1_170_340_608
+    with pytest.raises(UserError, match="conv_dim=1024 contradicts other keys, by which it is 204"):
+        FAMILIES["lfm2"].read_model({**LFM2, "conv_dim": 1024})
+    with pytest.raises(UserError, match="layer_types: 'mamba' is none of full_attention, conv"):
+        FAMILIES["lfm2"].read_model({**LFM2, "layer_types": [*["conv"] * 15, "mamba"]})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"block_multiple_of": 7},
+        {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 10},
+        {"block_auto_adjust_ff_dim": False},
+        {"block_ff_dim": 47, "block_multiple_of": 1},
+    ],
+)
+def test_a_width_is_adjusted_as_transformers_does(keys):
+    from transformers import Lfm2Config
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
+
+    config = {**GROUPED, "intermediate_size": 100, **keys}
+    expected = Lfm2MLP(Lfm2Config(**config)).w1.out_features
+    assert FAMILIES["lfm2"].read_model({**config, "model_type": "lfm2"}).ffn == expected
 
 
 def test_predictors_beside_the_layers_are_left_out_and_said():

@@ -1,4 +1,5 @@
-"""A causal convolution of each channel over a few tokens, as linear attention has before it.
+"""A causal convolution of each channel over a few tokens, as linear attention has before it, and
+as a gated short convolution is.
 
 Shape legend: B samples, S tokens of this context rank, P its pieces of samples, T tokens of a piece
 with those before it, C dims of channels, D tokens that each token sees, with itself.
@@ -28,6 +29,16 @@ def convolve(x_PTC: Tensor, gain_CD: Tensor, inputs: MicrobatchInputs) -> Tensor
     """
     sums: Tensor = _Convolution.apply(x_PTC, gain_CD, inputs)
     return sums
+
+
+def convolve_last(x_BDC: Tensor, gain_CD: Tensor) -> Tensor:
+    """Return the sums of the last of as many tokens as a channel sees, [B, 1, C].
+
+    Args:
+        x_BDC: These tokens of samples, all of one document.
+        gain_CD: The factors; the last one is of the token itself.
+    """
+    return (x_BDC.movedim(1, -1) * gain_CD).sum(-1).unsqueeze(1)
 
 
 class _Convolution(torch.autograd.Function):

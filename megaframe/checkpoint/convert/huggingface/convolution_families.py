@@ -1,0 +1,181 @@
+"""LFM2 (Liquid AI 2025): gated short convolutions in most layers, dense or with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from megaframe.checkpoint.convert.huggingface.dense_families import LLAMA
+from megaframe.checkpoint.convert.huggingface.key_pairs import (
+    FULL,
+    Derived,
+    Key,
+    Keys,
+    Pair,
+    check_layer_types,
+    make_dense_first,
+)
+from megaframe.checkpoint.convert.huggingface.key_types import Counts, Flag, Size, Texts
+from megaframe.checkpoint.convert.huggingface.model_facts import SHORT_CONVOLUTION, Facts
+from megaframe.checkpoint.convert.huggingface.moe_families import SIGMOID, TOP_K, WIDTH
+from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
+from megaframe.errors import UserError
+
+_CONVOLUTION = "conv"
+_MOST = 1 << 24
+_Width = Annotated[int, Field(ge=1, le=_MOST)]
+"""May be missing, and not null. It bounds no tensor, because another width follows from it."""
+
+
+@dataclass(frozen=True)
+class ConvolutionLayers(Key):
+    """Which layers have a convolution and which have attention, and the keys of convolutions.
+
+    Attributes:
+        indices: The key of the numbers of the layers with attention, which holds if there are no
+            types of layers; empty if these must be there.
+    """
+
+    indices: str = ""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The types of layers, and the keys of convolutions."""
+        indices = {self.indices: Counts} if self.indices else {}
+        return {"layer_types": Texts, "conv_L_cache": Size, "conv_bias": Flag, **indices}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The types of layers, if nothing else says them."""
+        return () if self.indices else ("layer_types",)
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the mixer of each layer."""
+        layers, kinds = len(facts.layers), config.get("layer_types")
+        if kinds is None:
+            indices = config.get(self.indices)
+            full = {*range(layers)} if indices is None else {*indices}
+            kinds = [FULL if layer in full else _CONVOLUTION for layer in range(layers)]
+        check_layer_types("layer_types", kinds, layers, (FULL, _CONVOLUTION))
+        convolution = {
+            "mixer.kind": SHORT_CONVOLUTION,
+            "mixer.convolution": config.get("conv_L_cache") or 3,
+            "mixer.bias": bool(config.get("conv_bias")),
+        }
+        attention = {"mixer.kind": "attention", "mixer.bias": False, "mixer.qkv_bias": False}
+        for layer, kind in zip(facts.layers, kinds, strict=True):
+            layer.update(convolution if kind == _CONVOLUTION else attention)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the type of each layer, and the keys of the first convolution."""
+        mixers = facts.list_values("mixer.kind")
+        full = [layer for layer, mixer in enumerate(mixers) if mixer != SHORT_CONVOLUTION]
+        first = next((layer for layer in facts.layers if "mixer.convolution" in layer), {})
+        return {
+            "layer_types": [_CONVOLUTION if m == SHORT_CONVOLUTION else FULL for m in mixers],
+            "conv_L_cache": first.get("mixer.convolution", 3),
+            "conv_bias": first.get("mixer.bias", False),
+            **({self.indices: full} if self.indices else {}),
+        }
+
+
+@dataclass(frozen=True)
+class AdjustedWidth(Key):
+    """The width of MLPs, which code may make of another one: two thirds of it, times a factor,
+    rounded up to a multiple."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The width under both of its names, and how it is adjusted."""
+        return {
+            **{"intermediate_size": _Width, "block_ff_dim": _Width, "block_multiple_of": _Width},
+            "block_ffn_dim_multiplier": Annotated[float, Field(gt=0, le=_MOST)],
+            "block_auto_adjust_ff_dim": bool,
+        }
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the width."""
+        # Of two widths code takes this one.
+        width = config.get("block_ff_dim", config.get("intermediate_size"))
+        if width is None:
+            raise UserError("intermediate_size is missing")
+        if config.get("block_auto_adjust_ff_dim", True):
+            multiple = config.get("block_multiple_of", 256)
+            width = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+            width = multiple * ((width + multiple - 1) // multiple)
+        facts.set("feed_forward.ffn", width)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the width, not to be adjusted."""
+        return {
+            **{"intermediate_size": facts.get("feed_forward.ffn"), "block_multiple_of": 256},
+            **{"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False},
+        }
+
+
+LFM2 = LLAMA.derive(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    AdjustedWidth(),
+    Pair("norm_eps", "norm_eps", default=1e-5),
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("tie_word_embeddings", "tie_embeddings", default=True),
+    ConvolutionLayers("full_attn_idxs"),
+    RotaryKeys(base=1e6),
+    *(
+        Derived(name, Size, lambda facts: facts.get("hidden"))
+        for name in ("block_dim", "conv_dim", "conv_dim_out")
+    ),
+    Derived("num_heads", Size, lambda facts: facts.get("mixer.heads")),
+    Derived("block_norm_eps", float | None, lambda facts: facts.get("norm_eps")),
+    without=("rms_norm_eps", "attention_bias", "mlp_bias"),
+    own={"mixer.qk_norm": "head"},
+    # Code always rotates and always has gates; the others are for training.
+    neutral=(
+        *("use_pos_enc", "block_use_swiglu", "block_use_xavier_init", "conv_use_xavier_init"),
+        *("block_mlp_init_scale", "block_out_init_scale"),
+    ),
+    aliases={"tie_embedding": "tie_word_embeddings"},
+    ends={"model.norm": None, "model.embedding_norm": "head.norm"},
+    block={
+        **{"input_layernorm": None, "post_attention_layernorm": None, "self_attn.o_proj": None},
+        **{f"mlp.{name}_proj": None for name in ("gate", "up", "down")},
+        "operator_norm": "attention_norm",
+        "ffn_norm": "mlp_norm",
+        "self_attn.q_layernorm": "attention.query_norm",
+        "self_attn.k_layernorm": "attention.key_norm",
+        "self_attn.out_proj": "attention.output",
+        "conv.in_proj": "gated_short_convolution.input",
+        "conv.conv": "gated_short_convolution.convolution",
+        "conv.out_proj": "gated_short_convolution.output",
+        "feed_forward.w1": "mlp.gate",
+        "feed_forward.w3": "mlp.up",
+        "feed_forward.w2": "mlp.down",
+    },
+)
+LFM2_MOE = LFM2.derive(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    Pair("intermediate_size", "feed_forward.ffn", "value", otherwise="moe.ffn"),
+    Pair("num_experts", "moe.experts", "value"),
+    TOP_K,
+    WIDTH,
+    Pair("routed_scaling_factor", "moe.scale", default=1.0),
+    Pair("norm_topk_prob", "moe.normalise", default=True),
+    make_dense_first("num_dense_layers", need="value"),
+    ConvolutionLayers(),
+    own=SIGMOID | {"moe.normalise_eps": lambda facts: 1e-6 * bool(facts.get("moe.normalise"))},
+    fixed={"use_expert_bias": True},
+    aliases={"num_local_experts": "num_experts"},
+    block={
+        "feed_forward.gate": "moe.router",
+        "feed_forward.expert_bias": "moe.balance",
+        "feed_forward.experts.{expert}.w1": "moe.experts.gate",
+        "feed_forward.experts.{expert}.w3": "moe.experts.up",
+        "feed_forward.experts.{expert}.w2": "moe.experts.down",
+    },
+)
+CONVOLUTION_FAMILIES = (LFM2, LFM2_MOE)
