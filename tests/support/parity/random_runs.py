@@ -358,7 +358,7 @@ def list_named_keys(sections, ranks):
         paths = []
         for name in re.findall(r"\b(?:model|train|parallel)\.[a-z_]+(?:\.[a-z0-9_]+)*", message):
             path = name.split(".")
-            if block:
+            if block and path[-1] != "kind":  # without which no other key of the part is legal
                 start = ["model", "blocks", block[1]]
                 paths += [[*start, part, path[-1]] for part in ("mixer", "feed_forward")]
             paths.append(path)
