@@ -109,16 +109,9 @@ def _turn(
     token = (tl.program_id(0) // across).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = (tl.program_id(0) % across) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
-    # The stride is 0 if all samples share one table.
-    at = (token // length) * table_stride + (token % length) * half
-    inside = (token < tokens)[:, None] & (pair < half)[None, :]
-    cosine = tl.load(cos + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    sine = tl.load(sin + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    if BACK:
-        # The inverse of a rotation is its transpose.
-        sine = -sine
-    # Read once, used for all heads of this program.
-    cosine, sine = cosine[:, None, :], sine[:, None, :]
+    cosine, sine = rotary.load_angles(
+        cos, sin, token, pair, tokens, length, half, table_stride, BACK
+    )
     group, place = head // (queries + 2), head % (queries + 2)
     joint = ((token * heads)[:, None] + head[None, :]) * width
     of_query = ((token * groups * queries)[:, None] + (group * queries + place)[None, :]) * width

@@ -43,6 +43,32 @@ def run_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
+def load_angles(
+    cos: tl.tensor,
+    sin: tl.tensor,
+    token: tl.tensor,
+    pair: tl.tensor,
+    tokens: tl.tensor,
+    length: tl.tensor,
+    half: tl.tensor,
+    table_stride: tl.tensor,
+    BACK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the cosines and sines of some tokens, fp32 [tokens, 1, pairs], read once for all heads
+    of a program; with BACK those of the opposite rotation. Tokens of all samples are numbered
+    consecutively."""
+    # The stride is 0 if all samples share one table.
+    at = (token // length) * table_stride + (token % length) * half
+    inside = (token < tokens)[:, None] & (pair < half)[None, :]
+    cosine = tl.load(cos + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sin + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    if BACK:
+        # The inverse of a rotation is its transpose.
+        sine = -sine
+    return cosine[:, None, :], sine[:, None, :]
+
+
+@triton.jit
 def _turn(
     x: tl.tensor,
     cos: tl.tensor,
@@ -69,18 +95,8 @@ def _turn(
     token = (tl.program_id(0) // across).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = (tl.program_id(0) % across) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
-    # Tokens of all samples are numbered consecutively.
     batch, place = token // length, token % length
-    # The stride is 0 if all samples share one table.
-    at = batch * table_stride + place * half
-    inside = (token < tokens)[:, None] & (pair < half)[None, :]
-    cosine = tl.load(cos + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    sine = tl.load(sin + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    if BACK:
-        # The inverse of a rotation is its transpose.
-        sine = -sine
-    # Read once, used for all heads of this program.
-    cosine, sine = cosine[:, None, :], sine[:, None, :]
+    cosine, sine = load_angles(cos, sin, token, pair, tokens, length, half, table_stride, BACK)
     # x keeps its strides, so a view of a larger tensor is not copied; y is contiguous.
     start = (batch * batch_stride + place * token_stride)[:, None]
     start += (head * head_stride)[None, :]
