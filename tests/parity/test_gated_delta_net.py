@@ -7,7 +7,7 @@ Tests `megaframe.context_parallel.states` and `megaframe.model.causal_convolutio
 
 import pytest
 from parity_runs import LAYOUTS as SHARED_LAYOUTS
-from parity_runs import make_layout_check
+from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check
 from slow_cases import mark_slow
 
 DELTA = {"kind": "gated_delta_net", "key_dim": 5, "chunk": 3, "key_heads": 4}
@@ -34,16 +34,11 @@ SHAPES = {
         "blocks": [{"mixer": {**DELTA, "negative_eigenvalues": True, "convolution": 6}}],
     },
 }
-RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 LAYOUTS = {
     **SHARED_LAYOUTS,
-    "ring of 4": (4, {"context": 4, **RING}, {"recompute": "full"}),
-    "all-to-all": (4, {"context": 4, **ALL_TO_ALL}, {"recompute": "selective"}),
-    "nested": (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, {}),
+    **PIECES,
     "tensor of 4": (4, {"tensor": 4, "zero": 3}, {"recompute": "full"}),
-    "tensor, ring": (4, {"tensor": 2, "context": 2, **RING}, {"recompute": "selective"}),
-    "experts": (4, {"data": 2, "expert": 2, "tensor": 2}, {"recompute": "selective"}),
-    "pipeline, ring": (4, {"pipeline": 2, "context": 2, **RING}, {}),
+    **PIECES_AND_AXES,
 }
 QUICK = [("packed-alone", "nested"), ("packed-next", "tensor, ring"), ("gated-experts", "experts")]
 CASES = [

@@ -8,7 +8,7 @@ Tests `megaframe.architecture.causal_convolution`, `megaframe.model.causal_convo
 
 import pytest
 from parity_runs import LAYOUTS as SHARED_LAYOUTS
-from parity_runs import make_layout_check
+from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check
 from slow_cases import mark_slow
 
 MIXER = {"kind": "gated_short_convolution"}
@@ -25,16 +25,11 @@ SHAPES = {
     },
     "packed-alone": ALONE,
 }
-RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 LAYOUTS = {
     **SHARED_LAYOUTS,
-    "ring of 4": (4, {"context": 4, **RING}, {"recompute": "full"}),
-    "all-to-all": (4, {"context": 4, **ALL_TO_ALL}, {"recompute": "selective"}),
-    "nested": (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, {}),
+    **PIECES,
     "tensor of 3": (3, {"tensor": 3, "zero": 3}, {"recompute": "selective"}),
-    "tensor, ring": (4, {"tensor": 2, "context": 2, **RING}, {"recompute": "selective"}),
-    "experts": (4, {"data": 2, "expert": 2, "tensor": 2}, {"recompute": "selective"}),
-    "pipeline, ring": (4, {"pipeline": 2, "context": 2, **RING}, {}),
+    **PIECES_AND_AXES,
 }
 QUICK = [("packed-alone", "nested"), ("packed-lfm2", "tensor, ring"), ("lfm2_moe", "experts")]
 CASES = [

@@ -45,6 +45,19 @@ LAYOUTS = {
     "all": (4, {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}, {"recompute": "selective"}),
 }
 """By name: ranks, and keys of `parallel` and of `train`. Extensions are tried under each."""
+_RING = {"context_kind": "ring"}
+PIECES = {
+    "ring of 4": (4, {"context": 4, **_RING}, {"recompute": "full"}),
+    "all-to-all": (4, {"context": 4, "context_kind": "all_to_all"}, {"recompute": "selective"}),
+    "nested": (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, {}),
+}
+"""Samples in short pieces, for mixers that pass a state or their last tokens on."""
+PIECES_AND_AXES = {
+    "tensor, ring": (4, {"tensor": 2, "context": 2, **_RING}, {"recompute": "selective"}),
+    "experts": (4, {"data": 2, "expert": 2, "tensor": 2}, {"recompute": "selective"}),
+    "pipeline, ring": (4, {"pipeline": 2, "context": 2, **_RING}, {}),
+}
+"""The same beside another axis, and experts beside tensor ranks."""
 
 
 @dataclass
