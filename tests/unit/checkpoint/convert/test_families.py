@@ -1,6 +1,6 @@
 """Families of Hugging Face models: the logits are the same after an import and after an export.
 
-Tests `megaframe.checkpoint.convert.huggingface.convolution_families`,
+Tests `megaframe.checkpoint.convert.huggingface.lfm2_families`,
 `megaframe.checkpoint.convert.huggingface.delta_net_families`,
 `megaframe.checkpoint.convert.huggingface.dense_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,

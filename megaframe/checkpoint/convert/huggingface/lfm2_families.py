@@ -178,4 +178,4 @@ LFM2_MOE = LFM2.derive(
         "feed_forward.experts.{expert}.w2": "moe.experts.down",
     },
 )
-CONVOLUTION_FAMILIES = (LFM2, LFM2_MOE)
+LFM2_FAMILIES = (LFM2, LFM2_MOE)
