@@ -18,6 +18,8 @@ Measured = dict[str, Any]
 Number = Callable[[Measured], float | None]
 _CHIP = "h200"
 """The chip for which rates are set."""
+_AS_FAST = 1.01
+"""Two calls of torch's attention that run the same kernel differ by less."""
 _OWN = ("triton", "triton-fused")
 """This library's implementations of attention."""
 
@@ -45,7 +47,9 @@ class Goal:
 
 def evaluate_goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every goal as it is written into the result."""
-    goals = [*_evaluate_kernels(result), *_evaluate_steps(result["training"])]
+    # A row and the one that it is compared with may come from different calls.
+    training = training_gpu.with_ratios(result["training"])
+    goals = [*_evaluate_kernels(result), *_evaluate_steps(training)]
     return [{**asdict(goal), "met": goal.is_met(result.get("chip", _CHIP))} for goal in goals]
 
 
@@ -71,18 +75,30 @@ def list_right_seconds(measurements: Sequence[Measured]) -> dict[str, float]:
     }
 
 
-def order_of(measurements: Sequence[Measured]) -> list[str]:
+def order_of(measurements: Sequence[Measured], known: Sequence[str] = ()) -> list[str]:
     """Return the implementations of one kernel, best first, by the mean log of their time relative
     to the fastest one's.
 
     Wrong ones are left out, and so is the reference, which comes last anyway.
+
+    Args:
+        measurements: All of the kernel.
+        known: The order so far. It stays among those that are as fast as the fastest.
     """
     slowness: dict[str, list[float]] = {}
     for measured in _group_by_case(measurements).values():
         durations = list_right_seconds(measured)
         for name, seconds in durations.items():
             slowness.setdefault(name, []).append(math.log(seconds / min(durations.values())))
-    return sorted(slowness, key=lambda name: sum(slowness[name]) / len(slowness[name]))
+    means = {name: sum(each) / len(each) for name, each in slowness.items()}
+    least = min(means.values(), default=0.0)
+
+    def rank(name: str) -> tuple[float, int]:
+        as_fast = means[name] - least <= math.log(_AS_FAST)
+        place = known.index(name) if name in known else len(known)
+        return (least if as_fast else means[name]), place
+
+    return sorted(means, key=rank)
 
 
 def compare_chosen_with_best(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -134,7 +134,12 @@ def derive(sections: dict[str, Any]) -> dict[str, Any]:
     is from the fastest, and the goals that something was measured of."""
     measured = sections["measurements"]
     kernels = dict.fromkeys(m["kernel"] for m in measured)
-    order = {k: order_of([m for m in measured if m["kernel"] == k]) for k in kernels}
+    order = {
+        kernel: order_of(
+            [m for m in measured if m["kernel"] == kernel], sections["active"].get(kernel, ())
+        )
+        for kernel in kernels
+    }
     compared = compare_chosen_with_best(sections)
     goals = evaluate_goals({**sections, "chosen_over_best": compared})
     measured_goals = [goal for goal in goals if goal["measured"] is not None]

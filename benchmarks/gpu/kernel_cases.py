@@ -317,13 +317,20 @@ def _make_experts(s: CaseSizes) -> Iterator[KernelCase]:
 
 
 def _make_quantise(s: CaseSizes) -> Iterator[KernelCase]:
-    for name, block in (("tensor", None), ("row", (1, 0)), ("128 x 128", (128, 128))):
+    def draw(block: tuple[int, int] | None, transposed: bool) -> tuple[Any, ...]:
+        x = draw_normal(s.tokens, s.hidden)
+        return x.t() if transposed else x, torch.float8_e4m3fn, block
 
-        def arguments(block: tuple[int, int] | None = block) -> tuple[Any, ...]:
-            return draw_normal(s.tokens, s.hidden), torch.float8_e4m3fn, block
-
-        passes = 5.0 if block is None else 3.0
-        yield KernelCase("quantise", name, arguments, LeastWork(passes * s.tokens * s.hidden))
+    # Numbers whose scale is elsewhere are read twice.
+    for name, block, transposed, passes in (
+        ("tensor", None, False, 5.0),
+        ("tensor, transposed", None, True, 5.0),
+        ("row", (1, 0), False, 3.0),
+        ("row, transposed", (1, 0), True, 5.0),
+        ("128 x 128", (128, 128), False, 3.0),
+    ):
+        work = LeastWork(passes * s.tokens * s.hidden)
+        yield KernelCase("quantise", name, partial(draw, block, transposed), work)
 
 
 def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:

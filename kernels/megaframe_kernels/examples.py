@@ -190,12 +190,14 @@ def _launch_grouped() -> Iterator[Example]:
 
 
 def _quantise() -> Iterator[Example]:
-    def call(width: int, block: tuple[int, int]) -> None:
-        quantize.launch_quantise(_make_tensor(8192, width), torch.float8_e4m3fn, *block)
+    def call(width: int, block: tuple[int, int], transposed: bool = False) -> None:
+        x = _make_tensor(8192, width)
+        quantize.launch_quantise(x.t() if transposed else x, torch.float8_e4m3fn, *block)
 
-    for name, block in (("tensor", (0, 0)), ("row", (1, 0)), ("1 x 128", (1, 128))):
+    sharing = ("tensor", (0, 0)), ("row", (1, 0)), ("1 x 128", (1, 128)), ("128 x 128", (128, 128))
+    for name, block in sharing:
         yield Example(name, partial(call, 4096, block), least_chip=90)
-    yield Example("128 x 128", partial(call, 4096, (128, 128)), least_chip=90)
+        yield Example(f"{name}, transposed", partial(call, 4096, block, True), least_chip=90)
     yield Example("row of 32768", partial(call, 32768, (1, 0)), least_chip=90)
 
 

@@ -14,7 +14,7 @@ MAX_HOST_LOGITS = 25_800_000
 """Logits of a chunk on a CPU: 512 rows of a vocabulary of 50,304. Every product of a chunk packs
 the whole weight again, so with half as many the head takes 7% longer and with twice as many 1 to 3%
 less (benchmarks/cpu/cache_constants.py)."""
-MAX_GPU_LOGITS = 1 << 28
+MAX_GPU_LOGITS = 1 << 29
 """Logits of a chunk on a GPU, whose products need many rows even where a rank's part of the
 vocabulary is small."""
 _GPU_ROWS = 128

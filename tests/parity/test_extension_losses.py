@@ -5,6 +5,7 @@ from parity_runs import FEW, LAYOUTS, MODELS, assert_same, run
 from repo_copy import ROOT
 from slow_cases import mark_slow
 
+from megaframe.architecture.output_head import MAX_GPU_LOGITS
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig, load
@@ -76,7 +77,7 @@ def test_the_plan_counts_a_loss():
         config = RunConfig(model=model, train={"seq": 2048, "precision": "bf16", **train})
         plans, schedule = plan_stages(config), build_step_schedule(config, 1)
         memory.append(compute_rank_memory(config, Layout(), plans, schedule, 0).total)
-    assert memory[1] - memory[0] == (1 << 28) // 32 * 7 * 4
+    assert memory[1] - memory[0] == MAX_GPU_LOGITS // 32 * 7 * 4
 
 
 def test_what_a_loss_replaces_is_refused_beside_it():

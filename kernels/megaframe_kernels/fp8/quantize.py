@@ -4,6 +4,9 @@ A scale is the factor that restores the original numbers: the exact quotient of 
 magnitude and the largest number of the type. Each scale is inverted once, and numbers are
 multiplied by the inverse. A tensor takes two passes, because its scale depends on all of it, and so
 do rows that do not fit in registers; other rows and blocks take one pass.
+
+The transpose of a matrix is read as the matrix lies and written as its rows, tile by tile: 8-bit
+products need the summed dimension contiguous, and a copy would move the 16-bit numbers twice more.
 """
 
 from __future__ import annotations
@@ -13,11 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import ceil_div, launch, next_power_of_2, read_capability
+from megaframe_kernels.device import (
+    ceil_div,
+    count_processors,
+    launch,
+    next_power_of_2,
+    read_capability,
+)
 from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.fp8.quantize_device import (
+    find_largest_of_columns,
     find_largest_of_rows,
     quantise_by,
+    quantise_transposed,
     read_magnitude_bits,
     round_to_fp8,
     scale_of,
@@ -29,8 +40,9 @@ TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDEST = 16384
 """Elements of the largest block that fits in registers."""
 _TILE = 4096
-_PARTS = 1024
-"""Parts of a tensor whose largest magnitudes are found separately."""
+_PROGRAMS_PER_PROCESSOR = 8
+_TRANSPOSED_COLUMNS = 64
+"""Columns of a tile that is transposed: 128 bytes of a row in 16 bits."""
 SHARED = 128
 """Size of blocks: how many elements of a row, or how many rows, share a scale."""
 _LEAST = 1e-30
@@ -163,6 +175,8 @@ def launch_quantise(
         rows: Rows that share a scale; at most 0 means all.
         columns: Columns that share a scale; at most 0 means all.
     """
+    if sharing := _name_sharing_of_transposed(x_RC, rows, columns):
+        return _launch_transposed(x_RC.t(), dtype, sharing)
     x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
     if rows <= 0 and columns <= 0:
         return _launch_whole(x, dtype)
@@ -213,10 +227,83 @@ def launch_quantise(
 
 
 def _launch_whole(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not x.numel():  # No program runs.
+        return x.to(dtype), scale_by(x.new_zeros(1, 1, dtype=torch.float32), dtype)
     # The scale depends on the whole tensor, hence two passes. It stays on the device.
-    parts = launch_largest(x, max(1, min(len(x), _PARTS)))
-    scale = scale_by(parts.amax(), dtype)
-    return launch_quantise_by(x, scale.view(1), dtype), scale.view(1, 1)
+    scale = x.new_empty(1, 1, dtype=torch.float32)
+    return _launch_quantise_by(x, _find_largest(x, single=True), dtype, scale), scale
+
+
+def _find_largest(x_RC: Tensor, *, single: bool) -> Tensor:
+    """Return the bits of the largest magnitude of all, int32 [1], or of each column, [C]."""
+    height, width = x_RC.shape
+    largest = x_RC.new_zeros(1 if single else width, dtype=torch.int32)
+    # Tiles are wide, because memory is adjacent along a row, and fewer columns need fewer atomics.
+    rows, columns = 8, min(1024, next_power_of_2(max(width, 16)))
+    across = ceil_div(width, columns)
+    # Enough programs to keep the GPU busy.
+    down = ceil_div(_PROGRAMS_PER_PROCESSOR * count_processors(x_RC), across)
+    launch(
+        find_largest_of_columns,
+        (across * min(ceil_div(height, rows), down),),
+        x_RC,
+        largest,
+        height,
+        width,
+        x_RC.stride(0),
+        SINGLE=single,
+        ROWS=rows,
+        COLUMNS=columns,
+        warps=8,
+    )
+    return largest
+
+
+def _name_sharing_of_transposed(x_RC: Tensor, rows: int, columns: int) -> str | None:
+    """Return what shares a scale, if x is a transposed matrix that need not be copied."""
+    lies_transposed = x_RC.stride(0) == 1 and x_RC.stride(1) >= max(2, x_RC.shape[0])
+    if not lies_transposed or 0 in x_RC.shape:
+        return None
+    if rows <= 0 and columns <= 0:
+        return "tensor"
+    if rows == 1 and columns <= 0:
+        return "row"
+    return {(1, SHARED): "block", (SHARED, SHARED): "square"}.get((rows, columns))
+
+
+def _launch_transposed(x_CR: Tensor, dtype: torch.dtype, sharing: str) -> tuple[Tensor, Tensor]:
+    """Return the transpose of x [C, R] in 8 bits, [R, C], and its scales."""
+    height, width = x_CR.shape
+    columns = SHARED if sharing == "square" else _TRANSPOSED_COLUMNS
+    tiles, across = ceil_div(height, SHARED), ceil_div(width, columns)
+    shape = {
+        "tensor": (1, 1),
+        "row": (width, 1),
+        "block": (width, tiles),
+        "square": (across, tiles),
+    }
+    scales = x_CR.new_empty(shape[sharing], dtype=torch.float32)
+    # Otherwise a tile contains all numbers that share a scale.
+    needs_pass = sharing in ("tensor", "row")
+    largest = _find_largest(x_CR, single=sharing == "tensor") if needs_pass else None
+    out = torch.empty(width, height, dtype=dtype, device=x_CR.device)
+    launch(
+        quantise_transposed,
+        (tiles * across,),
+        x_CR,
+        largest,
+        out,
+        scales,
+        height,
+        width,
+        x_CR.stride(0),
+        SHARING=sharing,
+        MOST=torch.finfo(dtype).max,
+        ROWS=SHARED,
+        COLUMNS=columns,
+        warps=8,
+    )
+    return out, scales
 
 
 def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
@@ -236,9 +323,14 @@ def scale_by(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     return magnitude.clamp_min(_LEAST) * (1.0 / torch.finfo(dtype).max)
 
 
-def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x [R, C] in 8 bits by known scales, [1] for all or [R] for rows. Rows must be
-    contiguous."""
+def launch_quantise_by(x_RC: Tensor, scales_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [R, C] in 8 bits by known scales of its rows, which must be contiguous."""
+    return _launch_quantise_by(x_RC, scales_R, dtype, None)
+
+
+def _launch_quantise_by(
+    x_RC: Tensor, scales: Tensor, dtype: torch.dtype, found: Tensor | None
+) -> Tensor:
     height, width = x_RC.shape
     out = torch.empty(height, width, dtype=dtype, device=x_RC.device)
     launch(
@@ -247,10 +339,11 @@ def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
         x_RC,
         out,
         scales,
+        found,
         width,
         x_RC.stride(0),
-        # With a stride of 0 all rows read the one scale.
-        0 if len(scales) == 1 else 1,
+        # With a stride of 0 all rows read the one magnitude.
+        1 if found is None else 0,
         MOST=torch.finfo(dtype).max,
         BLOCK=_choose_elements_per_program(width),
     )

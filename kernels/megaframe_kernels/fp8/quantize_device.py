@@ -94,6 +94,7 @@ def quantise_by(
     x: tl.tensor,
     out: tl.tensor,
     scales: tl.tensor,
+    found: tl.tensor,
     width: tl.tensor,
     stride: tl.tensor,
     scale_stride: tl.tensor,
@@ -105,7 +106,8 @@ def quantise_by(
     Args:
         x: [rows, width].
         out: Receives the result, 8 bits [rows, width].
-        scales: One per row, or one for all.
+        scales: One per row, or one for all; with `found` the bits of the largest magnitude of all.
+        found: Receives the scale for that magnitude; or None.
         width: Columns of x.
         stride: Elements from a row of x to the next.
         scale_stride: 1 for one scale per row, 0 for one for all.
@@ -117,5 +119,110 @@ def quantise_by(
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
     scale = tl.load(scales + row * scale_stride)
+    if found is not None:
+        scale = scale_of(scale, MOST)
+        tl.store(found, scale, mask=tl.program_id(0) == 0)
     result = round_to_fp8(value, scale, MOST, out.dtype.element_ty)
     tl.store(out + row * width + column, result, mask=column < width)
+
+
+@triton.jit
+def find_largest_of_columns(
+    x: tl.tensor,
+    largest: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    SINGLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Raise the bits of largest magnitudes to those of tiles of rows.
+
+    A program takes every n-th tile of its columns.
+
+    Args:
+        x: [height, width].
+        largest: Bits of the largest magnitude of each column, int32 [width], or of all, [1]; they
+            are raised.
+        height: Rows of x.
+        width: Columns of x.
+        stride: Elements from a row to the next.
+        SINGLE: There is one magnitude for all.
+        ROWS: Rows of a tile.
+        COLUMNS: Columns of a tile.
+    """
+    across = tl.cdiv(width, COLUMNS)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    tops = tl.zeros([ROWS, COLUMNS], tl.int32)
+    down = tl.num_programs(0) // across
+    for tile in range(tl.program_id(0) // across, tl.cdiv(height, ROWS), down):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = (row < height)[:, None] & (column < width)[None, :]
+        value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        tops = tl.maximum(tops, read_magnitude_bits(value))
+    top = tl.max(tops, 0)
+    # Atomics, and yet repeatable: a maximum does not depend on the order.
+    if SINGLE:
+        tl.atomic_max(largest, tl.max(top, 0))
+    else:
+        tl.atomic_max(largest + column, top, mask=column < width)
+
+
+@triton.jit
+def quantise_transposed(
+    x: tl.tensor,
+    largest: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    SHARING: tl.constexpr,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Quantise a tile, and write its columns as rows.
+
+    Args:
+        x: [height, width].
+        largest: Bits of the largest magnitude of all, int32 [1], or of each column, [width]; None
+            if a tile contains all numbers that share a scale.
+        out: Receives the result, 8 bits [width, height].
+        scales: Receives the scales in the order of `out`.
+        height: Rows of x.
+        width: Columns of x.
+        stride: Elements from a row of x to the next.
+        SHARING: What shares a scale: all (tensor), a column (row), a column of the tile (block), or
+            the tile (square).
+        MOST: The largest number of the type.
+        ROWS: Rows of a tile.
+        COLUMNS: Columns of a tile.
+    """
+    across = tl.cdiv(width, COLUMNS)
+    tile, part = tl.program_id(0) // across, tl.program_id(0) % across
+    row = tile * ROWS + tl.arange(0, ROWS)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < height)[:, None] & (column < width)[None, :]
+    at = x + row.to(tl.int64)[:, None] * stride + column[None, :]
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if SHARING == "tensor":
+        scale = scale_of(tl.load(largest), MOST)
+        tl.store(scales, scale, mask=tl.program_id(0) == 0)
+        result = round_to_fp8(value, scale, MOST, out.dtype.element_ty)
+    elif SHARING == "square":
+        scale = scale_of(tl.max(tl.max(read_magnitude_bits(value), 0), 0), MOST)
+        tl.store(scales + part * tl.cdiv(height, ROWS) + tile, scale)
+        result = round_to_fp8(value, scale, MOST, out.dtype.element_ty)
+    else:
+        within = column < width
+        if SHARING == "row":
+            scale = scale_of(tl.load(largest + column, mask=within, other=0), MOST)
+            tl.store(scales + column, scale, mask=within & (tile == 0))
+        else:
+            scale = scale_of(tl.max(read_magnitude_bits(value), 0), MOST)
+            tl.store(scales + column * tl.cdiv(height, ROWS) + tile, scale, mask=within)
+        result = round_to_fp8(value, scale[None, :], MOST, out.dtype.element_ty)
+    at = out + column.to(tl.int64)[:, None] * height + row[None, :]
+    tl.store(at, tl.trans(result), mask=tl.trans(inside))

@@ -187,6 +187,20 @@ def test_the_order_is_of_speed_and_leaves_out_what_is_wrong():
     assert order_of(measurements) == ["triton", "torch"]
     assert order_of([entry("a", "triton", None, trouble="x")]) == []
     assert order_of([entry("a", "triton", 1.0, trouble="check: x")]) == []
+    # Within one percent is as fast: there the known order stays.
+    equal = [entry("a", "torch", 1.0), entry("a", "triton", 1.009), entry("a", "liger", 1.02)]
+    assert order_of(equal, ["liger", "triton", "torch"]) == ["triton", "torch", "liger"]
+    assert order_of(equal) == ["torch", "triton", "liger"]
+
+
+def test_8_bits_are_compared_with_16_that_another_call_measured():
+    rows = [
+        {"row": "llama-8b-slice-fp8", "ours": {"tokens_per_second": 30.0}},
+        {"row": "llama-8b-slice", "ours": {"tokens_per_second": 20.0}},
+    ]
+    result = {"measurements": [], "active": {}, "training": rows, "chosen_over_best": []}
+    goals = {goal["name"]: goal["measured"] for goal in evaluate_goals(result)}
+    assert goals["llama-8b-slice-fp8: times_bf16"] == 1.5
 
 
 def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():

@@ -37,10 +37,33 @@ def test_strided_low_precision_and_zeros(dtype, block):
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", quantize.TYPES)
+@pytest.mark.parametrize("block", [*BLOCKS, (128, 128)])
+def test_a_transposed_matrix_is_quantised_as_its_copy(dtype, block):
+    for rows, columns in ((130, 200), (8, 16), (1, 40), (300, 5)):
+        wide = make_random(rows, columns + 3, scale=30.0)
+        wide[rows // 2, columns // 2] = torch.nan
+        turned = wide[:, 3:].t()
+        actual, scales = quantize.run_triton(turned, dtype, block)
+        expected, true_scales = quantize.run_reference(turned.contiguous(), dtype, block)
+        assert actual.is_contiguous() and actual.shape == (columns, rows)
+        assert torch.equal(scales.nan_to_num(-1.0), true_scales.nan_to_num(-1.0))
+        assert torch.equal(actual.float().nan_to_num(), expected.float().nan_to_num())
+        assert torch.equal(actual.isnan(), expected.isnan())
+
+
+def test_a_transposed_matrix_is_not_copied(monkeypatch):
+    x = make_random(40, 256)
+    monkeypatch.setattr(torch.Tensor, "contiguous", None)
+    for block in (None, (1, 0), (1, 128), (128, 128)):
+        quantize.run_triton(x.t(), block=block)
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_quantise_of_an_empty_tensor(block):
-    actual, _ = quantize.run_triton(torch.empty(0, 5), block=block)
-    assert actual.shape == (0, 5)
+    for x in (torch.empty(0, 5), torch.empty(5, 0).t()):
+        actual, scales = quantize.run_triton(x, block=block)
+        assert actual.shape == (0, 5) and scales.isfinite().all()
 
 
 def test_rows_that_registers_do_not_hold():
