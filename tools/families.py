@@ -29,7 +29,6 @@ _REFUSED = {
     "Kimi delta attention": ("kimi_linear",),
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
     "Mamba": ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"),
-    "chunked attention, experts with scaled inputs": ("llama4",),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
     "hyper-connections": ("deepseek_v4",),
     "proportional scaling of rotary positions": ("lfm3",),
@@ -80,7 +79,9 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "gated short convolution"
     if {"sliding_window", "window_size"} & {*keys}:
         yield "windows"
-    if any(isinstance(key, ScaledRotaryKeys) for key in family.keys):
+    if "attention_chunk_size" in keys:
+        yield "chunks"
+    if "attn_scale" in keys or any(isinstance(key, ScaledRotaryKeys) for key in family.keys):
         yield "queries scaled by position"
     if own.get("mixer.sinks"):
         yield "sinks"
@@ -90,7 +91,8 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "gated attention"
     if "moe.score" in own:
         bias = " with bias" if own.get("moe.balance") == "bias" else ""
-        yield f"experts ({own['moe.score']}{bias})"
+        scaled = ", inputs scaled" if own.get("moe.scale_inputs") else ""
+        yield f"experts ({own['moe.score']}{bias}{scaled})"
     if own.get("moe.shared_gate"):
         yield "gate of shared experts"
     if own.get("moe.expert_bias"):

@@ -261,7 +261,8 @@ class AttentionDescription(SoftmaxAttention):
         head_dim: Width of a head.
         qk_norm: Whether each `head` of queries and keys is normalised, or the `whole` of a token's
             queries and that of its keys, or `none`; with `layernorm` and `layernorm_per_head` each
-            head by a LayerNorm, whose gains all heads share or not.
+            head by a LayerNorm, whose gains all heads share or not, and with `l2` by an RMSNorm
+            without gains.
         qkv_bias: Whether queries, keys and values have biases.
         norm_after_rotation: Whether the norms of queries and keys follow their rotation.
         softcap: Bound of the scores; None for no bound.
@@ -417,8 +418,9 @@ class AttentionDescription(SoftmaxAttention):
             elements += self.heads * self.gate_width + queries
         # A statistic of each normalised head, or on each tensor rank two of all heads. Those of
         # LayerNorm are two values.
-        norms = {"head": self.heads + groups, "whole": 2 * tensor}.get(self.qk_norm, 0)
-        elements += 2 * (self.heads + groups) * self.qk_norm.startswith("layernorm")
+        of_heads = self.heads + groups
+        norms = {"head": of_heads, "l2": of_heads, "whole": 2 * tensor}.get(self.qk_norm, 0)
+        elements += 2 * of_heads * self.qk_norm.startswith("layernorm")
         return SavedActivations(elements, self.heads + norms)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:

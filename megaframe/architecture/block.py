@@ -31,7 +31,7 @@ from megaframe.architecture.norm import (
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
 from megaframe.architecture.spec import ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic
-from megaframe.architecture.window import get_window
+from megaframe.architecture.window import Chunk, get_window
 from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,
@@ -356,7 +356,7 @@ def _describe_mixer(
     return AttentionDescription(
         hidden=model.hidden,
         heads=config.heads or model.heads,
-        window=config.window,
+        window=Chunk(config.attention_chunk) if config.attention_chunk else config.window,
         bias=model.bias if config.bias is None else config.bias,
         norm_eps=model.norm_eps,
         score_scale=config.score_scale or 1.0 / math.sqrt(head_dim),

@@ -17,6 +17,7 @@ from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.traffic import AxisTraffic
+from megaframe.architecture.window import Window
 from megaframe.config.blocks import QueryScaleConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or
@@ -261,13 +262,14 @@ class MixerDescription(LayerDescription):
     """A layer in which tokens of a sample see each other, such as attention.
 
     Attributes:
-        window: How many tokens a token sees, with itself; None for all before it.
+        window: How many tokens a token sees, with itself, or in what chunk; None for all before
+            it.
         rotary: How queries and keys are rotated, for which the microbatch has tables; None if they
             are not.
         query_scale: How a factor of queries grows with their positions; None for no factor.
     """
 
-    window: int | None = None
+    window: Window = None
     rotary: RotaryDescription | None = None
     query_scale: QueryScaleConfig | None = None
 

@@ -11,7 +11,7 @@ from megaframe.config.registry import Extensible
 from megaframe.config.section import Positive, Section
 
 QKNorm = Annotated[
-    bool | Literal["head", "whole", "layernorm", "layernorm_per_head"],
+    bool | Literal["head", "whole", "layernorm", "layernorm_per_head", "l2"],
     BeforeValidator(lambda value: value == "head" or value),
 ]
 """Norms of queries and keys. `head` is stored as true, as which it was written before there was
@@ -87,6 +87,10 @@ class AttentionConfig(Section):
     """Width of one head. Default: `model.head_dim`."""
     window: Positive | None = None
     """Sliding window in tokens; null for all tokens before."""
+    attention_chunk: Positive | None = None
+    """Chunks of so many tokens in place of a window: a token sees those before it in its own chunk
+    alone, as in Llama 4. They are counted from the beginning of a sample, or of a document with
+    `data.reset_attention`."""
     rotary: bool | None = None
     """Whether queries and keys are rotated. Default: whether `model.position` is rotary."""
     rotary_base: Annotated[float, Field(gt=0)] | None = None

@@ -72,6 +72,8 @@ class MoEConfig(Section):
     """Added to that sum. It is 1e-6 in LFM2."""
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on the output of the routed experts."""
+    scale_inputs: bool = False
+    """Multiply the inputs of the chosen experts by their scores, not their outputs (Llama 4)."""
     groups: Positive = 1
     """Number of groups of neighbouring experts; a token may use only `top_groups` of them."""
     top_groups: Positive = Field(default_factory=lambda values: values["groups"])
@@ -167,7 +169,7 @@ class ModelConfig(Section):
     per element of a head (Qwen3), or the `whole` of a token's queries and that of its keys, with
     one per element (OLMo 2). With `layernorm` each head has a LayerNorm, with one gain and bias per
     element of a head (Phi), and with `layernorm_per_head` one without biases whose gains are the
-    head's own (Command R+)."""
+    head's own (Command R+). With `l2` each head is RMS-normalised without gains (Llama 4)."""
     mtp_depth: Annotated[int, Field(ge=0, le=2_000)] = 0
     """Multi-token prediction (DeepSeek-V3): number of tokens beyond the next one to predict in
     training, each with one extra block after the last layer. Not used in evaluation."""

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.architecture.window import Chunk, Window
 from megaframe.parameters.parameter import Module
 
 
@@ -27,22 +28,33 @@ class CachedSamples:
 
     Attributes:
         starts: The place at which each begins.
-        masks: What is hidden of the places of one pass, by the first and the last of them.
+        sights: What the tokens of one pass see through each window (`find_sight`).
     """
 
     starts: list[int] = field(default_factory=list)
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    sights: dict[Window, tuple[int, Tensor | None]] = field(default_factory=dict)
 
-    def find_mask(self, first: int, end: int, device: torch.device) -> Tensor | None:
-        """Return which places from `first` to `end` are of each sample, bool [B, 1, 1, T]; None if
-        all are."""
-        if max(self.starts, default=0) <= first:
-            return None
-        if (first, end) not in self.masks:
-            starts_B = torch.tensor(self.starts, device=device)
-            places_T = torch.arange(first, end, device=device)
-            self.masks[first, end] = (places_T >= starts_B[:, None])[:, None, None]
-        return self.masks[first, end]
+    def find_sight(
+        self, window: Window, end: int, device: torch.device
+    ) -> tuple[int, Tensor | None]:
+        """Return the first place that the token before `end` sees in any sample, and which of the
+        places from there on it sees in each, bool [B, 1, 1, T]; None if all."""
+        if window not in self.sights:
+            firsts = [_find_first(window, start, end) for start in self.starts or [0]]
+            first, mask = min(firsts), None
+            if max(firsts) > first:
+                firsts_B = torch.tensor(firsts, device=device)
+                places_T = torch.arange(first, end, device=device)
+                mask = (places_T >= firsts_B[:, None])[:, None, None]
+            self.sights[window] = first, mask
+        return self.sights[window]
+
+
+def _find_first(window: Window, start: int, end: int) -> int:
+    """Return the first place that the last token sees of a sample from `start` to `end`."""
+    if isinstance(window, Chunk):
+        return start + (end - 1 - start) // window.size * window.size
+    return start if window is None else max(start, end - window)
 
 
 class LayerCache:
@@ -52,7 +64,7 @@ class LayerCache:
         length: Places so far.
     """
 
-    def __init__(self, samples: CachedSamples, window: int | None) -> None:
+    def __init__(self, samples: CachedSamples, window: Window) -> None:
         self.length = 0
         self._samples, self._window = samples, window
         self._keys: Tensor | None = None
@@ -67,14 +79,13 @@ class LayerCache:
 
         Returns:
             Those of all places that the last token may see, [B, T, G, D] and [B, T, G, V], and
-            which of them are of each sample, bool [B, 1, 1, T]; None if all are.
+            which of them it sees in each sample, bool [B, 1, 1, T]; None if all.
         """
         end = self.length + key_BSGD.shape[1]
         self._keys = _write(self._keys, self.length, key_BSGD)
         self._values = _write(self._values, self.length, value_BSGV)
         self.length = end
-        first = 0 if self._window is None else max(0, end - self._window)
-        mask = self._samples.find_mask(first, end, key_BSGD.device)
+        first, mask = self._samples.find_sight(self._window, end, key_BSGD.device)
         return self._keys[:, first:end], self._values[:, first:end], mask
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -140,8 +151,8 @@ class KeyValueCache:
         self._caches: dict[Module, LayerCache] = {}
         self._states: dict[Module, StateCache] = {}
 
-    def get(self, layer: Module, window: int | None) -> LayerCache:
-        """Return that of a layer, whose tokens see this many, with themselves; None for all."""
+    def get(self, layer: Module, window: Window) -> LayerCache:
+        """Return that of a layer, whose tokens see this much before them."""
         if layer not in self._caches:
             self._caches[layer] = LayerCache(self._samples, window)
         return self._caches[layer]
@@ -154,7 +165,7 @@ class KeyValueCache:
         """End a pass of so many new tokens, and return whether every layer has added them. If not,
         a layer keeps nothing of the past, and the cache cannot be used."""
         self.length += tokens
-        self._samples.masks.clear()
+        self._samples.sights.clear()
         lengths = [cache.length for cache in self._caches.values()]
         lengths += [state.length for state in self._states.values()]
         return lengths == [self.length] * self._layers

@@ -18,6 +18,7 @@ from torch import Tensor
 from megaframe.architecture.block import list_mixers
 from megaframe.architecture.layer import MixerDescription
 from megaframe.architecture.rotary import RotaryDescription
+from megaframe.architecture.window import Chunk, Window
 from megaframe.config import ModelConfig, MoEConfig, RunConfig
 from megaframe.config.blocks import QueryScaleConfig
 from megaframe.context_parallel.axis import ContextParallel
@@ -31,7 +32,7 @@ from megaframe.model.moe.top_k import choose_experts
 from megaframe.model.query_scale import compute_query_scales
 from megaframe.model.rotary import Rotary
 from megaframe.ops.attention_local import attend_locally
-from megaframe.ops.attention_mask import AttentionMask, SequenceMask
+from megaframe.ops.attention_mask import AttentionMask, SequenceMask, number_chunks
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.matmul import get_row_multiple
@@ -151,7 +152,7 @@ class MicrobatchInputs:
     length: int
     rows: RowPartition
     labels_T: Tensor
-    masks: Mapping[int | None, SequenceMask | RingMask]
+    masks: Mapping[Window, SequenceMask | RingMask]
     context: ContextParallel = field(default_factory=ContextParallel)
     whole: int | None = None
     given_positions_BS: Tensor | None = None
@@ -286,32 +287,46 @@ def get_token_positions(microbatch: Microbatch) -> Tensor:
 
 def _make_masks(
     mixers: Sequence[MixerDescription], microbatch: Microbatch, setup: LayerSetup
-) -> Mapping[int | None, SequenceMask | RingMask]:
+) -> Mapping[Window, SequenceMask | RingMask]:
     """Return what tokens attend to through each window of the mixers."""
-    batch, length = microbatch.tokens_BS.shape
+    (batch, length), device = microbatch.tokens_BS.shape, microbatch.tokens_BS.device
     context = setup.context
     sample_length, documents = length * context.size, microbatch.documents_BS
     if documents is not None:
         # Padding after the end of samples is a document of its own, with a number above all others.
         documents = F.pad(documents, (0, sample_length - documents.shape[1]), value=_PADDING)
-    masks = {
+
+    def make_mask(window: Window) -> AttentionMask:
+        size = window.size if isinstance(window, Chunk) else window
         # A window as long as the sample hides nothing, and no window is the faster case.
-        window: AttentionMask(
-            None if window is None or window >= sample_length else window, documents
-        )
-        for window in {mixer.window for mixer in mixers if mixer.has_scores}
-    }
+        if size is None or size >= sample_length:
+            return AttentionMask(None, documents)
+        if isinstance(window, Chunk):  # to attention chunks are documents
+            chunks = number_chunks(size, documents, batch, sample_length, device)
+            return AttentionMask(size, chunks)
+        return AttentionMask(size, documents)
+
+    windows = {mixer.window for mixer in mixers if mixer.has_scores}
+    masks = {window: make_mask(window) for window in windows}
     if context.ring.size == 1:
-        device = microbatch.tokens_BS.device
         return {
             window: SequenceMask(mask, batch, sample_length, device)
             for window, mask in masks.items()
         }
     # After the exchange of heads a rank has the tokens of all its neighbours.
     per_rank = length * context.heads.size
-    # Once for all windows, because the host waits for the device here.
+    # Once for all windows, because the host waits for the device here; chunks have ends of their
+    # own.
     ends = find_document_ends(documents, per_rank)
     return {
-        window: RingMask(context.ring, per_rank, mask, ends, setup.kernels)
+        window: RingMask(
+            context.ring,
+            per_rank,
+            mask,
+            ends
+            if mask.documents_BS is documents
+            else find_document_ends(mask.documents_BS, per_rank),
+            setup.kernels,
+        )
         for window, mask in masks.items()
     }

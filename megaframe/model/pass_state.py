@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.window import Window
 from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.model.key_value_cache import KeyValueCache, LayerCache, StateCache
 from megaframe.ops.autograd import get_direct_apply
@@ -124,7 +125,7 @@ class PassState:
     interleave_hook: InterleaveHook = field(default_factory=InterleaveHook)
     cache: KeyValueCache | None = None
 
-    def find_cache(self, layer: Module, window: int | None) -> LayerCache | None:
+    def find_cache(self, layer: Module, window: Window) -> LayerCache | None:
         """Return the cache of a layer (`KeyValueCache.get`); None in training."""
         return None if self.cache is None else self.cache.get(layer, window)
 

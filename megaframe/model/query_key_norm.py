@@ -1,5 +1,5 @@
-"""Norms of queries and keys: of each head (Qwen3, Phi), with gains of its own (Command R+), or of
-all heads of a token at once (OLMo 2), which tensor ranks divide.
+"""Norms of queries and keys: of each head (Qwen3, Phi), without gains (Llama 4) or with gains of
+its own (Command R+), or of all heads of a token at once (OLMo 2), which tensor ranks divide.
 
 Shape legend: B samples, S positions, N query heads, G key heads, D width of a head; of this rank.
 """
@@ -33,6 +33,36 @@ class HeadNorms(Module):
         """Return the normalised queries and keys."""
         kernels = self.setup.kernels
         return self.query_norm(query_BSND, kernels), self.key_norm(key_BSGD, kernels)
+
+
+class L2Norms(Module):
+    """An RMSNorm of each query head and of each key head, without gains."""
+
+    def __init__(self, name: str, description: AttentionDescription, setup: LayerSetup) -> None:
+        self.eps = description.norm_eps
+
+    def __call__(self, query_BSND: Tensor, key_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised queries and keys of this tensor rank."""
+        return _L2Norm.apply(query_BSND, self.eps), _L2Norm.apply(key_BSGD, self.eps)
+
+
+class _L2Norm(torch.autograd.Function):
+    """y = x r with r = (mean(x^2) + eps)^(-1/2). Keeps x and r: dx = r (dy - y mean(dy y))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        wide = _widen(x)
+        scale = (torch.linalg.vecdot(wide, wide).unsqueeze(-1) / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, scale)
+        return (wide * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, scale = ctx.saved_tensors
+        # Computed again: a kept copy would be as large as x.
+        normed, dy = _widen(x) * scale, _widen(gradients[0])
+        mean = torch.linalg.vecdot(dy, normed).unsqueeze(-1) / x.shape[-1]
+        return torch.addcmul(dy, normed, mean, value=-1.0).mul_(scale).to(x.dtype), None
 
 
 class PerHeadNorms(Module):
@@ -148,7 +178,7 @@ def _make_gains(name: str, description: AttentionDescription) -> Iterator[Parame
 
 def make_query_key_norms(
     name: str, description: AttentionDescription, setup: LayerSetup
-) -> HeadNorms | PerHeadNorms | WholeNorms | None:
+) -> HeadNorms | L2Norms | PerHeadNorms | WholeNorms | None:
     """Return the norms that attention declares, or None if it has none.
 
     Args:
@@ -160,5 +190,7 @@ def make_query_key_norms(
         return None
     if description.qk_norm == "whole":
         return WholeNorms(name, description, setup)
+    if description.qk_norm == "l2":
+        return L2Norms(name, description, setup)
     per_head = description.qk_norm == "layernorm_per_head"
     return (PerHeadNorms if per_head else HeadNorms)(name, description, setup)

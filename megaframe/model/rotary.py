@@ -67,7 +67,8 @@ def _scale_as_llama3(plain: Tensor, scaling: RotaryScalingConfig) -> Tensor:
     turns = scaling.original_length * plain / (2 * math.pi)
     span = scaling.high_frequency - scaling.low_frequency
     # 1 from `high_frequency` turns on, 0 below `low_frequency`, linear in between.
-    keep = ((turns - scaling.low_frequency) / span).clamp(0.0, 1.0)
+    keep = (turns - scaling.low_frequency) / span if span else turns >= scaling.low_frequency
+    keep = keep.to(plain.dtype).clamp(0.0, 1.0)
     return plain * (keep + (1.0 - keep) / scaling.factor)
 
 

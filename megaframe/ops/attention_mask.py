@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -55,6 +56,27 @@ class AttentionMask:
         alike = self.documents_BS[:, queries_Q, None] == self.documents_BS[:, None, keys_K]
         # The dim of size 1 broadcasts over heads.
         return (mask & alike)[:, None]
+
+
+def number_chunks(
+    size: int, documents_BS: Tensor | None, batch: int, length: int, device: torch.device
+) -> Tensor:
+    """Return which chunk each token of whole samples is in, ascending along each, int64 [B, S].
+
+    Args:
+        size: Tokens of a chunk; the last one of a sample or document may have fewer.
+        documents_BS: Document numbers, at whose beginnings chunks begin; None without documents.
+        batch: Number of samples.
+        length: Their tokens.
+        device: Where the numbers are made.
+    """
+    places_S = torch.arange(length, device=device)
+    if documents_BS is None:
+        return (places_S // size).expand(batch, length)
+    # The first of a document is unlike the token before it; the places of these, filled forwards.
+    begins_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0), value=True)
+    first_BS = (places_S * begins_BS).cummax(1).values
+    return ((places_S - first_BS) % size == 0).cumsum(1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -308,6 +308,8 @@ def _explain_parts_without_kernels(model: ModelConfig) -> dict[str, str]:
         parts["activation xielu"] = "its slopes are trained"
     if "layernorm_per_head" in values:
         parts["norms of queries and keys"] = "each head has gains of its own"
+    if "l2" in values:
+        parts["norms of queries and keys"] = "they have no gains"
     return parts
 
 

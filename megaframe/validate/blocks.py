@@ -82,6 +82,11 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
                     f"qk_norm={alone.qk_norm} and position={alone.position}; leave it out, or "
                     "use qk_norm=head and position=rotary"
                 )
+        if isinstance(mixer, AttentionConfig) and mixer.attention_chunk and mixer.window:
+            yield (
+                f"model.blocks.{number}.mixer.attention_chunk={mixer.attention_chunk} and window="
+                f"{mixer.window} both say what a token sees; leave one of them out"
+            )
         if isinstance(mixer, AttentionConfig) and mixer.alibi is not None:
             for other in ("softcap", "query_scale", "sinks"):
                 if getattr(mixer, other):

@@ -86,11 +86,10 @@ def _find_rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
             "rotate 4 or more, or use kind linear"
         )
     low, high = scaling.low_frequency, scaling.high_frequency
-    # YaRN may blend over a single pair, as Kimi-K2 does; llama3 divides by the difference.
-    most = {"yarn": "at most", "llama3": "less than"}.get(scaling.kind)
-    if most is not None and (low > high or (low == high and scaling.kind == "llama3")):
+    # Both may change from one pair to the next, as in Kimi-K2 and Llama 4 Scout.
+    if scaling.kind in ("yarn", "llama3") and low > high:
         yield (
-            f"model.rotary_scaling.low_frequency={low:g} must be {most} "
+            f"model.rotary_scaling.low_frequency={low:g} must be at most "
             f"model.rotary_scaling.high_frequency={high:g}"
         )
     if scaling.kind == "longrope":

@@ -1,7 +1,7 @@
-"""Attention with bounded scores, sinks, gated outputs, norms of whole queries, LayerNorms of heads
-and LongRoPE, ALiBi, xIELU and a bias of the output head give the one-process answer to 1e-10 in
-fp64 under tensor, context, pipeline and data ranks, ZeRO and recompute. Two key heads are shared by
-neighbours of four tensor ranks.
+"""Attention with bounded scores, sinks, gated outputs, norms of whole queries, LayerNorms of heads,
+LongRoPE, ALiBi and chunks, experts with scaled inputs, xIELU and a bias of the output head give the
+one-process answer to 1e-10 in fp64 under tensor, context, pipeline and data ranks, ZeRO and
+recompute. Two key heads are shared by neighbours of four tensor ranks.
 """
 
 import pytest
@@ -41,6 +41,15 @@ SHAPES = {
             {"mixer": {"qk_norm": "layernorm_per_head"}},
         ],
     },
+    "chunks": {
+        **{"norm": "rmsnorm", "kv_heads": 2, "init_std": 0.5},
+        "blocks": [
+            {"mixer": {"qk_norm": "l2", "attention_chunk": 5}, "feed_forward": "moe"},
+            {"mixer": {"rotary": False, "query_scale": {**LATER, "first": 1}}},
+        ],
+        "moe": {"experts": 4, "top_k": 1, "ffn": 16, "shared": 1, "scale_inputs": True},
+    },
+    "packed-chunks": {"blocks": [{"mixer": {"attention_chunk": 3}}]},
     "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
     "alibi": {
         **{"position": "none", "kv_heads": 2},
@@ -75,6 +84,8 @@ QUICK = [
     ("scores", *NESTED),
     ("whole-norms", *TENSOR_AND_ZERO),
     ("layer-norms", *LAYOUTS[2]),
+    ("chunks", *RING_AND_TENSOR),
+    ("packed-chunks", *NESTED),
     ("packed-sinks", *RING_AND_TENSOR),
     ("alibi", *NESTED),
 ]

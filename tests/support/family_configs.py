@@ -152,6 +152,15 @@ SPARSE = {
             **{"mscale": 1.0, "mscale_all_dim": 1.0, "partial_rotary_factor": 0.4},
         },
     },
+    "llama4_text": {
+        **{**HEADS, "num_hidden_layers": 4, "intermediate_size_mlp": 40, "num_local_experts": 4},
+        **{"interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 4},
+        **{"attention_chunk_size": 5, "attn_scale": 0.4, "num_experts_per_tok": 2},
+        "rope_parameters": {
+            **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0},
+            **{"high_freq_factor": 1.0, "original_max_position_embeddings": 16},
+        },
+    },
     "hunyuan_v1_moe": {**HEADS, "num_experts": 8, "moe_topk": 2},
     "qwen2_moe": {**GROUPED, **NARROW, "shared_expert_intermediate_size": 24},
     "qwen3_next": {

@@ -31,8 +31,13 @@ def loss(weights, config, microbatch):
     listed = model.window if isinstance(model.window, tuple) else [model.window]
     if model.blocks is not None:
         every = range(model.layers + model.mtp_depth)
-        listed = [getattr(_block_config(model, layer).mixer, "window", None) for layer in every]
-    masks = [_mask(window, microbatch, batch, length) for window in listed]
+        mixers = [_block_config(model, layer).mixer for layer in every]
+        listed = [getattr(mixer, "window", None) for mixer in mixers]
+        chunks = [getattr(mixer, "attention_chunk", None) for mixer in mixers]
+    else:
+        chunks = [None] * len(listed)
+    of_layers = zip(listed, chunks, strict=True)
+    masks = [_mask(window, chunk, microbatch, batch, length) for window, chunk in of_layers]
     masks *= model.layers + model.mtp_depth  # one per layer, and more than needed
     counted, aside = microbatch.labels_BS != IGNORE, 0.0
     for layer in range(model.layers):
@@ -174,6 +179,8 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         if qk_norm == "layernorm_per_head":
             own = {f"{path}.gain": weights[f"{path}.gain"][number]}
             x = _norm(own, model, path, x, "layernorm")
+        elif qk_norm == "l2":
+            x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + model.norm_eps)
         elif qk_norm in (True, "layernorm"):
             x = _norm(weights, model, path, x, "rmsnorm" if qk_norm is True else qk_norm)
         return x if last else _rotate(model, x, positions, rotated, base, mixer.rotary_scaling)
@@ -296,11 +303,12 @@ def _experts(weights, model, name, y, counted):
             for e in chosen:
                 load[b, e] += float(counted[b, s])
                 gate = moe.scale * scores[b, s, e] / total
-                outer = y[b, s] @ up[e].reshape(-1, model.hidden).T
+                before, after = (gate, 1.0) if moe.scale_inputs else (1.0, gate)
+                outer = before * y[b, s] @ up[e].reshape(-1, model.hidden).T
                 outer = outer if biases[0] is None else outer + biases[0][e].flatten()
                 result = down[e] @ _activated(kind, outer, moe.ffn)
                 result = result if biases[1] is None else result + biases[1][e]
-                out[b, s] = out[b, s] + gate * result
+                out[b, s] = out[b, s] + after * result
     if moe.shared:
         width = moe.shared * moe.ffn
         outputs = width * (2 if kind in _GATES else 1)
@@ -365,13 +373,17 @@ def _mlp(weights, model, feed_forward, name, y):
     return _linear(weights, f"{path}.down", y, model.hidden)
 
 
-def _mask(window, microbatch, batch, length):
+def _mask(window, chunk, microbatch, batch, length):
     mask = torch.zeros(batch, length, length, dtype=torch.bool)
     for b in range(batch):
         for query in range(length):
             for key in range(query + 1):
                 in_window = window is None or query - key < window
                 documents = microbatch.documents_BS
-                same = documents is None or documents[b, query] == documents[b, key]
+                numbers = torch.zeros(length) if documents is None else documents[b]
+                same = numbers[query] == numbers[key]
+                first = numbers.tolist().index(numbers[query])
+                if chunk is not None:
+                    in_window = (query - first) // chunk == (key - first) // chunk
                 mask[b, query, key] = in_window and same
     return mask

@@ -41,6 +41,7 @@ class Experts(Module):
             setup: How products are computed, and of how many rows.
         """
         self.tensor, self.activation = setup.tensor, description.activation
+        self.scales_inputs = description.moe.scale_inputs
         self.get_row_multiple = setup.routines.get_row_multiple
         specs = description.experts
         self.up, *up_bias = map(Parameter, specs.up.declare_parameters(f"{name}.up"))
@@ -66,7 +67,8 @@ class Experts(Module):
             state: Of the microbatch's pass.
 
         Returns:
-            The outputs times the gates, summed over the experts of each arriving row, [A, hidden].
+            The outputs times the gates, or those of the inputs times the gates, summed over the
+            experts of each arriving row, [A, hidden].
         """
         return _Experts.apply(x_AH, gates_N, self, last, expert_rows, state)
 
@@ -86,23 +88,29 @@ class _Experts(torch.autograd.Function):
         state: PassState,
     ) -> Tensor:
         up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
-        slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts)
+        slices, scaled = (
+            _divide(x_AH, up_EOH, down_EHF, expert_rows, experts),
+            experts.scales_inputs,
+        )
         y_NH, ups = _allocate_rows(slices, gates_N, x_AH, state), []
         # Slice by slice, so that intermediate results stay in cache.
         for piece in slices:
+            gates_n1, out_nH = piece.select_gates(gates_N), y_NH[piece.computed_rows]
             x_nH = last.forward_slice(x_AH, piece.rows, piece.copies)
+            x_nH = x_nH.mul_(gates_n1) if scaled else x_nH
             up = piece.multiply(x_nH, up_EOH[piece.experts])
             if experts.up_bias is not None:
                 up += piece.select_bias(experts.up_bias, len(up))
             active = activate(experts.activation, up, experts.tensor.kernels)
             # Gates are multiplied in before the second product. The outputs of experts then only
             # have to be summed, and are not kept.
-            gates_n1, out_nH = piece.select_gates(gates_N), y_NH[piece.computed_rows]
-            piece.multiply_into(out_nH, active.mul_(gates_n1), down_EHF[piece.experts])
+            active = active if scaled else active.mul_(gates_n1)
+            piece.multiply_into(out_nH, active, down_EHF[piece.experts])
             if experts.down_bias is not None:
                 columns = _find_columns(experts.down_bias)
                 bias = piece.select_bias(experts.down_bias, len(out_nH))
-                out_nH[:, columns].addcmul_(gates_n1, bias)
+                weights_n1 = torch.ones_like(gates_n1) if scaled else gates_n1
+                out_nH[:, columns].addcmul_(weights_n1, bias)
             ups.append(up)
         ctx.save_for_backward(x_AH, gates_N, *ups)
         ctx.experts, ctx.last, ctx.state, ctx.slices = experts, last, state, slices
@@ -112,31 +120,41 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
         experts, last, state = ctx.experts, ctx.last, ctx.state
+        scaled = experts.scales_inputs
         up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
         dx_NH = _allocate_rows(ctx.slices, gates_N, x_AH, state)
         dgates_N = torch.empty_like(gates_N)
         for piece, up in zip(ctx.slices, ups, strict=True):
             dy_nH = last.forward_slice(dy_AH, piece.rows, piece.copies)
+            if scaled:  # elsewhere gates of zero keep copies out of all gradients
+                dy_nH[len(dy_nH) - piece.copies :] = 0
             d_inner = piece.compute_input_gradient(dy_nH, down_EHF[piece.experts])
             active, activation_backward = recompute_activation(
                 experts.activation, up, experts.tensor.kernels
             )
-            # `d_inner` is not yet times the gates: its product with the output is their gradient.
-            piece.write_gate_gradient(dgates_N, d_inner, active)
-            gates_n1 = piece.select_gates(gates_N)
+            gates_n1, dx_nH = piece.select_gates(gates_N), dx_NH[piece.computed_rows]
+            if not scaled:
+                # `d_inner` is not yet times the gates: its product with the output is their
+                # gradient.
+                piece.write_gate_gradient(dgates_N, d_inner, active)
             if experts.down_bias is not None:
                 dy_nO = dy_nH[:, _find_columns(experts.down_bias)]
                 bias = piece.select_bias(experts.down_bias, len(dy_nO))
-                piece.add_gate_gradient(dgates_N, dy_nO, bias)
-                piece.add_bias_gradient(experts.down_bias, dy_nO * gates_n1)
+                if not scaled:
+                    piece.add_gate_gradient(dgates_N, dy_nO, bias)
+                piece.add_bias_gradient(experts.down_bias, dy_nO if scaled else dy_nO * gates_n1)
             # In place: the gradient of the gates has been computed from `d_inner` above.
-            d_up = activation_backward(d_inner.mul_(gates_n1))
+            d_up = activation_backward(d_inner if scaled else d_inner.mul_(gates_n1))
             if experts.up_bias is not None:
                 piece.add_bias_gradient(experts.up_bias, d_up)
-            inner = active.mul_(gates_n1)
-            piece.write_input_gradient(dx_NH[piece.computed_rows], d_up, up_EOH[piece.experts])
+            inner = active if scaled else active.mul_(gates_n1)
+            piece.write_input_gradient(dx_nH, d_up, up_EOH[piece.experts])
             # Selected again: x is kept once, as it arrived, and not once per choice.
             x_nH = last.forward_slice(x_AH, piece.rows, piece.copies)
+            if scaled:
+                piece.write_gate_gradient(dgates_N, dx_nH, x_nH)
+                dx_nH.mul_(gates_n1)
+                x_nH.mul_(gates_n1)
             state.deferred.add(partial(piece.add_weight_gradient, experts.up, d_up, x_nH))
             state.deferred.add(partial(piece.add_weight_gradient, experts.down, dy_nH, inner))
         dx_AH = last.transpose(dx_NH[: len(gates_N)]).wait()

@@ -241,6 +241,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "AttentionConfig.kv_heads": groups,
         "AttentionConfig.head_dim": even,
         "AttentionConfig.window": windows,
+        "AttentionConfig.attention_chunk": windows,
         "AttentionConfig.rotary_base": bases,
         "AttentionConfig.rotary_fraction": st.sampled_from((0.5, 1.0)),
         "AttentionConfig.alibi": st.sampled_from((8.0, 4.0)),

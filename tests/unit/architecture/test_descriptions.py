@@ -162,6 +162,12 @@ MODELS |= {
         "latent": LATENT,
         "blocks": [{"mixer": {"kind": "latent", "query_scale": {"rate": 0.1, "length": 3}}}],
     },
+    "chunks": {
+        "kv_heads": 2,
+        "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": "l2", "attention_chunk": 3}}],
+    },
+    "norms without gains": {"kv_heads": 1, "qk_norm": "l2", "position": "none"},
+    "scaled inputs of experts": {"moe": {"experts": 4, "ffn": 10, "scale_inputs": True}},
     "trained slopes": {"activation": "xielu", "norm": "rmsnorm"},
     "layer norms of queries": {"kv_heads": 2, "qk_norm": "layernorm", "head_bias": True},
     "layer norms of heads": {

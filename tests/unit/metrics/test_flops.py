@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.architecture.spec import Normal, ParamSpec
-from megaframe.architecture.window import compute_mean_keys
+from megaframe.architecture.window import Chunk, compute_mean_keys
 from megaframe.config import RunConfig
 from megaframe.metrics.flops import count_flops
 from megaframe.model.model_chunk import list_model_specs
@@ -87,6 +87,12 @@ def test_windows_count_the_keys_inside_them(seq, window):
     counted = compute_mean_keys(seq, window)
     # `exact` counts the query's own key fully: half a key more in the triangle, no more after it.
     assert counted == pytest.approx(exact - min(window, seq) / (2 * seq), rel=1e-12)
+
+
+@given(st.integers(1, 300), st.integers(1, 400))
+def test_chunks_count_the_keys_inside_them(seq, size):
+    exact = sum(position % size + 0.5 for position in range(seq)) / seq
+    assert compute_mean_keys(seq, Chunk(size)) == pytest.approx(exact, rel=1e-12)
 
 
 def test_every_layer_counts_the_keys_of_its_own_window():

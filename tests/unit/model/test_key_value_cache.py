@@ -16,6 +16,7 @@ MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True},
     "grouped": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
     "windows": {"window": (2, None, 5), "layers": 4, "kv_heads": 2},
+    "chunks": {"blocks": [{"mixer": {"attention_chunk": 4}}, {"mixer": {"attention_chunk": 3}}]},
     "latent": {"latent": LATENT, "window": (None, 3)},
     "delta net": {"norm": "rmsnorm", "blocks": [{"mixer": DELTA}, {}]},
     "delta net of few tokens": {

@@ -25,6 +25,7 @@ from megaframe.pipeline_parallel.stage_pass import StagePass
 
 pytestmark = pytest.mark.numeric
 
+L2 = {"qk_norm": "l2", "norm_after_rotation": True}
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "activation": "gelu"},
     "gelu_tanh_untied": {"position": "none"},
@@ -231,6 +232,19 @@ MODELS |= {
             {"mixer": {"qk_norm": True, "kv_heads": 2}, "feed_forward": "moe"},
         ],
         "moe": {"experts": 4, "ffn": 10, "normalise_eps": 0.1},
+    },
+    "llama_4": {
+        **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},
+        "blocks": [
+            {"mixer": {**L2, "attention_chunk": 5}, "feed_forward": "moe"},
+            {"mixer": {"qk_norm": "l2", "attention_chunk": 1, "heads": 2}},
+            {"mixer": {"rotary": False, "query_scale": {"rate": 0.5, "length": 3, "first": 1}}},
+        ],
+        "moe": {"experts": 4, "top_k": 1, "ffn": 10, "shared": 1, "scale_inputs": True},
+    },
+    "scaled_inputs_with_biases": {
+        **{"layers": 1, "bias": True},
+        "moe": {**ROUTED_BIASES, "experts": 4, "ffn": 10, "scale_inputs": True},
     },
     "mixed": {
         "layers": 4,

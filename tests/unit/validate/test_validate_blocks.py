@@ -61,6 +61,11 @@ OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
             {"blocks": [{"mixer": {"alibi": 8}}]},
         ),
         (
+            {"blocks": [{"mixer": {"attention_chunk": 4, "window": 3}}]},
+            "model.blocks.0.mixer.attention_chunk=4 and window=3 both say what a token sees; leave",
+            {"blocks": [{"mixer": {"attention_chunk": 4}}]},
+        ),
+        (
             {"blocks": [{}, {"mixer": {"norm_after_rotation": True}}]},
             "model.blocks.1.mixer.norm_after_rotation=true has no effect with qk_norm=False and",
             {"blocks": [{}, {"mixer": {"norm_after_rotation": True, "qk_norm": "head"}}]},

@@ -123,8 +123,8 @@ def test_a_sound_config_passes(overrides):
         ),
         (["model.rotary_scaling.factor=2"], "factor=2 has no effect with .*kind=none"),
         (
-            ["model.rotary_scaling={kind: llama3, low_frequency: 4}"],
-            "low_frequency=4 must be less than .*high_frequency=4",
+            ["model.rotary_scaling={kind: llama3, low_frequency: 5}"],
+            "low_frequency=5 must be at most .*high_frequency=4",
         ),
         (
             ["model.rotary_scaling={kind: yarn, factor: 4, low_frequency: 5}"],

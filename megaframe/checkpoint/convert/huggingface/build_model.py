@@ -26,7 +26,7 @@ _KEYS = {
 _BLOCK_DEFAULTS = {"norms": "before", "parallel": "none", "residual_scale": 1.0}
 _MIXER_DEFAULTS = {
     **{"softcap": None, "sinks": False, "output_gate": "none"},
-    **{"norm_after_rotation": False, "alibi": None},
+    **{"norm_after_rotation": False, "alibi": None, "attention_chunk": None},
 }
 _BIASES = ("mixer.bias", "feed_forward.up_bias", "feed_forward.down_bias")
 

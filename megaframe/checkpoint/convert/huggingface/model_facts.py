@@ -24,6 +24,7 @@ from megaframe.architecture.gated_short_convolution import GatedShortConvolution
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
+from megaframe.architecture.window import Chunk
 from megaframe.config import ModelConfig
 from megaframe.config.compare import TRAINING_ONLY
 from megaframe.errors import UserError
@@ -143,6 +144,8 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
     facts: dict[str, Any] = {"mixer.kind": mixer.name}
     if isinstance(mixer, AttentionDescription):
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in _ATTENTION}
+        if isinstance(mixer.window, Chunk):
+            facts |= {"mixer.window": None, "mixer.attention_chunk": mixer.window.size}
         facts |= {"mixer.qk_norm": mixer.qk_norm, "mixer.qkv_bias": mixer.qkv_bias}
         facts |= {"mixer.sinks": mixer.has_sinks, "mixer.output_gate": mixer.output_gate}
         facts["mixer.norm_after_rotation"] = mixer.norm_after_rotation

@@ -58,6 +58,17 @@ NESTED_MODELS = {
             "query_pre_attn_scalar": 256,
         },
     ),
+    "llama4": NestedModel(
+        "llama4_text",
+        {
+            **{"vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48},
+            **{"intermediate_size": 8192, "intermediate_size_mlp": 16384, "head_dim": 128},
+            **{"num_attention_heads": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+            **{"num_experts_per_tok": 1, "num_local_experts": 16},
+            "max_position_embeddings": 131072,
+        },
+        towers=("vision_model.", "multi_modal_projector."),
+    ),
     "mistral3": NestedModel("mistral", also=("ministral3", "mistral4")),
 }
 """By `model_type`."""

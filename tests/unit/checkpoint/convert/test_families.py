@@ -1,6 +1,7 @@
 """Families of Hugging Face models: the logits are the same after an import and after an export.
 
 Tests `megaframe.checkpoint.convert.huggingface.lfm2_families`,
+`megaframe.checkpoint.convert.huggingface.llama4_families`,
 `megaframe.checkpoint.convert.huggingface.delta_net_families`,
 `megaframe.checkpoint.convert.huggingface.dense_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,

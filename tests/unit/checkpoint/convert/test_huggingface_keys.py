@@ -298,6 +298,22 @@ PUBLISHED = {
             "quant_method": "mxfp4",
         },
     },
+    "Llama 4 Scout": {
+        **{**LIKE_LLAMA, "attention_bias": False, "attention_chunk_size": 8192, "rope_theta": 5e5},
+        **{"attn_scale": 0.1, "attn_temperature_tuning": 4, "cache_implementation": "hybrid"},
+        **{"floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128, "hidden_size": 5120},
+        **{"interleave_moe_layer_step": 1, "intermediate_size": 8192, "num_key_value_heads": 8},
+        **{"intermediate_size_mlp": 16384, "max_position_embeddings": 10485760},
+        **{"model_type": "llama4_text", "no_rope_layers": [1, 1, 1, 0] * 12, "vocab_size": 202048},
+        **{"num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48},
+        **{"num_local_experts": 16, "output_router_logits": False, "pad_token_id": 200018},
+        **{"rms_norm_eps": 1e-05, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0},
+        **{"moe_layers": [*range(48)], "use_qk_norm": True},
+        "rope_scaling": {
+            **{"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0},
+            **{"original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        },
+    },
 }
 """Keys and values of `config.json` as their publishers wrote them."""
 

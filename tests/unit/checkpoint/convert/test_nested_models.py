@@ -34,6 +34,13 @@ MODELS = {
         "text_config": {**TEXT, **LAYERS_OF_GEMMA, "query_pre_attn_scalar": 20},
         "mm_tokens_per_image": 4,
     },
+    "llama4": {
+        "text_config": {
+            **{**{k: v for k, v in TEXT.items() if k != "sliding_window"}},
+            **{"intermediate_size_mlp": 40, "num_local_experts": 4, "floor_scale": 4},
+            **{"attention_chunk_size": 5, "no_rope_layer_interval": 3},
+        },
+    },
     "mistral3": {"text_config": {**TEXT, "model_type": "mistral"}, "tie_word_embeddings": False},
 }
 
