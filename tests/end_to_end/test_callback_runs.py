@@ -179,6 +179,7 @@ def test_the_example_stops_early(pool, overrides, tmp_path):
         "train__steps": 30,
         "train__eval_every": 1,
         "train__global_batch": 2,
+        "train__microbatch": 2,
         "optim__lr": 1.0,
         **EXAMPLE,
     }

@@ -39,7 +39,7 @@ class TestMistakes:
                 optim__lr=-1)  # fmt: skip
 
     def test_batch_that_does_not_divide(self, mistake):
-        mistake("train.global_batch", "7", "6 or 8", train__global_batch=7)
+        mistake("train.global_batch", "7", "4 or 8", train__global_batch=7)
 
     def test_axis_without_a_room(self, mistake):
         mistake("parallel.tensor", "2", parallel__tensor=2)

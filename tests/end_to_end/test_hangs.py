@@ -22,7 +22,8 @@ def hang(overrides, tmp_path):
     """
 
     def make(world, *fault, ends=None, **changes):
-        changes = {"faults__step_timeout": PATIENCE, "parallel__timeout": 300, **changes}
+        limits = {"faults__step_timeout": PATIENCE, "parallel__timeout": 300}
+        changes = {**limits, "train__microbatch": 2, **changes}
         limit = LIMIT if changes["faults__step_timeout"] else 0
         arguments = (fault_runs.run_alone, limit, overrides(**changes), *fault)
         started = [

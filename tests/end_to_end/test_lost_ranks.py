@@ -140,7 +140,7 @@ def test_a_mistake_that_one_rank_finds_before_it_sends_anything_is_said_once(
 
 
 def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path):
-    processes = launch([0, 1], 3, parallel__data=3, parallel__timeout=3, train__global_batch=6)
+    processes = launch([0, 1], 3, parallel__data=3, parallel__timeout=3, train__global_batch=12)
     end(processes)
     for text in read_errors(tmp_path, processes):
         assert "Traceback" not in text

@@ -149,7 +149,13 @@ PHASES = ("[blocks.0.*]", "[]", "[]", "[head.*]", "[]")
     [
         # Each part of a run has another layout than the part before it.
         [(2, {"parallel__zero": 3}), (2, {"parallel__tensor": 2}), (2, {"parallel__pipeline": 2})],
-        slow([(2, {"parallel__context": 2}), (4, {"parallel__zero": 2}), (1, {})]),
+        slow(
+            [
+                (2, {"parallel__context": 2}),
+                (4, {"parallel__zero": 2, "train__microbatch": 2}),
+                (1, {}),
+            ]
+        ),
     ],
     ids=["zero", "context"],
 )

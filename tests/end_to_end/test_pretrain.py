@@ -149,7 +149,7 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     pool.run(4, train, options)
     assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "whole"))
     first, second = (f"{tmp_path}/run/checkpoints/step-000000{step}" for step in ("06", "12"))
-    changed = "train.steps: 6 there, 12 here; train.microbatch: 2 there, 1 here"
+    changed = "train.steps: 6 there, 12 here; train.microbatch: 4 there, 1 here"
     assert f"resumed from step 6 of {first}\nchanged since then: {changed}\n" in log.read_text()
     size = log.stat().st_size
     pool.run(4, train, options)
@@ -252,7 +252,8 @@ def test_runs_are_bitwise_equal(pool, overrides, tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_learns(precision, pool, overrides, tmp_path):
-    keys = {**LEARN, "train__precision": precision, "optim__loss_scale": 2.0**30}
+    keys = {**LEARN, "train__microbatch": 32, "train__precision": precision}
+    keys["optim__loss_scale"] = 2.0**30
     pool.run(1, train, overrides(**keys))
     metrics = read_lines(tmp_path / "run")
     assert metrics[-1]["loss"] < 0.7 * math.log(61)

@@ -57,14 +57,15 @@ def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, unbroken_losse
     assert_same_losses(read_losses(tmp_path / "run"), unbroken_losses, because=same)
     assert re.search(
         r"step 7: gradients of .* are not finite \(first in the forward pass of microbatch 0, "
-        r"stage 0, on rank 1, of samples 50, 51\); finite when rerun: a transient fault",
+        r"stage 0, on rank 1, of samples 52, 53, 54, 55\); finite when rerun: a transient fault",
         log(tmp_path / "run"),
     )
 
 
 def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
     damage = (put_nan_in_sample, None, 45, 1)
-    assert run("run", 2, *damage, faults__non_finite="replay", **EVERY) == [0, 0]
+    keys = {"faults__non_finite": "replay", "train__microbatch": 2, **EVERY}
+    assert run("run", 2, *damage, **keys) == [0, 0]
     text = log(tmp_path / "run")
     where = "microbatch 1, stage 0, block 1, on rank 0, of samples 44, 45"
     assert f"the same when rerun: first in the forward pass of {where}" in text

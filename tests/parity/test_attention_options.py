@@ -100,8 +100,7 @@ def check_layout(pool):
     ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, check_layout):
-    microbatch = 1 if "pipeline" in parallel else 2
-    check_layout(name, ranks, parallel, microbatch=microbatch, recompute=recompute)
+    check_layout(name, ranks, parallel, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

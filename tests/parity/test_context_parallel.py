@@ -11,7 +11,15 @@ from functools import cache
 import pytest
 from bitwise import assert_same_bits
 from entry_runs import make_trainer
-from parity_runs import FEW, MODELS, assert_same, make_global_batch, run, share
+from parity_runs import (
+    FEW,
+    MODELS,
+    assert_same,
+    choose_microbatch,
+    make_global_batch,
+    run,
+    share,
+)
 from patience import PATIENCE
 from slow_cases import mark_slow, slow
 from tolerances import promised
@@ -68,7 +76,7 @@ def expected(pool):
     ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
+    train = {"microbatch": choose_microbatch(ranks, parallel), "recompute": recompute}
     stages = parallel.get("pipeline", 1)
     results = run_layout(ranks, name, train, parallel, pool, layers=2 * stages)
     assert_same(results, expected(name, stages))
@@ -115,6 +123,7 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
                 train__seq=18,
                 train__steps=steps,
                 train__global_batch=4,
+                train__microbatch=2,
                 train__eval_every=2,
                 train__eval_samples=13,
                 optim__schedule="constant",

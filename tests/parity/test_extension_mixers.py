@@ -6,7 +6,15 @@ from functools import cache
 import pytest
 import reference_model as reference
 import torch
-from parity_runs import FEW, assert_same, make_global_batch, run, share, with_documents
+from parity_runs import (
+    FEW,
+    assert_same,
+    choose_microbatch,
+    make_global_batch,
+    run,
+    share,
+    with_documents,
+)
 from parity_runs import LAYOUTS as SHARED_LAYOUTS
 from patience import PATIENCE
 from reference_mixers import FILES
@@ -72,9 +80,10 @@ def load_examples():
 
 def run_with(name, train, parallel, packed):
     """Train two steps of a model with an example's mixer."""
+    train = {**FEW, "microbatch": choose_microbatch(read_world_size(), parallel), **train}
     with use_registry(Registry()):
         load_examples()
-        return run(MODELS[name], {**FEW, **train}, parallel, packed=packed)
+        return run(MODELS[name], train, parallel, packed=packed)
 
 
 @pytest.fixture(scope="module")

@@ -49,8 +49,7 @@ def check_layout(pool):
     ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, check_layout):
-    microbatch = 1 if {"pipeline", "data"} & {*parallel} else 2
-    check_layout(name, ranks, parallel, microbatch=microbatch, recompute=recompute)
+    check_layout(name, ranks, parallel, recompute=recompute)
 
 
 def test_what_is_ahead_ends_with_the_document_and_the_sample():

@@ -58,7 +58,9 @@ GPT2 = [("gpt2", name, *STAGES[(place + 1) % 2]) for place, name in enumerate(CH
 )
 def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, pool, expected):
     layers = LAYERS[stages]
-    model, train = {**MODELS[name], "layers": layers}, {"microbatch": 1, "recompute": recompute}
+    # Four microbatches for each two ranks: some are in flight on all ranks, others wait.
+    train = {"microbatch": 4 // stages, "recompute": recompute}
+    model = {**MODELS[name], "layers": layers}
     parallel = {"pipeline": stages, "chunks": CHUNKS[schedule], "schedule": schedule}
     assert_same(pool.run(stages, run, model, train, parallel), expected(name, layers))
 

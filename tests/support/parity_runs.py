@@ -224,18 +224,28 @@ def assert_same(results, expected):
         assert_within(weights, reference, allowed, "what is promised of layouts", name)
 
 
+def choose_microbatch(ranks, parallel):
+    """Return how many of the `FEW` samples are in a microbatch: all that a data rank has, and one
+    in a pipeline. That gradients of several microbatches add up is shown by layouts of ours."""
+    if "pipeline" in parallel:
+        return 1
+    return 4 * parallel.get("tensor", 1) * parallel.get("context", 1) // ranks
+
+
 def make_layout_check(pool, shapes):
     """Return check(name, ranks, parallel, **train): two steps of one of the models, with two layers
-    for each stage, are those of one process. `packed...` are names of models on documents."""
+    for each stage, are those of one process. `packed...` are names of models on documents. A
+    microbatch is that of `choose_microbatch`."""
 
     def train_shape(name, ranks, train, parallel, stages):
         model = {**shapes[name], "layers": 2 * stages}
         packed = name.startswith("packed")
-        return pool.run(ranks, run, model, {**FEW, **train}, parallel, False, False, packed)
+        train = {**FEW, "microbatch": choose_microbatch(ranks, parallel), **train}
+        return pool.run(ranks, run, model, train, parallel, False, False, packed)
 
     @cache
     def get_expected(name, stages):
-        return train_shape(name, 1, {"microbatch": 4}, {}, stages)[0]
+        return train_shape(name, 1, {}, {}, stages)[0]
 
     def check(name, ranks, parallel, **train):
         stages = parallel.get("pipeline", 1)

@@ -139,7 +139,7 @@ def overrides(corpus, tmp_path):
             "train.seq": 16,
             "train.steps": 12,
             "train.global_batch": 8,
-            "train.microbatch": 2,
+            "train.microbatch": 4,
             "train.precision": "fp64",
             "optim.lr": 0.01,
             "data.sources": f"[{{path: {corpus}}}]",

@@ -18,7 +18,10 @@ from megaframe.io.local_rendezvous import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = {f"kernels__{key}": "reference" for key in ("elementwise", "attention", "loss", "update")}
-SMALL = {"train__seq": 8, "train__global_batch": 4, "train__steps": 3, "train__eval_samples": 4}
+SMALL = {
+    **{"train__seq": 8, "train__global_batch": 4, "train__microbatch": 2},
+    **{"train__steps": 3, "train__eval_samples": 4},
+}
 MAY_WAIT = {
     "initialize_weights": "initial weights are drawn on the host",
     "begin": "optimizer state is made at the start",

@@ -16,7 +16,7 @@ from transformers_models import make_random_checkpoint
 
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.inference import render_chat
+from megaframe.inference import chat, render_chat
 from megaframe.inference.chat import find_chat_format
 from megaframe.inference.generation import SampledIds
 from megaframe.inference.library import load_model
@@ -95,7 +95,7 @@ def test_what_a_user_writes_becomes_no_control_token(folder):
     ("template", "problem"),
     [
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 s"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1 s"),
         ("{{ 'a' * 99999999999 }}", "MiB of memory"),
         (
             "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
@@ -107,7 +107,8 @@ def test_what_a_user_writes_becomes_no_control_token(folder):
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
     ],
 )
-def test_a_hostile_template_is_bounded_and_refused(template, problem, folder):
+def test_a_hostile_template_is_bounded_and_refused(template, problem, folder, monkeypatch):
+    monkeypatch.setattr(chat, "_SECONDS", 1)
     own = find_format(folder)
     with pytest.raises(UserError) as error:
         type(own)(own.tokenizer, template, own.settings, folder).encode([MESSAGES])

@@ -132,7 +132,8 @@ def test_the_total_of_a_run_counts_the_steps_before_a_changed_batch_as_they_were
 
 def test_the_total_of_a_plan_follows_the_ramp(overrides):
     ramp = "{start: 2, increment: 2, samples: 9}"
-    words = overrides(train__steps=5, train__global_batch=6, train__batch_ramp=ramp)
+    keys = {"train__global_batch": 6, "train__microbatch": 2, "train__batch_ramp": ramp}
+    words = overrides(train__steps=5, **keys)
     config, layout, _ = resolve_config(load(None, words), 1)
     total = (2 + 2 + 2 + 4 + 6) * 16  # the batch grows after 4.5 and after 9 samples
     assert f"6 samples, 96 tokens a step, {total} in the run" in describe_run(config, layout)

@@ -231,12 +231,8 @@ def delay_stage(patch):
 def test_a_wait_for_a_neighbour_is_bubble_and_for_a_slow_link_communication(
     prepare, pool, overrides, tmp_path
 ):
-    pool.run(
-        2,
-        run_prepared,
-        overrides(train__steps=6, parallel__pipeline=2, metrics__ranks_every=1),
-        prepare,
-    )
+    keys = {"train__microbatch": 2, "parallel__pipeline": 2, "metrics__ranks_every": 1}
+    pool.run(2, run_prepared, overrides(train__steps=6, **keys), prepare)
     for line in read(tmp_path)[2:]:
         check_told_apart(line, prepare)
         bubble = line["ranks"]["bubble"][1]

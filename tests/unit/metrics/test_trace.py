@@ -47,7 +47,8 @@ def test_clocks_and_bytes_come_to_the_first_rank(pool):
 def test_a_trace_has_the_actions_of_the_schedule_and_what_was_sent_arrives_later(
     pool, overrides, tmp_path
 ):
-    keys = overrides(train__steps=4, parallel__pipeline=2, metrics__trace="[2,3]")
+    changes = {"parallel__pipeline": 2, "train__microbatch": 2}
+    keys = overrides(train__steps=4, metrics__trace="[2,3]", **changes)
     pool.run(2, run_prepared, keys, shift_clock)
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     threads = {

@@ -150,7 +150,7 @@ def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
 
 def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):
     options = overrides(parallel__auto="true", train__steps=2, checkpoint__every=2)
-    options.remove("train.microbatch=2")
+    options.remove("train.microbatch=4")
     for steps, words in ((2, "Use "), (4, "the layout that")):
         words_of_run = (*options, "checkpoint.resume=latest", f"train.steps={steps}")
         process = run_tool("pretrain_gpt.py", *words_of_run)

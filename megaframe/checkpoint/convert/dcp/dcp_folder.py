@@ -18,19 +18,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import JsonValue
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megaframe.checkpoint import Checkpoint, StorePath
 from megaframe.checkpoint.convert.dcp.metadata import (
@@ -50,6 +41,9 @@ from megaframe.errors import UserError
 from megaframe.io.regular_file import open_append
 from megaframe.io.untrusted import parse_json
 from megaframe.model.model_chunk import list_model_specs
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 RUN_STATE_NAME = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""
@@ -71,12 +65,12 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
-        storage_infos = _write_files(checkpoint, temporary)
+        places = _write_files(checkpoint, temporary)
         state = json.dumps({"step": checkpoint.step, "state": dict(checkpoint.state)})
         with open_append(last := temporary / "__0_0.distcp") as file:
-            storage_infos[MetadataIndex(RUN_STATE_NAME)] = _append_value(file, last, state)
+            places[RUN_STATE_NAME, None] = _append_value(file, last, state)
         with open(temporary / METADATA, "xb") as file:
-            pickle.dump(_build_metadata(checkpoint.tensors, storage_infos), file)
+            pickle.dump(_build_metadata(checkpoint.tensors, places), file)
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, folder)
@@ -86,17 +80,20 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-_StorageInfos = dict[MetadataIndex, _StorageInfo]
+_Place = tuple[str, int, int]
+"""Name of a file, and where in it a value begins and how many bytes it has."""
+_Places = dict[tuple[str, Shape | None], _Place]
+"""Of each value, by the name of its tensor and the offset of its box in it."""
 
 
-def _write_files(checkpoint: Checkpoint, folder: Path) -> _StorageInfos:
+def _write_files(checkpoint: Checkpoint, folder: Path) -> _Places:
     """Write each saved slice as one DCP chunk of its tensor. Returns where each was stored."""
     slices = [
         (name, tensor.count_bytes(saved_slice.shape), saved_slice)
         for name, tensor in checkpoint.tensors.items()
         for saved_slice in tensor.slices
     ]
-    storage_infos: _StorageInfos = {}
+    places: _Places = {}
     for number, group in enumerate(
         group_by_bytes(slices, lambda sized_slice: sized_slice[1], FILE_BYTES)
     ):
@@ -107,23 +104,32 @@ def _write_files(checkpoint: Checkpoint, folder: Path) -> _StorageInfos:
         with open(path, "xb") as file:
             for name, saved_slice, contents in checkpoint.read(requested):
                 # Cloned, because torch.save writes the whole storage that a tensor is a view of.
-                storage_infos[MetadataIndex(name, saved_slice.offset)] = _append_value(
-                    file, path, contents.clone()
-                )
+                places[name, saved_slice.offset] = _append_value(file, path, contents.clone())
             file.flush()
             os.fsync(file.fileno())
-    return storage_infos
+    return places
 
 
-def _append_value(file: Any, path: Path, value: Any) -> _StorageInfo:
+def _append_value(file: Any, path: Path, value: Any) -> _Place:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     start = file.tell()
     file.write(buffer.getbuffer())
-    return _StorageInfo(path.name, start, file.tell() - start)
+    return path.name, start, file.tell() - start
 
 
-def _build_metadata(tensors: Mapping[str, SavedTensor], storage_infos: _StorageInfos) -> Metadata:
+def _build_metadata(tensors: Mapping[str, SavedTensor], places: _Places) -> Metadata:
+    # Importing it takes a second, which only an export needs.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=DTYPES[tensor.dtype]),
@@ -137,8 +143,12 @@ def _build_metadata(tensors: Mapping[str, SavedTensor], storage_infos: _StorageI
     }
     state_dict_metadata[RUN_STATE_NAME] = BytesStorageMetadata()
     planner_data = {name: (name,) for name in state_dict_metadata}
+    storage_data = {
+        MetadataIndex(name, offset): _StorageInfo(*place)
+        for (name, offset), place in places.items()
+    }
     return Metadata(
-        state_dict_metadata, planner_data=planner_data, storage_data=storage_infos, version=_VERSION
+        state_dict_metadata, planner_data=planner_data, storage_data=storage_data, version=_VERSION
     )
 
 

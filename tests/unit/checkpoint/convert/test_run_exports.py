@@ -50,7 +50,8 @@ def test_an_export_has_the_same_bytes_under_any_layout(pool, overrides, tmp_path
     exports = {}
     for world, layout in LAYOUTS.items():
         run = tmp_path / str(world)
-        keys = overrides(**{**LLAMA, **layout, "run__dir": run, "train__global_batch": 12})
+        batch = {"train__global_batch": 12, "train__microbatch": 2}
+        keys = overrides(**{**LLAMA, **layout, **batch, "run__dir": run})
         pool.run(world, make_small_files, train, keys)
         (folder,) = (run / "checkpoints/huggingface").iterdir()
         assert folder.name == "step-00000002"
