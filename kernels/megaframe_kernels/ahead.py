@@ -26,7 +26,6 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaframe_kernels.device import INTERPRETED, Launch, capture_launches
 from megaframe_kernels.examples import EXAMPLES, Example
@@ -133,9 +132,6 @@ def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
         return "constexpr", False
     if isinstance(value, Tensor):
         return _TYPES[value.dtype], True
-    if isinstance(value, TensorDescriptor):
-        block = ", ".join(map(str, value.block_shape))
-        return f"tensordesc<{_TYPES[value.base.dtype][1:]}[{block}]>", False
     if isinstance(value, int):
         # Triton types an integer by its value, and specialises on 16 dividing it.
         return "i32" if -(2**31) <= value < 2**31 else "i64", special and value % 16 == 0

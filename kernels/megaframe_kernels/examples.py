@@ -124,31 +124,23 @@ def _launch_square_sum() -> Iterator[Example]:
 
 
 def _launch_attention() -> Iterator[Example]:
-    def call(
-        width: int, dtype: torch.dtype, softcap: float | None, sinks: bool, fused: bool = False
-    ) -> None:
+    def call(width: int, dtype: torch.dtype, softcap: float | None, sinks: bool) -> None:
         q, k = (
             _make_tensor(1, 8192, 32, width, dtype=dtype),
             _make_tensor(1, 8192, 8, width, dtype=dtype),
         )
         ends = _make_tensor(1, 8192, dtype=torch.int32)
         sink = _make_tensor(32) if sinks else None
-        out, lse = q, _make_tensor(1, 32, 8192, dtype=torch.float32)
-        if not fused:  # forward is the same
-            out, lse = launches.launch_forward(q, k, k, ends, ends, sink, None, softcap)
+        out, lse = launches.launch_forward(q, k, k, ends, ends, sink, None, softcap)
         spans = ends, ends, ends, ends
-        launches.launch_backward(out, q, k, k, out, lse, *spans, sink, None, softcap, fused)
+        launches.launch_backward(out, q, k, k, out, lse, *spans, sink, None, softcap)
 
-    for fused in (False, True):
-        added = ", fused" if fused else ""
-        for width in (64, 96, 128, 256):
-            plain = partial(call, width, torch.bfloat16, None, False, fused)
-            yield Example(f"head {width}{added}", plain)
-            capped = partial(call, width, torch.bfloat16, 30.0, True, fused)
-            yield Example(f"head {width}, cap, sinks{added}", capped)
-        for width in (128, 256):
-            wide = partial(call, width, torch.float32, None, False, fused)
-            yield Example(f"head {width}, fp32{added}", wide)
+    for width in (64, 96, 128, 256):
+        yield Example(f"head {width}", partial(call, width, torch.bfloat16, None, False))
+        capped = partial(call, width, torch.bfloat16, 30.0, True)
+        yield Example(f"head {width}, cap, sinks", capped)
+    for width in (128, 256):
+        yield Example(f"head {width}, fp32", partial(call, width, torch.float32, None, False))
 
 
 def _launch_router() -> Iterator[Example]:

@@ -133,16 +133,13 @@ class KernelsConfig(Section):
     attention: Literal[
         "auto",
         "triton",
-        "triton-fused",
         "torch",
         "torch-flash",
         "cudnn",
         "flash-attn",
         "reference",
     ] = "auto"
-    """Attention. `triton-fused` is `triton` with a backward pass that is shorter but sums in no
-    fixed order; it is an error with `run.deterministic`. Ring context parallelism needs a kernel
-    that returns the log-sum-exp: triton or triton-fused."""
+    """Attention. Ring context parallelism needs a kernel that returns the log-sum-exp: triton."""
     loss: Literal["auto", "triton", "reference"] = "auto"
     """Cross-entropy of a chunk of logits, whose gradient replaces them in place."""
     update: Literal["auto", "triton", "torch", "apex", "reference"] = "auto"

@@ -41,10 +41,6 @@ CONFIGS = {
     "llama, part of a head": ({**MODELS["llama"], "rotary_fraction": 0.5}, {}, {}, {}),
     "softcap and sinks": ({**NARROW, "head_dim": 16, "blocks": [SCORES]}, {}, {}, {}),
     "softcap on a ring": ({**NARROW, "blocks": [SCORES]}, {}, {"context": 2}, {}),
-    "shorter backward pass": (NARROW, {}, {}, {"attention": "triton-fused"}),
-    "shorter backward pass on a ring": (
-        *(NARROW, {}, {"context": 2}, {"attention": "triton-fused"}),
-    ),
     "wide rows": (
         {**NARROW, "norm": "rmsnorm", "hidden": 8256, "ffn": 32},
         *({"precision": "bf16", "seq": 8}, {}, {}),
@@ -66,8 +62,8 @@ CONFIGS = {
 """Of the model, the training, the layout and, where not all of them are Triton's, the kernels."""
 
 
-ONE_SIDED = {("backward_keys", "BULK"), ("_step", "divisor"), ("_step", "skip")}
-"""The copy engine adds on a GPU only. A run always divides its gradients and may skip a step."""
+ONE_SIDED = {("_step", "divisor"), ("_step", "skip")}
+"""A run always divides its gradients and may skip a step."""
 
 
 def is_switch(value):

@@ -1,15 +1,9 @@
 """Attention that never holds all scores, forward and backward, over the spans that queries see.
 
-The backward pass recomputes the scores from the log-sum-exp of each query, in one of two ways.
-`triton` visits the tiles twice: by queries for the gradients of queries, then by keys for those of
-keys and values. No two programs add to the same place, so results are bitwise repeatable, at the
-cost of seven matrix products per tile. `triton-fused` visits the tiles once, by keys, with five
-products: each block of keys adds its contribution to the gradients of queries to an fp32 buffer, in
-whatever order the programs reach it. It refuses to run if deterministic algorithms are requested.
-Programs could enforce an order by waiting for the programs of the preceding keys, but Triton has no
-way to wait until an addition by the copy engine is visible to other programs. The threads would
-have to do the additions, each program after its predecessors; whether that would still be faster
-than `triton` is unknown.
+The backward pass recomputes the scores from the log-sum-exp of each query. It visits the tiles
+twice: by queries for the gradients of queries, then by keys for those of keys and values. No two
+programs add to the same place, so results are bitwise repeatable, at the cost of seven matrix
+products per tile instead of five.
 
 Shape legend: B samples, Q queries, K keys, N query heads, G key and value heads, D width of a head.
 """
@@ -17,8 +11,6 @@ Shape legend: B samples, Q queries, K keys, N query heads, G key and value heads
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +24,6 @@ from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
-FUSED = "triton-fused"
-"""Name of the implementation whose backward pass visits the tiles once."""
 _WIDEST = 256
 _SHARED_OF_WIDEST = 136 * 1024
 """Bytes of shared memory that heads wider than 128 need on chips before Hopper."""
@@ -105,10 +95,9 @@ def _forward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
-    fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    # first, last and fused are for the backward pass: they are inputs of the operator so that
-    # `_keep` can save them.
+    # first and last are for the backward pass: they are inputs of the operator so that `_keep` can
+    # save them.
     return launch_forward(query, key, value, starts, stops, sinks, scale, softcap)
 
 
@@ -126,10 +115,9 @@ def _backward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
-    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     saved = (query, key, value, out, lse, starts, stops, first, last, sinks)
-    return launch_backward(d_out, *saved, scale, softcap, fused)
+    return launch_backward(d_out, *saved, scale, softcap)
 
 
 _forward_op = torch.library.custom_op("megaframe::attention", _forward, mutates_args=())
@@ -164,8 +152,8 @@ def _compute_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | No
     saved = ctx.saved_tensors
     d_out = torch.zeros_like(saved[0]) if gradients[0] is None else gradients[0]
     *d_inputs, d_sinks = _direct_backward(d_out, *saved, *ctx.numbers)
-    # None for the four tensors of the spans, and for scale, softcap and fused.
-    return *d_inputs, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
+    # None for the four tensors of the spans, and for scale and softcap.
+    return *d_inputs, *(4 * [None]), None if saved[-1] is None else d_sinks, None, None
 
 
 _forward_op.register_autograd(_compute_gradients, setup_context=_keep)
@@ -243,12 +231,11 @@ def run_triton_backward(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `run_reference_backward` in Triton.
 
     Args:
-        d_out_BQND: As in `run_reference_backward`, and so are all others but `fused`.
+        d_out_BQND: As in `run_reference_backward`, and so are all others.
         query_BQND: Queries.
         key_BKGD: Keys.
         value_BKGD: Values.
@@ -257,11 +244,10 @@ def run_triton_backward(
         spans: Which keys each query sees.
         scale: Factor of the scores.
         softcap: Bound of the scores.
-        fused: Compute all gradients in one pass over the tiles.
     """
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
     # None: sinks are added to all tiles together.
-    gradients = _direct_backward(d_out_BQND, *saved, None, scale, softcap, fused)
+    gradients = _direct_backward(d_out_BQND, *saved, None, scale, softcap)
     d_query, d_key, d_value, _ = gradients
     return d_query, d_key, d_value
 
@@ -276,12 +262,11 @@ def run_triton(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
     need_lse: bool = False,
-    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the reference in Triton.
 
     Args:
-        query_BQND: As in `run_reference`, and so are all others but `fused`.
+        query_BQND: As in `run_reference`, and so are all others.
         key_BKGD: Keys.
         value_BKGD: Values.
         spans: Which keys each query sees.
@@ -289,10 +274,9 @@ def run_triton(
         softcap: Bound of the scores.
         sinks_N: Logits of the sinks.
         need_lse: Return the log-sum-exp too.
-        fused: Compute the gradients in one pass over the tiles.
     """
     arguments = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
-    out, lse = _direct_forward(*arguments, scale, softcap, fused)
+    out, lse = _direct_forward(*arguments, scale, softcap)
     return out, lse if need_lse else None
 
 
@@ -335,43 +319,20 @@ def _refuse_for_backward(
     return _refuse_inputs(query, key, value, spans) or refuse_types(lse)
 
 
-def _refuse_for_fused(
-    refuses: Callable[..., str | None], *arguments: Any, **options: Any
-) -> str | None:
-    # Blocks of keys add to the gradients of queries in whatever order they finish.
-    if torch.are_deterministic_algorithms_enabled():
-        return "it sums in no fixed order, and deterministic algorithms are asked for"
-    return refuses(*arguments, **options)
-
-
-_ALL = (
-    Implementation("triton", run_triton, require_nothing, _refuse_inputs),
-    Implementation(
-        FUSED,
-        partial(run_triton, fused=True),
-        require_nothing,
-        partial(_refuse_for_fused, _refuse_inputs),
-    ),
-    *LIBRARIES,
-)
+_ALL = (Implementation("triton", run_triton, require_nothing, _refuse_inputs), *LIBRARIES)
 KERNEL = Kernel(
     "attention",
     run_reference,
     {implementation.name: implementation for implementation in _ALL},
     constant=8.0,
 )
-_ALL_BACKWARD = (
-    Implementation("triton", run_triton_backward, require_nothing, _refuse_for_backward),
-    Implementation(
-        FUSED,
-        partial(run_triton_backward, fused=True),
-        require_nothing,
-        partial(_refuse_for_fused, _refuse_for_backward),
-    ),
-)
 BACKWARD = Kernel(
     "attention_backward",
     run_reference_backward,
-    {implementation.name: implementation for implementation in _ALL_BACKWARD},
+    {
+        "triton": Implementation(
+            "triton", run_triton_backward, require_nothing, _refuse_for_backward
+        )
+    },
     constant=8.0,
 )

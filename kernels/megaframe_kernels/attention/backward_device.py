@@ -1,4 +1,4 @@
-"""Device code of attention's backward pass, in two passes over the tiles or in one.
+"""Device code of attention's backward pass, in two passes over the tiles.
 
 `forward_device.py` has the shape legend and what is shared with the forward pass.
 """
@@ -18,7 +18,7 @@ from megaframe_kernels.device_math import LOG2_E, multiply_add
 
 PADDING = tl.constexpr(128)
 """The backward pass pads what it stores for each query to a multiple of this many queries. Every
-block size divides it, so programs need no mask to read it or to add to it."""
+block size divides it, so programs need no mask to read it."""
 
 
 @triton.jit
@@ -211,31 +211,9 @@ def backward_queries(
 
 
 @triton.jit
-def _add_rows(
-    sums: tl.tensor,
-    row: tl.tensor,
-    rows: tl.tensor,
-    BULK: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
-    """Add rows [M, D] to those of a matrix in global memory, in fp32. Other programs may add to the
-    same rows at the same time. BULK: `sums` is a tensor descriptor, and the copy engine does the
-    addition while the program continues."""
-    if BULK:
-        # Coordinates of a descriptor are 32-bit: the row of the padded queries of all heads.
-        sums.atomic_add([row.to(tl.int32), 0], rows)
-    else:
-        place = tl.arange(0, M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        # Relaxed: nothing reads the sums before the kernel ends, so additions need no order.
-        tl.atomic_add(sums + row * WIDTH + place, rows, sem="relaxed")
-
-
-@triton.jit
 def _compute_key_gradients(
     d_k: tl.tensor,
     d_v: tl.tensor,
-    d_q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
     q: tl.tensor,
@@ -254,17 +232,15 @@ def _compute_key_gradients(
     scale: tl.tensor,
     cap: tl.tensor,
     CAP: tl.constexpr,
-    BULK: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the gradients d_k and d_v of keys and values, plus what a block of queries contributes
-    to them. With `d_q`, also add there what these keys contribute to the gradients of the queries,
-    as unscaled sums.
+    to them.
 
-    Tiles of 64 x 128 just fit into registers, so as little as possible may be live across a
+    Tiles just fit into registers, so as little as possible may be live across a
     product. edge: the tile is not inside all spans and needs the mask.
     """
     query = block * M + tl.arange(0, M)
@@ -288,10 +264,6 @@ def _compute_key_gradients(
     less = tl.load(delta + row_offset + query)
     d_s = (slope * (d_p - less[None, :])).to(q_MD.dtype)
     d_k = multiply_add(d_s, q_MD, d_k, PRECISION)
-    if d_q is not None:
-        # Unscaled, in fp32: the sums are scaled and rounded once, after all blocks of keys.
-        rows = multiply_add(tl.trans(d_s), k, None, PRECISION)
-        _add_rows(d_q, row_offset + block * M, rows, BULK, M, WIDTH)
     return d_k, d_v
 
 
@@ -307,7 +279,6 @@ def backward_keys(
     lasts: tl.tensor,
     d_k: tl.tensor,
     d_v: tl.tensor,
-    d_q: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
     together: tl.tensor,
@@ -329,7 +300,6 @@ def backward_keys(
     scale: tl.tensor,
     cap: tl.tensor,
     CAP: tl.constexpr,
-    BULK: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -339,8 +309,7 @@ def backward_keys(
     """Compute the gradients of a block of keys and values.
 
     One program handles all query heads of a group, so these sums have a fixed order and need no
-    atomics. Each block of keys adds its part of the gradients of queries to `d_q`, unscaled and in
-    no fixed order, unless that is None because `backward_queries` computes those.
+    atomics.
     """
     blocks, groups = tl.cdiv(keys, N), heads // per_group
     # With a causal mask the first keys are seen by the most queries.
@@ -372,9 +341,9 @@ def backward_keys(
     for _ in range(0, per_group * (high - low)):  # a single loop also loads ahead across heads
         edge = (block < whole_low) | (block >= whole_high)
         k_sum, v_sum = _compute_key_gradients(
-            k_sum, v_sum, d_q, k_ND, v_ND, q_rows, d_rows, shift, delta, row_offset,
+            k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, shift, delta, row_offset,
             block, edge, first,
-            last, queries, width, q_stride, d_stride, scale, cap, CAP, BULK, M, WIDTH, EVEN,
+            last, queries, width, q_stride, d_stride, scale, cap, CAP, M, WIDTH, EVEN,
             PRECISION,
         )  # fmt: skip
         block += 1

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaframe_kernels.attention import backward_device, forward_device
 from megaframe_kernels.device import ceil_div, launch, next_power_of_2, read_generation
@@ -67,24 +66,6 @@ BACKWARD_KEYS: dict[int, Table] = {
 }
 """The largest blocks that stay in registers, which the assembler allocates differently on each
 generation."""
-BACKWARD_FUSED: dict[int, Table] = {
-    8: {64: Tiling(32, 128, 8, 2), 128: Tiling(64, 64, 8, 2), 256: Tiling(32, 32, 8, 2)},
-    9: {
-        64: Tiling(64, 128, 8, 3),
-        128: choose_for_triton(Tiling(64, 128, 8, 3), before_3_7=Tiling(64, 64, 8, 3)),
-        256: Tiling(64, 32, 8, 2),
-    },
-    10: {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 64, 8, 3), 256: Tiling(32, 64, 8, 1)},
-}
-"""For the single pass that computes all three gradients. The more keys a block has, the fewer
-partial sums of query gradients are added in memory. With fewer than 64 queries per block, Hopper
-would compute the product for query gradients with the slower matrix units of the previous
-generation. Blackwell's blocks fill its tensor memory."""
-BACKWARD_FUSED_CAPPED = BACKWARD_FUSED | {
-    9: BACKWARD_FUSED[9]
-    | {128: choose_for_triton(Tiling(64, 64, 8, 3), before_3_7=Tiling(64, 64, 8, 2))}
-}
-"""The same with a softcap, whose hyperbolic tangent needs registers of its own."""
 WIDE_NUMBERS, WIDE_NUMBERS_OF_GRADIENTS = Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1)
 """Blocks for fp32, whose products use the slow units whatever the block size. The second is for the
 passes that compute gradients of queries, which keep the most in registers."""
@@ -221,7 +202,6 @@ def launch_backward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
-    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the backward pass in Triton.
 
@@ -241,7 +221,6 @@ def launch_backward(
         sinks: One extra score per head, [N], or None.
         scale: Factor of the scores, by default D^(-1/2).
         softcap: As in the forward pass.
-        fused: Compute all gradients in one pass over the tiles.
 
     Returns:
         The gradients of query, key, value and sinks (empty without sinks).
@@ -253,18 +232,10 @@ def launch_backward(
     operands = _BackwardOperands(query, key, value, d_out, shift, delta)
     numbers = (*_list_sizes(query, key, value, d_out), factor, softcap or 1.0)
     options = _choose_constants(query, scale, softcap)
-    blocks = _choose_key_blocks(query, softcap, fused)
-    if fused:
-        # The gradients of queries, in fp32 and zero at first, because every block of keys adds to
-        # them. Padded like shift and delta, so additions need no mask.
-        sums = lse.new_zeros(max(delta.numel(), 1), options["WIDTH"])
-        d_key, d_value = _launch_keys(operands, first, last, sums, blocks, numbers, options)
-        d_query = _scale_query_sums(sums, query, delta, factor)
-    else:
-        # Bitwise repeatable: each gradient is the sum of one program, over keys in ascending order
-        # of visits.
-        d_query = _launch_queries(operands, starts, stops, numbers, options)
-        d_key, d_value = _launch_keys(operands, first, last, None, blocks, numbers, options)
+    # Bitwise repeatable: each gradient is the sum of one program, over keys in ascending order of
+    # visits.
+    d_query = _launch_queries(operands, starts, stops, numbers, options)
+    d_key, d_value = _launch_keys(operands, first, last, numbers, options)
     d_sinks = query.new_empty(0)
     if sinks is not None:
         # A sink has the value 0, so its d_p is 0 and d_s = share (0 - delta).
@@ -336,19 +307,15 @@ def _launch_keys(
     operands: _BackwardOperands,
     first: Tensor,
     last: Tensor,
-    sums: Tensor | None,
-    blocks: Tiling,
     numbers: tuple[float, ...],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of keys and values; with `sums`, add those of queries there."""
+    """Return the gradients of keys and values."""
     query, key = operands.query, operands.key
     batch, keys, groups, _ = key.shape
     d_key = torch.empty_like(key, memory_format=torch.contiguous_format)
     d_value = torch.empty_like(operands.value, memory_format=torch.contiguous_format)
-    # The copy engine adds from generation 9 on, but not in Triton's interpreter.
-    bulk = sums is not None and read_generation(query) > 8 and query.device.type != "cpu"
-    shape = [blocks.queries, options["WIDTH"]]
+    blocks = choose_blocks(BACKWARD_KEYS[read_generation(query)], query)
     launch(
         backward_device.backward_keys,
         (ceil_div(keys, blocks.keys) * groups * batch,),
@@ -357,12 +324,10 @@ def _launch_keys(
         last,
         d_key,
         d_value,
-        TensorDescriptor.from_tensor(sums, shape) if bulk else sums,
         query.shape[1],
         keys,
         _count_together(groups * batch, query, groups / query.shape[2]),
         *numbers,
-        BULK=bulk,
         M=blocks.queries,
         N=blocks.keys,
         warps=blocks.warps,
@@ -370,17 +335,6 @@ def _launch_keys(
         **options,
     )
     return d_key, d_value
-
-
-def _scale_query_sums(sums: Tensor, query: Tensor, delta: Tensor, factor: float) -> Tensor:
-    """Return the gradient of the queries from its unscaled and padded sums."""
-    d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if d_query.numel():
-        queries, width = query.shape[1], query.shape[3]
-        # Without the padding of queries and width; scaled once for all keys, then rounded once.
-        summed = sums.view(*delta.shape, -1)[:, :, :queries, :width]
-        torch.mul(summed.transpose(1, 2), factor, out=d_query)
-    return d_query
 
 
 def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -407,12 +361,3 @@ def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         WIDTH=next_power_of_2(width),
     )
     return shift, delta
-
-
-def _choose_key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Tiling:
-    generation = read_generation(query)
-    if not fused:
-        return choose_blocks(BACKWARD_KEYS[generation], query)
-    # The tangent of a softcap needs registers of its own, so blocks are smaller with it.
-    tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED
-    return choose_blocks(tables[generation], query, WIDE_NUMBERS_OF_GRADIENTS)

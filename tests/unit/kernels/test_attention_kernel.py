@@ -4,32 +4,23 @@ import pytest
 import torch
 from kernel_exactness import DEVICE, DTYPES, assert_close, check, deterministic, make_random, widen
 from megaframe_kernels.attention import attention, launches
-from megaframe_kernels.attention.attention import FUSED, KERNEL
+from megaframe_kernels.attention.attention import KERNEL
 from megaframe_kernels.attention.launches import launch_backward, launch_forward
 from megaframe_kernels.attention.spans import Spans, find_spans
 from megaframe_kernels.device import capture_launches
-from megaframe_kernels.kernel import KernelError
-from megaframe_kernels.registry import KERNELS
-from megaframe_kernels.selection import KernelChoice, select
 from slow_cases import mark_slow, slow
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 NONE = (None, None, None)
 """Sinks, scale and softcap."""
 
 
-OWN = ("triton", FUSED)
-
-
-@pytest.fixture(params=zip((8, 9), OWN, strict=True), ids=OWN)
-def name(request, monkeypatch):
-    """Return one of the library's own implementations: backward in two passes or in one. On a CPU,
-    the forward pass of the first multiplies values in the same visit as their scores, that of the
-    second one visit later. On a GPU both do what is best for that GPU."""
-    order, name = request.param
+@pytest.fixture(params=[8, 9])
+def generation(request, monkeypatch):
+    """Compute as for two generations of chips, of which the first multiplies values in the same
+    visit as their scores, the second one visit later. A GPU computes as its own does."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(launches, "read_generation", lambda _: order)
-    return name
+        monkeypatch.setattr(launches, "read_generation", lambda _: request.param)
+    return request.param
 
 
 def make_heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, scale=1.0):
@@ -41,47 +32,44 @@ def make_heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.floa
     )
 
 
-def hold(name, operands, spans, **options):
+def hold(operands, spans, **options):
     """Compare with the reference in fp64. The longest sum is over all keys or queries and all
     heads."""
     length = max(spans.first.shape[1], spans.starts.shape[1]) * operands[0].shape[2]
-    check(KERNEL, name, (*operands, spans), options, length, length, scale=0.5)
+    check(KERNEL, "triton", (*operands, spans), options, length, length, scale=0.5)
 
 
 @pytest.mark.parametrize("dtype", mark_slow(DTYPES, except_for=[torch.bfloat16]))
-def test_causal_with_grouped_heads(dtype, name):
+def test_causal_with_grouped_heads(dtype, generation):
     tensors = make_heads(70, batch=2, n=4, g=2, dtype=dtype)
-    hold(name, tensors, find_spans(2, 70, 70, DEVICE), need_lse=True)
+    hold(tensors, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
-def test_blocks_without_a_mask_and_windows(name):
+def test_blocks_without_a_mask_and_windows(generation):
     # 130 tokens in blocks of 32: some blocks are seen as a whole, some in part, some not at all.
-    hold(name, make_heads(130, n=1), find_spans(1, 130, 130, DEVICE))
-    hold(name, make_heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
-    hold(name, make_heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
+    hold(make_heads(130, n=1), find_spans(1, 130, 130, DEVICE))
+    hold(make_heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
+    hold(make_heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents(causal, name):
+def test_packed_documents(causal, generation):
     documents = (make_random(2, 75, seed=4) > 1.2).cumsum(1)
     spans = find_spans(
         2, 75, 75, DEVICE, causal=causal, query_documents=documents, key_documents=documents
     )
-    hold(name, make_heads(75, batch=2), spans)
+    hold(make_heads(75, batch=2), spans)
 
 
-@pytest.mark.parametrize(
-    ("name", "width"),
-    [*((implementation, 24) for implementation in OWN), ("triton", 8), (FUSED, 96)],
-)
-def test_widths_that_are_no_power_of_two(name, width):
-    hold(name, make_heads(20, width=width), find_spans(1, 20, 20, DEVICE))
+@pytest.mark.parametrize("width", [24, 8, 96])
+def test_widths_that_are_no_power_of_two(width):
+    hold(make_heads(20, width=width), find_spans(1, 20, 20, DEVICE))
 
 
 @pytest.mark.parametrize(
     ("softcap", "scale"), [(2.0, 0.7), slow(None, 0.7), (None, -0.7), slow(None, 0.0)]
 )
-def test_softcap_sinks_and_scale(softcap, scale, name):
+def test_softcap_sinks_and_scale(softcap, scale, generation):
     tensors = make_heads(45, n=4, g=2)
     sinks = make_random(4, seed=9).requires_grad_()
     spans = find_spans(1, 45, 45, DEVICE, window=9)
@@ -104,64 +92,63 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
 
             @staticmethod
             def run(q, k, v, s, **options):
-                return KERNEL.implementations[name].run(q, k, v, spans, sinks_N=s, **options)
+                return attention.run_triton(q, k, v, spans, sinks_N=s, **options)
 
-        implementations = {name: UnguardedImplementation}  # noqa: RUF012
+        implementations = {"triton": UnguardedImplementation}  # noqa: RUF012
 
     # The gradient of a score is a difference of products of 16 numbers, each of size sqrt(16).
-    check(WithSinks, name, (*tensors, sinks), options, length, length, scale=4.0)
+    check(WithSinks, "triton", (*tensors, sinks), options, length, length, scale=4.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "tensors", "by_head", "by_group"),
-    [slow("triton", 0, 1, 1), (FUSED, 10, 10, 2), slow("triton", 16, 12, 4)],
+    ("tensors", "by_head", "by_group"), [slow(0, 1, 1), (10, 10, 2), slow(16, 12, 4)]
 )
-def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, monkeypatch):
+def test_heads_that_start_one_after_the_other(tensors, by_head, by_group, monkeypatch):
     """In 2 samples there are 12 pairs of a head and a sample, and 6 of a group of 2 heads and a
     sample."""
     monkeypatch.setattr(launches, "_CACHED", tensors * 70 * 16 * 4)
     assert launches._count_together(12, make_heads(70)[1], 2) == by_head
     assert launches._count_together(6, make_heads(70)[0], 1 / 2) == by_group
     heads = make_heads(70, batch=2, n=6, g=3)
-    hold(name, heads, find_spans(2, 70, 70, DEVICE), need_lse=True)
+    hold(heads, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
-def test_queries_that_see_nothing_give_zero_and_get_no_gradient(name):
+def test_queries_that_see_nothing_give_zero_and_get_no_gradient(generation):
     documents = torch.tensor([[0, 0, 3, 3, 5]])
     spans = find_spans(
         1, 5, 5, DEVICE, query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
     )
     tensors = make_heads(5)
-    hold(name, tensors, spans)
-    out, lse = KERNEL.implementations[name].run(*tensors, spans, need_lse=True)
+    hold(tensors, spans)
+    out, lse = attention.run_triton(*tensors, spans, need_lse=True)
     assert (out[0, 4] == 0).all() and (lse[0, :, 4] == -torch.inf).all()
     gradients = torch.autograd.grad(out.sum(), tensors)
     assert all(torch.isfinite(g).all() for g in gradients) and (gradients[0][0, 4] == 0).all()
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 4), (3, 0), (33, 5)])
-def test_odd_and_empty_sizes(queries, keys, name):
+def test_odd_and_empty_sizes(queries, keys, generation):
     spans = find_spans(1, queries, keys, DEVICE, causal=False)
     tensors = make_heads(queries, keys)
     if keys:
-        hold(name, tensors, spans)
+        hold(tensors, spans)
     else:
-        out, lse = KERNEL.implementations[name].run(*tensors, spans, need_lse=True)
+        out, lse = attention.run_triton(*tensors, spans, need_lse=True)
         assert (out == 0).all() and (lse == -torch.inf).all()
         gradients = torch.autograd.grad(out.sum(), tensors)
         assert [g.shape for g in gradients] == [x.shape for x in tensors]
         assert not gradients[0].any()
 
 
-def test_large_scores_and_strided_heads(name):
+def test_large_scores_and_strided_heads(generation):
     fused = make_random(1, 40, 2, 4, 16, scale=20.0)
     tensors = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
     spans = find_spans(1, 40, 40, DEVICE)
     # The rounding error of a score of 10^4 is carried into the exponential.
-    check(KERNEL, name, (*tensors, spans), {}, 40 * 1000**2, scale=50.0)
+    check(KERNEL, "triton", (*tensors, spans), {}, 40 * 1000**2, scale=50.0)
 
 
-def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
+def test_what_is_no_key_adds_nothing_however_low_the_scores_are(generation):
     """All scores are about -300. A place of a block beyond the last key has a score of 0, which
     would give it a share of e^300 if it were not masked."""
     ones = torch.ones(1, 40, 2, 16)
@@ -174,11 +161,10 @@ def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
         make_random(1, 40, 2, 16).requires_grad_(),
     )
     spans = find_spans(1, 40, 40, DEVICE, causal=False)
-    check(KERNEL, name, (*tensors, spans), {}, 40 * 300**2, scale=50.0)
+    check(KERNEL, "triton", (*tensors, spans), {}, 40 * 300**2, scale=50.0)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_ring_of_tiles_is_the_whole(fused):
+def test_a_ring_of_tiles_is_the_whole():
     """Keys come in two parts and queries in zigzag order. Outputs are merged by their log-sum-exp,
     and gradients are computed from the merged ones."""
     query, key, value = (x.detach() for x in make_heads(48, n=2, g=2))
@@ -203,14 +189,11 @@ def test_a_ring_of_tiles_is_the_whole(fused):
     assert_close(KERNEL, lse, expected_lse[:, :, own_places], length, "log-sum-exp", scale=0.5)
     d_query = 0
     for spans, part, _ in results:
-        gradients = launch_backward(
-            d_out[:, own_places], *part, out, lse, *spans.tensors, *NONE, fused
-        )
+        gradients = launch_backward(d_out[:, own_places], *part, out, lse, *spans.tensors, *NONE)
         d_query = d_query + gradients[0]
     assert_close(KERNEL, d_query, truth[:, own_places], length, "gradient", scale=0.5)
 
 
-@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize(
     ("dtype", "softcap"),
     [
@@ -218,7 +201,7 @@ def test_a_ring_of_tiles_is_the_whole(fused):
         *(slow(torch.float32, None), slow(torch.bfloat16, 1.5), slow(torch.float16, None)),
     ],
 )
-def test_backward_of_a_tile(name, dtype, softcap):
+def test_backward_of_a_tile(dtype, softcap):
     """The tile has the first of the keys that the outputs are over. Some queries see none of
     them."""
     query, key, value = (x.detach() for x in make_heads(40, batch=2, n=4, g=2, dtype=dtype))
@@ -228,7 +211,7 @@ def test_backward_of_a_tile(name, dtype, softcap):
     spans = find_spans(2, 40, 23, DEVICE, window=11)
     arguments = (d_out, query, key[:, :23], value[:, :23], out, lse, spans)
     options = {"scale": 0.25, "softcap": softcap}
-    check(attention.BACKWARD, name, arguments, options, 40 * 4, scale=1.0)
+    check(attention.BACKWARD, "triton", arguments, options, 40 * 4, scale=1.0)
 
 
 def test_gradients_are_bitwise_repeatable():
@@ -242,54 +225,20 @@ def test_gradients_are_bitwise_repeatable():
         assert torch.equal(first, other)
 
 
-@pytest.mark.parametrize("chip", [80, 90])
-@pytest.mark.parametrize(
-    ("name", "passes"),
-    [("triton", ["backward_queries", "backward_keys"]), (FUSED, ["backward_keys"])],
-)
-def test_the_passes_of_backward(name, passes, chip):
-    """Uses tensors without memory. The copy engine adds from Hopper on."""
+def test_the_passes_of_backward():
     launches = []
-    with capture_launches(launches.append, chip), torch.device("meta"):
+    with capture_launches(launches.append, 90), torch.device("meta"):
         ends = torch.empty(1, 256, dtype=torch.int32)
         tensors = (torch.empty(1, 256, n, 64).bfloat16().requires_grad_() for n in (4, 2, 2))
-        out, _ = KERNEL.implementations[name].run(*tensors, Spans(ends, ends, ends, ends))
+        out, _ = attention.run_triton(*tensors, Spans(ends, ends, ends, ends))
         out.sum().backward()
-    assert [launch.kernel.__name__ for launch in launches] == [
-        "forward",
-        "prepare_backward",
-        *passes,
-    ]
-    bulk = name == FUSED and chip == 90
-    assert launches[-1].constants["BULK"] == bulk
-    assert (
-        any(isinstance(argument, TensorDescriptor) for argument in launches[-1].arguments) == bulk
-    )
-
-
-@pytest.mark.parametrize("kernel", [KERNEL, attention.BACKWARD])
-def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(kernel):
-    query, key, value = make_heads(8)
-    arguments = query, key, value, find_spans(1, 8, 8, DEVICE)
-    if kernel is attention.BACKWARD:
-        out, lse = (
-            x.detach() for x in launch_forward(*arguments[:3], *arguments[3].tensors[:2], *NONE)
-        )
-        arguments = out, *arguments[:3], out, lse, arguments[3]
-    choice = KernelChoice(kernel, tuple(kernel.implementations[name] for name in reversed(OWN)), {})
-    fused, ordered = (candidate.run for candidate in choice.order)
-    assert choice.find(*arguments) is fused
-    with deterministic():
-        assert choice.find(*arguments) is ordered
-        with pytest.raises(KernelError, match=f"{kernel.name}={FUSED} .*no fixed order"):
-            select(KERNELS, {kernel.name: FUSED})[kernel.name](*arguments)
-    assert select(KERNELS)[kernel.name].find(*arguments) is ordered  # until a chip is measured
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["forward", "prepare_backward", "backward_queries", "backward_keys"]
 
 
 def test_blocks_of_queries_divide_what_is_kept_of_them():
     own_tables = launches.BACKWARD_QUERIES, launches.BACKWARD_KEYS
-    fused = launches.BACKWARD_FUSED, launches.BACKWARD_FUSED_CAPPED
-    tables = [table for tables in own_tables + fused for table in tables.values()]
+    tables = [table for tables in own_tables for table in tables.values()]
     blocks = [block for table in tables for block in table.values()]
     blocks += [launches.WIDE_NUMBERS, launches.WIDE_NUMBERS_OF_GRADIENTS]
     assert all(launches.PADDING % block.queries == 0 for block in blocks)

@@ -26,23 +26,21 @@ def make_fp8(*shape):
     return make_random(*shape).to(torch.float8_e4m3fn)
 
 
-def make_attention_arguments(fused):
+def make_attention_arguments():
     spans = find_spans(1, 6, 6, DEVICE)
     heads = make_leaf(1, 6, 2, 16), make_leaf(1, 6, 1, 16, seed=1), make_leaf(1, 6, 1, 16, seed=2)
-    return (*heads, *spans.tensors, make_leaf(2, seed=3), 0.5, 3.0, fused)
+    return (*heads, *spans.tensors, make_leaf(2, seed=3), 0.5, 3.0)
 
 
 def make_attention_backward_arguments():
-    *heads, starts, stops, first, last, sinks, scale, softcap, fused = make_attention_arguments(
-        True
-    )
+    *heads, starts, stops, first, last, sinks, scale, softcap = make_attention_arguments()
     d_out, out, lse = (
         make_random(1, 6, 2, 16, seed=4),
         make_random(1, 6, 2, 16, seed=5),
         make_random(1, 2, 6),
     )
     tensors = d_out, *(x.detach() for x in heads), out, lse, starts, stops, first, last
-    return (*tensors, sinks.detach(), scale, softcap, fused)
+    return (*tensors, sinks.detach(), scale, softcap)
 
 
 LABELS = torch.tensor([1, -100, 4], device=DEVICE)
@@ -58,7 +56,7 @@ CASES = {
     "activation": lambda: (make_leaf(3, 8), "swiglu"),
     "rotary": lambda: (make_leaf(1, 3, 2, 8), make_random(3, 4), make_random(3, 4, seed=1), False),
     "qkv_rotary": lambda: (make_leaf(1, 3, 2, 4, 8), make_random(3, 4), make_random(3, 4, seed=1)),
-    "attention": lambda: make_attention_arguments(False),
+    "attention": make_attention_arguments,
     "attention_backward": make_attention_backward_arguments,
     "cross_entropy_parts": lambda: (make_random(3, 7), LABELS, 0, 7, 0.1, 5.0),
     "adamw_": lambda: (
