@@ -59,9 +59,17 @@ def read_chips(places: Iterable[Path]) -> dict[str, dict[str, Any]]:
 def write_choices(chips: Chips, path: Path) -> None:
     """Write the measured order of each chip into the table from which implementations are
     chosen."""
+    from megaframe_kernels.registry import KERNELS
+
     table = json.loads(path.read_text(encoding="utf-8"))
     for chip, known in chips.items():
-        if order := {kernel: names for kernel, names in known["order"].items() if names}:
+        # Results may name what has been taken out since.
+        exist = {
+            kernel: [name for name in names if name in KERNELS[kernel].implementations]
+            for kernel, names in known["order"].items()
+            if kernel in KERNELS
+        }
+        if order := {kernel: names for kernel, names in exist.items() if names}:
             table[chip] = {**table.get(chip, {}), **order}
     entries = (
         ",\n".join(

@@ -124,7 +124,8 @@ def _describe_section(section: ConfigKey, *inner: ConfigKey) -> str:
     lines = [f"{section.name}: {section.text}"]
     for head, key in zip(_align_heads(leaves), leaves, strict=True):
         text = f"{head}{_take_first_sentence(key)} Takes {key.allowed}."
-        lines.append(textwrap.fill(text, WIDTH, subsequent_indent=" " * len(head)))
+        indent = " " * len(head)
+        lines.append(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False))
     return "\n".join(lines)
 
 
