@@ -29,15 +29,16 @@ from megaframe.optim.update_rule import OptimizerShard, UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 
 INTERLEAVED = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
-DATA = (4, {}, {"microbatch": 1})
+DATA = (2, {}, {"microbatch": 2})
+MORE_DATA = (4, {}, {"microbatch": 1})
 REPLICAS = (4, {"data_replicate": 2}, {"microbatch": 1})
 TENSOR = (4, {"tensor": 2}, {"microbatch": 2, "recompute": "selective"})
 CONTEXT = (4, {"context": 2}, {"microbatch": 1})
 ZB_V = (4, {**INTERLEAVED, "schedule": "zb-v"}, {"microbatch": 1})
 LAYOUTS = [
-    (2, {}, {"microbatch": 4}),
-    (2, {}, {"microbatch": 1, "recompute": "full"}),
     DATA,
+    (2, {}, {"microbatch": 1, "recompute": "full"}),
+    MORE_DATA,
     REPLICAS,
     (4, {"data_replicate": 4}, {"microbatch": 2}),
     TENSOR,

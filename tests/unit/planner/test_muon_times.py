@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_cases import mark_slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.architecture.block import describe_block
@@ -35,7 +36,9 @@ ENDLESS = KernelRates(1.0, 0.0, 0.0, 1.0, 1.0, float("inf"), 0.0, 2)
 """Rates at which an operation takes a second, and nothing else takes any time."""
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", mark_slow(CONFIGS, except_for=CONFIGS[::3]), ids=lambda path: path.stem
+)
 def test_every_layer_has_the_matrices_that_it_declares(path):
     config = load(str(path), ["model.vocab=5003"])
     declared = {f"blocks.{layer}": Counter() for layer in range(config.model.layers)}

@@ -1,10 +1,12 @@
 """Parameters counted from the config, compared with the specs that layers declare."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import mark_slow
 
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import plan_stages
@@ -35,8 +37,15 @@ def count_by_plan(config, layout, plan):
     return (counts.vectors, *map(sum, parts))
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+QUICK = [(path, LAYOUTS[place % 3]) for place, path in enumerate(CONFIGS)]
+
+
+# Every config with one layout in turn, and in the whole suite with all.
+@pytest.mark.parametrize(
+    ("path", "sizes"),
+    mark_slow(product(CONFIGS, LAYOUTS), except_for=QUICK),
+    ids=lambda value: getattr(value, "stem", str(value)),
+)
 def test_every_config_holds_what_its_layers_declare(path, sizes):
     pipeline = sizes.get("pipeline", 1)
     config = load(str(path), [f"parallel.pipeline={pipeline}", "model.vocab=5003"])

@@ -20,6 +20,8 @@ FUNCTIONS = {
     *("os.truncate", "os.mkfifo", "shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.move"),
     *("shutil.copytree", "np.save", "np.savez", "np.savetxt", "tempfile.mktemp", "os.creat"),
 }
+NAMES = {"open", *METHODS, *(name.rpartition(".")[2] for name in FUNCTIONS)}
+"""How what may write is called, without its module."""
 WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"}
 
 
@@ -29,8 +31,10 @@ def find_writers(source):
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
+        attribute = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if attribute not in NAMES and not attribute.endswith(("memmap", "MemoryMap")):
+            continue
         name = ast.unparse(node.func)
-        attribute = name.rpartition(".")[2]
         if name in FUNCTIONS or attribute in METHODS:
             yield node.lineno, name
         elif name == "os.open":

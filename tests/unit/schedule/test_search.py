@@ -116,7 +116,6 @@ def test_large_sizes_try_the_policies_on_fewer_microbatches():
     assert max(best.peak_activations) <= 16
     for name in ("zb-v", "v-half", "dualpipe-v", "interleaved"):
         assert best.time <= simulate(generate(name, *size), costs).time
-    assert schedule == generate("search", *size, costs=costs)
 
 
 def test_without_a_limit_memory_is_no_obstacle():

@@ -74,6 +74,23 @@ def load_an_extension():
     return before
 
 
+DTYPES = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.bool)
+
+
+def draw_tensors():
+    """Return tensors of every kind, also empty, without dims, and in a part of another's memory."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn((4, 3), generator=generator).to(dtype) for dtype in DTYPES]
+    return [view for x in whole for view in (x, x.t(), x[:0], x[1, 2], x[1:, :2])]
+
+
+def test_tensors_arrive_with_every_bit(pool):
+    (arrived,) = pool.run(1, draw_tensors)
+    for tensor, expected in zip(arrived, draw_tensors(), strict=True):
+        assert tensor.dtype == expected.dtype and tensor.shape == expected.shape
+        assert tensor.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize(
     ("change", "before"), [(ask_for_deterministic_algorithms, False), (load_an_extension, [])]
 )

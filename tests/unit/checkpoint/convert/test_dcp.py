@@ -70,7 +70,7 @@ def assert_same_tensors(actual, expected):
         assert torch.equal(view_bits(actual[name]), view_bits(tensor)), name
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.data())
 def test_what_is_exported_loads_in_torch_and_comes_back(data):
     dtypes = st.sampled_from(list(DTYPES.values()))
