@@ -32,6 +32,8 @@ _WHOLE = 8192
 registers for twice the addresses of loads, and with some versions of Triton it spills."""
 _TILE = 1024
 """Elements of a program's tile if rows are narrow."""
+WARPS_PER_PROCESSOR = 16
+"""Of the programs of a backward pass."""
 
 
 def run_reference(
@@ -70,7 +72,7 @@ def run_reference(
     return y.to(total.dtype), total
 
 
-def _choose_tile(x: Tensor) -> tuple[int, int, int]:
+def choose_tile(x: Tensor) -> tuple[int, int, int]:
     """Return the rows and width of a tile of x [rows, width], and its number of warps, for 16 to 32
     elements per thread."""
     padded = next_power_of_2(max(x.shape[1], 16))
@@ -103,7 +105,7 @@ def launch_forward(
     total = x.new_empty(0) if added is None else torch.empty_like(y)
     scales = x.new_empty(rows, dtype=torch.float32)
     means = torch.empty_like(scales) if center else scales.new_empty(0)
-    tile_rows, tile_width, warps = _choose_tile(flat)
+    tile_rows, tile_width, warps = choose_tile(flat)
     launch(
         norm_device.forward,
         (ceil_div(rows, tile_rows),),
@@ -154,11 +156,11 @@ def launch_backward(
     flat, d_flat = flatten_rows(total), flatten_rows(d_y)
     d_added = None if d_total is None else flatten_rows(d_total)
     rows, width = flat.shape
-    tile_rows, tile_width, warps = _choose_tile(flat)
+    tile_rows, tile_width, warps = choose_tile(flat)
     wide = tile_width > _WHOLE
-    # 16 warps per multiprocessor, and no more programs than tiles. Only GPU and shape decide, so
-    # the order of sums is repeatable.
-    programs = min(count_processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
+    # No more programs than tiles. Only GPU and shape decide, so the order of sums is repeatable.
+    together = count_processors(total) * max(1, WARPS_PER_PROCESSOR // warps)
+    programs = min(together, max(1, ceil_div(rows, tile_rows)))
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     # Every program writes its row of partial sums. Without rows none runs, so they must be 0.
     d_gain = scales.new_empty(programs, width) if rows else scales.new_zeros(programs, width)
