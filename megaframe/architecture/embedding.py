@@ -1,10 +1,12 @@
-"""Both ends of a model: the embedding, with tables that are looked up by number, and the head."""
+"""Both ends of a model: the embedding, with tables that are looked up by number and perhaps a norm,
+and the head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megaframe.architecture.block import describe_norm
 from megaframe.architecture.layer import HasParameters, LayerDescription, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
@@ -62,24 +64,29 @@ class EmbeddingDescription(LayerDescription):
     Attributes:
         tokens: The table of tokens.
         positions: That of learned positions; None without any.
+        norm: Of what is looked up; None without one.
     """
 
     tokens: TableDescription
     positions: TableDescription | None
+    norm: NormDescription | None
 
     name = "embedding"
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """The tables."""
+        """The tables, and the norm if there is one."""
         parts: dict[str, HasParameters] = {"tokens": self.tokens}
-        return parts if self.positions is None else {**parts, "positions": self.positions}
+        more = {"positions": self.positions, "norm": self.norm}
+        return parts | {name: part for name, part in more.items() if part is not None}
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the numbers of rows that are not those of the microbatch itself: positions are
-        counted, on each tensor rank for all tokens."""
+        counted, on each tensor rank for all tokens. With a norm its input and statistics are kept,
+        too."""
         positions = 0 if self.positions is None else 8 * parallel.tensor
-        return self.tokens.count_saved(parallel) + SavedActivations(other_bytes=positions)
+        saved = self.tokens.count_saved(parallel) + SavedActivations(other_bytes=positions)
+        return saved if self.norm is None else saved + self.norm.saved
 
     @property
     def tensor_traffic(self) -> TensorTraffic:
@@ -183,7 +190,9 @@ def describe_embedding(model: ModelConfig, seq: int) -> EmbeddingDescription:
         seq: As in `describe_position_table`.
     """
     tokens = TableDescription(model.vocab or 0, model.hidden, model.init_std, split=True)
-    return EmbeddingDescription(tokens=tokens, positions=describe_position_table(model, seq))
+    norm = describe_norm(model) if model.embedding_norm else None
+    positions = describe_position_table(model, seq)
+    return EmbeddingDescription(tokens=tokens, positions=positions, norm=norm)
 
 
 def describe_head(model: ModelConfig, norm: NormDescription) -> HeadDescription:

@@ -159,6 +159,8 @@ class ModelConfig(Section):
     """Factor of the embeddings."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""
+    embedding_norm: bool = False
+    """Normalise embeddings before the first block (BLOOM)."""
     head_bias: bool = False
     """A bias of the logits, one for each word (Phi-2, GPT-J)."""
     latent: LatentAttentionConfig | None = None

@@ -1,29 +1,35 @@
-"""The embedding: token table, and learned positions if the model has them."""
+"""The embedding: token table, and learned positions and a norm if the model has them."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import describe_position_table, describe_token_table
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs, get_token_positions
+from megaframe.model.norm import Norm
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.embedding import EmbeddingTable
 
 
 class Embedding(Module):
-    """Token embedding, plus learned positions if the model has them."""
+    """Token embedding, plus learned positions if the model has them, and their norm."""
 
     def __init__(self, config: RunConfig, setup: LayerSetup) -> None:
         model = config.model
         self.position, self.scale = model.position, model.embedding_scale
+        self.kernels = setup.kernels
         self.tokens = make_token_table(model, setup)
         position_table = describe_position_table(model, config.train.seq)
         if position_table is not None:
             self.positions = EmbeddingTable(
                 "embedding.positions", position_table, setup.tensor.group
             )
+        self.norm: Norm | None = None
+        if model.embedding_norm:
+            self.norm = Norm("embedding.norm", describe_norm(model))
 
     def __call__(self, microbatch: Microbatch, inputs: MicrobatchInputs) -> Tensor:
         """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S]."""
@@ -35,6 +41,8 @@ class Embedding(Module):
             x = x + self.positions(positions.flatten(), inputs.rows)
         if self.scale != 1.0:
             x = x * self.scale
+        if self.norm is not None:
+            x = self.norm(x, self.kernels)
         return x if inputs.dropout is None else inputs.dropout(x, "embedding")
 
 

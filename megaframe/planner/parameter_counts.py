@@ -266,13 +266,14 @@ def count_rank_parameters(
     # A config may be planned before its tokenizer has said how large the vocabulary is.
     vocabulary = TableDescription(model.vocab or 0, model.hidden, model.init_std, split=True)
     table = _count_part({"tokens": vocabulary}, sizes).split
+    norm = _count_part({"norm": describe_norm(model)}, sizes).vectors
     if first:
         tables.append(table)
+        vectors += norm * model.embedding_norm
         position_table = describe_position_table(model, train.seq)
         if position_table is not None:
             positions = _count_part({"positions": position_table}, sizes).replicated
     if last:
-        norm = _count_part({"norm": describe_norm(model)}, sizes).vectors
         vectors += (1 + model.mtp_depth) * norm
         for index in range(model.mtp_depth):
             parts += _count_predictor(model, index, *sizes.values())

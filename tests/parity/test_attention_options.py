@@ -1,7 +1,7 @@
 """Attention with bounded scores, sinks, gated outputs, norms of whole queries, LayerNorms of heads,
-LongRoPE, ALiBi and chunks, experts with scaled inputs, xIELU and a bias of the output head give the
-one-process answer to 1e-10 in fp64 under tensor, context, pipeline and data ranks, ZeRO and
-recompute. Two key heads are shared by neighbours of four tensor ranks.
+LongRoPE, ALiBi and chunks, a norm of embeddings, experts with scaled inputs, xIELU and a bias of
+the output head give the one-process answer to 1e-10 in fp64 under tensor, context, pipeline and
+data ranks, ZeRO and recompute. Two key heads are shared by neighbours of four tensor ranks.
 """
 
 import pytest
@@ -52,7 +52,7 @@ SHAPES = {
     "packed-chunks": {"blocks": [{"mixer": {"attention_chunk": 3}}]},
     "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
     "alibi": {
-        **{"position": "none", "kv_heads": 2},
+        **{"position": "none", "kv_heads": 2, "embedding_norm": True, "bias": True},
         "blocks": [{"mixer": {"alibi": 8}}, {"mixer": {"alibi": 4, "window": 5}}],
     },
 }

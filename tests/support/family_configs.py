@@ -100,6 +100,11 @@ UNGATED = {
         **{"d_model": 36, "n_heads": 6, "n_layers": 2, "vocab_size": 61, "max_seq_len": 20},
         "initializer_range": 0.3,
     },
+    "bloom": {
+        **{"hidden_size": 36, "n_layer": 2, "n_head": 6, "vocab_size": 61},
+        "initializer_range": 0.3,
+    },
+    "codegen": {**FUSED, "n_head": 8, "rotary_dim": 2, "initializer_range": 0.3},
     "gptj": {**FUSED, "rotary_dim": 4, "initializer_range": 0.3},
     "opt": {
         **{name: SHAPE[name] for name in SHAPE if name.startswith(("num", "hidden", "vocab"))},

@@ -28,6 +28,8 @@ def loss(weights, config, microbatch):
     if model.position == "learned":
         x = x + weights["embedding.positions.weight"][positions]
     x = x * model.embedding_scale
+    if model.embedding_norm:
+        x = _norm(weights, model, "embedding.norm", x, model.norm)
     listed = model.window if isinstance(model.window, tuple) else [model.window]
     if model.blocks is not None:
         every = range(model.layers + model.mtp_depth)

@@ -1,5 +1,6 @@
 """Random models of transformers and of ours, and the logits that each side computes for them."""
 
+import math
 import zlib
 from functools import cache
 
@@ -62,9 +63,14 @@ PROMPTS, NEW_TOKENS = [[5, 1, 44, 7, 30, 2, 9], [8, 3, 60]], 8
 """Prompts that are longer and shorter than windows, and the length of what follows."""
 
 
+ROUNDED = {0.79788456: math.sqrt(2 / math.pi)}
+"""Constants of transformers' code, and what they are rounded from."""
+
+
 class InFp64(OperatorMode):
     """Makes fp64 of what code asks for in fp32: transformers' norms, routers and rotary angles;
-    and of what it leaves to the default, as GPT-J does with its angles."""
+    and of what it leaves to the default, as GPT-J does with its angles; and of a constant of BLOOM
+    that it rounds to 8 digits."""
 
     def __enter__(self):
         self.usual = torch.get_default_dtype()
@@ -79,6 +85,7 @@ class InFp64(OperatorMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
+        args = [ROUNDED.get(x, x) if isinstance(x, float) else x for x in args]
         return function(*args, **kwargs)
 
 

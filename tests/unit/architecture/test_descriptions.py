@@ -168,6 +168,8 @@ MODELS |= {
         "latent": LATENT,
         "blocks": [{"mixer": {"kind": "latent", "query_scale": {"rate": 0.1, "length": 3}}}],
     },
+    "norm of embeddings": {"embedding_norm": True, "embedding_scale": 2.0, "norm": "rmsnorm"},
+    "LayerNorm of embeddings": {"embedding_norm": True, "position": "learned", "bias": True},
     "chunks": {
         "kv_heads": 2,
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": "l2", "attention_chunk": 3}}],

@@ -149,6 +149,10 @@ MODELS |= {
         **{"qk_norm": "layernorm_per_head", "kv_heads": 2, "layers": 3},
         "blocks": [{}, {"mixer": {"rotary": False}}, {"mixer": {"norm_after_rotation": True}}],
     },
+    "bloom": {
+        **{"embedding_norm": True, "bias": True, "position": "none", "tie_embeddings": True},
+        **{"embedding_scale": 3.0, "mtp_depth": 1, "blocks": [{"mixer": {"alibi": 8}}]},
+    },
     "mpt": {
         **{"position": "none", "heads": 6, "head_dim": 4, "layers": 3},
         "blocks": [

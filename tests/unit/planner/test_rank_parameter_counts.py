@@ -86,6 +86,7 @@ MODELS = st.fixed_dictionaries(
         "tie_embeddings": st.booleans(),
         "bias": st.booleans(),
         "head_bias": st.booleans(),
+        "embedding_norm": st.booleans(),
         "qk_norm": st.sampled_from([False, True, "whole", "layernorm", "layernorm_per_head", "l2"]),
         "mtp_depth": st.integers(0, 2),
         "vocab": st.integers(97, 103),

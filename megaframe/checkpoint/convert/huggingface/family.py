@@ -91,11 +91,14 @@ class Family:
         positions: The key of the longest text.
         ends: Modules of their embedding and head, and those of ours that are stacked in each.
         block: The same for a layer: `attention.query`, `attention.qkv` for all of a group of heads
-            after another, `mlp.gate`, `moe.experts.up` of one expert, `moe.all_experts.up` of all
+            after another, `attention.quarters` for queries, values and keys of each quarter of the
+            heads, `mlp.gate`, `moe.experts.up` of one expert, `moe.all_experts.up` of all
             in one tensor with this whole name (and `_bias` after it), `moe.all_experts.gate_up` of
             those whose rows of gate and up alternate, `constant 0.5` of a number that theirs keeps
             and that has no other value. Names with `{expert}` or `{head}` are of each
             expert, or of each head.
+        two_norms: What of it differs in layers whose halves start from the same stream, with a norm
+            each; empty for a module that these do not have.
         layer: Beginning of the names of a layer's modules.
         transposed: Whether the matrices of layers are.
         transposed_experts: Whether those of all experts in one tensor are.
@@ -127,6 +130,7 @@ class Family:
     positions: str = "max_position_embeddings"
     ends: Mapping[str, str] = field(default_factory=dict)
     block: Mapping[str, str] = field(default_factory=dict)
+    two_norms: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{}."
     transposed: bool = False
     transposed_experts: bool = False
@@ -232,6 +236,11 @@ class Family:
                 "remove from config.json what changes nothing in it"
             )
         return renamed
+
+    def list_names(self, layer: Mapping[str, Any]) -> dict[str, str]:
+        """Return the modules of a layer with these facts, and those of ours in each."""
+        names = {**self.block, **(self.two_norms if layer.get("parallel") == "two_norms" else {})}
+        return {name: own for name, own in names.items() if own}
 
     def has_constant(self, name: str) -> bool:
         """Return whether a parameter of ours has its initial values always, and no tensor there."""

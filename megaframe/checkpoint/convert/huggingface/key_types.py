@@ -130,7 +130,7 @@ _SIZES = (Size, Heads, Count)
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """The names of the number of layers."""
 _FREE = (
-    *("max_position_embeddings", "original_max_position_embeddings", "max_seq_len"),
+    *("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "seq_length"),
     *("sliding_window", "max_window_layers", "window_size", "attention_chunk_size", "floor_scale"),
 )
 """Numbers of tokens, and of layers beyond the last one, of which tensors have no rows."""

@@ -31,7 +31,10 @@ from megaframe.errors import UserError
 
 _LAYER_PATHS = ("mixer", "feed_forward", "norms", "parallel", "residual_scale")
 """Where the paths of layers' facts begin; all others are of the whole model."""
-_SHARED = ("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "tie_embeddings", "init_std")
+_SHARED = (
+    *("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "embedding_norm"),
+    *("tie_embeddings", "init_std"),
+)
 _ATTENTION = (
     *("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap", "alibi"),
 )

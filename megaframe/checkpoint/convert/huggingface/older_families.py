@@ -1,4 +1,4 @@
-"""More families with LayerNorm and MLPs without gates: GPT-J, MPT, OPT and Phi."""
+"""More families with LayerNorm and MLPs without gates: BLOOM, CodeGen, GPT-J, MPT, OPT and Phi."""
 
 from __future__ import annotations
 
@@ -91,6 +91,72 @@ GPTJ = GPT2.derive(
     },
     transposed=False,
     interleaved=True,
+)
+
+
+def _check_quarters(heads: int) -> int:
+    if heads % 4:
+        raise UserError(f"n_head={heads} is no multiple of 4, of which its code has blocks")
+    return heads
+
+
+CODEGEN = GPTJ.derive(
+    "codegen",
+    "CodeGenForCausalLM",
+    Pair("n_head", "mixer.heads", "value", to_fact=_check_quarters),
+    RotaryDim(),
+    without=("rotary",),
+    block={
+        **{f"attn.{name[0]}_proj": None for name in ("query", "key", "value")},
+        "attn.qkv_proj": "attention.quarters",
+    },
+    skipped=(".attn.causal_mask",),
+)
+BLOOM = Family(
+    "bloom",
+    "BloomForCausalLM",
+    (
+        Pair("vocab_size", "vocab", "value"),
+        Pair("hidden_size", "hidden", "value"),
+        Pair("n_layer", "layers", "value"),
+        Pair("n_head", "mixer.heads", "value"),
+        Pair("layer_norm_epsilon", "norm_eps", default=1e-5),
+        Pair("initializer_range", "init_std"),
+        Pair("tie_word_embeddings", "tie_embeddings", default=True),
+    ),
+    own={
+        **{**BIASED, "embedding_norm": True, "mixer.alibi": 8.0},
+        "feed_forward.activation": "gelu_tanh",
+        "feed_forward.ffn": lambda facts: 4 * facts.get("hidden"),
+    },
+    fixed={
+        **{"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
+        **{"n_inner": None, "skip_bias_add_qkv": False},
+    },
+    training=("hidden_dropout", "attention_dropout"),
+    neutral=(
+        *("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion"),
+        *("offset_alibi", "skip_bias_add"),
+    ),
+    aliases={
+        **{"n_embed": "hidden_size", "num_hidden_layers": "n_layer"},
+        "num_attention_heads": "n_head",
+    },
+    positions="seq_length",
+    ends={
+        "transformer.word_embeddings": "embedding.tokens",
+        "transformer.word_embeddings_layernorm": "embedding.norm",
+        "transformer.ln_f": "head.norm",
+        "lm_head": "head",
+    },
+    block={
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "mlp_norm",
+        "self_attention.query_key_value": "attention.qkv",
+        "self_attention.dense": "attention.output",
+        **{"mlp.dense_h_to_4h": "mlp.up", "mlp.dense_4h_to_h": "mlp.down"},
+    },
+    layer="transformer.h.{}.",
 )
 
 
@@ -246,4 +312,4 @@ MPT = Family(
         "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM",
     },
 )
-OLDER_FAMILIES = (PHI, GPTJ, OPT, MPT)
+OLDER_FAMILIES = (PHI, GPTJ, CODEGEN, BLOOM, OPT, MPT)

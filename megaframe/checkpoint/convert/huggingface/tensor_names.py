@@ -44,7 +44,7 @@ def map_tensors(
     for number, layer in enumerate(facts.layers):
         prefix, foreign = f"blocks.{number}.", family.layer.format(number)
         names = _Names(family, shared, layer, specs_by_name, {}, prefix, foreign)
-        yield from names.map_all(family.block)
+        yield from names.map_all(family.list_names(layer))
 
 
 _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
@@ -60,6 +60,8 @@ _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
 """Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
 
 
+_QUARTERS = 4
+"""Blocks of heads that CodeGen's queries, values and keys lie in, one for each of four devices."""
 _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layernorm_per_head"
 _WHOLE_NAMES = {
     "attention.sinks": "attention.sinks.logits",
@@ -206,6 +208,8 @@ class _Names:
             return self._find_delta_net_parts(module, kind)
         if module == "attention.gated_query":
             return self._find_gated_query_parts(kind)
+        if module == "attention.quarters":
+            return self._find_quarters(kind)
         own, slices = _SLICES.get(module, (module, ()))
         spec = self.specs.get(f"{self.prefix}{own}.{kind}")
         if kind == "weight" and spec is None:
@@ -240,6 +244,19 @@ class _Names:
             group, member = divmod(head, qkv.shape[1] - 2)
             place = slice(group, group + 1), slice(member, member + 1)
             parts += make_part(qkv, place), make_part(gate, (slice(head, head + 1),))
+        return parts
+
+    def _find_quarters(self, kind: str) -> list[TensorPart]:
+        """Return for each quarter of the heads their queries, their values and their keys."""
+        qkv = self.specs.get(f"{self.prefix}attention.qkv.{kind}")
+        if qkv is None:
+            return []
+        heads, width = qkv.shape[0] // _QUARTERS, qkv.shape[2]
+        parts: list[TensorPart] = []
+        for quarter in range(_QUARTERS):
+            rows = slice(quarter * heads, (quarter + 1) * heads)
+            query, key, value = (make_part(qkv, (rows, slice(n, n + 1))) for n in range(3))
+            parts += self._interleave(query, width), value, self._interleave(key, width)
         return parts
 
     def _find_delta_net_parts(self, module: str, kind: str) -> list[TensorPart]:

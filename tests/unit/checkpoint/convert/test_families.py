@@ -19,7 +19,7 @@ from math import prod
 
 import pytest
 from family_configs import GLM_ROUTED, GROUPED, MODELS, OTHERS
-from slow_cases import mark_slow
+from slow_cases import mark_slow, slow
 from transformers_models import (
     assert_same_both_ways,
     make_random_checkpoint,
@@ -97,6 +97,51 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     assert_same_both_ways(tmp_path / "theirs", tmp_path)
     config = json.loads((tmp_path / "again/config.json").read_text())
     assert (config["model_type"], config["architectures"]) == (name, [FAMILIES[name].architecture])
+
+
+NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": True}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        NEW_FALCON,
+        slow({**NEW_FALCON, "num_ln_in_parallel_attn": 1, "bias": True}),
+        slow({"multi_query": False, "parallel_attn": False, "bias": True}),
+    ],
+)
+def test_each_form_of_falcon_is_the_same_both_ways(keys, tmp_path):
+    from transformers import AutoConfig
+
+    save_random_model(AutoConfig.for_model("falcon", **MODELS["falcon"], **keys), tmp_path / "own")
+    assert_same_both_ways(tmp_path / "own", tmp_path / "converted")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"parallel_attn": False}, "parallel_attn=False is not what new_decoder_architecture"),
+        ({"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn=3 is not supported, only 1 and"),
+        ({"alibi": True}, "alibi=True is not supported, only False"),
+        (
+            {"new_decoder_architecture": False, "num_ln_in_parallel_attn": 2},
+            "num_ln_in_parallel_attn=2 is not supported without new_decoder_architecture",
+        ),
+        (
+            {"new_decoder_architecture": False, "multi_query": False},
+            "num_kv_heads=2 is not supported with multi_query=False, only num_attention_heads=4",
+        ),
+    ],
+)
+def test_forms_of_falcon_that_code_cannot_compute_are_refused(keys, message):
+    config = {"model_type": "falcon", **MODELS["falcon"], **NEW_FALCON, **keys}
+    with pytest.raises(UserError, match=message):
+        FAMILIES["falcon"].read_model(config)
+
+
+def test_codegen_has_quarters_of_heads():
+    with pytest.raises(UserError, match="n_head=6 is no multiple of 4, of which its code has"):
+        FAMILIES["codegen"].read_model({"model_type": "codegen", **MODELS["codegen"], "n_head": 6})
 
 
 @pytest.mark.parametrize(("length", "keys"), [(16, {}), (32, {"attention_factor": 1.3})])
