@@ -249,7 +249,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "QueryScaleConfig.length": windows,
         "LatentMixerConfig.window": windows,
         "GatedDeltaNetConfig.key_heads": st.sampled_from((tensor, 2 * tensor)),
-        "GatedDeltaNetConfig.value_heads": st.sampled_from((2 * tensor, 4 * tensor)),
+        "GatedDeltaNetConfig.value_heads": st.sampled_from((2 * heads, 4 * heads)),
         "GatedDeltaNetConfig.key_dim": st.integers(2, 6),
         "GatedDeltaNetConfig.value_dim": st.integers(2, 6),
         "GatedDeltaNetConfig.convolution": st.integers(1, 6),
