@@ -69,7 +69,8 @@ docs: .venv/ready
 
 # With the versions of an image for GPUs. Other packages are those of constraints.txt.
 test-versions: .venv-versions/ready
-	.venv-versions/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(VERSION_TESTS)
+	.venv-versions/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" \
+		--hypothesis-profile quick $(VERSION_TESTS)
 
 # torch alone takes most of the time, and shares nothing with another installation that runs meanwhile.
 .venv-versions/torch: pyproject.toml constraints.txt

@@ -26,7 +26,7 @@ from hypothesis import settings
 from slow_cases import COLLECTED
 
 # Examples of each property, where a test does not ask for fewer. `make test` takes the quick ones.
-settings.register_profile("full", deadline=None, max_examples=50)
+settings.register_profile("full", deadline=None, max_examples=30)
 settings.register_profile("quick", deadline=None, max_examples=10)
 settings.load_profile("full")
 

@@ -201,7 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     marker_expression = MARKER if options.slow else f"{MARKER} and not slow"
     tests = options.tests or find_marked_files(ROOT)
-    command = [sys.executable, "-m", "pytest", "-m", marker_expression, *tests]
+    # All tests have run with more examples of each property; a setting repeats them.
+    profile = ["--hypothesis-profile", "quick"]
+    command = [sys.executable, "-m", "pytest", *profile, "-m", marker_expression, *tests]
     flags = read_processor_flags()
 
     def run_and_print(setting: Mapping[str, str]) -> SettingResult:

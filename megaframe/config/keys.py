@@ -312,6 +312,14 @@ _MORE_WORDS = 0.9
 """Likeness of two names of which one is the other with another word."""
 
 
+def _may_be_like(name: str, other: str, least: float) -> bool:
+    """Return whether the likeness of two names may be `least` or more, by their letters alone. Most
+    names have others, and to compare the order takes long."""
+    shared = sum(min(name.count(letter), other.count(letter)) for letter in {*name})
+    length = len(name) + len(other)
+    return length == 0 or 2 * shared / length >= least
+
+
 def find_nearest_keys(name: str) -> str:
     """Return the known key of which `name` may be a typo, compared as a whole and by its last part;
     several keys if they are equally similar, and nothing if none is similar enough."""
@@ -320,16 +328,22 @@ def find_nearest_keys(name: str) -> str:
 
     def compute_likeness(key: str) -> tuple[float, float]:
         key_section, _, key_last = key.rpartition(".")
-        whole_ratio = SequenceMatcher(None, name, key).ratio()
-        last_ratio = SequenceMatcher(None, last, key_last).ratio()
         # More words than ours: `warmup_steps`, in the same section, or `mixed_precision`.
-        if key_section and (
+        has_more_words = key_section and (
             last.endswith(f"_{key_last}")
             or (last.startswith(f"{key_last}_") and section == key_section)
-        ):
-            last_ratio = max(last_ratio, _MORE_WORDS)
+        )
         # What two names with sections share may be only the section.
-        shares_more = whole_ratio >= (_MORE_WORDS if section else _TYPO)
+        least = _MORE_WORDS if section else _TYPO
+        if not (
+            has_more_words or _may_be_like(last, key_last, _TYPO) or _may_be_like(name, key, least)
+        ):
+            return 0.0, 0.0
+        whole_ratio = SequenceMatcher(None, name, key).ratio()
+        last_ratio = SequenceMatcher(None, last, key_last).ratio()
+        if has_more_words:
+            last_ratio = max(last_ratio, _MORE_WORDS)
+        shares_more = whole_ratio >= least
         own_ratio = max(last_ratio, whole_ratio) if shares_more else last_ratio
         return own_ratio, max(whole_ratio, 0.95 * last_ratio) + 0.01 * whole_ratio
 

@@ -145,7 +145,7 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
             assert many[key] == promised(single[key])
 
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, SEQ, BATCH = 3, 16, 4, 2, 16, 8
+LAYERS, HIDDEN, HEADS, KV_HEADS, SEQ, BATCH = 3, 16, 4, 2, 16, 4
 
 
 def measure_traffic(parallel):
