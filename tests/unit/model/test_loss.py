@@ -159,9 +159,9 @@ def test_nothing_valid_is_no_loss():
 @pytest.mark.parametrize(
     ("vocab", "host", "rows"),
     [
-        (128_256, False, 2048),  # 2,093 would fit, and cost as much as 2,176
-        (50_304, False, 5248),
-        (4_000_000, False, 67),  # fewer than a tile
+        (128_256, False, 4096),  # 4,185 would fit, and cost as much as 4,224
+        (50_304, False, 10624),
+        (8_000_000, False, 67),  # fewer than a tile
         (2**30, False, 1),
         (50_304, True, 512),
         (128_256, True, 201),
