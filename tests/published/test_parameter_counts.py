@@ -38,6 +38,12 @@ PUBLISHED = {
     "gemma2-9b": 9_241_705_984,
     "phi-4": 14_659_507_200,
     "olmo3-7b": 7_298_011_136,
+    "llama3.1-8b": 8_030_261_248,
+    "llama4-scout": 107_769_861_120,
+    "glm-4.5-air": 106_852_245_504,
+    "gemma3-27b": 27_009_346_304,
+    "lfm2-1.2b": 1_170_340_608,
+    "granite-3.1-1b-a400m": 1_334_628_352,
 }
 
 # Billions of parameters that are active for a token, as the authors report them.
@@ -49,6 +55,7 @@ ACTIVE = {
     "deepseek-v2": 21,
     "deepseek-v3": 37,
     "kimi-k2": 32.6,
+    "llama4-scout": 17,
 }
 
 

@@ -8,8 +8,9 @@ further tokens, which its classes leave out, are as DeepSeek's README_WEIGHTS.md
 and experts of gpt-oss as they are packed. A config of the same name in configs/ declares the same
 parameters.
 
-Not all of a `config.json` was read from its folder: GLM-4.5, Gemma 2 9B, Kimi K2, OLMo 3, Phi-4 and
-a few keys of GLM-4.5-Air and Qwen3-Next are written down from papers and model cards. A key there
+Not all of a `config.json` was read from its folder: GLM-4.5, Gemma 2 9B, Kimi K2, LFM2, Llama 4,
+OLMo 3, Phi-4 and a few keys of GLM-4.5-Air and Qwen3-Next are written down from papers and model
+cards; of Llama 4 the section of its model for texts, without a tower for images. A key there
 that decides no shape, such as an epsilon, may differ from the folder's, which no test here reads.
 """
 
