@@ -41,6 +41,15 @@ DENSE = {
         **{**WIDE_HEADS, "num_hidden_layers": 4, "full_attn_idxs": [1], "conv_bias": True},
         "block_multiple_of": 12,
     },
+    "qwen3_5_text": {
+        **{**HEADS, "num_hidden_layers": 4, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+        "linear_conv_kernel_dim": 3,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            **{"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+        },
+    },
     "arcee": {**HEADS, "mlp_bias": True, "rope_parameters": YARN},
     "helium": {**HEADS, "attention_bias": True},
     "seed_oss": {

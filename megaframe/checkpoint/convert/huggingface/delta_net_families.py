@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaframe.checkpoint.convert.huggingface.dense_families import QWEN3
 from megaframe.checkpoint.convert.huggingface.key_pairs import (
     FULL,
     Key,
@@ -16,7 +17,7 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
 from megaframe.checkpoint.convert.huggingface.key_types import Heads, Size, Texts
 from megaframe.checkpoint.convert.huggingface.model_facts import DELTA_NET, Facts
 from megaframe.checkpoint.convert.huggingface.moe_families import QWEN3_MOE, SharedWidth
-from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
+from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys, TextRotaryKeys
 
 _LINEAR = "linear_attention"
 
@@ -85,17 +86,20 @@ QWEN2_MOE = QWEN3_MOE.derive(
     neutral=("sliding_window",),
     block={"self_attn.q_norm": None, "self_attn.k_norm": None, **_SHARED},
 )
+_LINEAR_SIZES = (
+    Pair("linear_num_key_heads", "mixer.key_heads", "value", type=Heads),
+    Pair("linear_num_value_heads", "mixer.value_heads", "value", type=Heads),
+    Pair("linear_key_head_dim", "mixer.key_dim", "value", type=Size),
+    Pair("linear_value_head_dim", "mixer.value_dim", "value", type=Size),
+    Pair("linear_conv_kernel_dim", "mixer.convolution", "value", type=Size),
+)
 QWEN3_NEXT = QWEN3_MOE.derive(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     Pair("norm_topk_prob", "moe.normalise", default=True),
     Pair("num_key_value_heads", "mixer.kv_heads", "value"),
     Pair("head_dim", "mixer.head_dim", "value"),
-    Pair("linear_num_key_heads", "mixer.key_heads", "value", type=Heads),
-    Pair("linear_num_value_heads", "mixer.value_heads", "value", type=Heads),
-    Pair("linear_key_head_dim", "mixer.key_dim", "value", type=Size),
-    Pair("linear_value_head_dim", "mixer.value_dim", "value", type=Size),
-    Pair("linear_conv_kernel_dim", "mixer.convolution", "value", type=Size),
+    *_LINEAR_SIZES,
     LinearLayers(),
     _SHARED_WIDTH,
     RotaryKeys(share=0.25),
@@ -116,4 +120,32 @@ QWEN3_NEXT = QWEN3_MOE.derive(
     norm_offset=1.0,
     other_models=("mtp.",),
 )
-DELTA_NET_FAMILIES = (QWEN2_MOE, QWEN3_NEXT)
+_DELTA_NET = {
+    name: own for name, own in QWEN3_NEXT.block.items() if name.startswith("linear_attn.")
+}
+QWEN3_5 = QWEN3.derive(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "value"),
+    *_LINEAR_SIZES,
+    LinearLayers(),
+    TextRotaryKeys(share=0.25),
+    without=("sliding_window", "use_sliding_window"),
+    own={"mixer.output_gate": "element"},
+    fixed={"attention_bias": False},
+    block={
+        "self_attn.q_proj": "attention.gated_query",
+        **_DELTA_NET,
+        **{"linear_attn.in_proj_qkvz": None, "linear_attn.in_proj_ba": None},
+        "linear_attn.in_proj_qkv": "delta_net.qkv",
+        "linear_attn.in_proj_z": "delta_net.gate",
+        "linear_attn.in_proj_b": "delta_net.strength",
+        "linear_attn.in_proj_a": "delta_net.decay",
+    },
+    # Their layers compute in the type of the model, whatever this type says.
+    neutral=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    norm_offset=1.0,
+    other_models=("mtp.",),
+)
+DELTA_NET_FAMILIES = (QWEN2_MOE, QWEN3_NEXT, QWEN3_5)

@@ -64,6 +64,8 @@ class RopeKeys(BaseModel):
     alpha: Positive = None
     llama_4_scaling_beta: Positive = None
     max_position_embeddings: Size = None
+    mrope_section: Counts = None
+    mrope_interleaved: Flag = None
     short_factor: Factors = None
     long_factor: Factors = None
 

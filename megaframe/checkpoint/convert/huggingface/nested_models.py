@@ -69,6 +69,18 @@ NESTED_MODELS = {
         },
         towers=("vision_model.", "multi_modal_projector."),
     ),
+    "qwen3_5": NestedModel(
+        "qwen3_5_text",
+        {
+            **{"vocab_size": 248320, "hidden_size": 4096, "num_hidden_layers": 32},
+            **{"intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4},
+            **{"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+            **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+            "linear_conv_kernel_dim": 4,
+        },
+        towers=("model.visual.",),
+    ),
     "mistral3": NestedModel("mistral", also=("ministral3", "mistral4")),
 }
 """By `model_type`."""

@@ -163,6 +163,17 @@ class AlphaRotaryKeys(RotaryKeys):
 
 
 @dataclass(frozen=True)
+class TextRotaryKeys(RotaryKeys):
+    """Those of models for texts and images whose section divides pairs of dims over places in time,
+    height and width, which are all the same for a token of a text."""
+
+    def find_section(self, config: Mapping[str, Any]) -> tuple[str, Keys]:
+        """Return the section without the division."""
+        name, rope = super().find_section(config)
+        return name, {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+
+
+@dataclass(frozen=True)
 class ScaledRotaryKeys(RotaryKeys):
     """Those of Ministral 3 and Mistral 4, whose section also says how a factor of queries grows
     with their positions, and the longest text, which code does not read there."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from megaframe.architecture.spec import ParamSpec
@@ -60,6 +61,11 @@ _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
 """Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
 
 
+_OF_DELTA_NET = dict.fromkeys(
+    (f"delta_net.{name}" for name in ("small", "qkv", "gate", "strength", "decay")),
+    "delta_net.input",
+)
+"""Modules of theirs that are parts of the product of a delta net's input."""
 _QUARTERS = 4
 """Blocks of heads that CodeGen's queries, values and keys lie in, one for each of four devices."""
 _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layernorm_per_head"
@@ -262,15 +268,30 @@ class _Names:
     def _find_delta_net_parts(self, module: str, kind: str) -> list[TensorPart]:
         """Return the parts of a module of a gated delta net, whose norm has no offset. Theirs has a
         product for strengths and decays, which come last in each group of our rows."""
-        own = self.prefix + {"delta_net.small": "delta_net.input"}.get(module, module)
+        own = self.prefix + _OF_DELTA_NET.get(module, module)
         spec = self.specs.get(f"{own}.{kind}")
         if kind == "weight" and spec is None:
             spec = self.specs.get(f"{own}.gain")
         if spec is None or module in ("delta_net.norm", "delta_net.output"):
             return [] if spec is None else [make_part(spec)]
+        if module in ("delta_net.qkv", "delta_net.gate", "delta_net.strength", "delta_net.decay"):
+            return self._find_apart(module, spec)
         small = 2 * self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
         is_small = module == "delta_net.small"
         return [make_part(spec, (ALL, slice(-small, None) if is_small else slice(0, -small)))]
+
+    def _find_apart(self, module: str, spec: ParamSpec) -> list[TensorPart]:
+        """Return the parts of one of a delta net's products that are apart: the queries of all key
+        heads, their keys and the values, or the gates, the strengths or the decays of all value
+        heads."""
+        width = self.layer["mixer.key_dim"]
+        heads = self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
+        sizes = (width, width, *(heads * self.layer["mixer.value_dim"],) * 2, heads, heads)
+        ends = [*accumulate(sizes)]
+        rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        places = {"qkv": (0, 1, 2), "gate": (3,), "strength": (4,), "decay": (5,)}
+        numbers = places[module.removeprefix("delta_net.")]
+        return [make_part(spec, (ALL, rows[number])) for number in numbers]
 
     def _find_latent_parts(self, module: str, kind: str) -> list[TensorPart]:
         """Return the parts of a module of latent attention. In their layout, the rotated part of a

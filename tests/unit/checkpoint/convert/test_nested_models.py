@@ -41,6 +41,13 @@ MODELS = {
             **{"attention_chunk_size": 5, "no_rope_layer_interval": 3},
         },
     },
+    "qwen3_5": {
+        "text_config": {
+            **{k: v for k, v in TEXT.items() if k != "sliding_window"},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
+            **{"linear_value_head_dim": 5, "full_attention_interval": 2},
+        },
+    },
     "mistral3": {"text_config": {**TEXT, "model_type": "mistral"}, "tie_word_embeddings": False},
 }
 
