@@ -53,11 +53,11 @@ def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
     status, message, wrong = run_entry(*command, *OLD)
     assert status == 2 and "memory per rank" in message
     first, changes = message.splitlines()[0], message.splitlines()[1:4]
-    assert first.startswith("does not fit in memory: rank 0 needs 174.5 GiB by the plan")
-    assert "has 80.0 GiB: 94.5 GiB too much (" in first
-    assert any(line.startswith("  parallel.zero=2: 75.3 GiB") for line in changes)
-    assert "error: does not fit in memory: rank 0 needs 174.5 GiB by the plan, and its" in wrong
-    assert "    parallel.zero=2: 75.3 GiB" in wrong and "--force" in wrong
+    assert first.startswith("does not fit in memory: rank 0 needs 175.1 GiB by the plan")
+    assert "has 80.0 GiB: 95.1 GiB too much (" in first
+    assert any(line.startswith("  parallel.zero=2: 75.9 GiB") for line in changes)
+    assert "error: does not fit in memory: rank 0 needs 175.1 GiB by the plan, and its" in wrong
+    assert "    parallel.zero=2: 75.9 GiB" in wrong and "--force" in wrong
     status, message, wrong = run_entry(*command, *OLD, "--force")
     assert (status, wrong) == (0, "")
     assert message.splitlines()[-1].startswith(
@@ -66,8 +66,8 @@ def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
     status, message, wrong = run_entry(*command)
     assert (status, wrong) == (0, "") and "warning" not in message
     assert re.fullmatch(
-        r"fits in memory: rank 0 needs 64\.3 GiB by the plan, and its device \(h100\) has "
-        r"80\.0 GiB: 15\.7 GiB to spare \(.*",
+        r"fits in memory: rank 0 needs 64\.9 GiB by the plan, and its device \(h100\) has "
+        r"80\.0 GiB: 15\.1 GiB to spare \(.*",
         message.splitlines()[0],
     )
 
@@ -92,7 +92,7 @@ def test_gpus_are_planned_for_where_there_are_none(dry):
     """Without a name they are those of the default cluster, and the dry run says so."""
     output = dry("--gpus", "8", "--config", "llama3-8b")
     verdict, note = output.splitlines()[:2]
-    assert verdict.startswith("fits in memory: rank 0 needs 64.3 GiB")
+    assert verdict.startswith("fits in memory: rank 0 needs 64.9 GiB")
     assert note.startswith("there is no GPU here that could be asked for its name and memory: ")
     assert "cluster h100-ib is assumed" in note and "layout      8 ranks = data 8\n" in output
 
@@ -182,7 +182,7 @@ def test_a_gpu_is_asked_for_its_memory(gpu):
     assert check_memory(config, layout) == []
     gpu(67)
     (line,) = check_memory(config, layout)
-    assert line.startswith("warning: rank 0 needs 63.9 GiB") and "good to a few percent" in line
+    assert line.startswith("warning: rank 0 needs 64.5 GiB") and "good to a few percent" in line
     gpu(60)
     with pytest.raises(UserError, match=r"needs 6\d.\d GiB by the plan, .* has 60.0 GiB") as error:
         check_memory(config, layout)
