@@ -26,7 +26,8 @@ import torch.nn.functional as F
 
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, Chip, suggest_chips
-from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster, write_cluster
+from megaframe.hardware.cluster import Cluster, load_cluster, write_cluster
+from megaframe.hardware.likely_cluster import find_cluster_for_device
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.ops.matmul import multiply
 from megaframe.planner.constants import Constants, get_family_constants

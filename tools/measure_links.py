@@ -5,8 +5,10 @@
 
 Without a layout, the ranks of a node are one tier, and ranks with the same number in all nodes are
 the next. A collective of n bytes takes A + n B seconds. A and B are fitted by least squares of
-relative errors, and converted to the latency and bandwidth that give them in the formula for a
-ring. Bus bandwidth is what a link carried, comparable between operations and numbers of ranks.
+relative errors, and converted to the latency (alpha) and bandwidth (1 / beta) that give them in the
+formula for a ring. By how much a byte of a reduce-scatter takes longer than one of an all-gather is
+gamma, the cost of adding it. From these follow the sizes at which other algorithms are faster. Bus
+bandwidth is what a link carried, comparable between operations and numbers of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,8 +44,9 @@ from megaframe.hardware.cluster import Cluster, describe_unknown_chip, load_clus
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.untrusted import make_integer_parser
 from megaframe.layout import Layout
-from megaframe.planner.collective_times import compute_bus_bandwidth
-from megaframe.planner.constants import Constants, get_cluster_constants
+from megaframe.planner.collective_times import GroupLevel, compute_bus_bandwidth
+from megaframe.planner.constants import NCCL, Constants, get_cluster_constants
+from megaframe.planner.explanations.collectives import describe_crossovers
 from megaframe.planner.kernel_times import fit_line
 
 OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
@@ -117,6 +120,25 @@ def measure_seconds(
     return statistics.median(samples)
 
 
+def fit_ring(
+    name: str, operation: str, ranks: int, sizes: Sequence[float], seconds: Sequence[float]
+) -> LinkFit:
+    """Return the latency and the bandwidth with which a ring takes so many seconds.
+
+    Args:
+        name: Of the group.
+        operation: A key of `OPERATIONS`.
+        ranks: Of the group.
+        sizes: Bytes of the messages.
+        seconds: Of each of them.
+    """
+    latency, seconds_per_byte, error = fit_line(sizes, seconds)
+    hops, passes = ranks - 1, 2 if operation == "all_reduce" else 1
+    bandwidth = passes * hops / ranks / seconds_per_byte if seconds_per_byte > 0 else math.inf
+    bus = compute_bus_bandwidth(operation, sizes[-1], ranks, seconds[-1])
+    return LinkFit(name, operation, ranks, latency / (passes * hops), bandwidth, error, bus)
+
+
 def measure_group(
     name: str, group: Group, mesh: Mesh, sizes: list[int], times: int
 ) -> list[LinkFit]:
@@ -134,16 +156,35 @@ def measure_group(
     for operation_name, operation in OPERATIONS.items():
         rounded = [max(1, size // (4 * ranks)) * 4 * ranks for size in sizes]
         measured = [measure_seconds(operation, size, group, mesh, times) for size in rounded]
-        latency, seconds_per_byte, error = fit_line(rounded, measured)
-        hops = ranks - 1
-        passes = 2 if operation_name == "all_reduce" else 1
-        alpha = latency / (passes * hops)
-        bandwidth = (
-            passes * hops / ranks / seconds_per_byte if seconds_per_byte > 0 else float("inf")
-        )
-        bus = compute_bus_bandwidth(operation_name, rounded[-1], ranks, measured[-1])
-        fits.append(LinkFit(name, operation_name, ranks, alpha, bandwidth, error, bus))
+        fits.append(fit_ring(name, operation_name, ranks, rounded, measured))
     return fits
+
+
+def fit_gamma(fits: Sequence[LinkFit]) -> float:
+    """Return the seconds in which a rank adds a byte that arrived: by how much a byte of a
+    reduce-scatter takes longer than one of an all-gather, which moves as many; 0 if it does not."""
+    scatter, gather = (
+        next(fit for fit in fits if fit.operation == name)
+        for name in ("reduce_scatter", "all_gather")
+    )
+    return max(0.0, 1.0 / scatter.bandwidth - 1.0 / gather.bandwidth)
+
+
+def describe_reduction(name: str, fits: Sequence[LinkFit]) -> Iterator[str]:
+    """Yield gamma of a group, and which algorithm of an all-reduce is the fastest there by size.
+
+    Args:
+        name: Of the group.
+        fits: Of all operations on it.
+    """
+    gamma, gather = fit_gamma(fits), next(fit for fit in fits if fit.operation == "all_gather")
+    if gamma:
+        yield f"{name}: gamma {gamma * 1e9:.3g} ns a byte, so {1e-9 / gamma:.3g} GB/s are added"
+    else:
+        yield f"{name}: gamma 0: reduce-scatters took no longer than all-gathers"
+    if math.isfinite(gather.bandwidth):
+        level = GroupLevel(float(gather.ranks), gather.alpha, gather.bandwidth, gamma=gamma)
+        yield describe_crossovers(f"{name} ranks", "all_reduce", [level], NCCL)
 
 
 def make_tiers(
@@ -185,18 +226,25 @@ def make_tiers(
 
 
 def write_description(
-    path: Path, cluster: Cluster, tiers: list[dict[str, object]], arguments: argparse.Namespace
+    path: Path,
+    cluster: Cluster,
+    tiers: list[dict[str, object]],
+    arguments: argparse.Namespace,
+    gamma: float = 0.0,
 ) -> None:
     """Write the description. Of a file that is there, as tools/measure_kernels.py writes, only the
-    tiers change, and what the command line names.
+    tiers and the reduction change, and what the command line names.
 
     Args:
         path: The file.
         cluster: That of the chip.
         tiers: The measured tiers.
         arguments: The command line.
+        gamma: Seconds in which a rank adds a byte, 0 if that was too short to be seen.
     """
     changes: dict[str, object] = {"tiers": tiers}
+    if gamma:
+        changes["reduction"] = float(f"{1.0 / gamma:.4g}")
     named_figures = {
         "chip": arguments.chip,
         "failure_hours": arguments.failure_hours,
@@ -297,6 +345,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(HEAD)
         for group_fits in fits.values():
             print(*group_fits, sep="\n")
+        for name, group_fits in fits.items():
+            print(*describe_reduction(name, group_fits), sep="\n")
         if arguments.write:
             tier_sizes = {"node": layout.tensor, "cluster": world}
             cluster = choose_cluster(arguments, mesh)
@@ -305,6 +355,7 @@ def run(arguments: argparse.Namespace) -> None:
                 cluster,
                 make_tiers(fits, tier_sizes, get_cluster_constants(cluster)),
                 arguments,
+                fit_gamma(next(iter(fits.values()))),
             )
             print(f"wrote {arguments.write}")
     barrier(mesh.world)

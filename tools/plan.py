@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.config import dump
+from megaframe.config import RunConfig, dump
 from megaframe.errors import UserError, explain_failed_write, report_errors
 from megaframe.extensions import load_with_extensions
 from megaframe.hardware.cluster import DEFAULT, list_cluster_names, load_cluster
@@ -20,16 +20,24 @@ from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
+from megaframe.planner.budget import BudgetPlan, plan_budget
+from megaframe.planner.budget_request import parse_budget
 from megaframe.planner.candidates import SEARCHED_KEYS, SearchSpace
 from megaframe.planner.constants import Constants, get_cluster_constants
+from megaframe.planner.explanations import EXPLANATIONS, Explanation
 from megaframe.planner.fit import suggest_changes
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate, search
 from megaframe.planner.peak_memory import resolve_recompute_blocks
+from megaframe.planner.plan_record import make_plan_record
 from megaframe.planner.prediction import predict
+from megaframe.planner.theory.scaling_laws import LAWS, load_law
 from megaframe.validate.run import validate_config
 
 _GIB = 2.0**30
 _ROWS = 12
+_DENSE_CONFIG = "llama3-8b"
+"""Shape of a budget's models if no config is given."""
+_LEAST_OVERTRAINING, _MOST_OVERTRAINING = 0.01, 10_000.0
 _EPILOG = """\
 With --search, what is given on the command line (parallel.tensor=8, train.microbatch=1 ...) stays,
 and every other size of the layout is chosen; without it the layout is that of the config.
@@ -39,6 +47,9 @@ examples:
   python tools/plan.py --config configs/gpt3-175b.yaml --gpus 1024 --search --write best.yaml
   python tools/plan.py --config configs/gpt3-175b.yaml --gpus 1024 --dry-run --rank 17 \\
       parallel.tensor=8 parallel.pipeline=8
+  python tools/plan.py --config configs/llama3-8b.yaml --gpus 64 \\
+      --scaling --collectives --roofline --failures
+  python tools/plan.py --budget "64 h100 for 7 days" --overtrain 4
 """
 
 
@@ -46,27 +57,98 @@ def main() -> None:
     """Print the plan as text or JSON, and write the files that were asked for."""
     arguments = parse_arguments()
     with report_errors():
-        space = parse_space(arguments)
+        space, choice, result, explanations = make_plan(arguments)
         constants = get_cluster_constants(space.cluster)
-        result = None
-        if arguments.search:
-            result = search(space, constants)
-            choice = result.best
-        else:
-            choice = predict_layout(space, constants)
         if arguments.dry_run:
             run_dry_run(choice, arguments.rank, as_json=arguments.json)
             return
+        for name, (explain, _) in EXPLANATIONS.items():
+            if getattr(arguments, name) or arguments.html:
+                explanations[name] = explain(choice, space.cluster, constants)
+        asked = {name: each for name, each in explanations.items() if getattr(arguments, name)}
         if arguments.json:
-            print(json.dumps(plan_record(space, choice, result), indent=1))
+            print(json.dumps(make_plan_record(space, choice, result, asked), indent=1))
         else:
             print_plan(space, constants, choice, result)
+            print_explanations(asked)
         if arguments.write:
             write_config(Path(arguments.write), choice)
         if arguments.html:
             from megaframe.planner.plan_page import write_page
 
-            write_page(Path(arguments.html), choice, result, space.cluster, constants)
+            path = Path(arguments.html)
+            write_page(path, choice, result, space.cluster, constants, explanations)
+
+
+def make_plan(
+    arguments: argparse.Namespace,
+) -> tuple[SearchSpace, LayoutChoice, SearchResult | None, dict[str, Explanation]]:
+    """Return what a command line asks for: the run and its GPUs, the layout, the search that found
+    it, and what is explained already."""
+    if arguments.budget is not None:
+        plan = parse_budget_plan(arguments)
+        return plan.space, plan.result.best, plan.result, {"budget": plan.explanation}
+    if arguments.law is not None or arguments.overtrain is not None:
+        raise UserError('--law and --overtrain belong to --budget, such as "64 h100 for 7 days"')
+    space = parse_space(arguments)
+    constants = get_cluster_constants(space.cluster)
+    if arguments.search:
+        result = search(space, constants)
+        return space, result.best, result, {}
+    return space, predict_layout(space, constants), None, {}
+
+
+def parse_budget_plan(arguments: argparse.Namespace) -> BudgetPlan:
+    """Return the plan of a budget.
+
+    Raises:
+        UserError: It buys nothing, or other words of the command line contradict it.
+    """
+    budget = parse_budget(arguments.budget, arguments.cluster)
+    if arguments.gpus not in (None, budget.gpus):
+        raise UserError(
+            f"--gpus {arguments.gpus} and --budget {arguments.budget} name different numbers of "
+            "GPUs; leave --gpus out"
+        )
+    overtraining = 1.0 if arguments.overtrain is None else arguments.overtrain
+    if not _LEAST_OVERTRAINING <= overtraining <= _MOST_OVERTRAINING:
+        raise UserError(
+            f"--overtrain {overtraining:g} is not within {_LEAST_OVERTRAINING:g} and "
+            f"{_MOST_OVERTRAINING:g}; 1 is what the law wants"
+        )
+    given = [text.partition("=")[0] for text in arguments.overrides]
+    for key in ("train.steps", "data.epochs"):
+        if key in given:
+            raise UserError(f"{key} follows from --budget; leave it out")
+    config = load_with_extensions(arguments.config or _DENSE_CONFIG, arguments.overrides)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"epochs": None})})
+    check_vocab(config)
+    name = arguments.law or next(iter(LAWS))
+    return plan_budget(
+        budget,
+        config,
+        get_cluster_constants(budget.cluster),
+        (name, load_law(name)),
+        overtraining=overtraining,
+        fixed=select_fixed_keys(config, given),
+        given=given,
+    )
+
+
+def check_vocab(config: RunConfig) -> None:
+    """Raise `UserError` if the config leaves the vocabulary to a tokenizer."""
+    if config.model.vocab is None:
+        raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
+
+
+def select_fixed_keys(config: RunConfig, given: Sequence[str]) -> dict[str, Any]:
+    """Return the keys that a search chooses but the command line gives, with their values."""
+    fixed: dict[str, Any] = {}
+    for section, keys in ((config.parallel, "parallel"), (config.train, "train")):
+        for name in SEARCHED_KEYS:
+            if f"{keys}.{name}" in given and getattr(section, name) is not None:
+                fixed[name] = getattr(section, name)
+    return fixed
 
 
 def parse_space(arguments: argparse.Namespace) -> SearchSpace:
@@ -76,8 +158,7 @@ def parse_space(arguments: argparse.Namespace) -> SearchSpace:
         UserError: If it cannot be planned.
     """
     config = load_with_extensions(arguments.config, arguments.overrides)
-    if config.model.vocab is None:
-        raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
+    check_vocab(config)
     if config.data.epochs is not None:
         from megaframe.training.run_length import decide_steps  # needs torch
 
@@ -94,13 +175,8 @@ def parse_space(arguments: argparse.Namespace) -> SearchSpace:
         gpus = ranks_per_sample * (parallel.data or max(1, cluster.node // ranks_per_sample))
     if gpus < 1:
         raise UserError(f"--gpus {gpus} is not a number of GPUs; use 1 or more")
-    given_keys = {text.partition("=")[0] for text in arguments.overrides}
-    fixed: dict[str, Any] = {}
-    for section, keys in ((parallel, "parallel"), (config.train, "train")):
-        for name in SEARCHED_KEYS:
-            if f"{keys}.{name}" in given_keys and getattr(section, name) is not None:
-                fixed[name] = getattr(section, name)
-    return SearchSpace(config, gpus, cluster, fixed)
+    given = [text.partition("=")[0] for text in arguments.overrides]
+    return SearchSpace(config, gpus, cluster, select_fixed_keys(config, given))
 
 
 def predict_layout(space: SearchSpace, constants: Constants) -> LayoutChoice:
@@ -147,6 +223,17 @@ def print_plan(
         console.print(_make_choices_table(result))
 
 
+def print_explanations(explanations: Mapping[str, Explanation]) -> None:
+    """Print what was asked to be explained: sentences, and a table each."""
+    console = Console(highlight=False, soft_wrap=True)
+    for explanation in explanations.values():
+        console.print(f"[bold]{explanation.title}[/bold]")
+        for line in explanation.lines:
+            console.print(f"  {line}", markup=False)
+        for line in explanation.format_table():
+            console.print(f"  {line}", markup=False)
+
+
 def _make_table(choice: LayoutChoice) -> Table:
     prediction = choice.prediction
     table = Table("seconds of a step", "", "GiB on the fullest GPU", "", box=None, pad_edge=False)
@@ -172,60 +259,6 @@ def _make_choices_table(result: SearchResult) -> Table:
             describe_candidate(result.candidates, choice.index),
         )
     return table
-
-
-def plan_record(
-    space: SearchSpace, choice: LayoutChoice, result: SearchResult | None
-) -> dict[str, object]:
-    """Return the plan for JSON.
-
-    Args:
-        space: The run and the GPUs that were asked for.
-        choice: The layout.
-        result: The search that found it; None if the layout was given.
-    """
-    prediction = choice.prediction
-    record: dict[str, object] = {
-        "cluster": space.cluster.name,
-        "gpus": space.gpus,
-        "layout": select_layout_keys(choice),
-        "memory_bytes": dict(prediction.memory_bytes),
-        "host_bytes": prediction.host_bytes,
-        "step_seconds": prediction.step_seconds,
-        "mfu": prediction.mfu,
-        "hfu": prediction.hfu,
-        "tflops_per_gpu": prediction.tflops_per_gpu,
-        "tokens_per_second": prediction.tokens_per_second,
-        "breakdown": dict(prediction.breakdown),
-        "fits": prediction.fits,
-        "reasons": list(prediction.reasons),
-    }
-    if result is not None:
-        record["considered"] = len(result.candidates)
-        record["seconds"] = result.seconds
-        record["decision"] = list(describe_decision(result, space.cluster))
-        record["alternatives"] = list(describe_alternatives(result, space.cluster))
-        record["choices"] = [
-            {
-                "layout": select_layout_keys(ranked),
-                "step_seconds": ranked.prediction.step_seconds,
-                "memory_bytes": sum(ranked.prediction.memory_bytes.values()),
-            }
-            for ranked in result.choices
-        ]
-    return record
-
-
-def select_layout_keys(choice: LayoutChoice) -> dict[str, object]:
-    """Return the keys of the config that determine its layout, with their values."""
-    parallel = {
-        name: getattr(choice.config.parallel, name)
-        for name in SEARCHED_KEYS
-        if hasattr(choice.config.parallel, name)
-    }
-    parallel["data"] = choice.layout.data
-    train = choice.config.train
-    return {**parallel, "microbatch": train.microbatch, "recompute": train.recompute}
 
 
 def write_config(path: Path, choice: LayoutChoice) -> None:
@@ -288,6 +321,27 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="default: as the layout says")
     parser.add_argument("--search", action="store_true", help="choose the layout")
+    for name, (_, text) in EXPLANATIONS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"explain {text}")
+    parser.add_argument(
+        "--budget",
+        metavar="TEXT",
+        help='choose the model, its tokens and the layout for "64 h100 for 7 days" (or hours, '
+        "weeks, dollars; a chip or a cluster), in the shape of --config (default: "
+        f"{_DENSE_CONFIG})",
+    )
+    parser.add_argument(
+        "--law",
+        metavar="NAME",
+        help=f"of compute-optimal sizes: {', '.join(LAWS)}, or the path of a fit "
+        f"(default: {next(iter(LAWS))})",
+    )
+    parser.add_argument(
+        "--overtrain",
+        type=float,
+        metavar="X",
+        help="tokens for each parameter, as a multiple of the law's (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page that works without a network")
     parser.add_argument("--write", metavar="FILE", help="write a config with the layout")

@@ -22,28 +22,12 @@ from pydantic import Field, ValidationError
 from megaframe.config.section import Positive, Section
 from megaframe.config.shipped import CONFIGS
 from megaframe.errors import UserError, explain_failed_write, join_or
-from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, find_chip, identify_chip, suggest_chips
+from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, suggest_chips
 from megaframe.io.regular_file import write_file
 from megaframe.io.untrusted import mask_secrets, parse_yaml, read_file
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: nodes of 8 H100 SXM with 400 Gb/s InfiniBand per GPU."""
-_CLUSTER_OF_CHIP = {
-    "a100-40gb": "a100-40gb-roce",
-    "a100-80gb": "a100-ib",
-    "h100": "h100-ib",
-    "h200": "h200-ib",
-    "b200": "b200-ib",
-    "gb200": "gb200-nvl72",
-    "gh200-96gb": "gh200-ib",
-    "gh200-144gb": "gh200-ib",
-    "cpu": "cpu",
-}
-"""The shipped cluster whose links a chip is likely to have."""
-_NODE_SIZE, _MAX_SIZE = 8, 4096
-"""Chips of a node, and of the whole cluster, where nothing is known of its links."""
-_NETWORK = 12.5e9
-"""Bytes/s of the network for each chip there: an adapter of 100 Gb/s."""
 FOLDER = CONFIGS / "clusters"
 _MAX_BYTES = 100_000
 _FIGURES = ("memory", "bandwidth", "units", "watts", "host_link")
@@ -90,6 +74,9 @@ class Cluster:
         price: Dollars per chip and hour.
         restart_seconds: Time from a failure until training continues.
         storage: bytes/s at which one rank writes a checkpoint.
+        reduction: bytes/s at which a rank adds what it receives to what it has (1/gamma); None if
+            it was not measured, and then the bandwidths of the tiers are those of collectives that
+            sum.
         jitter: Share by which the slowest of 1,000 ranks lags behind the mean; it grows with the
             root of the logarithm of the number of ranks.
         constants: What was measured on the chip, by the names of `constants.Constants`.
@@ -106,6 +93,7 @@ class Cluster:
     price: float
     restart_seconds: float = 600.0
     storage: float = 1e9
+    reduction: float | None = None
     jitter: float = 0.0
     constants: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -178,6 +166,7 @@ class _ClusterFile(Section):
     price: Annotated[float, Field(ge=0)]
     restart_seconds: Annotated[float, Field(ge=0)] = 600.0
     storage: _PositiveFloat = 1e9
+    reduction: _PositiveFloat | None = None
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
     memory: _PositiveFloat | None = None
     bandwidth: _PositiveFloat | None = None
@@ -191,49 +180,6 @@ class _ClusterFile(Section):
 
 
 _FILES = (_ClusterFile, _TierFile, _ConstantsFile)
-
-
-def find_cluster_for_device(device: str, memory: float | None = None, units: int = 2) -> Cluster:
-    """Return the likely cluster of a device. The device determines chip and memory; `notes` says
-    what is only assumed. Of an unknown device nothing but its memory can be planned.
-
-    Args:
-        device: Name of the device, as torch reports it.
-        memory: Its bytes; by default those of the chip's datasheet.
-        units: Its multiprocessors.
-
-    Raises:
-        UserError: Nothing at all is known: neither the device's name nor its memory.
-    """
-    chip = find_chip(device) if memory is None else identify_chip(device, memory, units)
-    if chip is None:
-        raise UserError(f"{device or 'this device'} is not a known chip; name a cluster for it")
-    name = _CLUSTER_OF_CHIP.get(chip.name)
-    if name is not None:
-        cluster = replace(load_cluster(name), chip=chip)
-        links = f"the links and the price of cluster {name}"
-    else:
-        inside = chip.link or chip.host_link or 2 * _NETWORK
-        network = min(_NETWORK, inside)
-        tiers = (
-            Tier("node", _NODE_SIZE, 8e-6, inside),
-            Tier("network", _MAX_SIZE, 10e-6, network),
-        )
-        # Failures as of nodes of A100 or H100 (`configs/clusters`); there is no price.
-        cluster = Cluster(chip.name, chip, tiers, failure_hours=50_000, price=0.0)
-        links = (
-            f"nodes of {_NODE_SIZE} joined by {'its links' if chip.link else 'PCI Express'} at "
-            f"{inside / 1e9:g} GB/s, a network of {network / 1e9:g} GB/s for each chip and no price"
-        )
-    if not chip.has_rates:
-        return replace(cluster, notes=(describe_unknown_chip(chip),))
-    return replace(
-        cluster,
-        notes=(
-            f"{device} is the chip {chip.name}, with {chip.memory / 2**30:.1f} GiB; "
-            f"parallel.cluster is not given, so {links} are assumed",
-        ),
-    )
 
 
 def describe_unknown_chip(chip: Chip) -> str:
@@ -272,6 +218,7 @@ def load_cluster(name: str = DEFAULT) -> Cluster:
         price=description.price,
         restart_seconds=description.restart_seconds,
         storage=description.storage,
+        reduction=description.reduction,
         jitter=description.jitter,
         constants=constants,
     )

@@ -57,9 +57,8 @@ def describe_prediction(choice: LayoutChoice, cluster: Cluster) -> Iterator[str]
         f"{used_gib:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{misfit}."
     )
     tokens = count_samples(train, train.steps) * train.seq
-    state = prediction.host_bytes
-    state += sum(prediction.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer"))
-    run = predict_goodput(cluster, choice.layout.world, prediction.tokens_per_second, tokens, state)
+    speed, state = prediction.tokens_per_second, prediction.checkpoint_bytes
+    run = predict_goodput(cluster, choice.layout.world, speed, tokens, state)
     yield (
         f"{tokens:.3g} tokens take {run.days:.3g} days and ${run.dollars:,.0f}, with "
         f"{run.failures_a_day:.2g} failures a day and {run.share:.1%} of the time left for "

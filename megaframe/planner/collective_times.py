@@ -1,12 +1,13 @@
 """Collectives: seconds by message size, group and algorithm, given each tier's alpha and bandwidth.
 
-A message of n bytes takes alpha + n / bandwidth on one tier; beta is 1 / bandwidth. A group is a
-list of `GroupLevel`s from the innermost tier: how many of its members (or of the groups inside)
-meet on each tier. Formulas take numbers or numpy arrays. n is always the whole buffer: what each
-rank ends with (all-gather, all-reduce, broadcast), begins with (reduce-scatter) or sends in total
-(all-to-all). Formulas: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
-Communication Operations in MPICH"; the tree is the double binary tree of Sanders, Speck and Traeff
-2009, which keeps both directions of a link busy.
+A message of n bytes takes alpha + n / bandwidth on one tier; beta is 1 / bandwidth. To add n bytes
+that arrived to n others takes n gamma, which is 0 where it is not known apart: bandwidths that were
+measured with all-reduces contain it. A group is a list of `GroupLevel`s from the innermost tier:
+how many of its members (or of the groups inside) meet on each tier. Formulas take numbers or numpy
+arrays. n is always the whole buffer: what each rank ends with (all-gather, all-reduce, broadcast),
+begins with (reduce-scatter) or sends in total (all-to-all). Formulas: Thakur, Rabenseifner and
+Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; the tree is the double
+binary tree of Sanders, Speck and Traeff 2009, which keeps both directions of a link busy.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class GroupLevel:
         bandwidth: bytes/s of each rank in one direction.
         rails: Whether only ranks with the same number in their nodes are connected.
         reduces: Whether the switches can sum.
+        gamma: Seconds in which a rank adds a byte that arrived to one that it has.
     """
 
     members: Number
@@ -41,6 +43,7 @@ class GroupLevel:
     bandwidth: Number
     rails: bool = False
     reduces: bool = False
+    gamma: float = 0.0
 
 
 def get_share_on_tier(shares: Sequence[float], number: int) -> float:
@@ -64,6 +67,7 @@ def list_group_levels(
             further tiers.
     """
     found_levels, inside = [], np.ones_like(np.asarray(size, dtype=float))
+    gamma = 1.0 / cluster.reduction if cluster.reduction else 0.0
     for number, tier in enumerate(cluster.tiers):
         places = np.maximum(1.0, np.floor_divide(tier.size, stride))
         reached = np.minimum(size, places) * 1.0
@@ -78,7 +82,9 @@ def list_group_levels(
             )
             bandwidth = bandwidth * dims_used / tier.dims
         rails = tier.kind == "rail"
-        found_levels.append(GroupLevel(members, tier.latency, bandwidth, rails, tier.reduces))
+        found_levels.append(
+            GroupLevel(members, tier.latency, bandwidth, rails, tier.reduces, gamma)
+        )
         inside = inside * members
     return found_levels
 
@@ -113,39 +119,50 @@ def _flatten_group(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]
 
 
 def estimate_naive_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
-    """All ranks send to one rank in turn, which sends the sum back: 2 (p-1) (alpha + n beta)."""
+    """All ranks send to one rank in turn, which sends the sum back:
+    2 (p-1) (alpha + n beta) + (p-1) n gamma."""
     p, alpha, bandwidth = _find_slowest_tier(group)
-    return 2 * (p - 1) * (alpha + size / bandwidth)
+    return (p - 1) * (2 * (alpha + size / bandwidth) + size * group[0].gamma)
+
+
+def estimate_binomial_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
+    """Up and down one tree with the whole buffer at a time:
+    2 ceil(log2 p) (alpha + n beta) + ceil(log2 p) n gamma."""
+    p, alpha, bandwidth = _find_slowest_tier(group)
+    return _log2(p) * (2 * (alpha + size / bandwidth) + size * group[0].gamma)
 
 
 def estimate_ring_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
-    """Reduce-scatter and all-gather on a ring: 2 (p-1) alpha + 2 n beta (p-1)/p."""
-    return 2 * estimate_ring_all_gather(size, group)
+    """Reduce-scatter and all-gather on a ring: 2 (p-1) alpha + n (2 beta + gamma) (p-1)/p."""
+    return 2 * estimate_ring_all_gather(size, group) + _estimate_summing(size, group)
 
 
 def estimate_tree_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
-    """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta. On several tiers it is a tree
-    of trees, with the latency of each tier."""
+    """Up and down a double binary tree: 2 log2(p) alpha + n (2 beta + gamma), as each rank has two
+    children in the tree of one half of the message. On several tiers it is a tree of trees, with
+    the latency of each tier."""
     p, _, bandwidth = _flatten_group(group)
     latency = sum(_log2(level.members) * level.alpha for level in group)
-    return np.where(p > 1, 2 * latency + 2 * size / bandwidth, 0.0)
+    seconds = 2 * latency + 2 * size / bandwidth + size * group[0].gamma
+    return np.where(p > 1, seconds, 0.0)
 
 
 def estimate_halving_doubling_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
-    """Recursive halving and doubling: 2 log2(p) alpha + 2 n beta (p-1)/p. If p is not a power of
-    two, each surplus rank sends its whole buffer to another rank and gets the result back:
-    2 (alpha + n beta) more. Everything is charged to the slowest tier, because in half of the
-    rounds partners are far apart."""
+    """Recursive halving and doubling: 2 log2(p) alpha + n (2 beta + gamma) (p-1)/p. If p is not a
+    power of two, each surplus rank sends its whole buffer to another rank and gets the result back:
+    2 (alpha + n beta) + n gamma more. Everything is charged to the slowest tier, because in half of
+    the rounds partners are far apart."""
     p, alpha, bandwidth = _find_slowest_tier(group)
     below = 2.0 ** np.floor(np.log2(p))
-    core = 2 * np.log2(below) * alpha + 2 * size / bandwidth * (below - 1) / below
-    return core + np.where(below < p, 2 * (alpha + size / bandwidth), 0.0)
+    round_trip = 2 * size / bandwidth + size * group[0].gamma
+    core = 2 * np.log2(below) * alpha + round_trip * (below - 1) / below
+    return core + np.where(below < p, 2 * alpha + round_trip, 0.0)
 
 
 def estimate_hierarchical_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Reduce-scatter on each tier from the innermost, then all-gather back: each tier carries only
     what the tiers inside it have left of the message."""
-    return 2 * estimate_hierarchical_all_gather(size, group)
+    return 2 * estimate_hierarchical_all_gather(size, group) + _estimate_summing(size, group)
 
 
 def estimate_in_network_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
@@ -162,7 +179,7 @@ def estimate_in_network_all_reduce(size: Number, group: Sequence[GroupLevel]) ->
 
 
 def estimate_ring_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
-    """All-gather on a ring: (p-1) alpha + n beta (p-1)/p. Reduce-scatter takes as long."""
+    """All-gather on a ring: (p-1) alpha + n beta (p-1)/p."""
     p, alpha, bandwidth = _flatten_group(group)
     return (p - 1) * alpha + size / bandwidth * (p - 1) / p
 
@@ -183,6 +200,21 @@ def estimate_hierarchical_all_gather(size: Number, group: Sequence[GroupLevel]) 
         total = total + (m - 1) * level.alpha + message / level.bandwidth * (m - 1) / m
         message = message / m
     return total
+
+
+def estimate_ring_reduce_scatter(size: Number, group: Sequence[GroupLevel]) -> Number:
+    """Reduce-scatter on a ring: (p-1) alpha + n (beta + gamma) (p-1)/p."""
+    return estimate_ring_all_gather(size, group) + _estimate_summing(size, group)
+
+
+def estimate_halving_reduce_scatter(size: Number, group: Sequence[GroupLevel]) -> Number:
+    """Recursive halving: ceil(log2 p) alpha + n (beta + gamma) (p-1)/p on the slowest tier."""
+    return estimate_doubling_all_gather(size, group) + _estimate_summing(size, group)
+
+
+def estimate_hierarchical_reduce_scatter(size: Number, group: Sequence[GroupLevel]) -> Number:
+    """Reduce-scatter tier by tier from the innermost, which carries the whole buffer."""
+    return estimate_hierarchical_all_gather(size, group) + _estimate_summing(size, group)
 
 
 def estimate_pairwise_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
@@ -244,6 +276,7 @@ Formula = Callable[[Number, Sequence[GroupLevel]], Number]
 ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
         "naive": estimate_naive_all_reduce,
+        "binomial": estimate_binomial_all_reduce,
         "ring": estimate_ring_all_reduce,
         "tree": estimate_tree_all_reduce,
         "halving_doubling": estimate_halving_doubling_all_reduce,
@@ -256,9 +289,9 @@ ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
         "hierarchical": estimate_hierarchical_all_gather,
     },
     "reduce_scatter": {
-        "ring": estimate_ring_all_gather,
-        "halving": estimate_doubling_all_gather,
-        "hierarchical": estimate_hierarchical_all_gather,
+        "ring": estimate_ring_reduce_scatter,
+        "halving": estimate_halving_reduce_scatter,
+        "hierarchical": estimate_hierarchical_reduce_scatter,
     },
     "all_to_all": {
         "pairwise": estimate_pairwise_all_to_all,
@@ -312,6 +345,13 @@ def compute_bus_bandwidth(operation: str, size: float, members: int, seconds: fl
     """
     factor = {"all_reduce": 2.0, "broadcast": members / max(1, members - 1)}.get(operation, 1.0)
     return factor * size * (members - 1) / members / seconds
+
+
+def _estimate_summing(size: Number, group: Sequence[GroupLevel]) -> Number:
+    """Return the seconds in which a rank adds what a reduce-scatter brings: n gamma (p-1)/p. No
+    algorithm adds less, as p-1 of the p terms of each of n/p bytes are added to the first."""
+    ranks = count_group_ranks(group)
+    return size * group[0].gamma * (ranks - 1) / ranks
 
 
 def _find_slowest_tier(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]:

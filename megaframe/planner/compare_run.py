@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from megaframe.config import ParallelConfig
 from megaframe.errors import UserError
 from megaframe.extensions import load_config_of_run
-from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster
+from megaframe.hardware.cluster import Cluster, load_cluster
+from megaframe.hardware.likely_cluster import find_cluster_for_device
 from megaframe.layout import Layout
 from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import get_cluster_constants

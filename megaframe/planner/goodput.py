@@ -285,12 +285,34 @@ class Goodput:
     dollars: float
 
 
+def compute_mean_between_failures(cluster: Cluster, ranks: int) -> float:
+    """Return the mean seconds between failures of a run: those of one chip divided by the ranks."""
+    return cluster.failure_hours * 3600.0 / ranks
+
+
+def estimate_stall_seconds(cluster: Cluster, checkpoint_bytes: float) -> float:
+    """Return the seconds in which the rank that writes most saves so many bytes."""
+    return max(1e-3, checkpoint_bytes / cluster.storage)
+
+
+def compute_lost_share(stall: float, interval: float, mean_between: float, restart: float) -> float:
+    """Return the share of time that saves and failures take, 1 at most. Each interval loses the
+    stall of a save, and each failure loses half an interval and a restart.
+
+    Args:
+        stall: Seconds for which a save stalls work.
+        interval: Seconds of work between saves.
+        mean_between: Mean seconds between failures.
+        restart: Seconds from a failure until training continues.
+    """
+    return min(1.0, stall / (interval + stall) + (interval / 2 + restart) / mean_between)
+
+
 def predict_goodput(
     cluster: Cluster, ranks: int, tokens_per_second: float, tokens: float, checkpoint_bytes: float
 ) -> Goodput:
-    """Return what a run of `tokens` tokens loses and costs.
-
-    Each interval loses the stall of a save, and each failure loses half an interval and a restart.
+    """Return what a run of `tokens` tokens loses and costs, with a save after each of Daly's
+    intervals.
 
     Args:
         cluster: Failures, storage and price.
@@ -299,13 +321,10 @@ def predict_goodput(
         tokens: Tokens to train on.
         checkpoint_bytes: Bytes of the rank that writes most.
     """
-    mean_between = cluster.failure_hours * 3600.0 / ranks
-    stall = max(1e-3, checkpoint_bytes / cluster.storage)
+    mean_between = compute_mean_between_failures(cluster, ranks)
+    stall = estimate_stall_seconds(cluster, checkpoint_bytes)
     interval = compute_daly_interval(stall, mean_between)
-    lost_share = (
-        stall / (interval + stall) + (interval / 2 + cluster.restart_seconds) / mean_between
-    )
-    share = max(0.0, 1.0 - min(1.0, lost_share))
+    share = 1.0 - compute_lost_share(stall, interval, mean_between, cluster.restart_seconds)
     seconds = tokens / tokens_per_second / share if share else float("inf")
     days = seconds / 86400.0
     return Goodput(

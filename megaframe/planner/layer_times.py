@@ -101,8 +101,11 @@ def _extend_to_launches(
     )
 
 
-def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
-    """Return the seconds of a linear layer. Experts are assumed to be equally loaded."""
+def compute_local_product(
+    machine: Machine, linear: LinearSpec
+) -> tuple[Number, Number, Number, Number]:
+    """Return the products of a linear layer that one rank computes for a microbatch: their number,
+    and rows, results and terms of each. Experts are assumed to be equally loaded."""
     sizes = machine.sizes
     rows, groups, divided_by = machine.tokens, 1.0, sizes.tensor
     if isinstance(linear, GroupedLinearSpec):
@@ -113,7 +116,12 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
         divided_by = sizes.expert_tensor
     elif linear.split is None and not isinstance(linear, RepeatedLinearSpec):
         rows = machine.tokens / sizes.tensor  # a rank multiplies its own rows
-    outputs, inputs = linear.compute_local_sizes(divided_by)
+    return groups, rows, *linear.compute_local_sizes(divided_by)
+
+
+def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
+    """Return the seconds of a linear layer."""
+    groups, rows, outputs, inputs = compute_local_product(machine, linear)
     forward, backward, weight = estimate_linear_seconds(
         machine.linear, rows, outputs, inputs, groups
     )

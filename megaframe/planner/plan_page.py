@@ -1,35 +1,28 @@
 """A plan as one HTML page with charts: memory, step time, roofline, scaling from 8 to 100,000 GPUs.
 
-The page works without a network, because it contains the plotting library. Communication has a
-roofline, as memory has: a transfer can be hidden if the operations per byte moved are at least the
-operations that the chip does in the time of one byte, the ridge of the tier.
+The page works without a network, because it contains the plotting library.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.block import describe_block
-from megaframe.architecture.moe import count_near_experts
-from megaframe.architecture.stages import compute_block_work
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError, explain_failed_write
 from megaframe.hardware.cluster import Cluster
 from megaframe.io.regular_file import write_file
-from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
 from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import Constants
-from megaframe.planner.data_parallel_times import compute_block_load
+from megaframe.planner.explanations import Explanation
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, find_fastest
-from megaframe.planner.layout_sizes import make_layout_sizes
-from megaframe.planner.machine import Machine, compute_axis_span, find_outermost_tier
+from megaframe.planner.rooflines import compute_communication_rooflines
 
 _GIB = 2.0**30
 _MOST_GPUS = 100_000
@@ -44,7 +37,8 @@ h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .3rem }}
 @media (max-width: 900px) {{ .grid {{ grid-template-columns: minmax(0, 1fr) }} }}
 .grid > div {{ border: 1px solid #ddd; border-radius: 6px; padding: .3rem; min-width: 0;
        overflow: hidden }}
-li {{ margin: .15rem 0 }}
+li {{ margin: .15rem 0 }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse }}
+th, td {{ padding: .1rem .6rem .1rem 0; text-align: left; font-variant-numeric: tabular-nums }}
 </style><script>{script}</script></head><body>
 """
 _SHOWN = {"responsive": True, "displayModeBar": False}
@@ -56,6 +50,7 @@ def write_page(
     result: SearchResult | None,
     cluster: Cluster,
     constants: Constants,
+    explanations: Mapping[str, Explanation],
 ) -> None:
     """Write the page of a plan, which needs no network.
 
@@ -65,6 +60,7 @@ def write_page(
         result: The search that made the choice, if any; with it the page lists the alternatives.
         cluster: The chips and links.
         constants: What kernels and collectives reach there.
+        explanations: What the theory says of the plan.
 
     Raises:
         UserError: plotly is not installed.
@@ -97,6 +93,7 @@ def write_page(
         )
         if result is not None
         else "",
+        *map(_format_explanation, explanations.values()),
         "</body></html>\n",
     ]
     with explain_failed_write(path):
@@ -106,6 +103,17 @@ def write_page(
 def _format_list(title: str, lines: Sequence[str]) -> str:
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return f"<h2>{html.escape(title)}</h2><ul>{items}</ul>"
+
+
+def _format_explanation(explanation: Explanation) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in explanation.head)
+    rows = (
+        "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        for row in explanation.format_rows()
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return _format_list(explanation.title, explanation.lines) + (table if body else "")
 
 
 @dataclass(frozen=True)
@@ -289,75 +297,3 @@ def _predict_speed(
 def _with_batch(config: RunConfig, batch: int) -> RunConfig:
     train = config.train.model_copy(update={"global_batch": batch, "batch_ramp": None})
     return config.model_copy(update={"train": train})
-
-
-@dataclass(frozen=True)
-class CommunicationRoofline:
-    """The roofline of one axis of a layout.
-
-    The axis is bound by compute if intensity is at least ridge.
-
-    Attributes:
-        tier: The tier of its transfers.
-        intensity: Operations of a rank per byte that it moves for this axis.
-        ridge: Operations in the time of one byte on the tier.
-    """
-
-    axis: str
-    tier: str
-    intensity: float
-    ridge: float
-
-    @property
-    def compute_bound(self) -> bool:
-        """Whether compute can hide the transfers."""
-        return self.intensity >= self.ridge
-
-
-def compute_communication_rooflines(
-    config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
-) -> Iterator[CommunicationRoofline]:
-    """Yield the communication roofline of each axis that has more than one rank.
-
-    Bytes and operations are those of the last block for one microbatch. What data ranks exchange
-    once per step counts divided by the number of microbatches.
-
-    Args:
-        config: The run.
-        layout: The sizes of its axes.
-        cluster: The chips and links.
-        constants: What kernels and collectives reach there.
-    """
-    machine = Machine(
-        config, cluster, constants, make_layout_sizes(config.parallel, config.train, layout)
-    )
-    model, width = config.model, machine.rate.width
-    work = compute_block_work(config.model, config.train, model.layers - 1)
-    rows = float(machine.tokens)
-    flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
-    microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
-    load = compute_block_load(machine, model.layers - 1)
-    block = describe_block(model, model.layers - 1)
-    traffic = block.tensor_traffic
-    near = count_near_experts(config.parallel, config.parallel.node_size or cluster.node)
-    moved = block.count_traffic(config.parallel, config.train.seq, near)
-    gathered_rows = (traffic.forward + traffic.backward) * width * rows
-    gathered = 2 * width if config.parallel.zero == 3 else 0
-    bytes_per_parameter = gathered + 4 if config.parallel.zero >= 2 else 8 / microbatches
-    bytes_by_axis = {
-        "tensor": gathered_rows * (layout.tensor - 1) / layout.tensor,
-        "data": (load.dense + load.experts) * bytes_per_parameter,
-        **{
-            axis: rows
-            * (sent.count_forward_bytes(width) + sent.count_backward_bytes(width))
-            / layout.tensor
-            for axis, sent in moved.items()
-        },
-    }
-    rate = machine.rate.flops
-    for axis, size in bytes_by_axis.items():
-        if layout.sizes[axis] > 1 and size > 0:
-            tier = find_outermost_tier(cluster, *compute_axis_span(axis, layout))
-            share = constants.get_link_efficiency(cluster.tiers.index(tier))
-            ridge = rate / (tier.bandwidth * share)
-            yield CommunicationRoofline(axis, tier.name, flops / float(size), ridge)

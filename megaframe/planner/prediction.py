@@ -100,6 +100,13 @@ class Prediction:
     host_bytes: int
     reasons: tuple[str, ...]
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of weights and optimizer state that a rank saves, on the device and the host."""
+        return self.host_bytes + sum(
+            self.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer")
+        )
+
 
 def predict(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants

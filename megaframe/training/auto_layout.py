@@ -26,7 +26,8 @@ from megaframe.data.vocabulary_size import resolve_vocab
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import DEFAULT, Cluster, find_cluster_for_device, load_cluster
+from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
+from megaframe.hardware.likely_cluster import find_cluster_for_device
 from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, resolve_axis_sizes
 from megaframe.planner.advice import describe_decision

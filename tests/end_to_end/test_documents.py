@@ -39,6 +39,7 @@ GUIDES = (
     "experts",
     "checkpoints",
     "plan",
+    "theory",
     "prediction",
     "dashboard",
     "faults",

@@ -5,12 +5,8 @@ import re
 import pytest
 
 from megaframe.hardware.chips import CHIPS, TYPES, find_chip, identify_chip
-from megaframe.hardware.cluster import (
-    describe_unknown_chip,
-    find_cluster_for_device,
-    list_cluster_names,
-    load_cluster,
-)
+from megaframe.hardware.cluster import describe_unknown_chip, list_cluster_names, load_cluster
+from megaframe.hardware.likely_cluster import find_cluster_for_device
 from megaframe.planner.constants import CONSTANTS, get_cluster_constants
 
 GIB = 2.0**30

@@ -33,6 +33,7 @@ def make_tier(count, reduces=False):
     ("operation", "algorithm", "form"),
     [
         ("all_reduce", "naive", lambda p, n: 2 * (p - 1) * (ALPHA + n / BANDWIDTH)),
+        ("all_reduce", "binomial", lambda p, n: 2 * math.log2(p) * (ALPHA + n / BANDWIDTH)),
         ("all_reduce", "ring", lambda p, n: 2 * (p - 1) * (ALPHA + n / p / BANDWIDTH)),
         ("all_reduce", "tree", lambda p, n: 2 * math.log2(p) * ALPHA + 2 * n / BANDWIDTH),
         (

@@ -6,7 +6,7 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import get_family_constants
-from megaframe.planner.plan_page import compute_communication_rooflines
+from megaframe.planner.rooflines import compute_communication_rooflines
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}

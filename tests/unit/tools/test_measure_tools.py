@@ -10,12 +10,16 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import CHIPS
-from megaframe.hardware.cluster import find_cluster_for_device, load_cluster, write_cluster
+from megaframe.hardware.cluster import load_cluster, write_cluster
+from megaframe.hardware.likely_cluster import find_cluster_for_device
 from megaframe.layout import Layout
+from megaframe.planner.collective_times import ALGORITHMS, GroupLevel
 from megaframe.planner.constants import get_cluster_constants, get_family_constants
 from megaframe.planner.kernel_times import compute_kernel_rates, estimate_matmul_seconds
 from megaframe.planner.prediction import predict
@@ -42,6 +46,7 @@ def test_measured_links_become_a_cluster(pool, tmp_path):
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         assert f"node        {operation}" in printed
     assert nothing == ""
+    assert "node: gamma " in printed and "Fastest all_reduce of 2 node ranks by size: " in printed
     cluster = load_cluster(path)
     assert [(tier.name, tier.size) for tier in cluster.tiers] == [("node", 2)]
     assert 1e7 < cluster.tiers[0].bandwidth < 1e12
@@ -50,6 +55,38 @@ def test_measured_links_become_a_cluster(pool, tmp_path):
 def test_links_of_each_axis_are_measured(pool):
     printed, *_ = pool.run(4, measure_links, *FEW, "--times", "1", "--tensor", "2")
     assert "tensor      all_gather" in printed and "data        all_gather" in printed
+
+
+@given(
+    alpha=st.floats(1e-6, 1e-3), bandwidth=st.floats(1e8, 1e12), gamma=st.floats(1e-12, 1e-8),
+    ranks=st.sampled_from([2, 3, 8]),
+)  # fmt: skip
+def test_alpha_beta_and_gamma_of_a_ring_are_found_again(alpha, bandwidth, gamma, ranks):
+    module, _ = load_tool("measure_links")
+    level = [GroupLevel(float(ranks), alpha, bandwidth, gamma=gamma)]
+    sizes = [ranks * 4.0**power for power in range(4, 16)]
+    fits = [
+        module.fit_ring("node", name, ranks, sizes, [float(ring(size, level)) for size in sizes])
+        for name, ring in RINGS.items()
+    ]
+    gather = fits[0]
+    assert (gather.alpha, gather.bandwidth) == pytest.approx((alpha, bandwidth), rel=1e-3)
+    assert module.fit_gamma(fits) == pytest.approx(gamma, rel=0.01, abs=1e-3 / bandwidth)
+
+
+RINGS = {name: ALGORITHMS[name]["ring"] for name in ("all_gather", "reduce_scatter")}
+
+
+def test_a_reduction_that_takes_no_time_is_said_and_is_in_no_description(tmp_path):
+    module, _ = load_tool("measure_links")
+    fits = [
+        module.LinkFit("node", name, 4, 1e-5, 1e9, 0.0, 1e9)
+        for name in ("all_gather", "reduce_scatter")
+    ]
+    assert module.fit_gamma(fits) == 0
+    assert next(module.describe_reduction("node", fits)) == (
+        "node: gamma 0: reduce-scatters took no longer than all-gathers"
+    )
 
 
 def load_tool(name, *arguments):
@@ -115,9 +152,10 @@ def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
     options = Namespace(write=path, chip=None, failure_hours=None, price=3.0)
     cluster = module.choose_cluster(options, None)
     tier = {"name": "node", "size": 2, "kind": "switch", "bandwidth": 1e9, "latency": 1e-6}
-    module.write_description(path, cluster, [tier], options)
+    module.write_description(path, cluster, [tier], options, 2.5e-10)
     read_back = load_cluster(str(path))
     assert (read_back.chip, read_back.constants) == (cluster.chip, {"product": 0.5})
+    assert read_back.reduction == 4e9
     assert (read_back.tiers[0].bandwidth, read_back.price, read_back.failure_hours) == (
         1e9,
         3.0,

@@ -1,6 +1,6 @@
 """tools/plan.py from the command line.
 
-Tests `megaframe.training.meta_step.compare`.
+Tests `megaframe.training.meta_step.compare` and `megaframe.planner.plan_record`.
 """
 
 import json
@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from slow_cases import slow
 from tool_process import run_tool
+
+from megaframe.config import load
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYS = {
@@ -60,17 +62,33 @@ def test_the_planner_needs_no_torch():
 
 def test_a_search_writes_a_config_and_a_page_that_asks_no_network(tmp_path):
     best, page = tmp_path / "best.yaml", tmp_path / "plan.html"
-    files = ["--write", best, "--html", page]
+    asked = ["--write", best, "--html", page, "--scaling"]
     output = plan(
-        "--config", "configs/llama3-8b.yaml", "--gpus", 16, "--search", *files, "parallel.tensor=2"
+        "--config", "configs/llama3-8b.yaml", "--gpus", 16, "--search", *asked, "parallel.tensor=2"
     )
+    assert "Amdahl 1967: " in output and "Daly 2006: " not in output
     assert output.splitlines()[1].startswith("Use tensor 2, ")
     assert "of the best simulated" in output and "Other choices" in output
     written = json.loads(plan("--config", best, "--gpus", 16, "--json"))
     assert written["layout"]["tensor"] == 2 and written["fits"]
     text = page.read_text()
     assert len(re.findall(r'class="plotly-graph-div"', text)) == 4
+    for explained in ("Amdahl 1967: ", "Ridge of memory: ", "Fastest all_reduce", "Daly 2006: "):
+        assert explained in text
     assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="?http', text)
+
+
+def test_a_budget_is_spent_on_a_model_and_its_layout(tmp_path):
+    asked = ["--budget", "64 h100 for 7 days", "--json", "--collectives", "--write"]
+    printed_plan = json.loads(plan(*asked, tmp_path / "best.yaml", "parallel.pipeline=1"))
+    assert printed_plan["gpus"] == 64 and printed_plan["layout"]["pipeline"] == 1
+    assert printed_plan["budget"]["title"] == "Budget: 64 h100 for 7 days"
+    assert {"law", "parameters", "loss"} <= printed_plan["budget"]["table"][0].keys()
+    assert printed_plan["collectives"]["table"]
+    config = load(str(tmp_path / "best.yaml"))
+    seconds = config.train.steps * printed_plan["step_seconds"]
+    assert 0.98 < seconds / (7 * 86400) < 1.0
+    assert config.optim.warmup < config.train.steps
 
 
 @pytest.mark.slow
@@ -92,6 +110,11 @@ def test_a_dry_run_counts_what_the_plan_says():
         (["--gpus", 12, "parallel.tensor=8"], "parallel.tensor=8"),
         slow(["--gpus", 8, "--dry-run", "--rank", 8], "use 0 to 7"),
         slow(["--gpus", 2, "--search", "train.seq=131072"], "GPUs of h100-ib"),
+        slow(["--overtrain", "2"], "--law and --overtrain belong to --budget"),
+        slow(["--budget", "8 h10 for 1 day"], "chip h10 is unknown; use h100"),
+        slow(["--budget", "8 h100 for 1 day", "--gpus", 4], "leave --gpus out"),
+        slow(["--budget", "8 h100 for 1 day", "--overtrain", "0"], "1 is what the law wants"),
+        slow(["--budget", "8 h100 for 1 day", "train.steps=9"], "train.steps follows from"),
     ],
 )
 def test_mistakes_are_told_with_what_would_work(arguments, words):
