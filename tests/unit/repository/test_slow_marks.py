@@ -5,6 +5,7 @@ test file, each value of each choice under which a run must give the same answer
 import contextlib
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -54,8 +55,11 @@ def collect_all(config):
     collected = Collected()
     # What failed before is no matter here, and its file belongs to the run that this one is in.
     arguments = ["--collect-only", "-p", "no:cacheprovider", str(TESTS)]
+    paths = [*sys.path]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         status = pytest.main(arguments, plugins=[collected])
+    # Its end takes from the path what this run imports from, also in processes of its own.
+    sys.path[:] = paths
     assert status == 0, output.getvalue()
     return collected.items
 
