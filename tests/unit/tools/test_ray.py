@@ -121,7 +121,7 @@ def test_more_ranks_than_the_cluster_has_places_are_refused(cluster, start, over
 def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(
     cluster, start, pool, overrides, tmp_path
 ):
-    keys = {"train__steps": 150, "checkpoint__every": 10}
+    keys = {"train__steps": 150, "train__microbatch": 2, "checkpoint__every": 10}
     pool.run(1, train, overrides(run__dir=tmp_path / "alone", **keys))
     words = overrides(**keys, checkpoint__resume="latest", parallel__tensor=2)
     options = ("--address", cluster, "--ranks", "2", "--failures", "2")
@@ -158,7 +158,8 @@ def test_a_space_is_checked_against_the_config_before_a_trial():
 
 
 def test_a_sweep_finds_the_better_rate_and_stops_the_others(cluster, start, overrides, tmp_path):
-    words = overrides(run__dir=tmp_path / "sweep", train__steps=400, train__global_batch=16)
+    keys = {"train__steps": 400, "train__global_batch": 16, "train__microbatch": 2}
+    words = overrides(run__dir=tmp_path / "sweep", **keys)
     options = (
         "--address",
         cluster,

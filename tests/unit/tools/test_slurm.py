@@ -202,7 +202,8 @@ def count_steps(run):
 
 def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, overrides, tmp_path):
     """Slurm's time limits are whole minutes, so scancel sends the signal of the limit instead."""
-    keys = {"train__steps": 100, "checkpoint__every": 10, "parallel__tensor": 2}
+    keys = {"train__steps": 100, "train__microbatch": 2, "checkpoint__every": 10}
+    keys["parallel__tensor"] = 2
     run, output_path = tmp_path / "run", tmp_path / "output"
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, RANKS="2")
@@ -235,7 +236,7 @@ def test_a_sick_node_has_no_part_and_a_cancelled_job_leaves_nothing(cluster, ove
     run, output_path = tmp_path / "run", tmp_path / "output"
     run.mkdir()
     cluster.mount("n2", run)
-    keys = {"train__steps": 10**6, "checkpoint__every": 10**6}
+    keys = {"train__steps": 10**6, "train__microbatch": 2, "checkpoint__every": 10**6}
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, NODES="1")
     wait_until(lambda: count_steps(run) >= 2, describe=output_path.read_text)
