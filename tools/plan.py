@@ -25,12 +25,14 @@ from megaframe.planner.budget_request import parse_budget
 from megaframe.planner.candidates import SEARCHED_KEYS, SearchSpace
 from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.explanations import EXPLANATIONS, Explanation
+from megaframe.planner.explanations.software import explain_software
 from megaframe.planner.fit import suggest_changes
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate, search
 from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.planner.plan_record import make_plan_record
 from megaframe.planner.prediction import predict
 from megaframe.planner.theory.scaling_laws import LAWS, load_law
+from megaframe.planner.trainers import TRAINERS
 from megaframe.validate.run import validate_config
 
 _GIB = 2.0**30
@@ -65,6 +67,9 @@ def main() -> None:
         for name, (explain, _) in EXPLANATIONS.items():
             if getattr(arguments, name) or arguments.html:
                 explanations[name] = explain(choice, space.cluster, constants)
+        if arguments.software:
+            names = arguments.software.split(",")
+            explanations["software"] = explain_software(choice, space.cluster, constants, names)
         asked = {name: each for name, each in explanations.items() if getattr(arguments, name)}
         if arguments.json:
             print(json.dumps(make_plan_record(space, choice, result, asked), indent=1))
@@ -323,6 +328,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--search", action="store_true", help="choose the layout")
     for name, (_, text) in EXPLANATIONS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"explain {text}")
+    parser.add_argument(
+        "--software",
+        metavar="NAMES",
+        help="also predict other trainers on the same layout, names divided by commas: "
+        f"{', '.join(TRAINERS)}",
+    )
     parser.add_argument(
         "--budget",
         metavar="TEXT",

@@ -2,14 +2,15 @@
 
 Without arguments it prints the errors of every table. `--write` makes
 `docs/reference/prediction.md` and its plot; what needs a table whose file is missing stays as it
-is, and its lines are named. `--fit FAMILY` fits the constants of a generation of chips to every
-other row of its tables.
+is, and its lines are named. `--fit FAMILY` fits the constants of a generation of chips to its
+tables, and once without each source; the latter are kept in `left_out.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,30 +19,21 @@ from typing import Any
 import numpy as np
 from published_tables import TABLES, PublishedRun
 
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import Constants, get_family_constants
-from megaframe.planner.prediction import Prediction, count_model_flops, predict
+from megaframe.planner.data_parallel_times import resolve_bucket_size
+from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
+from megaframe.planner.machine import Machine
+from megaframe.planner.prediction import Prediction, count_model_flops, estimate_step, predict
+from megaframe.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "prediction.md"
 PLOT = ROOT / "docs" / "images" / "prediction.svg"
-FITTED = {
-    # Bounds of each constant.
-    "product": (0.3, 1.1),
-    "start": (5.0, 1200.0),
-    "attention": (0.1, 0.9),
-    "memory": (0.3, 1.0),
-    "launch": (1e-6, 5e-5),
-    "contention": (0.01, 12.0),
-}
-UNSEEN = {"h100": ("launch",)}
-"""Constants about which no row of a family's tables says anything: no run waits for its host."""
-DOUBLE_WEIGHT = ("sc21_1", "korthikanti", "readme")
-"""Tables that count twice in a fit, because their goals are the strictest."""
-MOST_ROWS = 14
-"""Most rows of a table that a fit uses."""
+LEFT_OUT = Path(__file__).with_name("left_out.json")
 INDISTINGUISHABLE = 0.05
 """Alternatives closer to each other than this cannot be told apart. It is about the error of
 predictions on the tables in which everything is published."""
@@ -49,13 +41,14 @@ predictions on the tables in which everything is published."""
 
 @dataclass(frozen=True)
 class PublishedPrediction:
-    """A row with its prediction.
+    """A row with its prediction, by constants that were fitted without its source.
 
     Attributes:
         config: The alternative that is predicted to be fastest.
         prediction: Its step.
         near: All alternatives that cannot be told from it.
         seconds: Their mean.
+        fitted_seconds: Their mean by the shipped constants, which were fitted to this source, too.
     """
 
     row: PublishedRun
@@ -63,11 +56,17 @@ class PublishedPrediction:
     prediction: Prediction
     near: tuple[RunConfig, ...]
     seconds: float
+    fitted_seconds: float
 
     @property
     def error(self) -> float:
         """Relative error of the predicted step time."""
         return self.seconds / self.row.seconds - 1
+
+    @property
+    def fitted_error(self) -> float:
+        """The same by the shipped constants."""
+        return self.fitted_seconds / self.row.seconds - 1
 
 
 @lru_cache
@@ -76,9 +75,20 @@ def find_cluster(name: str) -> Cluster:
     return load_cluster(name)
 
 
-def predict_run(
-    row: PublishedRun, by_family: Mapping[str, Constants] | None = None
-) -> PublishedPrediction:
+@lru_cache
+def read_left_out() -> dict[str, dict[str, dict[str, float]]]:
+    """Return the constants that were fitted without the source of a table, by family and table."""
+    table: dict[str, dict[str, dict[str, float]]] = json.loads(LEFT_OUT.read_text("utf-8"))
+    return table
+
+
+def get_left_out_constants(table: str, family: str) -> Constants:
+    """Return the constants of a family that were fitted without the source of a table."""
+    values: dict[str, Any] = dict(read_left_out()[family][table])
+    return replace(get_family_constants(family), **values)
+
+
+def predict_run(row: PublishedRun, *, shipped: bool = False) -> PublishedPrediction:
     """Predict a row by the alternative that is predicted to be fastest of those that fit.
 
     If others are within `INDISTINGUISHABLE` of it, any of them may be the configuration of the
@@ -87,12 +97,15 @@ def predict_run(
 
     Args:
         row: The published run.
-        by_family: Constants by family, in place of the shipped ones.
+        shipped: Whether to predict it with the shipped constants, not with those that were fitted
+            without its source.
     """
     cluster = find_cluster(row.cluster)
     family = cluster.chip.family
-    constants = by_family[family] if by_family else get_family_constants(family)
-    constants = replace(constants, software=row.software)
+    fitted = replace(get_family_constants(family), software=row.software)
+    constants = fitted
+    if not shipped:
+        constants = replace(get_left_out_constants(row.table, family), software=row.software)
     predictions = []
     for config in row.configs:
         layout = Layout.from_parallel(config.parallel, row.world)
@@ -106,9 +119,34 @@ def predict_run(
         if predicted[0].step_seconds <= (1 + INDISTINGUISHABLE) * prediction.step_seconds
     ]
     seconds = float(np.mean([predicted.step_seconds for predicted, _ in near]))
-    return PublishedPrediction(
-        row, config, prediction, tuple(config for _, config in near), seconds
-    )
+    configs = tuple(config for _, config in near)
+    steps = [prepare_step(config, row.world, cluster) for config in configs]
+    fitted_seconds = float(np.mean([step.estimate_seconds(fitted) for step in steps]))
+    return PublishedPrediction(row, config, prediction, configs, seconds, fitted_seconds)
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step of a run, prepared to be predicted with many constants, without its memory."""
+
+    config: RunConfig
+    cluster: Cluster
+    sizes: LayoutSizes
+    schedule: Schedule
+
+    def estimate_seconds(self, constants: Constants) -> float:
+        """Return the predicted seconds."""
+        machine = Machine(self.config, self.cluster, constants, self.sizes)
+        return sum(estimate_step(machine, self.schedule).values())
+
+
+def prepare_step(config: RunConfig, world: int, cluster: Cluster) -> PreparedStep:
+    """Return a step of `config` on `world` ranks."""
+    layout = Layout.from_parallel(config.parallel, world)
+    config = resolve_bucket_size(config, layout, cluster)
+    sizes = make_layout_sizes(config.parallel, config.train, layout)
+    schedule = build_step_schedule(config, int(sizes.microbatches))
+    return PreparedStep(config, cluster, sizes, schedule)
 
 
 @lru_cache
@@ -160,10 +198,9 @@ class ErrorSummary:
     """Errors of a table.
 
     Attributes:
-        mean: Of all rows.
-        most: The largest of all rows.
-        fitted: Mean of those to which constants were fitted (every other row).
-        held_out: Mean of the rest.
+        mean: Of all rows, by constants that were fitted without their source.
+        most: The largest of these.
+        fitted: Mean of all rows by the shipped constants.
         null: Mean of the null model.
         lost: The most that the alternative predicted to be best loses to the one that is best;
             None without alternatives.
@@ -172,7 +209,6 @@ class ErrorSummary:
     mean: float
     most: float
     fitted: float
-    held_out: float
     null: float
     lost: float | None
 
@@ -189,8 +225,7 @@ def summarize_errors(lines: Sequence[PublishedPrediction]) -> ErrorSummary:
     return ErrorSummary(
         mean=float(errors.mean()),
         most=float(errors.max()),
-        fitted=float(errors[::2].mean()),
-        held_out=float(errors[1::2].mean()),
+        fitted=float(np.mean([abs(line.fitted_error) for line in lines])),
         null=float(null.mean()),
         lost=max(compute_choice_losses(lines), default=None),
     )
@@ -208,70 +243,6 @@ def compute_choice_losses(lines: Sequence[PublishedPrediction]) -> Iterator[floa
             yield chosen.row.seconds / min(line.row.seconds for line in lines) - 1
 
 
-def fit(family: str, rounds: int = 6) -> Constants:
-    """Return the constants with the least absolute relative errors over every other row of the
-    family's tables. All tables have the same weight, except those in `DOUBLE_WEIGHT`. The best of
-    several starting points is used."""
-    start = get_family_constants(family)
-    rows: list[tuple[PublishedRun, float]] = []
-    for name, table in TABLES.items():
-        family_rows = [
-            r for r in list(table.rows())[::2] if find_cluster(r.cluster).chip.family == family
-        ]
-        family_rows = family_rows[:: max(1, len(family_rows) // MOST_ROWS)]
-        weight = (2.0 if name in DOUBLE_WEIGHT else 1.0) / max(1, len(family_rows))
-        rows += [(replace(r, configs=predict_run(r).near), weight) for r in family_rows]
-    names = [name for name in FITTED if name not in UNSEEN.get(family, ())]
-    begin = np.log([getattr(start, name) for name in names])
-    other_rows = [
-        begin + np.log([move.get(name, 1.0) for name in names])
-        for move in ({}, {"memory": 0.8, "product": 1.05}, {"start": 0.6, "contention": 0.4})
-    ]
-    fits = [_run_gauss_newton(family, start, rows, names, at, rounds) for at in other_rows]
-    return min(fits, key=lambda fitted: fitted[1])[0]
-
-
-def _run_gauss_newton(
-    family: str,
-    start: Constants,
-    rows: Sequence[tuple[PublishedRun, float]],
-    names: Sequence[str],
-    at: np.ndarray,
-    rounds: int,
-) -> tuple[Constants, float]:
-    """Improve the constants from `at` (logarithms) by Gauss-Newton. Return them and the sum of
-    their errors."""
-    low, high = np.log(np.array([FITTED[name] for name in names])).T
-    at = np.clip(at, low, high)
-
-    def make_constants(logs: np.ndarray) -> Constants:
-        values: dict[str, Any] = dict(zip(names, map(float, np.exp(logs)), strict=True))
-        return replace(start, **values)
-
-    def compute_errors(logs: np.ndarray) -> np.ndarray:
-        constants = {family: make_constants(logs)}
-        return np.array([w * np.log1p(predict_run(row, constants).error) for row, w in rows])
-
-    now, damping = compute_errors(at), 1e-2
-    for _ in range(rounds):
-        steps = 0.05 * np.eye(len(at))
-        slopes = np.stack([(compute_errors(at + step) - now) / 0.05 for step in steps], axis=1)
-        weights = 1 / np.maximum(np.abs(now), 5e-4)
-        square = slopes.T @ (weights[:, None] * slopes)
-        for _ in range(4):
-            damped = square + damping * np.diag(np.diag(square) + 1e-3)
-            move = np.clip(np.linalg.solve(damped, -slopes.T @ (weights * now)), -0.5, 0.5)
-            candidate = np.clip(at + move, low, high)
-            candidate_errors = compute_errors(candidate)
-            if np.abs(candidate_errors).sum() < np.abs(now).sum():
-                at, now, damping = candidate, candidate_errors, damping / 4
-                break
-            damping *= 6
-        else:
-            break
-    return make_constants(at), float(np.abs(now).sum())
-
-
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -281,8 +252,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=pages)
     arguments = parser.parse_args()
     if arguments.fit:
-        fitted = fit(arguments.fit)
-        print(", ".join(f"{name}={getattr(fitted, name):.4g}" for name in FITTED))
+        from published_fit import write_fits
+
+        write_fits(arguments.fit, LEFT_OUT)
         return
     from published_page import (
         describe_missing,

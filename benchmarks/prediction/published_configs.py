@@ -1,112 +1,14 @@
-"""What the authors of published measurements ran: their trainers, and configs of their models.
+"""What the authors of published measurements ran: configs of their models.
 
-What a trainer overlaps, fuses and keeps is declared here according to its paper and source.
+What their trainers overlap, fuse and keep is declared in `megaframe/planner/trainers.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from megaframe.config import RunConfig
-from megaframe.planner.constants import Software
-
-# What the trainers do, according to their papers and sources.
-MEGATRON_2021 = Software(
-    name="Megatron-LM of 2021: masked softmax in one kernel, nothing overlaps",
-    fused_attention=False,
-    causal_skip=False,
-    sequence_parallel=False,
-    stream_passes=13.0,  # norms read their rows twice
-    inner_passes=3.5,
-    gradient_bytes=2,
-    overlap_data=False,
-    overlap_tensor=False,
-    overlap_pipeline=False,
-    scatter_pipeline=True,
-    selective="attention",
-    kernels=36.0,
-    backward_kernels=1.0,
-    step_kernels=250.0,
-    head_backward=True,
-    state_bytes=30.0,
-    accumulate_bytes=6.0,
-    logit_bytes=30.0,
-)
-MEGATRON_2022 = replace(
-    MEGATRON_2021,
-    name="Megatron-LM of 2022: weight gradients are added by their products, norms in one pass",
-    stream_passes=11.0,
-    accumulate_bytes=0.0,
-    gradient_bytes=4,
-)
-MEGATRON_SP = replace(
-    MEGATRON_2022,
-    name="Megatron-LM of 2022 with sequence parallelism",
-    sequence_parallel=True,
-)
-MEGATRON_2023 = replace(
-    MEGATRON_SP,
-    name="Megatron-LM of 2023, as MegaScale compares with",
-)
-MEGASCALE = replace(
-    MEGATRON_SP,
-    name="MegaScale: parallel blocks, fused kernels, all axes overlap",
-    fused_attention=True,
-    stream_passes=5.0,  # one norm, one residual
-    inner_passes=2.0,
-    overlap_data=True,
-    overlap_tensor=True,
-    overlap_pipeline=True,
-    parallel_block=True,
-    gradients_of="chunk",  # its section 3.2
-    parts=8,
-)
-MEGATRON_2024 = replace(
-    MEGATRON_SP,
-    name="Megatron-LM of 2024: fused attention, all axes overlap",
-    fused_attention=True,
-    causal_skip=True,
-    stream_passes=9.0,
-    inner_passes=2.0,
-    overlap_data=True,
-    overlap_tensor=True,
-    overlap_pipeline=True,
-    gradients_of="chunk",
-    parts=8,
-    copy_engines=True,
-)
-ZERO_BUBBLE = replace(
-    MEGATRON_2022,
-    name="Zero Bubble: transfers beside compute, the update checked afterwards",
-    overlap_pipeline=True,
-    steps_meet=True,
-)
-FOUNDRY = Software(
-    name="llm-foundry: FSDP of PyTorch, Triton's fused attention",
-    fused_attention=True,
-    stream_passes=16.0,
-    inner_passes=2.0,
-    gradient_bytes=2,
-    attention_speed=0.6,  # Triton's relative to FlashAttention-2: Dao 2023, figure 4
-    selective="attention",
-    kernels=30.0,
-    head_backward=True,
-    logit_bytes=30.0,
-)
-TITAN = Software(
-    name="torchtitan: FSDP2 and torch.compile",
-    fused_attention=True,
-    stream_passes=10.0,
-    inner_passes=2.0,
-    gradient_bytes=4,
-    selective="attention",
-    kernels=20.0,
-    head_backward=True,
-    overlap_tensor=False,
-    logit_bytes=24.0,
-)
 
 
 def make_gpt_config(

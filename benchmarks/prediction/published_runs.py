@@ -12,14 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from published_configs import (
-    MEGASCALE,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    MEGATRON_2023,
-    MEGATRON_2024,
-    MEGATRON_SP,
-    TITAN,
-    ZERO_BUBBLE,
     count_full_attention_flops,
     divide_evenly,
     list_interleavings,
@@ -29,6 +21,16 @@ from published_configs import (
 
 from megaframe.config import RunConfig
 from megaframe.planner.constants import Software
+from megaframe.planner.trainers import (
+    MEGASCALE,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_2023,
+    MEGATRON_2024,
+    MEGATRON_SP,
+    TITAN,
+    ZERO_BUBBLE,
+)
 
 
 @dataclass(frozen=True)

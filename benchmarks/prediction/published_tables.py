@@ -11,8 +11,9 @@ import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from published_configs import FOUNDRY, MEGATRON_2021, divide_evenly, make_gpt_config
+from published_configs import divide_evenly, make_gpt_config
 from published_runs import (
     PublishedRun,
     read_korthikanti,
@@ -23,6 +24,9 @@ from published_runs import (
     read_torchtitan,
     read_zero_bubble,
 )
+
+from megaframe.config import RunConfig
+from megaframe.planner.trainers import FOUNDRY, MEGATRON_2021, MEGATRON_2025
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors"
 """Folder of the tables that are too long to stand here."""
@@ -39,6 +43,7 @@ class PublishedTable:
         rows: Makes its rows.
         mean, most: Goals for the mean and the largest relative error of a step; None without one.
         file: Name of its file in `ANCHORS`, if it does not stand in this module.
+        measured: Whether its rows were measured; to others nothing is fitted.
     """
 
     name: str
@@ -48,6 +53,7 @@ class PublishedTable:
     mean: float | None = None
     most: float | None = None
     file: str | None = None
+    measured: bool = True
 
     @property
     def missing_file(self) -> str | None:
@@ -56,11 +62,13 @@ class PublishedTable:
         return None if is_present else f"../shared/anchors/{self.file}"
 
 
-def _read_csv(name: str) -> list[dict[str, str]]:
+def _read_csv(name: str, comments: int = 0) -> list[dict[str, str]]:
     path = ANCHORS / name
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as stream:
+        for _ in range(comments):
+            next(stream)
         return list(csv.DictReader(stream))
 
 
@@ -155,6 +163,33 @@ def read_llm_foundry() -> Iterator[PublishedRun]:
         yield PublishedRun("llm_foundry", label, gpus, cluster, software, (config,), seconds)
 
 
+def read_dgxc() -> Iterator[PublishedRun]:
+    for row in _read_csv("dgxc_h100_sxm.csv", comments=1):
+        number = {key: int(value) for key, value in row.items() if key not in ("model", "seconds")}
+        tensor, pipeline, context = number["tensor"], number["pipeline"], number["context"]
+        kinds: dict[str, Any] = {"position": "learned", "bias": True, "tie_embeddings": True}
+        if row["model"].startswith("llama"):
+            kinds = {"norm": "rmsnorm", "activation": "swiglu"}
+        sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+        gpus = number["gpus"]
+        parallel = {
+            "tensor": tensor,
+            "context": context,
+            "data": gpus // (tensor * pipeline * context),
+            "zero": 1,
+            **divide_evenly(number["layers"], pipeline, number["chunks"]),
+        }
+        config = RunConfig.model_validate(
+            {
+                "model": {**kinds, **{key: number[key] for key in sizes}},
+                "parallel": parallel,
+                "train": {key: number[key] for key in ("seq", "global_batch", "microbatch")},
+            }
+        )
+        label, seconds = f"{row['model']} on {gpus}", float(row["seconds"])
+        yield PublishedRun("dgxc", label, gpus, "h100-ib", MEGATRON_2025, (config,), seconds)
+
+
 _NARAYANAN = (
     "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using "
     "Megatron-LM, SC21, arXiv:2104.04473"
@@ -228,12 +263,22 @@ TABLES: Mapping[str, PublishedTable] = {
             file="llm_foundry_h100_a100.csv",
         ),
         PublishedTable(
+            "dgxc",
+            "NVIDIA DGX Cloud Benchmarking, tags v25.02 to v25.05",
+            "github.com/NVIDIA/dgxc-benchmarking",
+            read_dgxc,
+            mean=0.05,
+            most=0.10,
+            file="dgxc_h100_sxm.csv",
+        ),
+        PublishedTable(
             "vtrain_single",
             "Bang et al. 2024, validation on one node",
             _BANG,
             read_vtrain_single,
             mean=0.08,
             file="vtrain_single_a100.csv",
+            measured=False,  # computed by its authors' simulator, as the page shows
         ),
         PublishedTable(
             "vtrain_multi",

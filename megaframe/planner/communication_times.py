@@ -36,7 +36,7 @@ def estimate_tensor_parallel_times(
     """
     software, sizes = machine.software, machine.sizes
     size = machine.rate.width * machine.tokens * elements / 4
-    parts = software.count_tensor_parts(machine.config.parallel)
+    parts = software.count_tensor_parts(machine.config.parallel, sizes.tensor)
     gather = machine.estimate_collective_seconds("all_gather", size, "tensor")
     if not software.sequence_parallel:
         all_reduce = machine.estimate_collective_seconds("all_reduce", size, "tensor")

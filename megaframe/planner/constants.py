@@ -1,7 +1,7 @@
-"""Constants: what chips of a generation achieve, as six numbers; and what trainers do.
+"""Constants: what chips of a generation achieve, as a few numbers; and what trainers do.
 
-The six numbers are fitted to one half of the published tables (`benchmarks/prediction/published.py
---fit`) or measured (`tools/measure_kernels.py`; `measured_constants.json` has those of chips that
+The numbers are fitted to published tables (`benchmarks/prediction/published.py --fit`) or measured
+(`tools/measure_kernels.py`; `measured_constants.json` has those of chips that
 `make gpu-check` ran on). Everything in `Software` is a fact from a
 trainer's paper or source code, and is never fitted.
 """
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megaframe.config import ParallelConfig
 from megaframe.errors import UserError
@@ -21,9 +21,46 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.io.untrusted import read_file
 from megaframe.planner.collective_times import get_share_on_tier
 
+Number = Any
+"""A float, or a numpy array of them."""
 _MAX_BYTES = 1 << 20
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
 """Algorithms that NCCL has for collectives, as named in `collectives.ALGORITHMS`."""
+
+
+ATTENTION_SPEEDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    # Dao 2023 (FlashAttention-2, section 4.1): forward 73% of an A100's peak, backward 63%; in
+    # Triton 0.6 times as fast (figure 4).
+    "a100": {"flash-2": (1.0, 0.86), "flash-1": (0.6, 0.52)},
+    # One H200, causal, heads of 128, sequences of 8,192, TFLOP/s in forward and backward: cuDNN 585
+    # and 456 within a step, FlashAttention-2 319 and 294, our kernels in Triton 409 and 360
+    # (benchmarks/results/h200). Shah et al. 2024 (FlashAttention-3, figures 5 and 6) is as fast as
+    # cuDNN. FlashAttention-1 in Triton relative to FlashAttention-2 is as on an A100.
+    "h100": {
+        "cudnn": (1.0, 0.78),
+        "flash-3": (1.0, 0.78),
+        "triton": (0.7, 0.61),
+        "flash-2": (0.545, 0.5),
+        "flash-1": (0.33, 0.3),
+    },
+}
+"""Speeds of kernels of fused attention in forward and backward, by chip family, relative to the
+forward speed of the family's fastest kernel, which is what `Constants.attention` is about."""
+_FASTEST_ATTENTION = (1.0, 0.8)
+"""The same for the fastest kernel of a family that is not in the table, and for kernels that a
+family's table lacks: a kernel is then taken to be as fast as the fastest."""
+
+
+def get_attention_speeds(kernel: str, family: str) -> tuple[float, float]:
+    """Return a kernel's entry in `ATTENTION_SPEEDS`.
+
+    Args:
+        kernel: `Software.attention`.
+        family: Of the chip.
+    """
+    speeds = ATTENTION_SPEEDS.get(family, {})
+    fastest = next(iter(speeds.values()), _FASTEST_ATTENTION)
+    return speeds.get(kernel, fastest)
 
 
 @dataclass(frozen=True)
@@ -34,7 +71,7 @@ class Software:
         fused_attention: Whether the scores stay on the chip; otherwise the kernels that mask,
             normalise and drop out move `score_bytes` per score in forward and
             `score_backward_bytes` in backward.
-        attention_speed: Speed of the fused attention relative to FlashAttention-2.
+        attention: Kernel of the fused attention, a key of `ATTENTION_SPEEDS`.
         causal_skip: Whether the masked half of the scores is skipped.
         sequence_parallel: Whether norms and residuals are divided among tensor ranks.
         stream_passes, inner_passes: How often the elementwise kernels of a block read or write a
@@ -46,14 +83,16 @@ class Software:
             many as `parallel.bucket_size` says (`buckets`).
         exchange_in_steps: Whether coded parts are exchanged in steps (`layout.exchange_steps`);
             otherwise between all pairs of ranks.
+        older_libraries: Whether the libraries of matrix products are of 2024 or before
+            (`Constants.older`).
         copy_engines: Whether copy engines do the transfers of the tensor axis, so that concurrent
             compute is not delayed.
         overlap_data, overlap_tensor, overlap_pipeline: Whether these transfers overlap with
             compute.
         scatter_pipeline: Whether each tensor rank sends only its part of a message to the next
             stage.
-        selective: What `train.recompute=selective` recomputes: `norms` (with activations) or
-            `attention`.
+        selective: What `train.recompute=selective` recomputes: `norms` (with activations),
+            `attention`, or `products` (every other matrix product, norms and activations).
         kernels: Kernels launched in the forward of a block; backward launches `backward_kernels`
             times as many.
         pass_kernels: Kernels launched at the start of a pass while the device idles, because
@@ -67,9 +106,11 @@ class Software:
         state_bytes: Bytes that the update reads and writes per element.
         accumulate_bytes: Bytes per element moved to add a microbatch's weight gradient to the sum,
             on top of the product; 0 if the product itself accumulates.
-        products: Type of the matrix products if it is not `train.precision`, for example fp8.
-        parts: Number of parts in which rows are transferred during forward products; None:
-            `parallel.tensor_chunks`.
+        products: Type of the matrix products if neither `train.precision` nor `train.fp8` says it.
+        parts: Number of parts in which rows are transferred during forward products; `ranks`: as
+            many as there are tensor ranks; None: `parallel.tensor_chunks`.
+        fused_parts: Whether the product of all parts is one kernel that waits for each; otherwise
+            each part is a kernel of its own.
         logit_bytes: Bytes that the loss moves per logit.
         data_tail: Number of parts of the transfers between data ranks; the last part is never
             hidden. None: the number of buckets.
@@ -81,7 +122,7 @@ class Software:
 
     name: str = "megaframe"
     fused_attention: bool = True
-    attention_speed: float = 1.0
+    attention: str = "cudnn"
     causal_skip: bool = True
     sequence_parallel: bool = True
     stream_passes: float = 12.0
@@ -91,6 +132,7 @@ class Software:
     gradient_bytes: int | None = None
     gradients_of: str = "block"
     exchange_in_steps: bool = True
+    older_libraries: bool = False
     copy_engines: bool = False
     overlap_data: bool = True
     overlap_tensor: bool = True
@@ -107,30 +149,38 @@ class Software:
     state_bytes: float = 30.0
     accumulate_bytes: float = 0.0
     products: str | None = None
-    parts: int | None = None
+    parts: int | Literal["ranks"] | None = None
+    fused_parts: bool = False
     logit_bytes: float = 16.0
     data_tail: float | None = 32.0
     parallel_block: bool = False
     steps_meet: bool = False
 
-    def count_tensor_parts(self, parallel: ParallelConfig) -> float:
-        """Return the number of parts in which rows are transferred during forward products."""
-        return float(self.parts or parallel.tensor_chunks)
+    def count_tensor_parts(self, parallel: ParallelConfig, tensor: Number) -> Number:
+        """Return the number of parts in which rows are transferred during forward products.
+
+        Args:
+            parallel: Of the run.
+            tensor: Number of tensor ranks; may be an array.
+        """
+        return tensor if self.parts == "ranks" else float(self.parts or parallel.tensor_chunks)
 
 
-MEGAFRAME = Software(gradients_of="buckets", data_tail=None)
+MEGAFRAME = Software(gradients_of="buckets", data_tail=None, logit_bytes=6.0)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The six fitted numbers of a chip generation, its link efficiency, and the software.
+    """The numbers of a chip generation, its link efficiency, and the software.
 
     Attributes:
         product: Share of the sustained peak that an infinitely large product reaches.
+        older: Speed of products of the libraries of 2024 and before, relative to later ones.
         start: Cost of a tile's prologue and epilogue, in terms of the sum: a sum over k terms takes
             as long as k + `start` terms would. The last, partly filled wave of tiles is charged
             separately.
-        attention: Share of the sustained peak that fused attention reaches.
+        attention: Share of the sustained peak that the fastest fused attention of the family
+            reaches in forward with heads of 128 (`ATTENTION_SPEEDS` has that of other kernels).
         memory: Share of the memory bandwidth that elementwise kernels reach.
         launch: Seconds of the host per kernel launch.
         contention: How much a concurrent transfer delays compute, as a share of the time that its
@@ -151,6 +201,7 @@ class Constants:
     contention: float = 0.2
     links: tuple[float, ...] = (0.8,)
     software: Software = field(default=MEGAFRAME)
+    older: float = 1.0
     unfitted: str = ""
     measured_on: str = ""
 
@@ -162,8 +213,8 @@ class Constants:
 # NCCL's all-reduce of large messages reaches 233 of 300 GB/s on 8 A100 (VIA-Research/vTrain,
 # trace/a100), and its rings 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212). Between nodes
 # it reached 85 to 96% of HDR adapters and 92 to 96% of NDR (issues 119 and 290).
-_A100 = Constants(0.878, 467.0, 0.520, 0.909, 4.5e-05, 3.6, (0.775, 0.9))
-_H100 = Constants(0.778, 1104.0, 0.328, 1.000, 1.2e-05, 0.474, (0.82, 0.9))
+_A100 = Constants(0.858, 460.0, 0.6099, 0.8792, 3.7e-05, 1.508, (0.775, 0.9))
+_H100 = Constants(0.7916, 64.0, 0.6948, 0.8794, 1.2e-05, 0.5704, (0.82, 0.9), older=0.8987)
 _LIKE_A100 = replace(_A100, unfitted="those of an A100")
 _LIKE_H100 = replace(_H100, unfitted="those of an H100")
 CONSTANTS: Mapping[str, Constants] = {
@@ -181,9 +232,9 @@ CONSTANTS: Mapping[str, Constants] = {
     "cpu": Constants(0.9, 0.0, 0.4, 0.8, 5e-6, 1.0, unfitted="guesses"),
     UNKNOWN: _LIKE_A100,
 }
-"""Constants by chip family. Those of a100 and h100 are fitted, except `launch` of h100, which its
-tables do not determine. The others are not (`Constants.unfitted`) until kernels are measured on
-such a chip."""
+"""Constants by chip family. Those of a100 and h100 are fitted, except `start`, and `launch` of h100
+(`benchmarks/prediction/published_fit.py`). The others are not (`Constants.unfitted`) until kernels
+are measured on such a chip."""
 
 
 def _read_measured() -> dict[str, dict[str, Any]]:

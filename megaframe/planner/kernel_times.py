@@ -32,7 +32,7 @@ class KernelRates:
         flops: FLOP/s of infinitely large products.
         start: Overhead of a tile, in terms of its sum.
         wave: Elements wasted in the last wave of tiles, on average half a wave.
-        attention: FLOP/s of fused attention.
+        attention: FLOP/s of the family's fastest fused attention in forward, with heads of 128.
         memory: bytes/s of elementwise kernels.
         read: bytes/s at which products move their operands.
         launch: Seconds of the host per kernel.
@@ -68,8 +68,9 @@ def compute_kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelR
             f"train.precision={kind}: chip {chip.name} has no figure for it; use "
             f"{', '.join(sorted(chip.peaks))}"
         )
+    older = constants.older if constants.software.older_libraries else 1.0
     return KernelRates(
-        flops=sustained * constants.product,
+        flops=sustained * constants.product * older,
         start=constants.start,
         wave=0.5 * chip.units * _TILE if chip.units > 1 else 0.0,
         attention=sustained * constants.attention,
@@ -83,8 +84,8 @@ def compute_kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelR
 def estimate_matmul_seconds(
     rate: KernelRates, rows: Number, outputs: Number, terms: Number
 ) -> Number:
-    """Return the seconds of a product of [rows, terms] and [terms, outputs]: the time of
-    2 (terms + start) (rows outputs + wave) operations, or of moving the operands if longer.
+    """Return the seconds of a product of [rows, terms] and [terms, outputs]
+    (`estimate_grouped_matmul_seconds` of one product).
 
     Args:
         rate: Rates of the kernels on the chip.
@@ -92,25 +93,30 @@ def estimate_matmul_seconds(
         outputs: Columns of the second operand and of the result.
         terms: Products that each element of the result sums.
     """
-    compute = 2.0 * (terms + rate.start) * (rows * outputs + rate.wave) / rate.flops
-    operand_bytes = rate.width * (rows * terms + terms * outputs + rows * outputs)
-    return np.maximum(compute, operand_bytes / rate.read)
+    return estimate_grouped_matmul_seconds(rate, 1.0, rows, outputs, terms)
 
 
 def estimate_grouped_matmul_seconds(
     rate: KernelRates, groups: Number, rows: Number, outputs: Number, terms: Number
 ) -> Number:
-    """Return the seconds of `groups` products of the same size in one kernel, which has only one
-    last wave.
+    """Return the seconds of `groups` products of the same size in one kernel.
+
+    It is the time of 2 (terms + start) (groups rows outputs + wave) operations, or of moving the
+    operands if longer. A result of few tiles is cut along its sum into s parts (split-k), so that
+    the last wave is shorter: 2 ((terms + s start) groups rows outputs + (terms / s + start) wave),
+    which is least for s^2 = terms wave / (start groups rows outputs).
 
     Args:
         rate: Rates of the kernels on the chip.
         groups: Number of products, such as experts.
         rows, outputs, terms: Sizes of one product, as in `estimate_matmul_seconds`.
     """
-    compute = 2.0 * (terms + rate.start) * (groups * rows * outputs + rate.wave) / rate.flops
+    results = groups * rows * outputs
+    splits = np.sqrt(terms * rate.wave / (np.maximum(rate.start, 1.0) * results))
+    splits = np.maximum(1.0, splits)
+    work = (terms + splits * rate.start) * results + (terms / splits + rate.start) * rate.wave
     operand_bytes = rate.width * groups * (rows * terms + terms * outputs + rows * outputs)
-    return np.maximum(compute, operand_bytes / rate.read)
+    return np.maximum(2.0 * work / rate.flops, operand_bytes / rate.read)
 
 
 def estimate_linear_seconds(

@@ -22,6 +22,7 @@ from megaframe.planner.communication_times import (
     estimate_expert_parallel_times,
     estimate_tensor_parallel_times,
 )
+from megaframe.planner.constants import get_attention_speeds
 from megaframe.planner.kernel_times import (
     KernelRates,
     estimate_elementwise_seconds,
@@ -35,6 +36,15 @@ Number = Any
 _CAST_BYTES = 6.0
 """Bytes moved per element to convert a tensor to 8 bits: read it to find the maximum, read it again
 (2 bytes each), and write it in 8 bits twice, as it is and transposed."""
+_HEAD = 128
+"""Width of the heads for which the speeds of attention are known."""
+_EDGE = 64
+"""Half a tile of keys, which a query computes in vain at the edge of a causal mask."""
+_EXPONENTIAL_TERMS = {"a100": 32.0, "h100": 64.0}
+"""Terms of attention's products that tensor cores sum in the time of one exponential: a
+multiprocessor computes 16 exponentials in a cycle (NVIDIA, CUDA C++ Programming Guide, throughput
+of native arithmetic instructions), and 2,048 (A100) or 4,096 (H100) operations of products, of
+which a score has four for each term."""
 
 
 def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
@@ -89,7 +99,8 @@ def _extend_to_launches(
     """Return the compute of each pass, extended to what the host's launches take beyond the exposed
     transfers if that is longer."""
     software = machine.software
-    forward = software.kernels * rate.launch
+    # A graph is launched as a whole.
+    forward = 0.0 if machine.config.train.cuda_graph else software.kernels * rate.launch
     recomputed = np.where(machine.sizes.recompute == 2, 1.0, 0.0)
     backward = forward * (software.backward_kernels + recomputed)
     device = compute.backward + compute.weight
@@ -125,15 +136,35 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
     forward, backward, weight = estimate_linear_seconds(
         machine.linear, rows, outputs, inputs, groups
     )
+    in_kernels = machine.software.overlap_tensor and not machine.software.fused_parts
+    if in_kernels and not isinstance(linear, GroupedLinearSpec):
+        forward, backward = _divide_into_parts(machine, linear, forward, backward)
     accumulated = machine.software.accumulate_bytes * groups * outputs * inputs
     products = PassTimes(
         forward, backward, weight + estimate_elementwise_seconds(machine.rate, accumulated)
     )
-    if machine.software.products != "fp8":
+    if machine.linear.width == machine.rate.width:
         return products
     operands = groups * (rows * inputs + outputs * inputs)
     cast = estimate_elementwise_seconds(machine.rate, _CAST_BYTES)
     return products + PassTimes(cast * operands, cast * groups * rows * outputs, 0.0)
+
+
+def _divide_into_parts(
+    machine: Machine, linear: LinearSpec, forward: Number, backward: Number
+) -> tuple[Number, Number]:
+    """Return the seconds of a linear layer's forward and input gradient where rows travel in parts:
+    each part is a product of its own, with a start and a last wave of its own."""
+    tensor, rows = machine.sizes.tensor, machine.tokens
+    parts = machine.software.count_tensor_parts(machine.config.parallel, tensor)
+    parts = np.where(tensor > 1, parts, 1.0)
+    outputs, inputs = linear.compute_local_sizes(tensor)
+    of_part = [
+        parts * estimate_grouped_matmul_seconds(machine.linear, 1.0, rows / parts, *widths)
+        for widths in ((outputs, inputs), (inputs, outputs))
+    ]
+    forward = of_part[0] if linear.is_column or linear.is_row else forward
+    return forward, of_part[1] if linear.is_row else backward
 
 
 def _join_parallel_linears(linears: Sequence[LinearSpec]) -> list[LinearSpec]:
@@ -165,13 +196,12 @@ def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> Pass
         times = _estimate_chunk_times(machine, products)
         return times.scale(sizes.tensor) if mixer.repeated else times
     if software.fused_attention:
-        skips = software.causal_skip
-        flops = sum(p.flops * (p.causal_share if skips else 1.0) for p in products) / seq
-        forward = (
-            machine.tokens * flops / sizes.tensor / (rate.attention * software.attention_speed)
-        )
+        flops = sum(_count_computed_flops(machine, product) for product in products) / seq
+        seconds = machine.tokens * flops / sizes.tensor / rate.attention
+        kernel, family = software.attention, machine.cluster.chip.family
+        forward_speed, backward_speed = get_attention_speeds(kernel, family)
         # Backward recomputes the scores: five products instead of two (Dao 2023, section 3.1).
-        return PassTimes(forward, 2.5 * forward, 0.0)
+        return PassTimes(seconds / forward_speed, 2.5 * seconds / backward_speed, 0.0)
     seconds = PassTimes()
     for product in products:
         groups, rows = (
@@ -185,6 +215,20 @@ def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> Pass
     pass_over_scores = estimate_elementwise_seconds(rate, size / sizes.context)
     passes = PassTimes(software.score_bytes, software.score_backward_bytes, 0.0)
     return seconds + passes.scale(pass_over_scores)
+
+
+def _count_computed_flops(machine: Machine, product: BatchedProduct) -> float:
+    """Return the operations of one of fused attention's two products in a sample, in terms of heads
+    of 128: a causal kernel computes the tiles at the edges of the mask as a whole, and the
+    exponential of a score takes as long as some terms of its products."""
+    seq = max(product.rows, 1)
+    share = 1.0
+    if machine.software.causal_skip:
+        share = min(1.0, product.causal_share + _EDGE / seq)
+    terms = min(product.terms, product.outputs)
+    exponential = _EXPONENTIAL_TERMS.get(machine.cluster.chip.family, 0.0)
+    slower = (1 + exponential / terms) / (1 + exponential / _HEAD)
+    return product.flops * share * slower
 
 
 def _estimate_chunk_times(machine: Machine, products: Sequence[BatchedProduct]) -> PassTimes:
@@ -219,8 +263,11 @@ def _estimate_recompute_seconds(
 ) -> Number:
     """Return the seconds of what backward recomputes."""
     recompute = machine.sizes.recompute
-    recomputes_attention = machine.software.selective == "attention"
-    selective = attention.forward if recomputes_attention else elementwise.forward
+    selective = {
+        "attention": attention.forward,
+        "norms": elementwise.forward,
+        "products": linears.forward / 2 + elementwise.forward,
+    }[machine.software.selective]
     full = linears.forward + attention.forward + elementwise.forward
     return np.where(recompute == 2, full, np.where(recompute == 1, selective, 0.0))
 
@@ -252,6 +299,7 @@ def _extend_head_to_launches(
 ) -> PassTimes:
     """Return the passes, extended to the time that the host needs to launch them if longer."""
     software = machine.software
-    host = software.end_kernels * machine.rate.launch
+    graph = machine.config.train.cuda_graph
+    host = 0.0 if graph else software.end_kernels * machine.rate.launch
     waiting = np.maximum(0.0, host * software.backward_kernels - backward - weight)
     return PassTimes(np.maximum(forward, host), backward + waiting, weight)

@@ -139,9 +139,12 @@ class Machine:
 
     @cached_property
     def linear(self) -> KernelRates:
-        """Rates of the matrix products. Raises as `rate` does."""
-        kind = self.software.products or self.config.train.precision
-        return compute_kernel_rates(self.cluster.chip, self.constants, kind)
+        """Rates of the matrix products of blocks. A chip without 8-bit products emulates
+        `train.fp8`. Raises as `rate` does."""
+        train, chip = self.config.train, self.cluster.chip
+        eight = train.fp8 != "none" and "fp8" in chip.peaks
+        kind = self.software.products or ("fp8" if eight else train.precision)
+        return compute_kernel_rates(chip, self.constants, kind)
 
     def without_latency(self) -> Machine:
         """Return the same machine with links on which messages take no time but that of their

@@ -131,16 +131,26 @@ def predict(
     machine = Machine(
         config, cluster, constants, make_layout_sizes(config.parallel, config.train, layout)
     )
-    plans = plan_stages(config)
-    blocks = _map_layers(machine, estimate_block_times)
-    stage_times = [_estimate_stage_times(machine, plan, blocks) for plan in plans]
     schedule = build_step_schedule(config, int(machine.sizes.microbatches))
-    timeline = simulate(schedule, _make_schedule_costs(machine, stage_times))
-    breakdown = _break_down_step(machine, plans, stage_times, schedule, timeline)
+    breakdown = estimate_step(machine, schedule)
     memory = compute_peak_memory(config, layout, schedule, cluster.chip)
     return _make_prediction(
         config, layout, machine, breakdown, select_nonzero_kinds(memory), memory.host
     )
+
+
+def estimate_step(machine: Machine, schedule: Schedule) -> dict[str, float]:
+    """Return the seconds of a step by part, as in `Prediction.breakdown`.
+
+    Args:
+        machine: The run on its cluster.
+        schedule: That of one step, not lowered.
+    """
+    plans = plan_stages(machine.config)
+    blocks = _map_layers(machine, estimate_block_times)
+    stage_times = [_estimate_stage_times(machine, plan, blocks) for plan in plans]
+    timeline = simulate(schedule, _make_schedule_costs(machine, stage_times))
+    return _break_down_step(machine, plans, stage_times, schedule, timeline)
 
 
 def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
@@ -347,6 +357,11 @@ def explain_step(
         )
     elif constants.measured_on:
         yield f"the shares of its peaks that kernels reach were measured on {constants.measured_on}"
+    if config.train.fp8 != "none" and "fp8" not in cluster.chip.peaks:
+        yield (
+            f"a {cluster.chip.name} has no products of 8 bits, so train.fp8={config.train.fp8} is "
+            f"emulated there, and planned as products in {config.train.precision}"
+        )
     if config.optim.frozen:
         yield (
             "all of it is planned as if everything were trained: what optim.frozen names needs no "

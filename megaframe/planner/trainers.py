@@ -1,0 +1,193 @@
+"""Other trainers as software: what each overlaps, fuses and keeps, by its papers and sources.
+
+A year is that of the code: libraries get faster, and what overlaps changes. Published runs of some
+of them are predicted on docs/reference/prediction.md; of the others nothing was compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megaframe.config import RunConfig
+from megaframe.errors import UserError, join_or
+from megaframe.hardware.cluster import Cluster
+from megaframe.layout import Layout
+from megaframe.planner.constants import MEGAFRAME, Constants, Software
+from megaframe.planner.prediction import Prediction, predict
+
+MEGATRON_2021 = Software(
+    name="Megatron-LM of 2021: masked softmax in one kernel, nothing overlaps",
+    fused_attention=False,
+    causal_skip=False,
+    sequence_parallel=False,
+    stream_passes=13.0,  # norms read their rows twice
+    inner_passes=3.5,
+    gradient_bytes=2,
+    overlap_data=False,
+    overlap_tensor=False,
+    overlap_pipeline=False,
+    scatter_pipeline=True,
+    selective="attention",
+    kernels=36.0,
+    backward_kernels=1.0,
+    step_kernels=250.0,
+    head_backward=True,
+    state_bytes=30.0,
+    accumulate_bytes=6.0,
+    logit_bytes=30.0,
+)
+MEGATRON_2022 = replace(
+    MEGATRON_2021,
+    name="Megatron-LM of 2022: weight gradients are added by their products, norms in one pass",
+    stream_passes=11.0,
+    accumulate_bytes=0.0,
+    gradient_bytes=4,
+)
+MEGATRON_SP = replace(
+    MEGATRON_2022,
+    name="Megatron-LM of 2022 with sequence parallelism",
+    sequence_parallel=True,
+)
+MEGATRON_2023 = replace(
+    MEGATRON_SP,
+    name="Megatron-LM of 2023, as MegaScale compares with",
+)
+MEGASCALE = replace(
+    MEGATRON_SP,
+    name="MegaScale: parallel blocks, fused kernels, all axes overlap",
+    fused_attention=True,
+    attention="flash-2",  # its section 3.2
+    stream_passes=5.0,  # one norm, one residual
+    inner_passes=2.0,
+    overlap_data=True,
+    overlap_tensor=True,
+    overlap_pipeline=True,
+    parallel_block=True,
+    gradients_of="chunk",  # its section 3.2
+    parts=8,
+    fused_parts=True,  # its section 3.2
+)
+MEGATRON_2024 = replace(
+    MEGATRON_SP,
+    name="Megatron-LM of 2024: fused attention, all axes overlap",
+    fused_attention=True,
+    causal_skip=True,
+    stream_passes=9.0,
+    inner_passes=2.0,
+    overlap_data=True,
+    overlap_tensor=True,
+    overlap_pipeline=True,
+    gradients_of="chunk",
+    parts="ranks",  # rows go around a ring while the products of those at hand run
+    older_libraries=True,
+    logit_bytes=52.0,  # cross-entropy in plain kernels, in fp32
+)
+MEGATRON_2025 = replace(
+    MEGATRON_2024,
+    name="Megatron-Core of 2025 with Transformer Engine: cuDNN attention, all axes overlap",
+    older_libraries=False,
+    stream_passes=12.0,  # rotation of queries and keys is a kernel of its own
+    logit_bytes=20.0,  # fused cross-entropy
+)
+ZERO_BUBBLE = replace(
+    MEGATRON_2022,
+    name="Zero Bubble: transfers beside compute, the update checked afterwards",
+    overlap_pipeline=True,
+    steps_meet=True,
+)
+FOUNDRY = Software(
+    name="llm-foundry: FSDP of PyTorch, Triton's fused attention",
+    fused_attention=True,
+    stream_passes=16.0,
+    inner_passes=2.0,
+    gradient_bytes=2,
+    attention="flash-1",  # in Triton
+    older_libraries=True,
+    selective="attention",
+    kernels=30.0,
+    head_backward=True,
+    logit_bytes=30.0,
+)
+TITAN = Software(
+    name="torchtitan: FSDP2 and torch.compile",
+    fused_attention=True,
+    older_libraries=True,
+    attention="flash-2",  # torch's scaled_dot_product_attention of that time
+    stream_passes=10.0,
+    inner_passes=2.0,
+    gradient_bytes=4,
+    selective="products",  # selective_ac_option of its llama3 configs: op
+    kernels=20.0,
+    head_backward=True,
+    overlap_tensor=False,
+    logit_bytes=24.0,
+)
+TITAN_2025 = replace(
+    TITAN,
+    name="torchtitan of late 2025: cuDNN attention, asynchronous tensor parallelism",
+    attention="cudnn",  # first of torch's scaled_dot_product_attention on Hopper since 2.9
+    older_libraries=False,
+    overlap_tensor=True,
+    parts=8,
+)
+DEEPSPEED = Software(
+    name="DeepSpeed of 2025: ZeRO, eager kernels, FlashAttention-2",
+    attention="flash-2",
+    stream_passes=16.0,  # norms, residuals and rotation are kernels of their own
+    inner_passes=2.0,
+    gradient_bytes=2,  # communication_data_type follows bf16
+    selective="attention",
+    kernels=60.0,
+    head_backward=True,
+    overlap_tensor=False,
+    scatter_pipeline=False,
+    logit_bytes=30.0,
+)
+TRAINERS: Mapping[str, Software] = {
+    "megaframe": MEGAFRAME,
+    "megatron-2021": MEGATRON_2021,
+    "megatron-2022": MEGATRON_SP,
+    "megatron-2024": MEGATRON_2024,
+    "megatron-2025": MEGATRON_2025,
+    "megascale": MEGASCALE,
+    "zero-bubble": ZERO_BUBBLE,
+    "llm-foundry": FOUNDRY,
+    "torchtitan-2024": TITAN,
+    "torchtitan": TITAN_2025,
+    "deepspeed": DEEPSPEED,
+}
+"""Trainers by the names that `tools/plan.py --software` takes."""
+
+
+def find_trainer(name: str) -> Software:
+    """Return the software of a trainer.
+
+    Raises:
+        UserError: There is no such trainer; the message names those that resemble it.
+    """
+    if name not in TRAINERS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name.lower(), TRAINERS, n=3, cutoff=0.4)
+        raise UserError(f"--software {name}: no such trainer; use {join_or(near or TRAINERS)}")
+    return TRAINERS[name]
+
+
+def predict_trainers(
+    names: Sequence[str], config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
+) -> dict[str, Prediction]:
+    """Predict what trainers would take for the same run on the same layout, by their names.
+
+    Args:
+        names: Keys of `TRAINERS`.
+        config, layout, cluster, constants: As in `predict`, but with another software.
+
+    Raises:
+        UserError: There is no such trainer.
+    """
+    trainers = {name: find_trainer(name) for name in names}
+    return {
+        name: predict(config, layout, cluster, replace(constants, software=software))
+        for name, software in trainers.items()
+    }
