@@ -184,26 +184,35 @@ def compute_error(kernel: Any, run: Callable[..., Any], case: Any) -> float:
     return max(errors)
 
 
-def time_case(
-    case: Any, arguments: Sequence[Any], run: Callable[..., Any], dry: bool, few: bool
-) -> tuple[Timing, Timing | None]:
-    """Time forward and backward (None if there is no backward)."""
+def make_passes(
+    case: Any, arguments: Sequence[Any], run: Callable[..., Any]
+) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+    """Return functions of the forward and of the backward pass (None if there is none), which
+    repeats that of one forward pass."""
     import torch
 
     def forward() -> Any:
         return run(*arguments, **case.options)
 
     if case.backward is None:
-        return measure_timing(forward, dry, few), None
+        return forward, None
     outputs = [t for t in list_tensors(forward()) if t.requires_grad]
     leaves = [t for t in list_tensors(list(arguments)) if t.requires_grad]
     gradients = [torch.randn_like(t) for t in outputs]
-    forth = measure_timing(forward, dry, few)
 
     def backward() -> Any:
         return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
 
-    return forth, measure_timing(backward, dry, few)
+    return forward, backward
+
+
+def time_case(
+    case: Any, arguments: Sequence[Any], run: Callable[..., Any], dry: bool, few: bool
+) -> tuple[Timing, Timing | None]:
+    """Time forward and backward (None if there is no backward)."""
+    forward, backward = make_passes(case, arguments, run)
+    forth = measure_timing(forward, dry, few)
+    return forth, None if backward is None else measure_timing(backward, dry, few)
 
 
 def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> PassResult:

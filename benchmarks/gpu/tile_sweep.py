@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-from kernel_bench import format_first_line, list_tensors  # noqa: E402
+from kernel_bench import format_first_line, make_passes  # noqa: E402
 from kernel_timing import measure_timing  # noqa: E402
 from time_limit import write_json  # noqa: E402
 
@@ -68,7 +68,6 @@ def select(kind: str, sizes: Sizes) -> None:
 
 def list_passes(kind: str, dry: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield what a variant of this kind changes, with the names of the cases."""
-    import torch
     from kernel_cases import REAL, TINY, list_cases
     from megaframe_kernels.registry import KERNELS
 
@@ -77,25 +76,11 @@ def list_passes(kind: str, dry: bool) -> Iterator[tuple[str, Callable[[], Any]]]
     for case in list_cases(TINY if dry else REAL):
         if case.kernel != kernel.name:
             continue
-        arguments = case.arguments()
-
-        def forward(arguments: Any = arguments, options: Any = case.options) -> Any:
-            return run(*arguments, **options)
-
+        forward, backward = make_passes(case, case.arguments(), run)
         if kind in ("forward", "norm"):
             yield f"{case.name}, forward", forward
-        if kind == "forward":
-            continue
-        outputs = [t for t in list_tensors(forward()) if t.requires_grad]
-        leaves = [t for t in list_tensors(list(arguments)) if t.requires_grad]
-        gradients = [torch.randn_like(t) for t in outputs]
-
-        def backward(
-            outputs: Any = outputs, leaves: Any = leaves, gradients: Any = gradients
-        ) -> Any:
-            return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
-
-        yield f"{case.name}, backward", backward
+        if kind != "forward" and backward is not None:
+            yield f"{case.name}, backward", backward
 
 
 def measure_variant(kind: str, sizes: Sizes, timed: bool, dry: bool) -> dict[str, Any]:

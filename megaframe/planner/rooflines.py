@@ -144,7 +144,7 @@ class CommunicationRoofline:
     ridge: float
 
     @property
-    def compute_bound(self) -> bool:
+    def is_compute_bound(self) -> bool:
         """Whether compute can hide the transfers."""
         return self.intensity >= self.ridge
 

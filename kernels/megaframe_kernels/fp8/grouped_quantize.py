@@ -190,7 +190,7 @@ def _compute_expert_scales(
     """Return one scale per expert and one more for places beyond the last end, [E + 1]; and the
     expert of each place."""
     # The largest magnitude of each row; those of an expert's rows are then combined on the device.
-    magnitude_P = quantize.launch_largest(x_PC, len(x_PC))
+    magnitude_P = quantize.launch_largest(x_PC)
     place_P = torch.arange(len(x_PC), dtype=torch.int32, device=x_PC.device)
     # The number of ends at or before a place: E for places beyond the last.
     expert_P = torch.searchsorted(ends_E, place_P, right=True)

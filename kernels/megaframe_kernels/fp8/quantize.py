@@ -306,15 +306,12 @@ def _launch_transposed(x_CR: Tensor, dtype: torch.dtype, sharing: str) -> tuple[
     return out, scales
 
 
-def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
-    """Return the largest magnitudes, fp32 [parts]; part i is rows i, i + parts, ... Rows must be
-    contiguous."""
+def launch_largest(x_RC: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, fp32 [R]. Rows must be contiguous."""
     height, width = x_RC.shape
-    # Zeros, because a part without rows has no program.
-    largest = x_RC.new_zeros(parts, dtype=torch.float32)
-    grid = (min(height, parts) if width else 0,)
+    largest = x_RC.new_empty(height, dtype=torch.float32)
     tile = {"BLOCK": _choose_elements_per_program(width)}
-    launch(find_largest_of_rows, grid, x_RC, largest, height, width, x_RC.stride(0), **tile)
+    launch(find_largest_of_rows, (height,), x_RC, largest, width, x_RC.stride(0), **tile)
     return largest
 
 

@@ -65,28 +65,24 @@ def scale_of(largest: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def find_largest_of_rows(
-    x: tl.tensor, parts: tl.tensor, height: tl.tensor, width: tl.tensor, stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Find the largest magnitude of every num_programs-th row, one result per program.
+    x: tl.tensor, largest: tl.tensor, width: tl.tensor, stride: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Find the largest magnitude of a row.
 
     Args:
-        x: [height, width].
-        parts: Receives the results, fp32 [num_programs].
-        height: Rows of x.
+        x: [rows, width].
+        largest: Receives the results, fp32 [rows].
         width: Columns of x.
         stride: Elements from a row to the next.
         BLOCK: Elements that are read at a time.
     """
+    row = tl.program_id(0).to(tl.int64)
     top = tl.zeros([BLOCK], tl.int32)
-    # A maximum does not depend on the order, so neither does the scale on the number of programs.
-    for row in range(tl.program_id(0), height, tl.num_programs(0)):
-        for first in range(0, width, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            at = x + tl.cast(row, tl.int64) * stride + column
-            value = tl.load(at, mask=column < width, other=0.0)
-            top = tl.maximum(top, read_magnitude_bits(value))
-    tl.store(parts + tl.program_id(0), tl.max(top, 0).to(tl.float32, bitcast=True))
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(x + row * stride + column, mask=column < width, other=0.0)
+        top = tl.maximum(top, read_magnitude_bits(value))
+    tl.store(largest + row, tl.max(top, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit

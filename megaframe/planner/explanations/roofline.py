@@ -38,6 +38,7 @@ def explain_roofline(choice: LayoutChoice, cluster: Cluster, constants: Constant
     machine = Machine(config, cluster, constants, sizes)
     operators = tuple(compute_operator_rooflines(machine))
     links = tuple(compute_communication_rooflines(config, layout, cluster, constants))
+    hiding_sizes = [_find_hiding_size(link, choice, cluster, constants) for link in links]
     rate, chip = machine.linear, cluster.chip.name
     lines = [
         f"Ridge of memory: R = FLOP/s / bytes/s = {rate.flops / 1e12:.4g} T / "
@@ -46,10 +47,9 @@ def explain_roofline(choice: LayoutChoice, cluster: Cluster, constants: Constant
         "A product of m rows, k terms and n results has 2 m n k FLOPs and moves "
         "w (m k + k n + m n) bytes, so it is at R with m = R w k n / (2 k n - R w (k + n)) rows.",
         _describe_memory_bound(operators, float(machine.tokens)),
-        *(_explain_link(link, choice, cluster, constants) for link in links),
+        *map(_explain_link, links, hiding_sizes),
     ]
-    rows = [*map(_make_operator_row, operators)]
-    rows += [_make_link_row(link, choice, cluster, constants) for link in links]
+    rows = [*map(_make_operator_row, operators), *map(_make_link_row, links, hiding_sizes)]
     title = f"Roofline of {layout}, a microbatch of {float(machine.tokens):,.0f} tokens a rank"
     return Explanation(title, tuple(lines), _HEAD, tuple(rows))
 
@@ -74,11 +74,8 @@ def _make_operator_row(roofline: OperatorRoofline) -> tuple[Cell, ...]:
     return roofline.operator, "memory", roofline.intensity, roofline.ridge, bound, reached
 
 
-def _make_link_row(
-    link: CommunicationRoofline, choice: LayoutChoice, cluster: Cluster, constants: Constants
-) -> tuple[Cell, ...]:
-    bound = "compute" if link.compute_bound else "link"
-    size = _find_hiding_size(link, choice, cluster, constants)
+def _make_link_row(link: CommunicationRoofline, size: str | None) -> tuple[Cell, ...]:
+    bound = "compute" if link.is_compute_bound else "link"
     return link.axis, link.tier, link.intensity, link.ridge, bound, size or "no size"
 
 
@@ -134,11 +131,8 @@ _FORMULAS = {
 }
 
 
-def _explain_link(
-    link: CommunicationRoofline, choice: LayoutChoice, cluster: Cluster, constants: Constants
-) -> str:
-    size = _find_hiding_size(link, choice, cluster, constants)
-    verdict = "compute hides the transfers" if link.compute_bound else "the link is the limit"
+def _explain_link(link: CommunicationRoofline, size: str | None) -> str:
+    verdict = "compute hides the transfers" if link.is_compute_bound else "the link is the limit"
     reached = f"; both are equal at {size}" if size else ""
     return (
         f"{link.axis} over {link.tier}: I = {link.intensity:.4g} FLOP a byte, R = "

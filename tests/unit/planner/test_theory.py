@@ -139,7 +139,7 @@ def test_from_the_found_batch_on_compute_hides_what_data_ranks_exchange(zero):
     above = math.ceil(batch / 16) * 16
     for samples, is_hidden in ((above, True), (above - 16, False)):
         other = list_rooflines({"tensor": 4, "zero": zero}, global_batch=samples)["data"]
-        assert other.compute_bound == is_hidden
+        assert other.is_compute_bound == is_hidden
 
 
 def test_the_most_tensor_ranks_follow_from_any_number_of_them():
