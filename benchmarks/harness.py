@@ -252,6 +252,12 @@ def read_commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
+def describe_measurement() -> dict[str, Any]:
+    """Return what every file of measurements begins with: the commit, now, and the machine."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"commit": read_commit(), "date": now, "machine": describe_machine()}
+
+
 def write_results(
     path: Path,
     config: Mapping[str, Any],
@@ -266,9 +272,7 @@ def write_results(
     left out, because they contain paths of one machine.
     """
     document = {
-        "commit": read_commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
+        **describe_measurement(),
         "threads": threads,
         "config": dict(config),
         "results": {

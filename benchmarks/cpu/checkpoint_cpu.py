@@ -24,13 +24,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import ROOT, Spread, describe_machine, read_commit
+from harness import ROOT, Spread, describe_measurement
 
 RANKS = 2
 TENSORS, ROWS, COLUMNS = 32, 4096, 2048
@@ -69,9 +68,7 @@ def main() -> None:
     show(seconds)
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "config": {"ranks": RANKS, "bytes": BYTES, "rounds": arguments.rounds},
             "summary": {name: asdict(Spread.of(values)) for name, values in seconds.items()},
             "ratios": {

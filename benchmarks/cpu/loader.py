@@ -16,7 +16,6 @@ import tempfile
 import time
 import tracemalloc
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import PEERS, ROOT, Spread, describe_machine, read_commit
+from harness import PEERS, ROOT, Spread, describe_measurement
 
 from megaframe.data.gpt_dataset import GPTDataset
 from megaframe.data.indexed_dataset import HEADER, MAGIC, VERSION, get_dtype_code
@@ -171,9 +170,7 @@ def main() -> None:
     summary = summarise(outcomes)
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "config": {"seq": SEQ, "tokens": arguments.tokens, "seconds": arguments.seconds},
             "order": order,
             "summary": summary,

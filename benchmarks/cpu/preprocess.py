@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import ROOT, Spread, describe_machine, read_commit
+from harness import ROOT, Spread, describe_measurement
 
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.preprocessing.corpus_files import CorpusFile
@@ -230,9 +229,7 @@ def main() -> None:
             print("megatron-core is left out: --megatron-python PATH names one that has it")
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "versions": {library: version(library) for library in LIBRARIES},
             "config": {"documents": len(texts), "megabytes": megabytes, "vocab": VOCAB},
             "summary": summary,

@@ -22,13 +22,12 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import ROOT, Spread, describe_machine, read_commit
+from harness import ROOT, Spread, describe_measurement
 
 WORLDS = (64, 512, 1024, 2048, 4096)
 CONFIG = "llama3-8b.yaml"
@@ -57,9 +56,7 @@ def main() -> None:
     show(lines)
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "config": {"model": CONFIG, "tensor": TENSOR, "pipeline": PIPELINE, "zero": 1},
             "worlds": {
                 world: {name: asdict(spread) for name, spread in line.items()}

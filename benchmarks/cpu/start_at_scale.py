@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,7 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import describe_machine, read_commit
+from harness import describe_measurement
 from torch.distributed import PrefixStore, Store
 
 from megaframe.distributed import rendezvous
@@ -117,9 +116,7 @@ def main() -> int:
     )
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "clients": arguments.clients,
             "timeout": arguments.timeout,
             "outcomes": [asdict(outcome) for outcome in outcomes],

@@ -17,14 +17,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import describe_machine, read_commit
+from harness import describe_measurement
 from lab_ranks import open_hosts, start_ranks
 
 from megaframe.planner.collective_times import ALGORITHMS, GroupLevel
@@ -57,9 +56,7 @@ def main() -> None:
     show(measured, arguments)
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "ranks": arguments.ranks,
             "link": arguments.link,
             "latency ms": arguments.latency,

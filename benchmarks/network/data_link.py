@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
-from harness import Spread, describe_machine, read_commit
+from harness import Spread, describe_measurement
 from lab_ranks import LIMIT, Host, open_hosts, start_ranks
 from workload import WORKLOAD, Workload
 
@@ -85,9 +84,7 @@ def main() -> None:
         show(rate, results[rate])
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "config": {**asdict(make_shape(arguments)), "ranks": RANKS, "precision": "fp32"}
             | {"threads of a rank": 1, "steps": arguments.steps, "rounds": arguments.rounds}
             | {"blocks": arguments.blocks, "compute core": arguments.compute_core}

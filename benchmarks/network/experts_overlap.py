@@ -17,13 +17,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import Spread, describe_machine, read_commit
+from harness import Spread, describe_measurement
 from lab_ranks import LIMIT, open_hosts, start_ranks
 
 RANKS, SCHEDULE = 4, "dualpipe-v"
@@ -66,9 +65,7 @@ def main() -> None:
         )
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "config": {"model": {**SHAPE, "moe": MOE}, "schedule": SCHEDULE, "seq": SEQ}
             | {"microbatches": MICROBATCHES, "threads of a rank": 1, "rounds": arguments.rounds},
             "results": results,

@@ -17,13 +17,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import Spread, describe_machine, read_commit
+from harness import Spread, describe_measurement
 from lab_ranks import LIMIT, Host, open_hosts, start_ranks
 
 if TYPE_CHECKING:
@@ -76,9 +75,7 @@ def main() -> None:
         show(rate, results[rate])
     if arguments.write:
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "config": {"ranks": RANKS, "precision": "fp32", "threads of a rank": 1}
             | {name: getattr(arguments, name) for name in ("rows", "hidden", "ffn", "rounds")},
             "summary": {rate: summarize(seconds) for rate, seconds in results.items()},

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from emulated_ranks import Steps, run_in_world, run_steps, transfer_seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import describe_machine, read_commit
+from harness import describe_measurement
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
@@ -268,9 +267,7 @@ def main() -> None:
     if arguments.write:
         settings = ("ranks", "milliseconds", "steps")
         document = {
-            "commit": read_commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            **describe_measurement(),
             "config": {name: getattr(arguments, name) for name in settings},
             "transfer_seconds": comm,
             "schedules": [asdict(line) for line in lines],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError, join_or
@@ -167,8 +168,6 @@ def find_trainer(name: str) -> Software:
         UserError: There is no such trainer; the message names those that resemble it.
     """
     if name not in TRAINERS:
-        from difflib import get_close_matches
-
         near = get_close_matches(name.lower(), TRAINERS, n=3, cutoff=0.4)
         raise UserError(f"--software {name}: no such trainer; use {join_or(near or TRAINERS)}")
     return TRAINERS[name]
