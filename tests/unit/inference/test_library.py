@@ -18,6 +18,8 @@ from tolerances import PROMISE, assert_within, promised
 
 import megaframe
 from megaframe.data.microbatch import Microbatch
+from megaframe.inference.generation import allocate_parameters
+from megaframe.pipeline_parallel.stage import build_whole_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -55,6 +57,23 @@ def test_code_on_pages_uses_what_is_promised(page):
             owner = {"megaframe": megaframe, "model": megaframe.Model}.get(node.value.id)
             assert owner is None or hasattr(owner, node.attr), f"{page}: {ast.unparse(node)}"
     assert code
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_longer_side_of_a_matrix_is_contiguous_where_that_is_faster(config, precision):
+    train = config.train.model_copy(update={"precision": precision})
+    stage = build_whole_model(config.model_copy(update={"train": train}))
+    wide = 0
+    for part, parameter in zip(allocate_parameters(stage, "cpu"), stage.parameters(), strict=True):
+        spec, value = parameter.spec, part.tensor
+        outputs = len(spec.shape) - spec.inputs
+        is_wide = math.prod(spec.shape[:outputs]) > math.prod(spec.shape[outputs:])
+        is_turned = is_wide and spec.role in ("matrix", "head") and precision == "fp32"
+        matrix = value.flatten(outputs).flatten(0, max(0, outputs - 1)) if is_turned else value
+        assert value.shape == spec.shape and value.is_contiguous() != is_turned, spec.name
+        assert not is_turned or matrix.t().is_contiguous(), spec.name
+        wide += is_turned
+    assert bool(wide) == (precision == "fp32")
 
 
 def test_the_notebook_is_the_script():
