@@ -25,8 +25,6 @@ number that is no power of 2, the weights here are those that fp32 rounds to, ab
 theirs. BLOOM's code rounds a constant of its GELU to 8 digits, which moves logits by about 1e-9.
 """
 _REFUSED = {
-    "six products of a delta net, each with its tensor": ("olmo_hybrid",),
-    "experts under either of two lists of names": ("qwen3_5_moe",),
     "Kimi delta attention": ("kimi_linear",),
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
     "Mamba": ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"),
@@ -114,7 +112,7 @@ def _list_transforms(family: Family) -> Iterator[str]:
     if family.transposed:
         yield "transposed"
     modules = family.block.values()
-    if "delta_net.qkv" in modules:
+    if "delta_net.gate" in modules:
         yield "products of a delta net apart"
     fused = {"attention.query attention.key attention.value", "attention.qkv", "attention.quarters"}
     if fused & {*modules}:

@@ -389,7 +389,7 @@ def _describe_gated_delta_net(
         taps=config.convolution,
         chunk=config.chunk,
         strongest=2.0 if config.negative_eigenvalues else 1.0,
-        norm_eps=model.norm_eps,
+        norm_eps=config.norm_eps or model.norm_eps,
         init_std=model.init_std,
         output_std=output_std,
     )

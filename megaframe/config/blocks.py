@@ -152,6 +152,9 @@ class GatedDeltaNetConfig(Section):
     """Width of a value head. Default: `key_dim`."""
     convolution: Annotated[int, Field(ge=1, le=64)] = 4
     """Tokens that the convolution of queries, keys and values sees, with the token itself."""
+    norm_eps: Annotated[float, Field(gt=0)] | None = None
+    """Added to the mean square of a value head's output before its root. Default:
+    `model.norm_eps`."""
     negative_eigenvalues: bool = False
     """Let corrections be up to twice as strong, so that a token can turn over what the state has
     for its key (OLMo hybrid)."""

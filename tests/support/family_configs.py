@@ -50,6 +50,12 @@ DENSE = {
             **{"mrope_section": [1, 1, 0], "mrope_interleaved": True},
         },
     },
+    "olmo_hybrid": {
+        **{**GROUPED, "num_hidden_layers": 4, "linear_conv_kernel_dim": 3, "eos_token_id": 2},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10},
+        "linear_value_head_dim": 5,  # code saves the convolution in thirds
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
     "arcee": {**HEADS, "mlp_bias": True, "rope_parameters": YARN},
     "helium": {**HEADS, "attention_bias": True},
     "seed_oss": {
@@ -182,6 +188,10 @@ SPARSE = {
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]},
         "partial_rotary_factor": 0.5,
+    },
+    "qwen3_5_moe_text": {
+        **{name: value for name, value in DENSE["qwen3_5_text"].items() if name[0] != "i"},
+        **{**NARROW, "shared_expert_intermediate_size": 24, "initializer_range": 0.3},
     },
     "lfm2_moe": {
         **{**GROUPED, **NARROW, "num_hidden_layers": 3, "num_dense_layers": 1, "conv_L_cache": 4},

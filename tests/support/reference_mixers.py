@@ -62,6 +62,7 @@ def mix_by_gated_delta_net(weights, model, mixer, name, y, mask, positions, rota
     key_dim, heads = mixer.key_dim or model.head_dim, (mixer.value_heads or groups) // groups
     value_dim, taps = mixer.value_dim or key_dim, mixer.convolution
     channels, strongest = 2 * key_dim + heads * value_dim, 1 + mixer.negative_eigenvalues
+    norm_eps = mixer.norm_eps or model.norm_eps
     out = torch.zeros_like(y)
     for sample, group in product(range(len(y)), range(groups)):
         made = y[sample] @ weights[f"{name}.input.weight"][group].T
@@ -90,7 +91,7 @@ def mix_by_gated_delta_net(weights, model, mixer, name, y, mask, positions, rota
                 strength = strongest * torch.sigmoid(strengths[head])
                 state = state + torch.outer(key, strength * (values[head] - key @ state))
                 result = query @ state / math.sqrt(key_dim)
-                result = result / torch.sqrt(result.square().mean() + model.norm_eps)
+                result = result / torch.sqrt(result.square().mean() + norm_eps)
                 results.append(result * weights[f"{name}.norm.gain"] * F.silu(gates[head]))
                 states[head] = state
         rows = torch.cat(results).view(y.shape[1], -1)

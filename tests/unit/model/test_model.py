@@ -218,7 +218,12 @@ MODELS |= {
         "init_std": 0.3,
         "blocks": [
             {"mixer": {**DELTA, "value_heads": 4, "value_dim": 6}},
-            {"mixer": {"kind": "gated_delta_net", "chunk": 6, "negative_eigenvalues": True}},
+            {
+                "mixer": {
+                    **{"kind": "gated_delta_net", "chunk": 6, "negative_eigenvalues": True},
+                    "norm_eps": 0.1,
+                },
+            },
             {
                 "mixer": {"output_gate": "element", "qk_norm": True, "rotary_fraction": 0.5},
                 "feed_forward": "moe",

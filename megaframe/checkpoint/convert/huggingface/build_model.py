@@ -106,6 +106,8 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
         mixer |= {"kind": DELTA_NET, **{name: layer[f"mixer.{name}"] for name in names}}
         if layer.get("mixer.strongest", 1.0) != 1.0:
             mixer["negative_eigenvalues"] = True
+        if (eps := layer.get("mixer.norm_eps", keys["norm_eps"])) != keys["norm_eps"]:
+            mixer["norm_eps"] = eps
     elif layer.get("mixer.kind") == SHORT_CONVOLUTION:
         mixer |= {"kind": SHORT_CONVOLUTION, "convolution": layer["mixer.convolution"]}
         if layer["mixer.bias"] != bias:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +14,53 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
     Pair,
     check_layer_types,
 )
-from megaframe.checkpoint.convert.huggingface.key_types import Heads, Size, Texts
+from megaframe.checkpoint.convert.huggingface.key_types import Flag, Heads, Size, Texts
+from megaframe.checkpoint.convert.huggingface.layered_families import OLMO2
 from megaframe.checkpoint.convert.huggingface.model_facts import DELTA_NET, Facts
-from megaframe.checkpoint.convert.huggingface.moe_families import QWEN3_MOE, SharedWidth
-from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys, TextRotaryKeys
+from megaframe.checkpoint.convert.huggingface.moe_families import EXPERTS, QWEN3_MOE, SharedWidth
+from megaframe.checkpoint.convert.huggingface.rotary_keys import (
+    OptionalRotaryKeys,
+    RotaryKeys,
+    TextRotaryKeys,
+)
 
 _LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)
 class LinearLayers(Key):
-    """Which layers have a gated delta net; by default all but every fourth."""
+    """Which layers have a gated delta net; by default all but every fourth.
+
+    Attributes:
+        interval: The key of how many layers there are from one with attention to the next; empty if
+            there is none, and the types must be given.
+        linear: Facts of layers that have a delta net.
+    """
+
+    interval: str = "full_attention_interval"
+    linear: tuple[tuple[str, Any], ...] = ()
 
     @property
     def types(self) -> Mapping[str, Any]:
-        """The types of layers, and how many there are from one with attention to the next."""
-        return {"layer_types": Texts, "full_attention_interval": Size}
+        """The types of layers, and the interval."""
+        return {"layer_types": Texts, **({self.interval: Size} if self.interval else {})}
+
+    @property
+    def required(self) -> Sequence[str]:
+        """The types, if they are."""
+        return () if self.interval else ("layer_types",)
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the mixer of each layer."""
-        layers, every = len(facts.layers), config.get("full_attention_interval") or 4
+        layers, every = len(facts.layers), config.get(self.interval) or 4
         kinds = config.get("layer_types")
         if kinds is None:
             kinds = [_LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
         check_layer_types("layer_types", kinds, layers, (FULL, _LINEAR))
         mixers = [DELTA_NET if kind == _LINEAR else "attention" for kind in kinds]
         facts.set_layers("mixer.kind", mixers)
+        for layer, mixer in zip(facts.layers, mixers, strict=True):
+            layer.update(self.linear if mixer == DELTA_NET else ())
 
     def write(self, facts: Facts) -> Keys:
         """Return the type of each layer."""
@@ -123,6 +144,13 @@ QWEN3_NEXT = QWEN3_MOE.derive(
 _DELTA_NET = {
     name: own for name, own in QWEN3_NEXT.block.items() if name.startswith("linear_attn.")
 }
+_APART = {
+    **{"linear_attn.in_proj_qkvz": None, "linear_attn.in_proj_ba": None},
+    "linear_attn.in_proj_qkv": "delta_net.qkv",
+    "linear_attn.in_proj_z": "delta_net.gate",
+    "linear_attn.in_proj_b": "delta_net.strength",
+    "linear_attn.in_proj_a": "delta_net.decay",
+}
 QWEN3_5 = QWEN3.derive(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
@@ -137,15 +165,69 @@ QWEN3_5 = QWEN3.derive(
     block={
         "self_attn.q_proj": "attention.gated_query",
         **_DELTA_NET,
-        **{"linear_attn.in_proj_qkvz": None, "linear_attn.in_proj_ba": None},
-        "linear_attn.in_proj_qkv": "delta_net.qkv",
-        "linear_attn.in_proj_z": "delta_net.gate",
-        "linear_attn.in_proj_b": "delta_net.strength",
-        "linear_attn.in_proj_a": "delta_net.decay",
+        **_APART,
     },
     # Their layers compute in the type of the model, whatever this type says.
     neutral=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     norm_offset=1.0,
     other_models=("mtp.",),
 )
-DELTA_NET_FAMILIES = (QWEN2_MOE, QWEN3_NEXT, QWEN3_5)
+QWEN3_5_MOE = QWEN3_NEXT.derive(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    TextRotaryKeys(share=0.25),
+    without=("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "intermediate_size"),
+    fixed={"attention_bias": False, "mlp_only_layers": []},
+    neutral=QWEN3_5.neutral,
+    block={
+        **_APART,
+        **dict.fromkeys((*EXPERTS, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+        "mlp.experts.gate_up_proj": "moe.all_experts.gate moe.all_experts.up",
+        "mlp.experts.down_proj": "moe.all_experts.down",
+    },
+    other_names=({"mlp.experts.gate_up_proj": None, "mlp.experts.down_proj": None, **EXPERTS},),
+)
+_HEADS = ("query", "key", "value")
+OLMO_HYBRID = OLMO2.derive(
+    "olmo_hybrid",
+    "OlmoHybridForCausalLM",
+    *_LINEAR_SIZES,
+    Pair(
+        "linear_allow_neg_eigval",
+        "mixer.strongest",
+        default=True,
+        to_fact=lambda has: 2.0 if has else 1.0,
+        to_key=lambda strongest: strongest == 2.0,
+        type=Flag,
+    ),
+    LinearLayers("", (("norms", "before"),)),
+    OptionalRotaryKeys(),
+    without=("head_dim",),
+    own={"mixer.norm_eps": 1e-5},
+    neutral=(
+        *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
+        "linear_dt_init_floor",
+    ),
+    block={
+        "attention_layer_norm": "attention_norm",
+        "feedforward_layer_norm": "mlp_norm",
+        **{f"linear_attn.{name[0]}_proj": f"delta_net.{name}" for name in _HEADS},
+        **{f"linear_attn.{name[0]}_conv1d": f"delta_net.convolution.{name}" for name in _HEADS},
+        "linear_attn.g_proj": "delta_net.gate",
+        "linear_attn.b_proj": "delta_net.strength",
+        "linear_attn.a_proj": "delta_net.decay",
+        "linear_attn.A_log": "delta_net.rate",
+        "linear_attn.dt_bias": "delta_net.step",
+        "linear_attn.o_norm": "delta_net.norm",
+        "linear_attn.o_proj": "delta_net.output",
+    },
+    # transformers saves the norm after attention under the name of one before an MLP.
+    other_names=(
+        {
+            "post_attention_layernorm": None,
+            "feedforward_layer_norm": "mlp_norm or attention_post_norm",
+        },
+    ),
+    other_models=("mtp.",),
+)
+DELTA_NET_FAMILIES = (QWEN2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID)

@@ -95,8 +95,11 @@ class Family:
             heads, `mlp.gate`, `moe.experts.up` of one expert, `moe.all_experts.up` of all
             in one tensor with this whole name (and `_bias` after it), `moe.all_experts.gate_up` of
             those whose rows of gate and up alternate, `constant 0.5` of a number that theirs keeps
-            and that has no other value. Names with `{expert}` or `{head}` are of each
+            and that has no other value, `mlp_norm or attention_post_norm` of that which a layer
+            has. Names with `{expert}` or `{head}` are of each
             expert, or of each head.
+        other_names: Rows of `block` in whose place folders may have those of one of these, as
+            transformers saves them otherwise than they are published.
         two_norms: What of it differs in layers whose halves start from the same stream, with a norm
             each; empty for a module that these do not have.
         layer: Beginning of the names of a layer's modules.
@@ -130,6 +133,7 @@ class Family:
     positions: str = "max_position_embeddings"
     ends: Mapping[str, str] = field(default_factory=dict)
     block: Mapping[str, str] = field(default_factory=dict)
+    other_names: tuple[Mapping[str, str | None], ...] = ()
     two_norms: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{}."
     transposed: bool = False
@@ -241,6 +245,13 @@ class Family:
         """Return the modules of a layer with these facts, and those of ours in each."""
         names = {**self.block, **(self.two_norms if layer.get("parallel") == "two_norms" else {})}
         return {name: own for name, own in names.items() if own}
+
+    def list_namings(self) -> Iterator[Family]:
+        """Yield this family, and itself with each of the other names that folders may have."""
+        yield self
+        for names in self.other_names:
+            merged = {**self.block, **names}
+            yield replace(self, block={name: own for name, own in merged.items() if own})
 
     def has_constant(self, name: str) -> bool:
         """Return whether a parameter of ours has its initial values always, and no tensor there."""

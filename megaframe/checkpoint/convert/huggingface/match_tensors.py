@@ -5,7 +5,7 @@ known to be without use, and every one of the model is there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,16 @@ def has_other_head(family: Family, headers: Mapping[str, TensorHeader]) -> bool:
     if head is None or embedding is None or head.shape != embedding.shape:
         return False
     return not torch.equal(read_tensor(head), read_tensor(embedding))
+
+
+def choose_names(
+    namings: Sequence[Iterable[HuggingFaceTensor]], headers: Mapping[str, TensorHeader]
+) -> Iterable[HuggingFaceTensor]:
+    """Return that of several lists of tensors of which a folder lacks the fewest."""
+    if len(namings) == 1:
+        return namings[0]
+    lists = [list(tensors) for tensors in namings]
+    return min(lists, key=lambda tensors: sum(t.name not in headers for t in tensors))
 
 
 def match_tensors(

@@ -164,6 +164,7 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["mixer.kind"] = DELTA_NET
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in DELTA_NET_SIZES}
         facts |= {"mixer.convolution": mixer.taps, "mixer.strongest": mixer.strongest}
+        facts["mixer.norm_eps"] = mixer.norm_eps
     elif isinstance(mixer, GatedShortConvolutionDescription):
         facts |= {"mixer.convolution": mixer.taps, "mixer.bias": mixer.bias}
     if mixer.query_scale is not None:

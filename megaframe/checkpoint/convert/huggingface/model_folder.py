@@ -27,6 +27,7 @@ from megaframe.checkpoint.convert.huggingface.folder_export import (
 )
 from megaframe.checkpoint.convert.huggingface.match_tensors import (
     SkippedTensors,
+    choose_names,
     find_end,
     has_other_head,
     match_tensors,
@@ -192,11 +193,11 @@ def plan_import(
     if mistakes_found := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {mistakes_found[0]}")
     specs = list_model_specs(run)
-    predictors = family.count_predictors(config)
+    predictors, scales = family.count_predictors(config), family.read_scales(config)
     layers = range(model.layers, model.layers + predictors)
     skipped = SkippedTensors(family, model.tie_embeddings, layers)
-    mapped = map_tensors(family, model, specs, family.read_scales(config))
-    tensors = match_tensors(folder, mapped, headers, skipped)
+    mapped = [map_tensors(naming, model, specs, scales) for naming in family.list_namings()]
+    tensors = match_tensors(folder, choose_names(mapped, headers), headers, skipped)
     return ImportPlan(run, specs, headers, tensors, (*notes, *skipped.describe(headers)))
 
 

@@ -49,6 +49,10 @@ class NestedModel:
     )
 
 
+_LINEAR_SIZES = {
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+}
 NESTED_MODELS = {
     "gemma3": NestedModel(
         "gemma3_text",
@@ -75,9 +79,18 @@ NESTED_MODELS = {
             **{"vocab_size": 248320, "hidden_size": 4096, "num_hidden_layers": 32},
             **{"intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4},
             **{"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
-            **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
-            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-            "linear_conv_kernel_dim": 4,
+            **_LINEAR_SIZES,
+        },
+        towers=("model.visual.",),
+    ),
+    "qwen3_5_moe": NestedModel(
+        "qwen3_5_moe_text",
+        {
+            **{"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40},
+            **{"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256},
+            **{"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, **_LINEAR_SIZES},
+            **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+            **{"num_experts_per_tok": 8, "num_experts": 256},
         },
         towers=("model.visual.",),
     ),

@@ -174,6 +174,25 @@ class TextRotaryKeys(RotaryKeys):
 
 
 @dataclass(frozen=True)
+class OptionalRotaryKeys(RotaryKeys):
+    """Those of OLMo hybrid, whose code rotates nothing if the base is there and null."""
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set what is rotated, and how."""
+        section = {**config, **(config.get("rope_scaling") or config.get("rope_parameters") or {})}
+        if self.base_name in section and section[self.base_name] is None:
+            facts.set("mixer.rotary", False)
+        else:
+            super().read(config, facts)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the keys of others, or the base as null."""
+        if any(facts.list_values("mixer.rotary")):
+            return super().write(facts)
+        return {"rope_parameters": {"rope_type": "default", self.base_name: None}}
+
+
+@dataclass(frozen=True)
 class ScaledRotaryKeys(RotaryKeys):
     """Those of Ministral 3 and Mistral 4, whose section also says how a factor of queries grows
     with their positions, and the longest text, which code does not read there."""

@@ -61,8 +61,13 @@ _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
 """Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
 
 
+_APART = {
+    **{"qkv": (0, 1, 2), "query": (0,), "key": (1,), "value": (2,)},
+    **{"gate": (3,), "strength": (4,), "decay": (5,)},
+}
+"""Products of a delta net's input that are apart, and the widths of a key head that each makes."""
 _OF_DELTA_NET = dict.fromkeys(
-    (f"delta_net.{name}" for name in ("small", "qkv", "gate", "strength", "decay")),
+    (f"delta_net.{name}" for name in ("small", *_APART)),
     "delta_net.input",
 )
 """Modules of theirs that are parts of the product of a delta net's input."""
@@ -108,7 +113,7 @@ class _Names:
         """
         experts = range(self.shared.get("moe.experts", 0))
         for foreign, modules in names.items():
-            name, own = f"{self.foreign_prefix}{foreign}", modules.split()
+            name, own = f"{self.foreign_prefix}{foreign}", self._choose(modules).split()
             if own[0] in ("moe.balance", "moe.balance_row"):
                 yield from self._map_balance(name, own[0] == "moe.balance_row")
             elif own[0].startswith("moe.all_experts."):
@@ -116,7 +121,7 @@ class _Names:
                 yield from self._map_module(name, own, experts, len(experts))
             elif own[0] == "constant":
                 yield HuggingFaceTensor(name, (), zeros=(), constant=float(own[1]))
-            elif own[0].endswith(".convolution"):
+            elif ".convolution" in own[0]:
                 yield from self._map_convolution(name, own[0])
             elif own[0] in _HEAD_NORMS and self.layer.get("mixer.qk_norm") == _PER_HEAD:
                 yield from self._map_head_norms(name, own[0])
@@ -129,6 +134,12 @@ class _Names:
             else:
                 yield from self._map_module(name, own, [0])
 
+    def _choose(self, modules: str) -> str:
+        """Return the one of several modules of ours that there is, the first if there is none."""
+        first, *others = modules.split(" or ")
+        has = (m for m in others if f"{self.prefix}{m}.gain" in self.specs)
+        return next(has, first)
+
     def _map_balance(self, name: str, is_row: bool) -> Iterator[HuggingFaceTensor]:
         spec = self.specs.get(f"{self.prefix}moe.router.balance")
         if spec is not None and self.shared["moe.balance"] == "bias":
@@ -139,13 +150,16 @@ class _Names:
 
     def _map_convolution(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
         """Yield the factors and the biases of channels, of a delta net those of the queries of all
-        heads, of the keys, and of the values."""
-        gain, bias = (self.specs.get(f"{self.prefix}{module}.{part}") for part in ("gain", "bias"))
+        heads, of the keys, and of the values, or of one of these."""
+        module, _, part_name = module.partition(".convolution")
+        own = f"{self.prefix}{module}.convolution"
+        gain, bias = (self.specs.get(f"{own}.{part}") for part in ("gain", "bias"))
         if gain is not None:
             channels: tuple[slice, ...] = (ALL,)
-            if module.startswith("delta_net."):
+            if module == "delta_net":
                 width = self.layer["mixer.key_dim"]
-                channels = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
+                rows = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
+                channels = tuple(rows[n] for n in _APART[part_name.removeprefix(".") or "qkv"])
             dims = (ALL,) * (len(gain.shape) - 2)
             parts = tuple(make_part(gain, (*dims, part)) for part in channels)
             yield HuggingFaceTensor(f"{name}.weight", parts, inner=(1, gain.shape[-1]))
@@ -274,23 +288,22 @@ class _Names:
             spec = self.specs.get(f"{own}.gain")
         if spec is None or module in ("delta_net.norm", "delta_net.output"):
             return [] if spec is None else [make_part(spec)]
-        if module in ("delta_net.qkv", "delta_net.gate", "delta_net.strength", "delta_net.decay"):
+        if module.removeprefix("delta_net.") in _APART:
             return self._find_apart(module, spec)
         small = 2 * self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
         is_small = module == "delta_net.small"
         return [make_part(spec, (ALL, slice(-small, None) if is_small else slice(0, -small)))]
 
     def _find_apart(self, module: str, spec: ParamSpec) -> list[TensorPart]:
-        """Return the parts of one of a delta net's products that are apart: the queries of all key
-        heads, their keys and the values, or the gates, the strengths or the decays of all value
+        """Return the parts of one of a delta net's products that are apart: of the queries of all
+        key heads, their keys and the values, or the gates, the strengths or the decays of all value
         heads."""
         width = self.layer["mixer.key_dim"]
         heads = self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
         sizes = (width, width, *(heads * self.layer["mixer.value_dim"],) * 2, heads, heads)
         ends = [*accumulate(sizes)]
         rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        places = {"qkv": (0, 1, 2), "gate": (3,), "strength": (4,), "decay": (5,)}
-        numbers = places[module.removeprefix("delta_net.")]
+        numbers = _APART[module.removeprefix("delta_net.")]
         return [make_part(spec, (ALL, rows[number])) for number in numbers]
 
     def _find_latent_parts(self, module: str, kind: str) -> list[TensorPart]:

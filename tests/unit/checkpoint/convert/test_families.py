@@ -19,10 +19,11 @@ import json
 from math import prod
 
 import pytest
-from family_configs import GLM_ROUTED, GROUPED, MODELS, OTHERS
+from family_configs import GLM_ROUTED, GROUPED, MODELS, OTHERS, make_tiny_config
 from slow_cases import mark_slow, slow
 from transformers_models import (
     assert_same_both_ways,
+    assert_same_logits,
     make_random_checkpoint,
     save_random_model,
 )
@@ -98,6 +99,35 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     assert_same_both_ways(tmp_path / "theirs", tmp_path)
     config = json.loads((tmp_path / "again/config.json").read_text())
     assert (config["model_type"], config["architectures"]) == (name, [FAMILIES[name].architecture])
+
+
+def export_and_compare(checkpoint, tmp_path):
+    """Assert that the export of a checkpoint computes the same, and its import again."""
+    with open_checkpoint(checkpoint) as opened:
+        folders.export_model(opened, tmp_path / "exported", "fp32", "none")
+    assert_same_logits(checkpoint, tmp_path / "exported")
+    again = folders.import_model(tmp_path / "exported", tmp_path / "again").checkpoint
+    assert_same_logits(again, tmp_path / "exported")
+
+
+@pytest.mark.parametrize("name", [slow("qwen3_5_moe_text"), "olmo_hybrid"])
+def test_a_folder_with_the_published_names_is_read(name, tmp_path):
+    """What transformers saves of these families has other names."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name, **MODELS[name])
+    save_random_model(config, tmp_path / "theirs")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "own").checkpoint
+    export_and_compare(checkpoint, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_delta_net_is_divided_into_queries_keys_and_values(tmp_path):
+    """Of unequal widths, where transformers saves thirds of the convolution."""
+    config = make_tiny_config("olmo_hybrid")
+    config |= {"linear_value_head_dim": 7, "rope_parameters": {"rope_theta": 1e4}}
+    model = FAMILIES["olmo_hybrid"].read_model(config).model_dump()
+    export_and_compare(make_random_checkpoint(tmp_path / "own", **model), tmp_path)
 
 
 NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": True}

@@ -48,6 +48,15 @@ MODELS = {
             **{"linear_value_head_dim": 5, "full_attention_interval": 2},
         },
     },
+    "qwen3_5_moe": {
+        "text_config": {
+            **{k: v for k, v in TEXT.items() if k not in ("sliding_window", "intermediate_size")},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
+            **{"linear_value_head_dim": 5, "full_attention_interval": 2, "num_experts": 4},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 12},
+            "shared_expert_intermediate_size": 24,
+        },
+    },
     "mistral3": {"text_config": {**TEXT, "model_type": "mistral"}, "tie_word_embeddings": False},
 }
 
@@ -66,7 +75,7 @@ def save(tmp_path):
         model.save_pretrained(tmp_path / "theirs")
         with InFp64():
             loaded = AutoModelForImageTextToText.from_pretrained(
-                tmp_path / "theirs", dtype=torch.float64
+                tmp_path / "theirs", dtype=torch.float64, experts_implementation="eager"
             )
             return tmp_path / "theirs", compute_logits(loaded.eval())
 
