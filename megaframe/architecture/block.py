@@ -20,6 +20,7 @@ from megaframe.architecture.layer import (
     SavedActivations,
 )
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
+from megaframe.architecture.mamba2 import Mamba2Description
 from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import describe_mlp
 from megaframe.architecture.moe import MoEDescription, has_experts
@@ -38,6 +39,7 @@ from megaframe.config.blocks import (
     GatedDeltaNetConfig,
     GatedShortConvolutionConfig,
     LatentMixerConfig,
+    Mamba2Config,
     MLPConfig,
     MoEMixtureConfig,
     get_qk_norm_form,
@@ -310,6 +312,7 @@ def _describe_mixer(
         | LatentMixerConfig
         | GatedDeltaNetConfig
         | GatedShortConvolutionConfig
+        | Mamba2Config
         | MixerPart
     ),
     output_std: float,
@@ -329,6 +332,8 @@ def _describe_mixer(
             init_std=model.init_std,
             output_std=output_std,
         )
+    if isinstance(config, Mamba2Config):
+        return _describe_mamba2(model, config, output_std)
     if isinstance(config, LatentMixerConfig):
         latent = model.latent
         assert latent is not None, "a block with latent attention is refused without model.latent"
@@ -390,6 +395,29 @@ def _describe_gated_delta_net(
         chunk=config.chunk,
         strongest=2.0 if config.negative_eigenvalues else 1.0,
         norm_eps=config.norm_eps or model.norm_eps,
+        init_std=model.init_std,
+        output_std=output_std,
+    )
+
+
+def _describe_mamba2(
+    model: ModelConfig, config: Mamba2Config, output_std: float
+) -> Mamba2Description:
+    bias = model.bias if config.bias is None else config.bias
+    return Mamba2Description(
+        hidden=model.hidden,
+        heads=config.heads or model.heads,
+        head_dim=config.head_dim or model.head_dim,
+        groups=config.groups,
+        state_dim=config.state_dim,
+        taps=config.convolution,
+        convolution_bias=config.convolution_bias,
+        steps=(config.step_min, config.step_max),
+        norm_place=config.norm,
+        norm_eps=model.norm_eps,
+        input_bias=bias if config.input_bias is None else config.input_bias,
+        output_bias=bias,
+        chunk=config.chunk,
         init_std=model.init_std,
         output_std=output_std,
     )

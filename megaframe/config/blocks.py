@@ -174,6 +174,39 @@ class GatedShortConvolutionConfig(Section):
     """Biases of both products and of the convolution. Default: `model.bias`."""
 
 
+class Mamba2Config(Section):
+    """Mamba-2, as the mixer of a block."""
+
+    kind: Literal["mamba2"]
+    """A state space model whose state each token decays and adds to (Dao and Gu 2024), with a
+    causal convolution before it and gates after it."""
+    heads: Positive | None = None
+    """Number of heads, each with a state; a multiple of `groups`. Default: `model.heads`."""
+    head_dim: Positive | None = None
+    """Width of a head's input. Default: `model.head_dim`."""
+    groups: Positive = 1
+    """Groups of heads that share keys and queries, as B and C are called elsewhere. Tensor ranks
+    divide them."""
+    state_dim: Positive = 128
+    """Width of a key or query, and so size of the state of each of a head's inputs."""
+    convolution: Annotated[int, Field(ge=1, le=64)] = 4
+    """Tokens that the convolution of inputs, keys and queries sees, with the token itself."""
+    convolution_bias: bool = True
+    """Biases of the convolution's channels."""
+    norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    """Whether the outputs of each group are normalised after they are gated, before, or not."""
+    step_min: Annotated[float, Field(ge=0)] = 0.0
+    """Smallest step, by which a token's decay and its input are multiplied."""
+    step_max: Annotated[float, Field(gt=0)] | None = None
+    """Largest step. Default: none."""
+    input_bias: bool | None = None
+    """Bias of the first product. Default: `bias`."""
+    bias: bool | None = None
+    """Bias of the second product. Default: `model.bias`."""
+    chunk: Positive = 64
+    """Tokens that see each other through products; changes the speed only."""
+
+
 class MLPConfig(Section):
     """A dense MLP, as the second half of a block."""
 
@@ -218,7 +251,8 @@ MixerConfig = Annotated[
     Annotated[AttentionConfig, Tag("attention")]
     | Annotated[LatentMixerConfig, Tag("latent")]
     | Annotated[GatedDeltaNetConfig, Tag("gated_delta_net")]
-    | Annotated[GatedShortConvolutionConfig, Tag("gated_short_convolution")],
+    | Annotated[GatedShortConvolutionConfig, Tag("gated_short_convolution")]
+    | Annotated[Mamba2Config, Tag("mamba2")],
     Discriminator(_get_mixer_kind),
     BeforeValidator(_expand_kind),
 ]
@@ -235,8 +269,8 @@ class BlockConfig(Section):
     repeat: Annotated[int, Field(gt=0, le=2_000)] = 1
     """Number of consecutive layers like this one."""
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
-    """What mixes tokens: `attention`, `latent`, `gated_delta_net` or `gated_short_convolution`, and
-    its keys."""
+    """What mixes tokens: `attention`, `latent`, `gated_delta_net`, `gated_short_convolution` or
+    `mamba2`, and its keys."""
     feed_forward: Annotated[FeedForwardConfig | FeedForwardPart, Extensible("feed_forward")] = (
         MLPConfig()
     )

@@ -231,7 +231,7 @@ ROLES: dict[str, Role] = {
     "mixer": Role(
         MixerPart,
         "model.blocks: mixer",
-        ("attention", "latent", "gated_delta_net", "gated_short_convolution"),
+        ("attention", "latent", "gated_delta_net", "gated_short_convolution", "mamba2"),
     ),
     "feed_forward": Role(FeedForwardPart, "model.blocks: feed_forward", ("mlp", "moe")),
     "norm": Role(NormPart, "model.norm", ("layernorm", "rmsnorm")),

@@ -14,6 +14,7 @@ from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
 from megaframe.architecture.layer import LayerDescription
+from megaframe.architecture.mamba2 import Mamba2Description
 from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
@@ -22,6 +23,7 @@ from megaframe.model.attention import Attention
 from megaframe.model.gated_delta_net import GatedDeltaNet
 from megaframe.model.gated_short_convolution import GatedShortConvolution
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
+from megaframe.model.mamba2 import Mamba2
 from megaframe.model.mla import LatentAttention
 from megaframe.model.mlp import MLP
 from megaframe.model.moe.layer import MixtureOfExperts
@@ -31,7 +33,13 @@ from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
 BlockLayer = (
-    Attention | LatentAttention | GatedDeltaNet | GatedShortConvolution | MLP | MixtureOfExperts
+    Attention
+    | LatentAttention
+    | GatedDeltaNet
+    | GatedShortConvolution
+    | Mamba2
+    | MLP
+    | MixtureOfExperts
 )
 """A mixer, or a feed-forward layer."""
 
@@ -149,6 +157,8 @@ def build_layer(description: LayerDescription, block: str, setup: LayerSetup) ->
             return GatedDeltaNet(name, description, setup)
         case GatedShortConvolutionDescription():
             return GatedShortConvolution(name, description, setup)
+        case Mamba2Description():
+            return Mamba2(name, description, setup)
         case MLPDescription():
             return MLP(name, description, setup.tensor)
         case MoEDescription():

@@ -3,12 +3,14 @@ block the checks that a model of such blocks has."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,
     LatentMixerConfig,
+    Mamba2Config,
     MLPConfig,
     MoEMixtureConfig,
 )
@@ -82,6 +84,11 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
                     f"qk_norm={alone.qk_norm} and position={alone.position}; leave it out, or "
                     "use qk_norm=head and position=rotary"
                 )
+        if isinstance(mixer, Mamba2Config) and mixer.step_min > (mixer.step_max or math.inf):
+            yield (
+                f"model.blocks.{number}.mixer.step_min={mixer.step_min:g} is more than step_max="
+                f"{mixer.step_max:g}; use step_min={mixer.step_max:g} or less"
+            )
         if isinstance(mixer, AttentionConfig) and mixer.attention_chunk and mixer.window:
             yield (
                 f"model.blocks.{number}.mixer.attention_chunk={mixer.attention_chunk} and window="

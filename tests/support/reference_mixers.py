@@ -119,7 +119,57 @@ def mix_by_gated_short_convolution(weights, model, mixer, name, y, mask, positio
     return out + weights[f"{name}.output.bias"] if bias else out
 
 
+def mix_by_mamba2(weights, model, mixer, name, y, mask, positions, rotate):
+    """Return the output of a layer: S = a S + d k^T x and y = q S + g x, one token after the
+    other."""
+    name, groups, taps = f"{name}.mamba2", mixer.groups, mixer.convolution
+    heads, width = (mixer.heads or model.heads) // groups, mixer.head_dim or model.head_dim
+    bias = model.bias if mixer.bias is None else mixer.bias
+    inner, most = heads * width, math.inf if mixer.step_max is None else mixer.step_max
+    out = torch.zeros_like(y)
+    for sample, group in product(range(len(y)), range(groups)):
+        made = y[sample] @ weights[f"{name}.input.weight"][group].T
+        if f"{name}.input.bias" in weights:
+            made = made + weights[f"{name}.input.bias"][group]
+        channels = made[:, inner : 2 * inner + 2 * mixer.state_dim]
+        gain = weights[f"{name}.convolution.gain"][group]
+        states, rows = [torch.zeros(mixer.state_dim, width, dtype=y.dtype)] * heads, []
+        for token in range(y.shape[1]):
+            near = range(max(0, token - taps + 1), token + 1)
+            near = [other for other in near if mask[sample, token, other]]
+            seen = sum(gain[:, taps - 1 - token + other] * channels[other] for other in near)
+            if mixer.convolution_bias:
+                seen = seen + weights[f"{name}.convolution.bias"][group]
+            *xs, key, query = F.silu(seen).split((*[width] * heads, *[mixer.state_dim] * 2))
+            results = []
+            for head in range(heads):
+                rate, step = (
+                    weights[f"{name}.decay.{part}"][group, head] for part in ("rate", "step")
+                )
+                step = F.softplus(made[token, head - heads] + step)
+                step = torch.where(step < mixer.step_min, mixer.step_min, step)
+                step = torch.where(step > most, most, step)
+                state = states[head]
+                if token and not mask[sample, token, token - 1]:
+                    state = torch.zeros_like(state)  # a document begins
+                state = torch.exp(-torch.exp(rate) * step) * state
+                states[head] = state + torch.outer(key, step * xs[head])
+                skip = weights[f"{name}.skip.gain"][group, head]
+                results.append(query @ states[head] + skip * xs[head])
+            result, gate = torch.cat(results), F.silu(made[token, :inner])
+            if mixer.norm != "before_gate":
+                result = result * gate
+            if mixer.norm != "none":
+                result = result / torch.sqrt(result.square().mean() + model.norm_eps)
+                result = result * weights[f"{name}.norm.gain"][group]
+            rows.append(result * gate if mixer.norm == "before_gate" else result)
+        products = torch.stack(rows) @ weights[f"{name}.output.weight"][:, group].T
+        out = out + F.pad(products[None], (0, 0, 0, 0, sample, len(y) - sample - 1))
+    return out + weights[f"{name}.output.bias"] if bias else out
+
+
 MIXERS = {
+    "mamba2": mix_by_mamba2,
     "gated_short_convolution": mix_by_gated_short_convolution,
     "gated_delta_net": mix_by_gated_delta_net,
     "gated_linear": mix_by_gated_linear_attention,

@@ -27,6 +27,7 @@ from megaframe.training.layer_check.measure import list_expert_sets
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 3}
+MAMBA = {"kind": "mamba2", "groups": 2, "state_dim": 5, "convolution": 3, "chunk": 3}
 ROTATED_FIRST = {"norm_after_rotation": True}
 MODELS = {
     "plain": {"position": "learned", "bias": True},
@@ -134,6 +135,13 @@ MODELS |= {
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
     },
     "delta net of one chunk": {"blocks": [{"mixer": "gated_delta_net", "parallel": "one_norm"}]},
+    "mamba2": {"norm": "rmsnorm", "blocks": [{"mixer": {**MAMBA, "head_dim": 6}}]},
+    "mamba2 of one chunk": {
+        "bias": True,
+        "blocks": [
+            {"mixer": {**MAMBA, "groups": 4, "chunk": 64, "norm": "none"}, "parallel": "one_norm"}
+        ],
+    },
     "short convolution": {
         **{"norm": "rmsnorm", "bias": True},
         "blocks": [{"mixer": "gated_short_convolution"}],
@@ -252,7 +260,7 @@ ON_RANKS = {
             "balanced experts",
         ),
     ),
-    "ring": ("alibi of groups", "rotated groups", "latent", "delta net", "short convolution"),
+    "ring": ("alibi of groups", "rotated groups", "latent", "delta net", "mamba2"),
     "exchange": ("one group", "predictors"),
     "nested": (
         "alibi of groups",

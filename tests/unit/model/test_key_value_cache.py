@@ -12,6 +12,7 @@ pytestmark = pytest.mark.numeric
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5, "query_rank": 12}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "value_heads": 4, "value_dim": 6, "chunk": 5}
+MAMBA = {"kind": "mamba2", "groups": 2, "state_dim": 5, "convolution": 9, "chunk": 5}
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True},
     "grouped": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
@@ -26,6 +27,10 @@ MODELS = {
     "short convolution": {
         **{"norm": "rmsnorm", "bias": True},
         "blocks": [{"mixer": "gated_short_convolution"}, {}],
+    },
+    "mamba2": {
+        "norm": "rmsnorm",
+        "blocks": [{"mixer": {**MAMBA, "step_min": 0.02, "step_max": 0.04, "bias": True}}, {}],
     },
     "experts": {
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},

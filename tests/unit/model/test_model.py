@@ -64,6 +64,7 @@ MODELS |= {
 }
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 4}
+MAMBA = {"kind": "mamba2", "groups": 2, "state_dim": 5, "convolution": 3, "chunk": 4}
 LONG = {"kind": "longrope", "factor": 4, "original_length": 8}
 LONG |= {"short_factors": [1.0, 1.5], "long_factors": [2.0, 7.0]}
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
@@ -241,6 +242,16 @@ MODELS |= {
             {"mixer": {"qk_norm": True, "kv_heads": 2}, "feed_forward": "moe"},
         ],
         "moe": {"experts": 4, "ffn": 10, "normalise_eps": 0.1},
+    },
+    "mamba2": {
+        "layers": 3,
+        "norm": "rmsnorm",
+        "init_std": 0.3,
+        "blocks": [
+            {"mixer": {**MAMBA, "head_dim": 3, "step_min": 0.02, "step_max": 0.04}},
+            {"mixer": {**MAMBA, "norm": "before_gate", "bias": True, "convolution_bias": False}},
+            {"mixer": {**MAMBA, "norm": "none", "groups": 1, "chunk": 6, "input_bias": True}},
+        ],
     },
     "llama_4": {
         **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},

@@ -84,3 +84,21 @@ def test_heads_of_a_delta_net_that_ranks_or_key_heads_cannot_share_are_named():
     refusals = "\n".join(list_refusals_of_ranks(keys))
     assert "value_heads=6 is no multiple of key_heads=4; use 4 or 8" in refusals
     assert "parallel.tensor=3 does not divide key_heads=4; use 2 or 4" in refusals
+
+
+def test_heads_of_mamba2_that_ranks_or_groups_cannot_share_are_named():
+    mixer = "{kind: mamba2, heads: 6, groups: 4}"
+    keys = {"model.blocks": f"[{{mixer: {mixer}}}]", "parallel.tensor": 3}
+    refusals = "\n".join(list_refusals_of_ranks(keys))
+    assert "heads=6 is no multiple of groups=4; use 4 or 8" in refusals
+    assert "parallel.tensor=3 does not divide groups=4 of Mamba-2 heads; use 2 or 4" in refusals
+
+
+@pytest.mark.parametrize(("smallest", "refused"), [(0.2, True), (0.1, False)])
+def test_steps_have_a_range(smallest, refused):
+    mixer = {"kind": "mamba2", "step_min": smallest, "step_max": 0.1}
+    mistakes = find_block_mistakes(ModelConfig(layers=4, blocks=[{"mixer": mixer}]))
+    message = (
+        "model.blocks.0.mixer.step_min=0.2 is more than step_max=0.1; use step_min=0.1 or less"
+    )
+    assert [*mistakes] == [message] * refused

@@ -1,0 +1,60 @@
+"""Mamba-2 gives the one-process answer to 1e-10 in fp64 under tensor, context, pipeline, expert and
+data ranks, ZeRO and recompute, also if samples are packed and pieces are shorter than what the
+convolution sees.
+
+Tests `megaframe.model.mamba2`, `megaframe.architecture.mamba2` and `megaframe.architecture.decay`.
+"""
+
+import pytest
+from parity_runs import LAYOUTS as SHARED_LAYOUTS
+from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check
+from slow_cases import mark_slow
+
+MIXER = {"kind": "mamba2", "heads": 8, "head_dim": 3, "groups": 4, "state_dim": 5, "chunk": 3}
+SHAPES = {
+    "packed-bamba": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
+        "blocks": [
+            {"mixer": {**MIXER, "bias": True, "step_min": 0.02, "step_max": 0.05}},
+            {"mixer": {"rotary_fraction": 0.5}},
+        ],
+    },
+    "granite": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "position": "none"},
+        "blocks": [
+            {"mixer": {**MIXER, "norm": "before_gate"}, "feed_forward": "moe"},
+            {"mixer": {**MIXER, "convolution_bias": False}},
+        ],
+        "moe": {"experts": 4, "ffn": 10, "shared": 1},
+    },
+    "packed-alone": {
+        **{"norm": "rmsnorm", "position": "none"},
+        "blocks": [{"mixer": {**MIXER, "convolution": 6, "norm": "none"}}],
+    },
+}
+LAYOUTS = {
+    **SHARED_LAYOUTS,
+    **PIECES,
+    "tensor of 4": (4, {"tensor": 4, "zero": 3}, {"recompute": "full"}),
+    **PIECES_AND_AXES,
+}
+QUICK = [("packed-alone", "nested"), ("packed-bamba", "tensor, ring"), ("granite", "experts")]
+CASES = [
+    # Every layout with one shape in turn.
+    (name, layout)
+    for number, name in enumerate(SHAPES)
+    for place, layout in enumerate(LAYOUTS)
+    if (number + place) % len(SHAPES) == 0 or (name, layout) in QUICK
+    if layout != "experts" or "moe" in SHAPES[name]
+]
+
+
+@pytest.fixture(scope="module")
+def check_layout(pool):
+    return make_layout_check(pool, SHAPES)
+
+
+@pytest.mark.parametrize(("name", "layout"), mark_slow(CASES, except_for=QUICK))
+def test_layouts_do_not_change_the_answer(name, layout, check_layout):
+    ranks, parallel, train = LAYOUTS[layout]
+    check_layout(name, ranks, parallel, **train)
