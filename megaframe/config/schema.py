@@ -9,6 +9,7 @@ single section are made here; checks that need several sections (divisibility, l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -351,3 +352,14 @@ class RunConfig(Section):
     """What is measured and where it is shown."""
     faults: FaultToleranceConfig = FaultToleranceConfig()
     """How to handle hangs, non-finite numbers and lost ranks."""
+
+    def replace(self, **sections: Mapping[str, object]) -> RunConfig:
+        """Return a copy with other values, which are not checked, of some keys of these sections.
+
+        Args:
+            sections: Values of keys by section, such as `train={"seq": 8}`.
+        """
+        changed = {
+            name: getattr(self, name).model_copy(update=values) for name, values in sections.items()
+        }
+        return self.model_copy(update=changed)

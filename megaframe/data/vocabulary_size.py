@@ -18,7 +18,7 @@ def resolve_vocab(config: RunConfig) -> RunConfig:
         return config
     size = load_tokenizer(name).vocab_size
     if model.vocab is None:
-        return config.model_copy(update={"model": model.model_copy(update={"vocab": size})})
+        return config.replace(model={"vocab": size})
     if size > model.vocab:
         raise UserError(
             f"model.vocab={model.vocab} is smaller than the {size} ids of data.tokenizer={name}; "

@@ -56,8 +56,7 @@ def load_stage(
         state = read_train_state(checkpoint)
         config = state.config
         if precision is not None:
-            train = config.train.model_copy(update={"precision": precision, "fp8": "none"})
-            config = config.model_copy(update={"train": train})
+            config = config.replace(train={"precision": precision, "fp8": "none"})
         if device == "cpu":
             tune(config, state.routines)
         stage = build_whole_model(config)

@@ -195,8 +195,7 @@ def choose_batch(config: RunConfig, budget: Budget, given: Sequence[str]) -> Run
     while batches[-1] < wanted:
         batches.append(2 * batches[-1])
     batch = min(batches, key=lambda samples: abs(math.log(samples / wanted)))
-    train = config.train.model_copy(update={"global_batch": batch, "batch_ramp": None})
-    return config.model_copy(update={"train": train})
+    return config.replace(train={"global_batch": batch, "batch_ramp": None})
 
 
 def _plan_run(
@@ -218,18 +217,9 @@ def _plan_run(
         learning_rate = float(f"{compute_learning_rate(best.flops):.2g}")
         optim["lr"] = learning_rate
         optim["min_lr"] = config.optim.min_lr * learning_rate / config.optim.lr
-    update = {"steps": steps}
+    keys: dict[str, Any] = {"train": {"steps": steps}, "optim": {**optim, "decay": None}}
     choices = tuple(
-        replace(
-            choice,
-            config=choice.config.model_copy(
-                update={
-                    "train": choice.config.train.model_copy(update=update),
-                    "optim": choice.config.optim.model_copy(update={**optim, "decay": None}),
-                }
-            ),
-        )
-        for choice in result.choices
+        replace(choice, config=choice.config.replace(**keys)) for choice in result.choices
     )
     return choices[0].config, replace(result, choices=choices)
 

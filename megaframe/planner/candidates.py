@@ -333,12 +333,7 @@ def apply_candidate(config: RunConfig, candidates: Candidates, index: int) -> Ru
         "recompute": RECOMPUTE[int(candidates.recompute[index])],
         "recompute_blocks": 0,
     }
-    return config.model_copy(
-        update={
-            "parallel": parallel_config.model_copy(update=parallel_update),
-            "train": config.train.model_copy(update=train),
-        }
-    )
+    return config.replace(parallel=parallel_update, train=train)
 
 
 def _mask_useful_zero(c: Candidates, fixed: FixedKeys) -> Array:

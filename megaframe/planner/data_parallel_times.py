@@ -166,7 +166,7 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
     if config.parallel.bucket_size != "auto":
         return config
     if layout.data * layout.context == 1:
-        return _set_bucket_size(config, 1)
+        return config.replace(parallel={"bucket_size": 1})
     machine = Machine(
         config,
         cluster,
@@ -180,12 +180,7 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
     elements = matrices / count
     if config.parallel.zero >= 2:  # not several blocks where some are smaller than others
         elements = min(elements, min(parameters.elements_per_block, default=0))
-    return _set_bucket_size(config, max(1, math.ceil(elements)))
-
-
-def _set_bucket_size(config: RunConfig, size: int) -> RunConfig:
-    parallel = config.parallel.model_copy(update={"bucket_size": size})
-    return config.model_copy(update={"parallel": parallel})
+    return config.replace(parallel={"bucket_size": max(1, math.ceil(elements))})
 
 
 @dataclass(frozen=True)

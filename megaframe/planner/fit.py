@@ -169,7 +169,7 @@ def suggest_changes(space: SearchSpace, constants: Constants) -> Iterator[str]:
     tries = 0
     for changed in (
         *_change_on_same_axes(space, constants),
-        *_with_smaller_state(config),
+        *([config.replace(optim={"state": "int8"})] if config.optim.state == "master" else []),
     ):
         keys = frozenset(diff_overrides(config, changed))
         # What a smaller change achieves alone needs no larger one that includes it.
@@ -244,17 +244,9 @@ def _change_on_same_axes(space: SearchSpace, constants: Constants) -> Iterator[R
         recompute_update: dict[str, Any] = {"recompute": RECOMPUTE[recompute]}
         if recompute_update["recompute"] == "full" != train.recompute:
             recompute_update = {"recompute_blocks": "auto"}
-        yield config.model_copy(
-            update={
-                "parallel": parallel.model_copy(update={"zero": zero}),
-                "train": train.model_copy(update={"microbatch": microbatch, **recompute_update}),
-            }
+        yield config.replace(
+            parallel={"zero": zero}, train={"microbatch": microbatch, **recompute_update}
         )
-
-
-def _with_smaller_state(config: RunConfig) -> Iterator[RunConfig]:
-    if config.optim.state == "master":
-        yield config.model_copy(update={"optim": config.optim.model_copy(update={"state": "int8"})})
 
 
 def _find_fastest(space: SearchSpace, constants: Constants) -> Iterator[RunConfig]:

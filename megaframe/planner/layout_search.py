@@ -166,10 +166,8 @@ def _with_fewer_recomputed(
     recomputes all blocks, also yield it with as few recomputed blocks as fit."""
     yield candidate
     if train.recompute_blocks == "auto" and candidate.train.recompute == "full":
-        few = candidate.train.model_copy(
-            update={"recompute": "selective", "recompute_blocks": "auto"}
-        )
-        yield resolve_recompute_blocks(candidate.model_copy(update={"train": few}), layout, chip)
+        few = candidate.replace(train={"recompute": "selective", "recompute_blocks": "auto"})
+        yield resolve_recompute_blocks(few, layout, chip)
 
 
 def _compute_penalty(candidates: Candidates) -> Array:
@@ -252,10 +250,8 @@ def suggest_alternatives(space: SearchSpace, constants: Constants) -> Iterator[s
     if more_gpus:
         yield more_gpus
     if config.optim.state == "master":
-        with_int8 = config.model_copy(
-            update={"optim": config.optim.model_copy(update={"state": "int8"})}
-        )
-        int8_layout = _describe_fastest(replace(space, config=with_int8), constants)
+        with_int8 = replace(space, config=config.replace(optim={"state": "int8"}))
+        int8_layout = _describe_fastest(with_int8, constants)
         if int8_layout:
             yield f"with optim.state=int8: {int8_layout}"
     for name in list_cluster_names():

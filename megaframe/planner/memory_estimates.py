@@ -114,8 +114,10 @@ class _BlockTable:
                 expert=expert,
                 expert_tensor=expert_tensor,
             )
-            sizes = _with_sizes(
-                config, tensor, context, expert, expert_tensor, RECOMPUTE[recompute]
+            axes = {"tensor": tensor, "context": context, "expert": expert}
+            sizes = config.replace(
+                parallel={**axes, "expert_tensor": expert_tensor},
+                train={"microbatch": 1, "recompute": RECOMPUTE[recompute]},
             )
             for kind, layer in enumerate(self.layers):
                 parameters = count_rank_parameters(
@@ -145,8 +147,8 @@ class _BlockTable:
             tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
         self._of = {key: np.asarray(values, dtype=float)[row] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[row]
-        one_rank = _with_sizes(config, 1, 1, 1, 1, "none")
-        self.rotary = float(compute_rotary_bytes(one_rank.model, one_rank.train))
+        one_sample = config.train.model_copy(update={"microbatch": 1})
+        self.rotary = float(compute_rotary_bytes(config.model, one_sample))
         division = count_blocks_per_rank(config.model, config.train, c)
         self.chunks = np.asarray(c.chunks, dtype=int)
         self.per_rank = {True: division.fullest, False: division.last}
@@ -308,13 +310,3 @@ def _count_held(c: LayoutSizes, schedule: ScheduleColumn) -> RanksHeld:
         last._replace(backward=last.backward + alone),
         inner,
     )
-
-
-def _with_sizes(
-    config: RunConfig, tensor: int, context: int, expert: int, expert_tensor: int, recompute: str
-) -> RunConfig:
-    """Return the config with these sizes and one sample per microbatch."""
-    sizes = {"tensor": tensor, "context": context, "expert": expert, "expert_tensor": expert_tensor}
-    parallel = config.parallel.model_copy(update=sizes)
-    train = config.train.model_copy(update={"microbatch": 1, "recompute": recompute})
-    return config.model_copy(update={"parallel": parallel, "train": train})

@@ -15,10 +15,8 @@ _FFN_MULTIPLE = 64
 
 def count_model_parameters(config: RunConfig) -> RankParameters:
     """Return the parameters of the whole model of a config."""
-    one_rank = {"pipeline": 1, "chunks": 1, "schedule": "1f1b", "layers_per_stage": None}
-    alone = config.model_copy(
-        update={"parallel": config.parallel.model_copy(update={**one_rank, "tensor": 1})}
-    )
+    one_rank = {"tensor": 1, "pipeline": 1, "chunks": 1, "schedule": "1f1b"}
+    alone = config.replace(parallel={**one_rank, "layers_per_stage": None})
     return count_rank_parameters(alone.model, alone.train, Layout(), plan_stages(alone))
 
 

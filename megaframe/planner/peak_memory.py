@@ -96,7 +96,8 @@ def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> R
     """
     if config.train.recompute_blocks != "auto":
         return config
-    return _with_blocks(config, find_min_recomputed_blocks(config, layout, chip))
+    blocks = find_min_recomputed_blocks(config, layout, chip)
+    return config.replace(train={"recompute_blocks": blocks})
 
 
 def find_min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
@@ -109,7 +110,7 @@ def find_min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) ->
         layout: Its ranks.
         chip: The devices.
     """
-    plain = _with_blocks(config, 0)
+    plain = config.replace(train={"recompute_blocks": 0})
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(plain, microbatches))
     counts = [0] * len(plan_stages(plain))
@@ -129,7 +130,7 @@ def _find_min_blocks_of_rank(
 
     def fits(counts: Mapping[int, int]) -> bool:
         recomputed = tuple(counts.get(stage, 0) for stage in range(len(plans)))
-        stages = plan_stages(_with_blocks(config, recomputed))
+        stages = plan_stages(config.replace(train={"recompute_blocks": recomputed}))
         needed = compute_rank_memory(config, layout, stages, schedule, rank, host=chip.is_host)
         return bool(fits_with_margin(needed.total + compute_overhead_bytes(chip), chip))
 
@@ -142,8 +143,3 @@ def _find_min_blocks_of_rank(
         while counts[stage] and fits(fewer := {**counts, stage: counts[stage] - 1}):
             counts = fewer
     return counts
-
-
-def _with_blocks(config: RunConfig, blocks: int | tuple[int, ...]) -> RunConfig:
-    train = config.train.model_copy(update={"recompute_blocks": blocks})
-    return config.model_copy(update={"train": train})

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError, explain_failed_write
 from megaframe.hardware.cluster import Cluster
 from megaframe.io.regular_file import write_file
@@ -281,7 +280,7 @@ def _predict_speed(
         if batch * gpus % world:
             return None
         batch = batch * gpus // world
-    batch_config = _with_batch(config, batch)
+    batch_config = config.replace(train={"global_batch": batch, "batch_ramp": None})
     parallel = config.parallel
     fixed = {
         "recompute": config.train.recompute,
@@ -292,8 +291,3 @@ def _predict_speed(
     }
     fastest = find_fastest(SearchSpace(batch_config, gpus, cluster, fixed), constants)
     return None if fastest is None else batch * config.train.seq / fastest[2] / gpus
-
-
-def _with_batch(config: RunConfig, batch: int) -> RunConfig:
-    train = config.train.model_copy(update={"global_batch": batch, "batch_ramp": None})
-    return config.model_copy(update={"train": train})

@@ -71,8 +71,7 @@ def _apply_sizes(config: RunConfig, sizes: Mapping[str, int]) -> RunConfig:
     changes: dict[str, object] = dict(sizes)
     if sizes["pipeline"] != config.parallel.pipeline:
         changes["layers_per_stage"] = None
-    parallel = config.parallel.model_copy(update=changes)
-    train = config.train
-    if "layers_per_stage" in changes and isinstance(train.recompute_blocks, tuple):
-        train = train.model_copy(update={"recompute_blocks": max(train.recompute_blocks)})
-    return config.model_copy(update={"parallel": parallel, "train": train})
+    blocks = config.train.recompute_blocks
+    if "layers_per_stage" in changes and isinstance(blocks, tuple):
+        blocks = max(blocks)
+    return config.replace(parallel=changes, train={"recompute_blocks": blocks})

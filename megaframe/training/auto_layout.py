@@ -213,15 +213,9 @@ def _copy_layout(config: RunConfig, source: RunConfig) -> RunConfig:
     names = [name for name in SEARCHED_KEYS if hasattr(config.parallel, name)]
     names += ["tensor_chunks", "schedule_microbatches", "layers_per_stage"]
     parallel = {name: getattr(source.parallel, name) for name in (*names, "expert_overlap")}
-    train = {name: getattr(source.train, name) for name in ("microbatch", "recompute")}
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update={**parallel, "auto": False}),
-            "train": config.train.model_copy(
-                update={**train, "recompute_blocks": source.train.recompute_blocks}
-            ),
-        }
-    )
+    keys = ("microbatch", "recompute", "recompute_blocks")
+    train = {name: getattr(source.train, name) for name in keys}
+    return config.replace(parallel={**parallel, "auto": False}, train=train)
 
 
 def _load_saved_config(run: RunSection, checkpoint: CheckpointConfig) -> RunConfig | None:

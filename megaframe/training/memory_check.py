@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megaframe.config import ParallelConfig, RunConfig
+from megaframe.config import ParallelConfig, RunConfig, RunSection
 from megaframe.distributed.device import read_host_swap
 from megaframe.distributed.mesh import read_local_world_size, read_world_size
 from megaframe.errors import UserError
@@ -47,8 +47,7 @@ def plan_dry_run(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     if config.run.device == "cpu":
         raise UserError(f"--gpus {gpus} plans for GPUs, but run.device=cpu; leave out one of them")
     if config.run.device == "auto":
-        run = config.run.model_copy(update={"device": "cuda"})
-        config = config.model_copy(update={"run": run})
+        config = config.replace(run={"device": "cuda"})
     return config, gpus
 
 
@@ -114,7 +113,7 @@ def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> l
     Raises:
         UserError: The run cannot fit; names the nearest changes that do.
     """
-    cluster = _find_machine(config)
+    cluster = _find_machine(config.parallel, config.run)
     if cluster is None:
         return []
     return _judge(config, layout, cluster, advise=not force).warn_or_refuse(force=force)
@@ -155,13 +154,9 @@ def _suggest_layouts(config: RunConfig, layout: Layout, cluster: Cluster) -> lis
     return [head, *(f"  {line}" for line in changes)]
 
 
-def _find_machine(config: RunConfig) -> Cluster | None:
+def _find_machine(parallel: ParallelConfig, run: RunSection) -> Cluster | None:
     """Return the machine that a run is checked for; None if nothing is known of it. A run is
     checked for the GPUs that it gets, whatever machine it was planned for."""
-    if config.run.device == "cuda" and not torch.cuda.is_available():
+    if run.device == "cuda" and not torch.cuda.is_available():
         return None
-    parallel = config.parallel.model_copy(update={"cluster": None})
-    return find_cluster(
-        config.model_copy(update={"parallel": parallel}).parallel,
-        config.model_copy(update={"parallel": parallel}).run,
-    )
+    return find_cluster(parallel.model_copy(update={"cluster": None}), run)

@@ -61,8 +61,7 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
             f"train.steps={given} and data.epochs={epochs:g} disagree: {taken}; use "
             f"train.steps={steps}, leave train.steps out, or use data.epochs=null"
         )
-    decided = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
-    return decided, [taken + _describe_passes(dataset, samples)]
+    return config.replace(train={"steps": steps}), [taken + _describe_passes(dataset, samples)]
 
 
 def has_undecided_length(data: DataConfig, train: TrainConfig) -> bool:

@@ -109,14 +109,9 @@ def _find_context_seq(
     """Return the tokens of a sample at which the compute of a context rank is as long as what it
     sends; None if longer samples do not help."""
     config = choice.config
-    longer = config.train.model_copy(update={"seq": 2 * config.train.seq})
-    doubled = next(
-        each
-        for each in compute_communication_rooflines(
-            config.model_copy(update={"train": longer}), choice.layout, cluster, constants
-        )
-        if each.axis == "context"
-    )
+    longer = config.replace(train={"seq": 2 * config.train.seq})
+    links = compute_communication_rooflines(longer, choice.layout, cluster, constants)
+    doubled = next(each for each in links if each.axis == "context")
     return find_hiding_seq(config.train.seq, link.intensity, doubled.intensity, link.ridge)
 
 

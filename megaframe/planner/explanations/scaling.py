@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
@@ -190,9 +189,9 @@ def _predict_scaled(
     microbatches = batch // (choice.config.train.microbatch * int(data))
     if 3 * microbatches * choice.layout.pipeline * parallel.chunks > _MOST_PASSES:
         return None
-    update: dict[str, object] = {"data": int(data), "schedule_microbatches": None}
-    config = _with_batch(
-        choice.config.model_copy(update={"parallel": parallel.model_copy(update=update)}), batch
+    config = choice.config.replace(
+        parallel={"data": int(data), "schedule_microbatches": None},
+        train={"global_batch": batch, "batch_ramp": None},
     )
     gpus = int(choice.layout.world * times)
     try:
@@ -200,11 +199,6 @@ def _predict_scaled(
         return predict(config, Layout.from_parallel(config.parallel, gpus), cluster, constants)
     except UserError:
         return None
-
-
-def _with_batch(config: RunConfig, batch: int) -> RunConfig:
-    train = config.train.model_copy(update={"global_batch": batch, "batch_ramp": None})
-    return config.model_copy(update={"train": train})
 
 
 def compute_serial_parts(base: Prediction, doubled: Prediction) -> Mapping[str, float]:

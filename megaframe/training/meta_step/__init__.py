@@ -71,13 +71,8 @@ def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasureme
     """
     parallel = {"expert_overlap": False, "symmetric_memory": "off"}
     train: dict[str, object] = {"compile": "none", "cuda_graph": False}
-    config = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update=train),
-            "kernels": KernelsConfig(),
-        }
-    )
+    config = config.replace(parallel=parallel, train=train)
+    config = config.model_copy(update={"kernels": KernelsConfig()})
     with MetaTensorMode() as tracker:
         mesh = Mesh(layout, alone=rank)
         return measure_step(config, mesh, tracker)
