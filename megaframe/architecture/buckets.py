@@ -20,6 +20,9 @@ import numpy as np
 
 Number = Any
 """A float, or a numpy array of them."""
+SUMMED_AT_ONCE = 1 << 22
+"""Elements of a gradient that are summed at once over the ranks of a data rank where its noise is
+measured (`metrics.gradient_noise_every`), which takes memory beside the gradient."""
 LATENCY_SHARE = 0.1
 """What latencies may add to a transfer for the sake of a shorter last bucket, as its share."""
 

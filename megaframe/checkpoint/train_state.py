@@ -17,6 +17,7 @@ from megaframe.config.registry import get_registry
 from megaframe.data.training_shares import find_changed_shares
 from megaframe.errors import UserError
 from megaframe.extensions import refuse_missing_extensions
+from megaframe.metrics.gradient_noise import NoiseAverages
 from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.optim.optimizer import OptimizerState
 
@@ -53,6 +54,7 @@ class TrainState(BaseModel):
         history: The judgement of earlier steps.
         extensions: The extensions that the run had loaded, and the hashes of their sources.
         callbacks: What the callbacks of the run remember, by name.
+        gradient_noise: What was measured of the noise of gradients.
         routines: What multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
             checkpoints of versions that did not record it.
     """
@@ -69,6 +71,7 @@ class TrainState(BaseModel):
     routines: CPURoutines = CPURoutines()
     extensions: dict[str, str] = {}
     callbacks: dict[str, dict[str, JsonValue]] = {}
+    gradient_noise: NoiseAverages = NoiseAverages()
 
 
 def make_initial_train_state(config: RunConfig) -> TrainState:
@@ -152,6 +155,11 @@ def _find_invalid_values(state: TrainState, step: int) -> Iterator[str]:
     for name, firsts in (("left_out", history.left_out), ("failed", history.failed)):
         if not all(0 <= first < _MOST_SAMPLES for first in firsts):
             yield f"history.{name} has numbers that no sample has"
+    noise = state.gradient_noise
+    if not 0 <= noise.measurements <= step:
+        yield f"gradient_noise.measurements={noise.measurements} is not from 0 to {step}"
+    if not math.isfinite(noise.squared_norm) or not math.isfinite(noise.variance):
+        yield "gradient_noise has numbers that are not finite"
 
 
 def find_restarted(

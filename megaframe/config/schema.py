@@ -266,6 +266,11 @@ class MetricsConfig(Section):
     ranks_every: NonNegative = 100
     """Steps between lines of metrics.jsonl that include the time breakdown of every rank; 0:
     none."""
+    gradient_noise_every: NonNegative = 0
+    """Steps between measurements of the gradient noise scale, from which the critical batch follows
+    (docs/guides/batch.md); 0: none. It compares the gradients of data ranks with their sum, so it
+    needs two or more of them, and no gradient compression. A measured step reads all gradients once
+    more, sums them once more over context ranks, and is not launched as a CUDA graph."""
     trace: tuple[Positive, ...] = ()
     """Steps to trace: trace.json in the run folder shows every action and transfer of every rank,
     for ui.perfetto.dev."""

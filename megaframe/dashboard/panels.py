@@ -44,6 +44,11 @@ PANELS = (
     ),
     Panel("lr", "Learning rate", "lines", ("lr",)),
     Panel("grad_norm", "Gradient norm", "lines", ("grad_norm",), log=True),
+    Panel(
+        "gradient_noise", "Critical batch", "lines", ("gradient_noise/critical_batch",), "tokens",
+        help="Batch from which more tokens a step bring little: the measured noise scale of the "
+        "gradients, averaged over the measurements so far.",
+    ),
     Panel("tokens", "Tokens per second", "lines", ("tokens_per_second",), "tokens/s"),
     Panel("tflops", "TFLOP/s per device", "lines", ("tflops_per_second",), "TFLOP/s"),
     Panel(

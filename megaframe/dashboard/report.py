@@ -14,6 +14,7 @@ from typing import Any
 from megaframe.dashboard.remedies import suggest_remedies
 from megaframe.dashboard.run_folder import RunFolder, get_config_value
 from megaframe.dashboard.summary import (
+    advise_batch_of_run,
     compute_mean_losses,
     compute_predicted_losses,
     label_cause,
@@ -93,6 +94,8 @@ def _render_lines(
     yield from ("", "## What to try next", "")
     sentences = [f"- **{label_cause(cause)}**: {text}." for cause, text in suggest_remedies(lost)]
     yield from sentences or ["- Nothing costs more than 2% of the peak."]
+    if (advice := advise_batch_of_run(run)) is not None:
+        yield f"- **critical batch**: {_escape_markdown(advice)}."
     if planner:
         yield f"- **the planner**: {_escape_markdown('; '.join(planner))}."
 

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.config.batch_advice import BatchSettings, advise_batch
 from megaframe.dashboard.downsample import Floats, compute_bucket_means, round_values
 from megaframe.dashboard.metrics_file import MetricsFile
-from megaframe.dashboard.run_folder import RunFolder, make_showable
+from megaframe.dashboard.run_folder import RunFolder, get_config_value, make_showable
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json, read_file
 
 _LARGEST = 1 << 20
 """Bytes of the largest file of a prediction."""
+_MOST = 1 << 40
+"""Largest number of samples or tokens, or learning rate, that is believed."""
 SMOOTHED = 10
 """Steps over which a training metric is averaged; evaluation metrics are not averaged."""
 COMMUNICATION = "communication/"
@@ -84,6 +87,29 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
         ),
     ]
     return [list(row) for row in rows]
+
+
+def advise_batch_of_run(run: RunFolder) -> str | None:
+    """Return what the measured critical batch says about the batch and the learning rate; None if
+    it was not measured, or if the folder does not say which the run had."""
+    measured = run.metrics.get_column("gradient_noise/critical_batch")
+    measured = measured[np.isfinite(measured) & (measured > 0)]
+    keys = ("train.global_batch", "train.seq", "optim.lr")
+    samples, seq, lr = (_read_number(get_config_value(run.config, key)) for key in keys)
+    if not measured.size or samples is None or seq is None or lr is None:
+        return None
+    optimizer = str(get_config_value(run.config, "optim.name"))
+    settings = BatchSettings(math.ceil(samples), math.ceil(seq), optimizer, lr)
+    return advise_batch(settings, float(measured[-1]))
+
+
+def _read_number(value: Any) -> float | None:
+    """Return a number above 0 of a config of unknown shape; None if it is none that a run has."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if 0 < number < _MOST else None
 
 
 def compute_outcome(metrics: MetricsFile, metric: str) -> float | None:

@@ -80,6 +80,8 @@ class Bucket:
         is_alone: Whether no other rank has these parameters, so that nothing travels.
         gathers: Whether values come from other ranks; if not, they are always here.
         holds_full_grads: Whether a reduction still holds a borrowed buffer of whole gradients.
+        before_reduction: Called with the gradients of the whole bucket before each reduction, which
+            it must not change; None for nothing.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Bucket:
         # Whether `grad_sums` holds gradients of this step; if not, the first sum overwrites it.
         self._summed = False
         self.holds_full_grads = False
+        self.before_reduction: Callable[[Tensor], None] | None = None
         self._reduction: Iterator[Pending[Tensor]] | None = None
         self._transfer: Pending[Tensor] | None = None
         self._gathering: Pending[Tensor] | None = None
@@ -238,6 +241,8 @@ class Bucket:
         # The previous reduction of this bucket uses the same sums and residuals.
         self.wait()
         self.finish_gradients()
+        if self.before_reduction is not None:
+            self.before_reduction(self._borrow_full_grads())
         self._reduction = self._start_transfers(last)
         self.advance()
 

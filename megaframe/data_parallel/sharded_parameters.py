@@ -20,6 +20,7 @@ from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.bucket_layout import BucketingRule, BucketLayout, has_tables
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.reducer_config import ReducerConfig
+from megaframe.data_parallel.small_batches import SmallBatchNorms
 from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.layout import Layout
@@ -105,6 +106,7 @@ class ShardedParameters:
             stage.
         buffers: The memory of the buckets on the device.
         gathers: As in `ParameterSharding`.
+        small_batches: Measures gradients before they are reduced; None if no step is to be.
     """
 
     def __init__(
@@ -142,10 +144,23 @@ class ShardedParameters:
             (b for b in self.trained if tied is not None and tied.parameter in b.parameters), None
         )
         self._gradients_divided = any(bucket.sharding.stage >= 2 for bucket in self.trained)
+        self.small_batches: SmallBatchNorms | None = None
+        if config.metrics.gradient_noise_every:
+            self.small_batches = self._make_small_batches(config, mesh)
         plain = ReducerConfig.from_parallel(config.parallel, compress=True).uncompressed
         # A plain all-reduce at stage 0 is one transfer and needs no `advance`.
         self._in_parts = config.parallel.zero >= 1 or mesh.layout.data_replicate > 1 or not plain
         """Whether a reduction takes several transfers, or holds a buffer until it is done."""
+
+    def _make_small_batches(self, config: RunConfig, mesh: Mesh) -> SmallBatchNorms:
+        tied, bucket = self._tied, self._tied_bucket
+        return SmallBatchNorms(
+            mesh,
+            self.trained,
+            [*_list_shard_axes(config.model, mesh.layout)],
+            zero=config.parallel.zero,
+            tied=None if tied is None or bucket is None else (bucket, tied.ends),
+        )
 
     @property
     def trained(self) -> list[Bucket]:
@@ -237,10 +252,13 @@ class ShardedParameters:
 
     # Gradients.
 
-    def start_step(self) -> None:
-        """Forget the gradients of the previous step."""
+    def start_step(self, *, measured: bool = False) -> None:
+        """Forget the gradients of the previous step. measured: those of the small batches of this
+        one are measured."""
         for bucket in self.buckets:
             bucket.start_step()
+        if self.small_batches is not None:
+            self.small_batches.start_step(measured=measured)
 
     def reduce(self, unit: Module, *, last: bool) -> None:
         """Reduce the gradients of the matrices that a unit, without its second half, or a second
@@ -261,6 +279,8 @@ class ShardedParameters:
             for bucket in buckets:
                 bucket.wait()
         self._in_flight.clear()
+        if self.small_batches is not None:
+            self.small_batches.finish()
         # After the sums over data ranks: both ends of a tied table then get the same total, so that
         # their copies stay equal.
         if self._tied is not None and self._tied_bucket is not None:
@@ -293,6 +313,12 @@ class ShardedParameters:
 
 def _list_reduction_axes(model: ModelConfig, layout: Layout) -> Iterator[tuple[str, ...]]:
     """Yield the axis sets over which gradients may be summed, the same on all ranks."""
+    yield from _list_shard_axes(model, layout)
+    yield ("data_replicate",)
+
+
+def _list_shard_axes(model: ModelConfig, layout: Layout) -> Iterator[tuple[str, ...]]:
+    """Yield those of the ranks that hold one copy."""
     # Groups are made collectively, so all ranks list the same sets in the same order.
     yield ("data_shard", "context")
     if layout.tensor > 1:
@@ -301,7 +327,6 @@ def _list_reduction_axes(model: ModelConfig, layout: Layout) -> Iterator[tuple[s
         yield ("data_shard", "context", "tensor_copies")
     if model.moe is not None:
         yield ("expert_shard",)
-    yield ("data_replicate",)
 
 
 def _release(buckets: Sequence[Bucket]) -> None:

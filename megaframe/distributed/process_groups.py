@@ -166,6 +166,18 @@ class ProcessGroups:
         ]
         self._add_group(("data_shard", "context", "tensor_copies"), members)
 
+    def divide_group(self, axes: tuple[str, ...], size: int) -> Group:
+        """Make groups of those ranks of the groups over `axes` that are in the same part of the
+        world, which is cut into parts of `size` consecutive ranks. All ranks of the world must call
+        this for groups that exist."""
+        members: list[Ranks] = []
+        for ranks in self._members[self._make_key(axes)]:
+            parts: dict[int, list[int]] = {}
+            for rank in ranks:
+                parts.setdefault(rank // size, []).append(rank)
+            members += map(tuple, parts.values())
+        return self._make_group(axes, members, shared=True)
+
     def divide_exchanges(self, axis_sets: Iterable[tuple[str, ...]], node_size: int) -> None:
         """Let the groups over these axis sets exchange in steps (`Group.steps`), if they have so
         many ranks, or ranks in several nodes of `node_size`, that `exchange_steps` divides them.

@@ -102,7 +102,7 @@ class MetricsLogger:
             lambda ends: self._timer.time_messages(ends, free.get(ends, 0.0)),
         )
         self._records = StepRecords()
-        self._observe: ObserveStep = lambda values: {}
+        self._observers: list[ObserveStep] = []
         self._unreduced: deque[tuple[int, StepRecords, StepTimeline]] = deque()
         self._in_flight: tuple[int, PendingReduction] | None = None
         self._sinks: list[Sink] = []
@@ -128,8 +128,8 @@ class MetricsLogger:
 
     def observe_steps(self, observe: ObserveStep) -> None:
         """Call a function for each step, once and in order, when its values are known and before
-        its line is written."""
-        self._observe = observe
+        its line is written. It also gets what functions given before have added."""
+        self._observers.append(observe)
 
     def start_step(self) -> None:
         """Start the clock of the first step. Every later step starts where the one before it ended,
@@ -296,7 +296,9 @@ class MetricsLogger:
         step, reduction = flight
         values = reduction.wait()
         step_values = {**values, "step": step}
-        added = self._observe(step_values)
+        added: dict[str, float] = {}
+        for observe in self._observers:
+            added |= observe({**step_values, **added})
         samples = self._samples.pop(step, ())
         if self._sinks:
             written = {name: values[name] for name in values if not name.startswith(_AGREED)}

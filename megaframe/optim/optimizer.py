@@ -20,6 +20,7 @@ from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.config import RunConfig
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.sharded_parameters import ShardedParameters
+from megaframe.data_parallel.small_batches import SquaredNorms
 from megaframe.distributed.collectives import Group, Pending, all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.pending import copy_to_host
@@ -45,11 +46,13 @@ class UpdateResult:
         lr: The learning rate.
         host_norms: Returns, on the host, that norm and the norm of each piece of gradient that this
             rank sums.
+        squared_norms: Those of small batches and of the whole one; None if they are not measured.
     """
 
     grad_norm: Tensor
     lr: float
     host_norms: Callable[[], list[Tensor]]
+    squared_norms: SquaredNorms | None = None
 
     def is_finite(self) -> bool:
         """Return whether weights were updated; waits for the step."""
@@ -146,6 +149,7 @@ class Optimizer:
         self._pending: UpdateResult | None = None
         """The last update, as long as the host does not know its outcome."""
         self._before_update: Callable[[], None] | None = None
+        self._piece_kinds: Tensor | None = None
 
     def initialize(self, seed: int) -> None:
         """Begin with the initial weights."""
@@ -181,6 +185,7 @@ class Optimizer:
         # Gradients carry the loss scale of their step; the norm that is clipped and logged does
         # not.
         norm = self._compute_global_norm(pieces) / self._scale.value
+        squared_norms = self._collect_squared_norms(pieces)
         # A scalar on the device. The norm is summed over the whole model, so all ranks decide
         # alike.
         finite = torch.isfinite(norm)
@@ -201,7 +206,7 @@ class Optimizer:
                 bucket.gather()
         # On a GPU the copies run on a separate stream; the host reads them a step later.
         host_norms = copy_to_host([Pending(norm), Pending(pieces)], self._mesh.device)
-        self._pending = UpdateResult(norm, lr, host_norms)
+        self._pending = UpdateResult(norm, lr, host_norms, squared_norms)
         return self._pending
 
     def _compute_divisor(self, norm: Tensor) -> Tensor:
@@ -282,7 +287,7 @@ class Optimizer:
     def _compute_piece_norms(self) -> Tensor:
         """Return the norm of each piece of gradient that this rank sums, fp64 [pieces]. The ranks
         that together hold one copy of the model have each element of the gradient once."""
-        pieces = [piece for _, piece in self._owned_pieces]
+        pieces = [piece for _, _, piece in self._owned_pieces]
         if not pieces:
             return torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
         kernels = [self._kernels.find("square_sum", piece) for piece in pieces]
@@ -294,10 +299,20 @@ class Optimizer:
         # Each norm is in master precision; squares are summed over pieces and ranks in fp64.
         return torch.stack(torch._foreach_norm(pieces)).double()
 
+    def _collect_squared_norms(self, piece_norms: Tensor) -> SquaredNorms | None:
+        """Return what is measured of the step for the noise of gradients, if it is."""
+        small_batches = self._parameters.small_batches
+        if small_batches is None or not small_batches.active:
+            return None
+        if self._piece_kinds is None:  # made once, because the host waits for it
+            buckets = [bucket for bucket, _, _ in self._owned_pieces]
+            self._piece_kinds = small_batches.number_kinds(buckets)
+        return small_batches.collect(piece_norms.square(), self._piece_kinds, self._scale.value)
+
     @cached_property
-    def _owned_pieces(self) -> list[tuple[str, Tensor]]:
-        """The pieces, each with the names of its parameters; with a kernel one piece per bucket,
-        because each piece is one launch."""
+    def _owned_pieces(self) -> list[tuple[Bucket, str, Tensor]]:
+        """The pieces, each with its bucket and the names of its parameters; with a kernel one piece
+        per bucket, because each piece is one launch."""
         buckets = [
             bucket
             for bucket in self._parameters.trained
@@ -306,11 +321,11 @@ class Optimizer:
         ]
         if self._kernels.has("square_sum"):
             return [
-                (",".join(p.spec.name for p in bucket.parameters), bucket.owned_grad_sums)
+                (bucket, ",".join(p.spec.name for p in bucket.parameters), bucket.owned_grad_sums)
                 for bucket in buckets
             ]
         return [
-            (parameter.spec.name, piece)
+            (bucket, parameter.spec.name, piece)
             for bucket in buckets
             for parameter, _, piece in bucket.iterate_pieces(
                 bucket.owned_grad_sums, bucket.owned_span
@@ -334,7 +349,7 @@ class Optimizer:
         norms = update.host_norms()[1].tolist()
         nonfinite = {
             name: None
-            for (name, _), norm in zip(self._owned_pieces, norms, strict=True)
+            for (_, name, _), norm in zip(self._owned_pieces, norms, strict=True)
             if not math.isfinite(norm)
         }
         group = self._model_group

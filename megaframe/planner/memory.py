@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megaframe.architecture.block import describe_block
+from megaframe.architecture.buckets import SUMMED_AT_ONCE
 from megaframe.architecture.optimizer_state import (
     OFFLOAD_BUFFERS,
     OFFLOAD_CHUNK,
@@ -146,7 +147,7 @@ def compute_memory(
     return RankMemory(
         weights=0 if weights_offloaded else shard * master,
         values=values * width,
-        gradients=(gradients + residual) * master,
+        gradients=(gradients + residual + _count_kept_table(config, plans)) * master,
         optimizer=0 if is_offloaded else state,
         activations=activation_bytes // activation_ranks,
         logits=logits,
@@ -156,6 +157,7 @@ def compute_memory(
         temporaries=max(
             2 * tokens * compute_max_width_per_token(config.model) * width // activation_ranks,
             logits + loss_tensors,
+            _count_summed_apart(config, parameters) * master,
         ),
         host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
     )
@@ -201,6 +203,26 @@ def _count_values_and_gradients(
     if same_dtype:
         values -= alone + -(-parameters.vectors // ranks) if zero == 3 else shard
     return values, gradients
+
+
+def _count_kept_table(config: RunConfig, plans: Sequence[StagePlan]) -> int:
+    """Return the elements of the gradient of a table that two pipeline ranks have, which each keeps
+    until the end of a step whose noise is measured."""
+    model, parallel = config.model, config.parallel
+    is_shared = model.tie_embeddings or model.mtp_depth > 0
+    has_one_end = any(plan.first for plan in plans) != any(plan.last for plan in plans)
+    if not (config.metrics.gradient_noise_every and is_shared and has_one_end):
+        return 0
+    return -(-(model.vocab or 0) // parallel.tensor) * model.hidden // parallel.context
+
+
+def _count_summed_apart(config: RunConfig, parameters: RankParameters) -> int:
+    """Return the elements that a measurement of noise sums at once over the ranks of a data
+    rank."""
+    parallel = config.parallel
+    if not config.metrics.gradient_noise_every or parallel.context == 1:
+        return 0
+    return min(SUMMED_AT_ONCE, parameters.total)
 
 
 def _compute_logit_bytes(

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from megaframe.config import RunConfig
-from megaframe.data.loader import Loader
+from megaframe.data.loader import Loader, StepBatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.io.output_files import OutputFiles
 from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.metrics.expert_load import ExpertLoadMetrics
+from megaframe.metrics.gradient_noise import GradientNoise
 from megaframe.metrics.run_summary import make_opening_lines
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.training.train_step import StepResult, TrainStep
@@ -31,6 +32,7 @@ class StepMetrics:
 
     Attributes:
         logger: Takes the metrics, and writes their lines.
+        noise: Measures the noise of gradients.
         previous_loss: The loss in the checkpoint that was loaded, until the first step after it is
             recorded; None if there is nothing to compare.
     """
@@ -62,7 +64,7 @@ class StepMetrics:
         self._config, self._mesh = config, mesh
         self._sharded_parameters = train_step.sharded_parameters
         self._optimizer, self._loader = train_step.optimizer, loader
-        self.previous_loss = previous_loss
+        self.previous_loss, self.noise = previous_loss, GradientNoise(config, mesh)
         # Of the last step that had one.
         self._loss = torch.full((), math.nan, dtype=torch.float64, device=mesh.device)
         self._is_loss_missing = False
@@ -91,17 +93,19 @@ class StepMetrics:
                     samples_seen=loader.state["samples"],
                 ),
                 *train_step.describe_kernels(),
+                *self.noise.describe(),
             ],
             files=files,
         )
+        self.logger.observe_steps(self.noise.add_step)
 
-    def record(self, step: int, result: StepResult, samples: int, valid: int) -> None:
+    def record(self, step: int, result: StepResult, batch: StepBatch, valid: int) -> None:
         """Record the metrics of a step.
 
         Args:
             step: Its number, counted from 1.
             result: What it computed on this rank.
-            samples: Samples of the global batch.
+            batch: What it computed with.
             valid: Tokens of the global batch with a label, the normaliser of all losses.
         """
         record, update = self.logger.record, result.update
@@ -117,10 +121,13 @@ class StepMetrics:
         record("grad_norm", update.grad_norm, "last")
         record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
         record("lr", update.lr, "last")
-        record("tokens", samples * self._config.train.seq, "last")
+        record("tokens", batch.samples * self._config.train.seq, "last")
         record("sources", torch.tensor(self._loader.consumed), "last")
         if self._config.train.precision == "fp16":
             record("loss_scale", self._optimizer.loss_scale, "last")
+        if update.squared_norms is not None:
+            for name, row, how in self.noise.make_records(update.squared_norms, batch.microbatches):
+                record(name, row, how)
 
     def _record_means(self, step: int, result: StepResult, valid: int) -> None:
         """Record what is a mean over the tokens with a label; see `record`."""

@@ -179,6 +179,7 @@ class TrainStep:
         scale: float | Tensor,
         *,
         by_block: bool = False,
+        measured: bool = False,
     ) -> StepResult:
         """Run one optimizer step.
 
@@ -187,6 +188,7 @@ class TrainStep:
             step: Number of the step, on which random masks depend.
             scale: Gradients are those of scale * (sum of the losses).
             by_block: Record the largest magnitude of every block; then no CUDA graph is used.
+            measured: Measure the gradients of small batches; then no CUDA graph is used either.
         """
         plan = self._plan_schedule(len(microbatches), True)
         if self._depth:
@@ -194,10 +196,10 @@ class TrainStep:
         parts = self._select_context_parts(microbatches)
         if not isinstance(scale, Tensor):
             scale = torch.full((), scale, dtype=torch.float64, device=self._mesh.device)
-        self.sharded_parameters.start_step()
+        self.sharded_parameters.start_step(measured=measured)
         for stage in self.stages.values():
             stage.start_step(step)
-        if self.graph is None or by_block:
+        if self.graph is None or by_block or measured:
             output = self._executor.run(plan, parts, scale, by_block=by_block)
         else:
             output = self._run_as_graph(self.graph, plan, parts, scale)

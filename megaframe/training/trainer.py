@@ -167,6 +167,8 @@ class Trainer:
             previous_loss=state.loss if state else None,
             files=files,
         )
+        if state is not None:
+            self._step_metrics.noise.averages = state.gradient_noise
         self.metrics = self._step_metrics.logger
         log_start(
             self.metrics,
@@ -202,7 +204,8 @@ class Trainer:
                 raise explain_out_of_memory(self.mesh.rank, memory, device, self.folder) from error
             finally:
                 self.loader.close()
-        missing = self.metrics.close([] if self._is_at_end() else self._describe_early_end())
+        early_end = [] if self._is_at_end() else self._describe_early_end()
+        missing = self.metrics.close([*self._step_metrics.noise.summarize(), *early_end])
         if self.fault_handler.exit_signal and not self._is_at_end():
             raise SystemExit(exit_status(self.fault_handler.exit_signal))
         return "; ".join([*missing, *self.checkpointer.list_missing()])
@@ -300,12 +303,13 @@ class Trainer:
         with metrics.time("compute"):
             # Without any valid token all gradients are zero, whatever divides them.
             scale = self.optimizer.loss_scale / max(1, valid)
-            result = self.train_step.train(microbatches, self.step, scale)
+            measured = self._step_metrics.noise.is_due(self.step + 1)
+            result = self.train_step.train(microbatches, self.step, scale, measured=measured)
             if self.fault_handler.needs_replay(result.update):
                 result = self._replay_step(microbatches, scale, result)
         self.step += 1
         self.fault_handler.add_step(self.step, batch, result.update, result.maxima)
-        self._step_metrics.record(self.step, result, batch.samples, valid)
+        self._step_metrics.record(self.step, result, batch, valid)
 
     def _replay_step(
         self, microbatches: Sequence[Microbatch], scale: float | Tensor, first: StepResult
@@ -334,6 +338,7 @@ class Trainer:
             routines=self._routines,
             extensions=list_loaded_extensions(),
             callbacks=self.callbacks.state(),
+            gradient_noise=self._step_metrics.noise.averages,
         )
         self._checkpoint.start_save(
             writer, self.step, state, self.metrics.note, self.fault_handler.time_save
@@ -351,6 +356,7 @@ class Trainer:
         restored = self._checkpoint.restore(open_checkpoint(path))
         self.step = restored.step
         self.callbacks.load_state(restored.state.callbacks)
+        self._step_metrics.noise.averages = restored.state.gradient_noise
         for line in self.checkpointer.take_notes():
             self.metrics.note(line)
         self.checkpointer.forget_memory_copies()

@@ -21,6 +21,7 @@ from megaframe.validate.context_parallel import find_context_mistakes
 from megaframe.validate.cuda_graph import find_graph_mistakes
 from megaframe.validate.data import find_source_mistakes, find_split_mistakes
 from megaframe.validate.experts import find_expert_mistakes
+from megaframe.validate.gradient_noise import find_gradient_noise_mistakes
 from megaframe.validate.limits import find_limit_mistakes
 from megaframe.validate.model import (
     find_model_mistakes,
@@ -96,6 +97,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *find_loss_mistakes(config.train, config.kernels),
         *find_sample_mistakes(config.train, config.data),
         *(find_graph_mistakes(config, sizes) if not axis_mistakes else ()),
+        *(find_gradient_noise_mistakes(config, sizes) if not axis_mistakes else ()),
         *find_learning_rate_mistakes(config.optim, config.train.steps),
         *find_optimizer_mistakes(config.optim),
         *find_saving_mistakes(config.checkpoint),

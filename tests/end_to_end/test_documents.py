@@ -35,6 +35,7 @@ GUIDES = (
     "kernel",
     "model",
     "pipeline",
+    "batch",
     "tensor",
     "experts",
     "checkpoints",

@@ -73,3 +73,18 @@ def test_the_report_of_a_run_has_all_rows_of_its_three_tables(tmp_path):
     count = len(re.findall(r"^\| (?! )", markdown, re.MULTILINE))
     assert sum(map(len, parsed.tables)) == count
     assert "|" not in parsed.outside
+
+
+def test_a_measured_critical_batch_is_told_with_what_follows_from_it(tmp_path):
+    lines = [
+        {**line, "gradient_noise": {"critical_batch": 1e6 + line["step"]}} for line in make_lines(9)
+    ]
+    train, optim = {"global_batch": 64, "seq": 1024}, {"lr": 0.001, "name": "adamw"}
+    settings = {"train": train, "optim": optim}
+    report = render_report(RunFolder(write(tmp_path / "run", lines, settings)))
+    assert "- **critical batch**: 1,000,009 tokens; with train.global\\_batch=64 (65,536" in report
+    assert "train.global\\_batch=512 with optim.lr=0.00283" in report
+    for broken in ({"seq": "many"}, {"seq": 0}, {"seq": 1e300}, {"seq": None}):
+        other = {**settings, "train": {**train, **broken}}
+        unknown = render_report(RunFolder(write(tmp_path / "other", lines, other)))
+        assert "critical batch" not in unknown

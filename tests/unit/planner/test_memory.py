@@ -12,6 +12,7 @@ from patience import PATIENCE
 from saved_bytes import measure_block_bytes
 from slow_cases import mark_slow, slow
 
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead
@@ -21,9 +22,9 @@ from megaframe.metrics import StepTimer
 from megaframe.model.layer_inputs import LayerRoutines
 from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.activations import compute_block_bytes
-from megaframe.planner.memory import compute_memory
+from megaframe.planner.memory import compute_memory, compute_rank_memory
 from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
-from megaframe.schedule import Action, ActionKind
+from megaframe.schedule import Action, ActionKind, lower
 from megaframe.training.train_step import TrainStep
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
@@ -209,3 +210,24 @@ def test_a_backward_that_is_not_split_frees_what_it_used():
         compute_memory(config, RankParameters(0, (), ()), 1, plans, [*second, *split]).activations
         == single_activations
     )
+
+
+def test_a_tied_table_is_kept_while_noise_is_measured():
+    """By each of the two ranks that have it, and only in a pipeline."""
+    kept = {}
+    for every in (0, 5):
+        for pipeline in (1, 3):
+            config = RunConfig(
+                model={"layers": 3, "hidden": 16, "heads": 2, "vocab": 100, "tie_embeddings": True},
+                train={"seq": 8, "global_batch": 6, "microbatch": 1},
+                parallel={"pipeline": pipeline},
+                metrics={"gradient_noise_every": every},
+            )
+            schedule, plans = lower(build_step_schedule(config, 3)), plan_stages(config)
+            layout = Layout(pipeline=pipeline, data=2)
+            for rank in range(pipeline):
+                memory = compute_rank_memory(config, layout, plans, schedule, rank)
+                kept[every, pipeline, rank] = memory.gradients
+    more = {key[1:]: kept[key] - kept[(0, *key[1:])] for key in kept if key[0]}
+    table = 100 * 16 * 4
+    assert more == {(1, 0): 0, (3, 0): table, (3, 1): 0, (3, 2): table}
