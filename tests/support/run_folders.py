@@ -39,6 +39,7 @@ def make_lines(steps, ranks=4, stages=2, ranks_every=10, start=0, seed=0):
         if ranks_every and step % ranks_every == 0:
             line["eval_loss"], line["eval_losses"] = 3.0, {"web": 2.5, "code": 3.5}
             line["eval_bits_per_byte"] = 1.5
+            line["gradient_noise"] = {"critical_batch": 1e6 + step}
             work = [0.5 + 0.2 * (rank == 1) for rank in range(ranks)]
             memory = {f"held/{kind}": [1e8] * ranks for kind in ("weights", "optimizer")}
             line["ranks"] = {"work": work, "memory_bytes": [1e9] * ranks, **memory}

@@ -140,7 +140,7 @@ def test_the_total_of_a_plan_follows_the_ramp(overrides):
 
 
 def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(TrainStep, "train", fail)
