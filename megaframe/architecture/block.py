@@ -24,6 +24,7 @@ from megaframe.architecture.mamba2 import Mamba2Description
 from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import describe_mlp
 from megaframe.architecture.moe import MoEDescription, has_experts
+from megaframe.architecture.no_layer import NoFeedForward, NoLayer, NoMixer
 from megaframe.architecture.norm import (
     LayerNormDescription,
     NormDescription,
@@ -42,6 +43,7 @@ from megaframe.config.blocks import (
     Mamba2Config,
     MLPConfig,
     MoEMixtureConfig,
+    NoLayerConfig,
     get_qk_norm_form,
 )
 from megaframe.config.model import ModelConfig
@@ -53,8 +55,8 @@ _MAKES_LAYER = "make_layer(name, run)"
 
 @dataclass(frozen=True)
 class BlockDescription:
-    """A mixer of tokens and a feed-forward layer, each of which adds to the residual stream. Equal
-    for blocks of the same kind.
+    """A mixer of tokens and a feed-forward layer, or one of them, each of which adds to the
+    residual stream. Equal for blocks of the same kind.
 
     Attributes:
         mixer: Mixes tokens.
@@ -92,24 +94,33 @@ class BlockDescription:
         return self.norms_before and self.parallel == "one_norm"
 
     @property
+    def halves(self) -> tuple[MixerDescription | FeedForwardDescription, ...]:
+        """The mixer and the feed-forward layer, or the one that there is."""
+        layers = (self.mixer, self.feed_forward)
+        return tuple(layer for layer in layers if not isinstance(layer, NoLayer))
+
+    @property
     def first_half(self) -> Mapping[str, HasParameters]:
         """What the block computes first, and all norms."""
         parts: dict[str, HasParameters] = {}
-        if self.norms_before:
-            parts["attention_norm"] = self.norm
-        parts[self.mixer.name] = self.mixer
-        if self.norms_after:
-            parts["attention_post_norm"] = self.norm
-        if self.norms_before and not self.shares_norm:
-            parts["mlp_norm"] = self.norm
-        if self.norms_after:
-            parts["mlp_post_norm"] = self.norm
+        if self.mixer in self.halves:
+            if self.norms_before:
+                parts["attention_norm"] = self.norm
+            parts[self.mixer.name] = self.mixer
+            if self.norms_after:
+                parts["attention_post_norm"] = self.norm
+        if self.feed_forward in self.halves:
+            if self.norms_before and not self.shares_norm:
+                parts["mlp_norm"] = self.norm
+            if self.norms_after:
+                parts["mlp_post_norm"] = self.norm
         return parts
 
     @property
     def second_half(self) -> Mapping[str, HasParameters]:
         """The part whose parameters are used last and whose gradients are complete first."""
-        return {self.feed_forward.name: self.feed_forward}
+        layer = self.feed_forward
+        return {layer.name: layer} if layer in self.halves else {}
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters.
@@ -159,25 +170,24 @@ class BlockDescription:
         norms before them with their statistics, unless they are recomputed, and the inputs of the
         norms after them with their statistics.
         """
-        saved = self.mixer.count_saved(parallel, recompute) + self.feed_forward.count_saved(
-            parallel, recompute
-        )
-        if self.parallel == "none":
+        halves = self.halves
+        saved = sum((half.count_saved(parallel, recompute) for half in halves), SavedActivations())
+        if self.parallel == "none" and len(halves) == 2:
             saved = saved + SavedActivations(values=self.norm.width)
         recomputed = recompute == "selective" and self.norm.recomputes
         if self.norms_before:
             needs_rows = [self.feed_forward.keeps_normed_input]
             needs_rows.append(self.mixer.keeps_normed_input and not self.shares_norm)
-            norms = 1 if self.shares_norm else 2
+            norms = 1 if self.shares_norm else len(halves)
             kept_norms = min(norms, sum(needs_rows)) if recomputed else norms
             saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
-            saved = saved + self.norm.saved + self.norm.saved
+            saved = sum([self.norm.saved] * len(halves), saved)
         return saved
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
-        parts = (self.mixer, self.feed_forward)
+        parts = self.halves
         saved = sum(
             (part.count_saved_for_weights(parallel, recompute) for part in parts),
             SavedActivations(),
@@ -228,7 +238,7 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
     """Return the block of a layer. Predictors' blocks are numbered after the last layer."""
     block = find_block_config(model, layer)
     # GPT-2's initialisation: outputs into the stream shrink with the number of layers.
-    output_std = model.init_std / math.sqrt(2 * model.layers)
+    output_std = model.init_std / math.sqrt(_count_halves(model))
     return BlockDescription(
         _describe_mixer(model, block.mixer, output_std),
         _describe_feed_forward(model, block.feed_forward, output_std),
@@ -257,6 +267,14 @@ def find_block_config(model: ModelConfig, layer: int) -> BlockConfig:
 
 
 @lru_cache(maxsize=256)
+def _count_halves(model: ModelConfig) -> int:
+    """Return how often the layers of a model add to the stream."""
+    blocks = [find_block_config(model, layer) for layer in range(model.layers)]
+    halves = (half for block in blocks for half in (block.mixer, block.feed_forward))
+    return max(1, sum(not isinstance(half, NoLayerConfig) for half in halves))
+
+
+@lru_cache(maxsize=256)
 def describe_norm(model: ModelConfig) -> NormDescription:
     """Return the norm of the residual stream. One object for all layers, so that code from outside
     is compiled once."""
@@ -278,14 +296,24 @@ def list_mixers(model: ModelConfig) -> list[MixerDescription]:
     return [describe_block(model, n).mixer for n in range(model.layers + model.mtp_depth)]
 
 
+def count_mixers(model: ModelConfig) -> int:
+    """Return how many layers have a mixer."""
+    mixers = list_mixers(model)[: model.layers]
+    return sum(not isinstance(mixer, NoMixer) for mixer in mixers)
+
+
 def count_kv_copies(model: ModelConfig, tensor: int) -> int:
     """Return how many tensor ranks share each key and value head: 1 if there are enough heads."""
     return max(count_copies(mixer.ring_groups, tensor) for mixer in list_mixers(model))
 
 
 def _describe_feed_forward(
-    model: ModelConfig, config: MLPConfig | MoEMixtureConfig | FeedForwardPart, output_std: float
+    model: ModelConfig,
+    config: MLPConfig | MoEMixtureConfig | NoLayerConfig | FeedForwardPart,
+    output_std: float,
 ) -> FeedForwardDescription:
+    if isinstance(config, NoLayerConfig):
+        return NoFeedForward()
     if isinstance(config, FeedForwardPart):
         layer: FeedForwardDescription = describe_part(
             config, FeedForwardDescription, _MAKES_LAYER, model, output_std
@@ -313,10 +341,13 @@ def _describe_mixer(
         | GatedDeltaNetConfig
         | GatedShortConvolutionConfig
         | Mamba2Config
+        | NoLayerConfig
         | MixerPart
     ),
     output_std: float,
 ) -> MixerDescription:
+    if isinstance(config, NoLayerConfig):
+        return NoMixer()
     if isinstance(config, MixerPart):
         mixer: MixerDescription = describe_part(
             config, MixerDescription, _MAKES_LAYER, model, output_std

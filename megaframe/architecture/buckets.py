@@ -66,7 +66,8 @@ def group_blocks_into_buckets(sizes: Sequence[tuple[int, int]], least: int) -> l
     stop, total = len(sizes), 0
     for start in reversed(range(len(sizes))):
         total += sum(sizes[start])
-        halves = stop - start == 1 and max(sizes[start]) >= least
+        has_both = min(sizes[start]) > 0  # a block with one half needs no other bucket
+        halves = has_both and stop - start == 1 and max(sizes[start]) >= least
         if total >= least or halves or start == 0:
             groups.append(BucketBlocks(start, stop, halves))
             stop, total = start, 0

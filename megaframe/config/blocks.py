@@ -231,6 +231,13 @@ class MoEMixtureConfig(Section):
     """Experts, as `model.moe` describes them."""
 
 
+class NoLayerConfig(Section):
+    """A half that a block does not have."""
+
+    kind: Literal["none"]
+    """Nothing: the block has its other half only, as all have in Nemotron-H."""
+
+
 def _expand_kind(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
@@ -252,12 +259,15 @@ MixerConfig = Annotated[
     | Annotated[LatentMixerConfig, Tag("latent")]
     | Annotated[GatedDeltaNetConfig, Tag("gated_delta_net")]
     | Annotated[GatedShortConvolutionConfig, Tag("gated_short_convolution")]
-    | Annotated[Mamba2Config, Tag("mamba2")],
+    | Annotated[Mamba2Config, Tag("mamba2")]
+    | Annotated[NoLayerConfig, Tag("none")],
     Discriminator(_get_mixer_kind),
     BeforeValidator(_expand_kind),
 ]
 FeedForwardConfig = Annotated[
-    Annotated[MLPConfig, Tag("mlp")] | Annotated[MoEMixtureConfig, Tag("moe")],
+    Annotated[MLPConfig, Tag("mlp")]
+    | Annotated[MoEMixtureConfig, Tag("moe")]
+    | Annotated[NoLayerConfig, Tag("none")],
     Discriminator(_get_feed_forward_kind),
     BeforeValidator(_expand_kind),
 ]
@@ -270,11 +280,11 @@ class BlockConfig(Section):
     """Number of consecutive layers like this one."""
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
     """What mixes tokens: `attention`, `latent`, `gated_delta_net`, `gated_short_convolution` or
-    `mamba2`, and its keys."""
+    `mamba2`, and its keys; or `none`."""
     feed_forward: Annotated[FeedForwardConfig | FeedForwardPart, Extensible("feed_forward")] = (
         MLPConfig()
     )
-    """What follows it: `mlp` or `moe`, and its keys."""
+    """What follows it: `mlp` or `moe`, and its keys; or `none`."""
     norms: Literal["before", "after", "both", "none"] = "before"
     """Where the stream's norms are: before each half of the block, after it (on what it adds to the
     stream), both, or nowhere."""

@@ -231,9 +231,9 @@ ROLES: dict[str, Role] = {
     "mixer": Role(
         MixerPart,
         "model.blocks: mixer",
-        ("attention", "latent", "gated_delta_net", "gated_short_convolution", "mamba2"),
+        ("attention", "latent", "gated_delta_net", "gated_short_convolution", "mamba2", "none"),
     ),
-    "feed_forward": Role(FeedForwardPart, "model.blocks: feed_forward", ("mlp", "moe")),
+    "feed_forward": Role(FeedForwardPart, "model.blocks: feed_forward", ("mlp", "moe", "none")),
     "norm": Role(NormPart, "model.norm", ("layernorm", "rmsnorm")),
     "activation": Role(ActivationPart, "model.activation", tuple(get_args(Activation))),
     "optimizer": Role(OptimizerPart, "optim.name", ("adamw", "muon", "lion", "sgd")),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaframe.architecture.block import list_mixers
+from megaframe.architecture.block import count_mixers, list_mixers
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.key_value_cache import KeyValueCache, join_caches
 from megaframe.pipeline_parallel.stage import Stage
@@ -115,7 +115,7 @@ class SampleReader:
         self, samples: Mapping[int, Sequence[int]], number: int, fresh: Sequence[int]
     ) -> dict[int, Tensor]:
         """Return the stream of a sample and of those that equal it, which join the others."""
-        ids, cache = samples[number], KeyValueCache(len(self._stage.blocks))
+        ids, cache = samples[number], KeyValueCache(count_mixers(self._stage.config.model))
         (stream,) = self._run([ids], cache)
         alike = [other for other in fresh if samples[other] == ids]
         name = self._find_group(ids)

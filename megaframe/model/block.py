@@ -18,6 +18,7 @@ from megaframe.architecture.mamba2 import Mamba2Description
 from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
+from megaframe.architecture.no_layer import NoLayer
 from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
 from megaframe.model.gated_delta_net import GatedDeltaNet
@@ -44,6 +45,10 @@ BlockLayer = (
 """A mixer, or a feed-forward layer."""
 
 
+class Absent(Module):
+    """Stands for the half that a block does not have, and has no parameters."""
+
+
 class TransformerBlock(Module):
     """One transformer layer, as `BlockDescription` says; usually x + attention(norm(x)), then x +
     mlp(norm(x))."""
@@ -54,11 +59,16 @@ class TransformerBlock(Module):
         self.residual_scale = description.residual_scale
         self.recomputes_norms = setup.recompute and description.norm.recomputes
         self.attention_norm = self._make_norm("attention_norm", description)
-        self.attention = build_layer(description.mixer, self.name, setup)
+        self.attention = self._build_half(description.mixer)
         self.attention_post_norm = self._make_norm("attention_post_norm", description)
         self.mlp_norm = self._make_norm("mlp_norm", description)
         self.mlp_post_norm = self._make_norm("mlp_post_norm", description)
-        self.mlp = build_layer(description.feed_forward, self.name, setup)
+        self.mlp = self._build_half(description.feed_forward)
+
+    def _build_half(self, description: LayerDescription) -> BlockLayer | Absent:
+        if isinstance(description, NoLayer):
+            return Absent()
+        return build_layer(description, self.name, self.setup)
 
     def _make_norm(self, part: str, description: BlockDescription) -> Norm | None:
         if part not in description.first_half:
@@ -67,7 +77,7 @@ class TransformerBlock(Module):
 
     @property
     def second_half(self) -> Module:
-        """The MLP, or the experts in its place."""
+        """The MLP, or the experts in its place; without parameters if there are none."""
         return self.mlp
 
     def __call__(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
@@ -83,27 +93,28 @@ class TransformerBlock(Module):
         """
         if self.parallel:
             return self._run_in_parallel(x, inputs, state)
-        rows, norm = self._prepare(x, self.attention_norm)
-        branch = self.attention(rows, norm, inputs, state)
-        branch = self._finish(branch, self.attention_post_norm, "attention", inputs)
+        if isinstance(self.attention, Absent):
+            x = state.boundary.cross(x, self.mlp)
+            return x + self._feed_forward(x, inputs, state)
         # Between the halves: the values of the MLP are waited for here, and in the backward pass
         # its gradients are complete here.
-        branch = state.boundary.cross(branch, self.mlp)
+        branch = state.boundary.cross(self._mix(x, inputs, state), self.mlp)
+        if isinstance(self.mlp, Absent):
+            return x + branch
         kernels = self.kernels
-        if self.mlp_norm is not None and kernels.fuses and not self.recomputes_norms:
-            # One kernel adds the branch and normalises the sum. With recompute the norm is left to
-            # the linear after it, which computes it again.
-            normed, x = self.mlp_norm.add_and_normalize(x, branch, kernels)
-            branch = self.mlp(normed, None, inputs, state)
-        else:
+        if self.mlp_norm is None or not kernels.fuses or self.recomputes_norms:
             x = x + branch
-            rows, norm = self._prepare(x, self.mlp_norm)
-            branch = self.mlp(rows, norm, inputs, state)
+            return x + self._feed_forward(x, inputs, state)
+        # One kernel adds the branch and normalises the sum. With recompute the norm is left to the
+        # linear after it, which computes it again.
+        normed, x = self.mlp_norm.add_and_normalize(x, branch, kernels)
+        branch = self.mlp(normed, None, inputs, state)
         return x + self._finish(branch, self.mlp_post_norm, "mlp", inputs)
 
     def _run_in_parallel(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Let both halves start from x. Autograd differentiates the MLP first, because it was
         computed last, so its gradients are complete at the boundary here, too."""
+        assert not isinstance(self.attention, Absent) and not isinstance(self.mlp, Absent)
         rows, norm = self._prepare(x, self.attention_norm)
         branch = self.attention(rows, norm, inputs, state)
         branch = self._finish(branch, self.attention_post_norm, "attention", inputs)
@@ -113,6 +124,20 @@ class TransformerBlock(Module):
         # Otherwise one norm for both; if it is recomputed, by each product.
         second = self.mlp(rows, norm, inputs, state)
         return x + branch + self._finish(second, self.mlp_post_norm, "mlp", inputs)
+
+    def _mix(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
+        """Return what the mixer adds to the stream."""
+        assert not isinstance(self.attention, Absent)
+        rows, norm = self._prepare(x, self.attention_norm)
+        branch = self.attention(rows, norm, inputs, state)
+        return self._finish(branch, self.attention_post_norm, "attention", inputs)
+
+    def _feed_forward(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
+        """Return what the MLP or the experts add to the stream."""
+        assert not isinstance(self.mlp, Absent)
+        rows, norm = self._prepare(x, self.mlp_norm)
+        branch = self.mlp(rows, norm, inputs, state)
+        return self._finish(branch, self.mlp_post_norm, "mlp", inputs)
 
     def _prepare(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """Return the input of a half, and the norm that is left to its products, which recompute it

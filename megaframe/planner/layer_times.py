@@ -62,7 +62,8 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     products = sum((_estimate_linear_times(machine, linear) for linear in linears), PassTimes())
     if experts_per_token:
         products = products + _estimate_permutation_times(machine, experts_per_token)
-    elementwise = _estimate_elementwise_times(machine, block.feed_forward)
+    halves = len(block.halves) / 2
+    elementwise = _estimate_elementwise_times(machine, block.feed_forward, halves)
     recompute = PassTimes(
         0.0, _estimate_recompute_seconds(machine, products, attention, elementwise), 0.0
     )
@@ -80,7 +81,7 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     # Launches of the host are compared with the whole pass, exposed transfers included: while the
     # device waits for a transfer, the host catches up.
     return CostBreakdown(
-        _extend_to_launches(machine, compute, tensor, rate), tensor, context, expert
+        _extend_to_launches(machine, compute, tensor, rate, halves), tensor, context, expert
     )
 
 
@@ -94,13 +95,13 @@ def _estimate_statistics_times(machine: Machine, elements: int) -> PassTimes:
 
 
 def _extend_to_launches(
-    machine: Machine, compute: PassTimes, tensor: PassTimes, rate: KernelRates
+    machine: Machine, compute: PassTimes, tensor: PassTimes, rate: KernelRates, halves: float
 ) -> PassTimes:
     """Return the compute of each pass, extended to what the host's launches take beyond the exposed
-    transfers if that is longer."""
+    transfers if that is longer; of a block with one half they are half as many."""
     software = machine.software
     # A graph is launched as a whole.
-    forward = 0.0 if machine.config.train.cuda_graph else software.kernels * rate.launch
+    forward = 0.0 if machine.config.train.cuda_graph else software.kernels * halves * rate.launch
     recomputed = np.where(machine.sizes.recompute == 2, 1.0, 0.0)
     backward = forward * (software.backward_kernels + recomputed)
     device = compute.backward + compute.weight
@@ -245,12 +246,13 @@ def _estimate_chunk_times(machine: Machine, products: Sequence[BatchedProduct]) 
 
 
 def _estimate_elementwise_times(
-    machine: Machine, feed_forward: FeedForwardDescription
+    machine: Machine, feed_forward: FeedForwardDescription, halves: float
 ) -> PassTimes:
-    """Return the seconds of norms, residuals and activations."""
+    """Return the seconds of norms, residuals and activations, of which a block with one half has
+    half."""
     sizes, software = machine.sizes, machine.software
     stream_ranks = sizes.tensor if software.sequence_parallel else 1.0
-    stream = software.stream_passes * machine.config.model.hidden / stream_ranks
+    stream = software.stream_passes * halves * machine.config.model.hidden / stream_ranks
     inner = software.inner_passes * feed_forward.inner_elements / sizes.tensor
     forward = estimate_elementwise_seconds(
         machine.rate, machine.rate.width * machine.tokens * (stream + inner)

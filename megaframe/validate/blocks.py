@@ -75,43 +75,68 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
                 "leave it out"
             )
     for number, block in enumerate(model.blocks):
-        mixer = block.mixer
-        if isinstance(mixer, AttentionConfig) and mixer.norm_after_rotation:
-            alone = make_model_of_block(model, block)
-            if not alone.qk_norm or alone.position != "rotary":
+        place = f"model.blocks.{number}"
+        yield from _find_mixer_mistakes(model, block, f"{place}.mixer")
+        yield from _find_half_mistakes(model, block, place)
+
+
+def _find_mixer_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> Iterator[str]:
+    """Yield a message for each mistake in the mixer of a block."""
+    mixer = block.mixer
+    if isinstance(mixer, Mamba2Config) and mixer.step_min > (mixer.step_max or math.inf):
+        yield (
+            f"{place}.step_min={mixer.step_min:g} is more than step_max={mixer.step_max:g}; use "
+            f"step_min={mixer.step_max:g} or less"
+        )
+    if not isinstance(mixer, AttentionConfig):
+        return
+    if mixer.norm_after_rotation:
+        alone = make_model_of_block(model, block)
+        if not alone.qk_norm or alone.position != "rotary":
+            yield (
+                f"{place}.norm_after_rotation=true has no effect with qk_norm={alone.qk_norm} and "
+                f"position={alone.position}; leave it out, or use qk_norm=head and position=rotary"
+            )
+    if mixer.attention_chunk and mixer.window:
+        yield (
+            f"{place}.attention_chunk={mixer.attention_chunk} and window={mixer.window} both say "
+            "what a token sees; leave one of them out"
+        )
+    if mixer.alibi is not None:
+        for other in ("softcap", "query_scale", "sinks"):
+            if getattr(mixer, other):
                 yield (
-                    f"model.blocks.{number}.mixer.norm_after_rotation=true has no effect with "
-                    f"qk_norm={alone.qk_norm} and position={alone.position}; leave it out, or "
-                    "use qk_norm=head and position=rotary"
+                    f"{place}.alibi={mixer.alibi:g} adds the place of a key to scores, which "
+                    f"{other} would change; leave one of them out"
                 )
-        if isinstance(mixer, Mamba2Config) and mixer.step_min > (mixer.step_max or math.inf):
-            yield (
-                f"model.blocks.{number}.mixer.step_min={mixer.step_min:g} is more than step_max="
-                f"{mixer.step_max:g}; use step_min={mixer.step_max:g} or less"
-            )
-        if isinstance(mixer, AttentionConfig) and mixer.attention_chunk and mixer.window:
-            yield (
-                f"model.blocks.{number}.mixer.attention_chunk={mixer.attention_chunk} and window="
-                f"{mixer.window} both say what a token sees; leave one of them out"
-            )
-        if isinstance(mixer, AttentionConfig) and mixer.alibi is not None:
-            for other in ("softcap", "query_scale", "sinks"):
-                if getattr(mixer, other):
-                    yield (
-                        f"model.blocks.{number}.mixer.alibi={mixer.alibi:g} adds the place of a "
-                        f"key to scores, which {other} would change; leave one of them out"
-                    )
-        if isinstance(block.feed_forward, FeedForwardPart) and model.activation == "xielu":
-            yield (
-                "model.activation=xielu has slopes that are trained, for which "
-                f"model.blocks.{number}.feed_forward={block.feed_forward.name} has no place; use "
-                "model.activation=relu2, or say activation in the MLPs of model.blocks"
-            )
-        if block.parallel == "one_norm" and block.norms in ("after", "none"):
-            yield (
-                f"model.blocks.{number}.parallel=one_norm has no norm to share with norms="
-                f"{block.norms}; use parallel=two_norms, or norms=before or both"
-            )
+
+
+def _find_half_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> Iterator[str]:
+    """Yield a message for each mistake in how the halves of a block fit each other and the
+    model."""
+    feed_forward, halves = block.feed_forward, ("mixer", "feed_forward")
+    if isinstance(feed_forward, FeedForwardPart) and model.activation == "xielu":
+        yield (
+            "model.activation=xielu has slopes that are trained, for which "
+            f"{place}.feed_forward={feed_forward.name} has no place; use "
+            "model.activation=relu2, or say activation in the MLPs of model.blocks"
+        )
+    absent = [half for half in halves if _get_kind(getattr(block, half)) == "none"]
+    if len(absent) == 2:
+        yield (
+            f"{place}.mixer=none and {place}.feed_forward=none leave nothing in the block; use "
+            "another kind for one of them, or leave it out"
+        )
+    elif absent and block.parallel != "none":
+        yield (
+            f"{place}.parallel={block.parallel} has no effect with {place}.{absent[0]}=none; leave "
+            "it out, or use parallel=none"
+        )
+    if block.parallel == "one_norm" and block.norms in ("after", "none"):
+        yield (
+            f"{place}.parallel=one_norm has no norm to share with norms={block.norms}; use "
+            "parallel=two_norms, or norms=before or both"
+        )
 
 
 def _get_kind(section: Section) -> object:

@@ -1,8 +1,9 @@
-"""Mamba-2 gives the one-process answer to 1e-10 in fp64 under tensor, context, pipeline, expert and
-data ranks, ZeRO and recompute, also if samples are packed and pieces are shorter than what the
-convolution sees.
+"""Mamba-2, and blocks with one half, give the one-process answer to 1e-10 in fp64 under tensor,
+context, pipeline, expert and data ranks, ZeRO and recompute, also if samples are packed and pieces
+are shorter than what the convolution sees.
 
-Tests `megaframe.model.mamba2`, `megaframe.architecture.mamba2` and `megaframe.architecture.decay`.
+Tests `megaframe.model.mamba2`, `megaframe.architecture.mamba2`, `megaframe.architecture.decay` and
+`megaframe.architecture.no_layer`.
 """
 
 import pytest
@@ -27,6 +28,16 @@ SHAPES = {
         ],
         "moe": {"experts": 4, "ffn": 10, "shared": 1},
     },
+    "packed-nemotron": {
+        **{"norm": "rmsnorm", "activation": "relu2", "position": "none", "layers": 4},
+        "blocks": [
+            {"mixer": MIXER, "feed_forward": "none"},
+            {"mixer": "none", "feed_forward": "moe"},
+            {"mixer": {"kv_heads": 2}, "feed_forward": "none"},
+            {"mixer": "none"},
+        ],
+        "moe": {"experts": 4, "ffn": 10, "shared": 1},
+    },
     "packed-alone": {
         **{"norm": "rmsnorm", "position": "none"},
         "blocks": [{"mixer": {**MIXER, "convolution": 6, "norm": "none"}}],
@@ -38,7 +49,14 @@ LAYOUTS = {
     "tensor of 4": (4, {"tensor": 4, "zero": 3}, {"recompute": "full"}),
     **PIECES_AND_AXES,
 }
-QUICK = [("packed-alone", "nested"), ("packed-bamba", "tensor, ring"), ("granite", "experts")]
+QUICK = [
+    ("packed-alone", "nested"),
+    ("packed-bamba", "tensor, ring"),
+    ("granite", "selective"),
+    ("packed-nemotron", "experts"),
+    ("packed-nemotron", "zero 3"),
+    ("packed-nemotron", "pipeline, ring"),
+]
 CASES = [
     # Every layout with one shape in turn.
     (name, layout)

@@ -92,9 +92,13 @@ def _block(weights, model, layer, x, mask, positions, counted):
             branch = _norm(weights, model, f"{name}.{half}_post_norm", branch, model.norm)
         return stream + block.residual_scale * branch
 
-    y = _norm(weights, model, f"{name}.attention_norm", x, model.norm) if before else x
-    after_attention = attention(weights, model, block.mixer, name, y, mask, positions)
-    stream = add(x, after_attention, "attention")
+    stream = x
+    if block.mixer.kind != "none":
+        y = _norm(weights, model, f"{name}.attention_norm", x, model.norm) if before else x
+        branch = attention(weights, model, block.mixer, name, y, mask, positions)
+        stream = add(x, branch, "attention")
+    if block.feed_forward.kind == "none":
+        return stream, 0.0
     start = stream if block.parallel == "none" else x
     norm = "attention_norm" if block.parallel == "one_norm" else "mlp_norm"
     y = _norm(weights, model, f"{name}.{norm}", start, model.norm) if before else start

@@ -79,7 +79,7 @@ def list_described_parts(model: ModelConfig, train: TrainConfig) -> Iterator[Des
         for part_name, part in block.first_half.items():
             if part is not block.mixer:
                 yield make_part(f"{name}.{part_name}", part)
-        for half in (block.mixer, block.feed_forward):
+        for half in block.halves:
             yield make_part(f"{name}.{half.name}", half)
         yield make_part(name, block)
     for index in range(model.mtp_depth):

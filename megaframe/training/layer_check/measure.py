@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import DataConfig, ModelConfig, MoEConfig, RunConfig, TrainConfig
 from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
-from megaframe.model.block import TransformerBlock
+from megaframe.model.block import Absent, TransformerBlock
 from megaframe.model.layer_inputs import LayerRoutines, MicrobatchInputs
 from megaframe.model.multi_token_prediction import MultiTokenPredictor
 from megaframe.model.norm import Norm
@@ -161,8 +161,7 @@ class _Measuring:
         for layer, block in zip(stage.plan.blocks, stage.blocks, strict=True):
             assert isinstance(block, TransformerBlock)
             description = describe_block(stage.config.model, layer)
-            names = description.mixer.name, description.feed_forward.name
-            yield from self._list_parts_of_block(block, names)
+            yield from self._list_parts_of_block(block, description)
         head = post_process.head
         own = [parameter for parameter in head.parameters() if parameter not in shared]
         shared = [*shared, *own]
@@ -179,7 +178,7 @@ class _Measuring:
         yield _RunnablePart("head", own, compute_loss)
 
     def _list_parts_of_block(
-        self, block: TransformerBlock, names: tuple[str, str]
+        self, block: TransformerBlock, description: BlockDescription
     ) -> Iterator[_RunnablePart]:
         inputs = self._inputs
 
@@ -192,9 +191,10 @@ class _Measuring:
             if norm is not None:
                 run = partial(_run_norm, norm, block.setup.kernels)
                 yield make_part(f"{block.name}.{name}", norm, run)
-        for layer, name in zip((block.attention, block.mlp), names, strict=True):
+        layers = [layer for layer in (block.attention, block.mlp) if not isinstance(layer, Absent)]
+        for layer, half in zip(layers, description.halves, strict=True):
             yield make_part(
-                f"{block.name}.{name}",
+                f"{block.name}.{half.name}",
                 layer,
                 lambda x, state, layer=layer: layer(x, None, inputs, state),
             )

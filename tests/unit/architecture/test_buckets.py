@@ -63,7 +63,8 @@ def test_blocks_are_together_until_they_have_enough(sizes, least):
         bucket_sizes = sizes[of.start : of.stop]
         assert of.start == 0 or sum(map(sum, bucket_sizes)) >= least
         assert sum(map(sum, bucket_sizes[1:])) < least, "the first block is needed to have enough"
-        assert of.halves == (len(bucket_sizes) == 1 and max(bucket_sizes[0]) >= least)
+        has_both = min(bucket_sizes[0]) > 0
+        assert of.halves == (has_both and len(bucket_sizes) == 1 and max(bucket_sizes[0]) >= least)
 
 
 def test_half_a_block_is_the_least():

@@ -142,6 +142,20 @@ MODELS |= {
             {"mixer": {**MAMBA, "groups": 4, "chunk": 64, "norm": "none"}, "parallel": "one_norm"}
         ],
     },
+    "blocks of one half": {
+        **{"layers": 4, "norm": "rmsnorm", "position": "none"},
+        "blocks": [
+            {"mixer": MAMBA, "feed_forward": "none"},
+            {"mixer": "none", "feed_forward": "moe"},
+            {"feed_forward": "none", "norms": "both"},
+            {"mixer": "none", "norms": "after", "residual_scale": 0.5},
+        ],
+        "moe": {"experts": 4, "ffn": 10, "shared": 1},
+    },
+    "LayerNorm of blocks of one half": {
+        **{"layers": 2, "bias": True, "dropout": 0.1},
+        "blocks": [{"feed_forward": "none"}, {"mixer": "none"}],
+    },
     "short convolution": {
         **{"norm": "rmsnorm", "bias": True},
         "blocks": [{"mixer": "gated_short_convolution"}],

@@ -253,6 +253,18 @@ MODELS |= {
             {"mixer": {**MAMBA, "norm": "none", "groups": 1, "chunk": 6, "input_bias": True}},
         ],
     },
+    "nemotron_h": {
+        **{"layers": 5, "norm": "rmsnorm", "init_std": 0.3, "position": "none"},
+        "activation": "relu2",
+        "blocks": [
+            {"mixer": MAMBA, "feed_forward": "none"},
+            {"mixer": "none", "feed_forward": "moe"},
+            {"mixer": {"kv_heads": 2}, "feed_forward": "none", "norms": "both"},
+            {"mixer": "none", "norms": "after", "residual_scale": 0.5},
+            {},
+        ],
+        "moe": {"experts": 4, "ffn": 10, "shared": 1},
+    },
     "llama_4": {
         **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},
         "blocks": [

@@ -168,6 +168,16 @@ def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
         assert buffers.receive == pytest.approx(plan.buffers, rel=0.01)
 
 
+@pytest.mark.parametrize("zero", [slow(0), slow(1), slow(2), 3])
+def test_state_of_blocks_with_one_half_is_planned_within_one_percent(zero, pool):
+    blocks = [{"feed_forward": "none"}, {"mixer": "none"}, {}]
+    for plan, state, buffers in pool.run(4, measure_memory, "bf16", zero, {"blocks": blocks}):
+        assert state == pytest.approx(plan.optimizer, rel=0.01)
+        planned = plan.weights + plan.values + plan.gradients
+        assert buffers.bytes == pytest.approx(planned, rel=0.01)
+        assert 0.75 * plan.buffers <= buffers.receive <= 1.01 * plan.buffers
+
+
 @pytest.mark.parametrize(
     ("zero", "expert"), mark_slow(product(range(4), (2, 4)), except_for=[(3, 2), (2, 4)])
 )

@@ -70,6 +70,16 @@ OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
             "model.blocks.1.mixer.norm_after_rotation=true has no effect with qk_norm=False and",
             {"blocks": [{}, {"mixer": {"norm_after_rotation": True, "qk_norm": "head"}}]},
         ),
+        (
+            {"blocks": [{}, {"mixer": "none", "feed_forward": "none"}]},
+            "model.blocks.1.mixer=none and model.blocks.1.feed_forward=none leave nothing in",
+            {"blocks": [{}, {"mixer": "none"}]},
+        ),
+        (
+            {"blocks": [{"feed_forward": "none", "parallel": "two_norms"}]},
+            "model.blocks.0.parallel=two_norms has no effect with model.blocks.0.feed_forward=none",
+            {"blocks": [{"feed_forward": "none"}]},
+        ),
     ],
 )
 def test_a_refusal_names_the_key_and_suggests_what_passes(model, message, suggested):
