@@ -27,7 +27,9 @@ theirs. BLOOM's code rounds a constant of its GELU to 8 digits, which moves logi
 _REFUSED = {
     "Kimi delta attention": ("kimi_linear",),
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
-    "Mamba": ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"),
+    "Mamba-1": ("jamba", "mamba"),
+    "the sum of two mixers": ("falcon_h1",),
+    "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
     "hyper-connections": ("deepseek_v4",),
     "ALiBi whose code rounds it to bfloat16": ("falcon (alibi)",),
@@ -77,6 +79,10 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "gated delta net"
     if "conv_L_cache" in keys:
         yield "gated short convolution"
+    if any(name.startswith("mamba2.") for name in family.block.values()):
+        yield "Mamba-2"
+    if "none" in (own.get("feed_forward.kind"), own.get("mixer.kind")) or family.layer_lists:
+        yield "blocks with one half"
     if {"sliding_window", "window_size"} & {*keys}:
         yield "windows"
     if "attention_chunk_size" in keys:
@@ -97,6 +103,8 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "gate of shared experts"
     if own.get("moe.expert_bias"):
         yield "biases of experts and routers"
+    if own.get("feed_forward.kind") == "none":
+        return
     path = "feed_forward.activation"
     key = next((k for k in family.keys if isinstance(k, Pair) and k.paths == path), None)
     yield own[path] if key is None else key.to_fact(key.default)

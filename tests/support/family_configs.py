@@ -199,7 +199,33 @@ SPARSE = {
     },
     "qwen3_moe": {**HEADS, **NARROW, "num_hidden_layers": 4, "mlp_only_layers": [2]},
 }
-MODELS = {**DENSE, **UNGATED, **SPARSE}
+MAMBA = {
+    **{"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3},
+    **{"mamba_expand": 3, "mamba_proj_bias": True},
+}
+HYBRID = {
+    "bamba": {
+        **{**GROUPED, **MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+        **{"mamba_conv_bias": False, "attention_bias": True, "mlp_bias": True},
+    },
+    "granitemoehybrid": {
+        **{**GROUPED, **MAMBA, **GRANITE_ROUTED, "shared_intermediate_size": 48},
+        **{"layer_types": ["mamba", "attention"], "mamba_proj_bias": False},
+    },
+    "mamba2": {
+        **{"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 61, "num_heads": 6},
+        **{"head_dim": 16, "expand": 3, "n_groups": 3, "state_size": 5, "conv_kernel": 3},
+        **{"use_bias": True, "initializer_range": 0.3, "pad_token_id": 0},
+    },
+    "nemotron_h": {
+        **{**HEADS, **GLM_ROUTED, "moe_shared_expert_intermediate_size": 24},
+        **{"hybrid_override_pattern": "ME*-M", "mamba_num_heads": 6, "mamba_head_dim": 5},
+        **{"n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "n_shared_experts": 1},
+        **{"use_bias": True, "use_conv_bias": False},
+    },
+}
+del HYBRID["nemotron_h"]["num_hidden_layers"]
+MODELS = {**DENSE, **UNGATED, **SPARSE, **HYBRID}
 """Keys of a tiny config of each family."""
 OTHERS = {
     "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61},

@@ -13,9 +13,11 @@ from typing import Any
 from megaframe.checkpoint.convert.huggingface.model_facts import (
     DELTA_NET,
     DELTA_NET_SIZES,
+    MAMBA2,
     SHORT_CONVOLUTION,
     Facts,
 )
+from megaframe.config.blocks import Mamba2Config
 
 _KEYS = {
     **{f"mixer.{name}": name for name in ("heads", "kv_heads", "head_dim", "qk_norm")},
@@ -28,6 +30,7 @@ _MIXER_DEFAULTS = {
     **{"softcap": None, "sinks": False, "output_gate": "none"},
     **{"norm_after_rotation": False, "alibi": None, "attention_chunk": None},
 }
+_MAMBA2_SIZES = ("heads", "head_dim", "groups", "state_dim", "convolution")
 _BIASES = ("mixer.bias", "feed_forward.up_bias", "feed_forward.down_bias")
 
 
@@ -112,13 +115,17 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
         mixer |= {"kind": SHORT_CONVOLUTION, "convolution": layer["mixer.convolution"]}
         if layer["mixer.bias"] != bias:
             mixer["bias"] = layer["mixer.bias"]
+    elif layer.get("mixer.kind") == MAMBA2:
+        mixer |= {"kind": MAMBA2, **_build_mamba2(layer, bias)}
+    elif layer.get("mixer.kind") == "none":
+        mixer["kind"] = "none"
     else:
         mixer |= _build_attention(layer, keys, bias)
     scale = _get_section(layer, "mixer.query_scale")
     mixer |= {"query_scale": scale} if scale else {}
     feed_forward: dict[str, Any] = {}
-    if layer.get("feed_forward.kind") == "moe":
-        feed_forward["kind"] = "moe"
+    if layer.get("feed_forward.kind") in ("moe", "none"):
+        feed_forward["kind"] = layer["feed_forward.kind"]
     else:
         for name in ("ffn", "activation"):
             value = layer.get(f"feed_forward.{name}")
@@ -155,6 +162,15 @@ def _build_attention(layer: dict[str, Any], keys: dict[str, Any], bias: bool) ->
         if layer.get(f"mixer.{name}", value) != value:
             mixer[name] = layer[f"mixer.{name}"]
     return mixer
+
+
+def _build_mamba2(layer: dict[str, Any], bias: bool) -> dict[str, Any]:
+    """Return the keys of Mamba-2: all sizes, and what is not the default."""
+    section = _get_section(layer, "mixer.mamba2")
+    output_bias = section.get("bias", False)
+    defaults = {name: field.default for name, field in Mamba2Config.model_fields.items()}
+    defaults |= {"bias": bias, "input_bias": output_bias, **dict.fromkeys(_MAMBA2_SIZES)}
+    return {name: value for name, value in section.items() if value != defaults[name]}
 
 
 def _get_scaling(layer: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from megaframe.checkpoint.convert.huggingface.key_types import (
     Text,
     check_sizes,
     check_types,
+    restore_floats,
 )
 from megaframe.checkpoint.convert.huggingface.model_facts import (
     Facts,
@@ -120,6 +121,8 @@ class Family:
         also: Other names of the same code.
         code: `auto_map` of folders whose code transformers has since taken over.
         packed: Whether folders may have matrices of experts in MXFP4.
+        layer_lists: Keys that list the layers, the first of which says how many there are; empty if
+            a number does.
     """
 
     name: str
@@ -151,6 +154,7 @@ class Family:
     also: tuple[str, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)
     packed: bool = False
+    layer_lists: tuple[str, ...] = ()
 
     def derive(
         self,
@@ -316,8 +320,7 @@ class Family:
             check_types(checked, self.types)
             if shapes is not None:
                 check_sizes(checked, self.types, shapes)
-            layers = next(checked[name] for name in LAYERS if name in self.types)
-            facts = start_facts(layers)
+            facts = start_facts(self._count_layers(checked))
             for path, value in self.own.items():
                 if not callable(value):
                     facts.set(path, value)
@@ -329,6 +332,16 @@ class Family:
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
         return facts
+
+    def _count_layers(self, config: Mapping[str, Any]) -> int:
+        lists = (config.get(name) for name in self.layer_lists)
+        layers = next((listed for listed in lists if listed is not None), None)
+        if layers is not None:
+            return len(layers)
+        if self.layer_lists:
+            raise UserError(f"{self.layer_lists[-1]} is missing")
+        count: int = next(config[name] for name in LAYERS if name in self.types)
+        return count
 
     def read_model(
         self, config: Mapping[str, Any], shapes: Collection[Shape] | None = None
@@ -402,5 +415,5 @@ def _rename_aliases(config: Mapping[str, Any], aliases: Mapping[str, str]) -> di
         if name in config and name != key and config[name] != value:
             text, other = reprlib.repr(value), reprlib.repr(config[name])
             raise UserError(f"{key}={text} and {name}={other} name the same; remove one of them")
-        renamed[name] = value
+        renamed[name] = restore_floats(value)
     return renamed

@@ -7,6 +7,7 @@ has the type and the range that it relies on.
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Collection, Mapping
 from functools import lru_cache
@@ -37,6 +38,13 @@ Texts = list[str] | None
 Counts = list[Annotated[int, Field(ge=0, le=_MAX_SIZE)]] | None
 
 
+Range = (
+    Annotated[
+        list[Annotated[float, Field(ge=0, allow_inf_nan=True)]], Field(min_length=2, max_length=2)
+    ]
+    | None
+)
+"""Two numbers, of which the second one may be infinite."""
 Factors = Annotated[list[Annotated[float, Field(gt=0)]], Field(max_length=4096)] | None
 
 
@@ -68,6 +76,14 @@ class RopeKeys(BaseModel):
     mrope_interleaved: Flag = None
     short_factor: Factors = None
     long_factor: Factors = None
+
+
+def restore_floats(value: Any) -> Any:
+    """Return a value of a config with the numbers that JSON cannot have, for which transformers
+    writes `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [restore_floats(item) for item in value]
+    return math.inf if value == {"__float__": "Infinity"} else value
 
 
 TYPES_OF_FACTS: dict[str, Any] = {

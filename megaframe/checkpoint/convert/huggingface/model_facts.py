@@ -21,6 +21,7 @@ from megaframe.architecture.attention import AttentionDescription, SoftmaxAttent
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
+from megaframe.architecture.mamba2 import Mamba2Description
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
@@ -39,6 +40,7 @@ _ATTENTION = (
     *("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap", "alibi"),
 )
 DELTA_NET, SHORT_CONVOLUTION = "gated_delta_net", "gated_short_convolution"
+MAMBA2 = "mamba2"
 """Kinds of mixers."""
 DELTA_NET_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim")
 _SCALING: dict[str, tuple[str, ...]] = {
@@ -165,6 +167,8 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in DELTA_NET_SIZES}
         facts |= {"mixer.convolution": mixer.taps, "mixer.strongest": mixer.strongest}
         facts["mixer.norm_eps"] = mixer.norm_eps
+    elif isinstance(mixer, Mamba2Description):
+        facts |= _flatten(_describe_mamba2(mixer), "mixer.mamba2")
     elif isinstance(mixer, GatedShortConvolutionDescription):
         facts |= {"mixer.convolution": mixer.taps, "mixer.bias": mixer.bias}
     if mixer.query_scale is not None:
@@ -177,6 +181,14 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["feed_forward.down_bias"] = feed_forward.down_bias
     facts |= {"norms": block.norms, "parallel": block.parallel}
     return {**facts, "residual_scale": block.residual_scale}
+
+
+def _describe_mamba2(mixer: Mamba2Description) -> dict[str, Any]:
+    names = ("heads", "head_dim", "groups", "state_dim", "convolution_bias", "input_bias")
+    facts = {name: getattr(mixer, name) for name in names}
+    smallest, largest = mixer.steps
+    facts |= {"convolution": mixer.taps, "norm": mixer.norm_place, "bias": mixer.output_bias}
+    return {**facts, "step_min": smallest, "step_max": largest}
 
 
 def _describe_rotary(rotary: RotaryDescription) -> dict[str, Any]:

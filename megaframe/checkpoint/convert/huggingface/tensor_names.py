@@ -71,6 +71,8 @@ _OF_DELTA_NET = dict.fromkeys(
     "delta_net.input",
 )
 """Modules of theirs that are parts of the product of a delta net's input."""
+_OF_MAMBA2 = ("gate", "inputs", "key", "query", "steps")
+"""Parts of the product of Mamba-2's input, in the order of the rows of a group."""
 _QUARTERS = 4
 """Blocks of heads that CodeGen's queries, values and keys lie in, one for each of four devices."""
 _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layernorm_per_head"
@@ -79,6 +81,9 @@ _WHOLE_NAMES = {
     **{f"mlp.activation.{side}": f"mlp.activation.{side}" for side in ("positive", "negative")},
     "delta_net.rate": "delta_net.decay.rate",
     "delta_net.step": "delta_net.decay.step",
+    "mamba2.rate": "mamba2.decay.rate",
+    "mamba2.step": "mamba2.decay.step",
+    "mamba2.skip": "mamba2.skip.gain",
 }
 """Vectors whose names are not followed by `weight`, and their names here."""
 
@@ -137,7 +142,7 @@ class _Names:
     def _choose(self, modules: str) -> str:
         """Return the one of several modules of ours that there is, the first if there is none."""
         first, *others = modules.split(" or ")
-        has = (m for m in others if f"{self.prefix}{m}.gain" in self.specs)
+        has = (m for m in others if self._find_parts(m.split()[0], "weight", 0))
         return next(has, first)
 
     def _map_balance(self, name: str, is_row: bool) -> Iterator[HuggingFaceTensor]:
@@ -149,8 +154,9 @@ class _Names:
             yield HuggingFaceTensor(name, (), zeros=(*row, self.shared["moe.experts"]))
 
     def _map_convolution(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
-        """Yield the factors and the biases of channels, of a delta net those of the queries of all
-        heads, of the keys, and of the values, or of one of these."""
+        """Yield the factors and the biases of channels: of a delta net those of the queries of all
+        heads, of the keys, and of the values, or of one of these; of Mamba-2 those of the inputs of
+        all groups, of the keys, and of the queries."""
         module, _, part_name = module.partition(".convolution")
         own = f"{self.prefix}{module}.convolution"
         gain, bias = (self.specs.get(f"{own}.{part}") for part in ("gain", "bias"))
@@ -158,13 +164,19 @@ class _Names:
             channels: tuple[slice, ...] = (ALL,)
             if module == "delta_net":
                 width = self.layer["mixer.key_dim"]
-                rows = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
-                channels = tuple(rows[n] for n in _APART[part_name.removeprefix(".") or "qkv"])
+                own_rows = slice(0, width), slice(width, 2 * width), slice(2 * width, None)
+                channels = tuple(own_rows[n] for n in _APART[part_name.removeprefix(".") or "qkv"])
+            elif module == "mamba2":
+                gate, *rows_of_group = [*self._find_mamba2_rows().values()][:4]
+                channels = tuple(
+                    slice(rows.start - gate.stop, rows.stop - gate.stop) for rows in rows_of_group
+                )
             dims = (ALL,) * (len(gain.shape) - 2)
             parts = tuple(make_part(gain, (*dims, part)) for part in channels)
             yield HuggingFaceTensor(f"{name}.weight", parts, inner=(1, gain.shape[-1]))
-        if bias is not None:
-            yield HuggingFaceTensor(f"{name}.bias", (make_part(bias),))
+            if bias is not None:
+                parts = tuple(make_part(bias, (*dims, part)) for part in channels)
+                yield HuggingFaceTensor(f"{name}.bias", parts)
 
     def _map_head_norms(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
         """Yield the gains of all heads as one tensor, or as one for each if the name has a place
@@ -226,6 +238,8 @@ class _Names:
             return self._find_latent_parts(module, kind)
         if module.startswith("delta_net."):
             return self._find_delta_net_parts(module, kind)
+        if module.startswith("mamba2."):
+            return self._find_mamba2_parts(module, kind)
         if module == "attention.gated_query":
             return self._find_gated_query_parts(kind)
         if module == "attention.quarters":
@@ -278,6 +292,31 @@ class _Names:
             query, key, value = (make_part(qkv, (rows, slice(n, n + 1))) for n in range(3))
             parts += self._interleave(query, width), value, self._interleave(key, width)
         return parts
+
+    def _find_mamba2_parts(self, module: str, kind: str) -> list[TensorPart]:
+        """Return the parts of a module of Mamba-2: of the gates, the inputs, the keys or the
+        queries of all groups, or of the steps of all heads; or of the norm or the second product.
+        """
+        name = module.removeprefix("mamba2.")
+        own = "input" if name in _OF_MAMBA2 else name
+        spec = self.specs.get(f"{self.prefix}mamba2.{own}.{kind}")
+        if kind == "weight" and spec is None:
+            spec = self.specs.get(f"{self.prefix}mamba2.{own}.gain")
+        if spec is None:
+            return []
+        where = (ALL, self._find_mamba2_rows()[name]) if name in _OF_MAMBA2 else ()
+        return [replace(make_part(spec, where), scale=self.scales.get(module, 1.0))]
+
+    def _find_mamba2_rows(self) -> dict[str, slice]:
+        """Return where the parts of a group are in the rows of Mamba-2's first product."""
+        heads, width, groups, state = (
+            self.layer[f"mixer.mamba2.{name}"]
+            for name in ("heads", "head_dim", "groups", "state_dim")
+        )
+        inner = heads // groups * width
+        sizes = (inner, inner, state, state, heads // groups)
+        ends = zip(_OF_MAMBA2, accumulate(sizes), sizes, strict=True)
+        return {name: slice(end - size, end) for name, end, size in ends}
 
     def _find_delta_net_parts(self, module: str, kind: str) -> list[TensorPart]:
         """Return the parts of a module of a gated delta net, whose norm has no offset. Theirs has a

@@ -8,6 +8,8 @@ Tests `megaframe.checkpoint.convert.huggingface.lfm2_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,
 `megaframe.checkpoint.convert.huggingface.hunyuan_families`,
 `megaframe.checkpoint.convert.huggingface.layered_families`,
+`megaframe.checkpoint.convert.huggingface.mamba_families`,
+`megaframe.checkpoint.convert.huggingface.mamba_keys`,
 `megaframe.checkpoint.convert.huggingface.moe_families`,
 `megaframe.checkpoint.convert.huggingface.moe_variants`,
 `megaframe.checkpoint.convert.huggingface.older_families`,
@@ -33,8 +35,9 @@ from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
 from megaframe.checkpoint.convert.huggingface.match_tensors import SkippedTensors
+from megaframe.checkpoint.convert.huggingface.model_folder import export_model, import_model
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.registry import Registry, use_registry
 from megaframe.errors import UserError
 from megaframe.extensions import load_named_extensions
@@ -42,7 +45,17 @@ from megaframe.model.model_chunk import list_model_specs
 
 pytestmark = pytest.mark.numeric
 
-FIRST = ("gemma2", "glm4", "cohere", "granitemoeshared", "gpt_oss", "qwen3_next", "opt", "phi")
+FIRST = (
+    "gemma2",
+    "glm4",
+    "cohere",
+    "granitemoeshared",
+    "gpt_oss",
+    "qwen3_next",
+    "opt",
+    "phi",
+    "nemotron_h",
+)
 """Families in `make test`; all others repeat what these do."""
 
 
@@ -259,6 +272,85 @@ def test_a_width_is_adjusted_as_transformers_does(keys):
     config = {**GROUPED, "intermediate_size": 100, **keys}
     expected = Lfm2MLP(Lfm2Config(**config)).w1.out_features
     assert FAMILIES["lfm2"].read_model({**config, "model_type": "lfm2"}).ffn == expected
+
+
+NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope"}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("granitemoehybrid", {**NO_EXPERTS, "mamba_proj_bias": True, "attention_bias": True}),
+        slow("nemotron_h", {"hybrid_override_pattern": "M-*-M", "n_routed_experts": 4}),
+        slow("mamba2", {"tie_word_embeddings": True, "use_bias": False, "use_conv_bias": False}),
+        slow("bamba", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
+    ],
+)
+def test_each_form_of_a_family_with_mamba2_is_the_same_both_ways(name, keys, tmp_path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name, **{**MODELS[name], **keys})
+    save_random_model(config, tmp_path / "theirs")
+    assert_same_both_ways(tmp_path / "theirs", tmp_path)
+
+
+def test_steps_have_the_range_of_a_text_read_at_once(tmp_path):
+    """Where one token follows the other, transformers' plain code has no range."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("bamba", **MODELS["bamba"], time_step_limit=[0.5, 0.6])
+    save_random_model(config, tmp_path / "theirs")
+    checkpoint = import_model(tmp_path / "theirs", tmp_path / "own").checkpoint
+    assert_same_logits(checkpoint, tmp_path / "theirs")
+    with open_checkpoint(checkpoint) as opened:
+        export_model(opened, tmp_path / "again", "fp32")
+    assert_same_logits(checkpoint, tmp_path / "again")
+
+
+def read_hybrid(name, **keys):
+    eps = {} if name in ("mamba2", "nemotron_h") else {"rms_norm_eps": 1e-5}
+    config = {**eps, "model_type": name, **MODELS[name], **keys}
+    return FAMILIES[name].read_model({k: v for k, v in config.items() if v is not ...})
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("bamba", {"mamba_d_head": 3}, "mamba_n_heads=6 times mamba_d_head=3 is not mamba_expand="),
+        ("bamba", {"time_step_limit": [0.1]}, "time_step_limit=.* at least 2 items"),
+        ("mamba2", {"expand": 2}, "num_heads=6 times head_dim=16 is not expand=2 times the width"),
+        (
+            "granitemoehybrid",
+            {"shared_intermediate_size": 30},
+            "shared_intermediate_size=30 is no multiple of intermediate_size=24",
+        ),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "MX"},
+            r"hybrid_override_pattern: 'X' is none of M, \*, -, E",
+        ),
+        ("nemotron_h", {"hybrid_override_pattern": ...}, "hybrid_override_pattern is missing"),
+        ("nemotron_h", {"n_routed_experts": ...}, "n_routed_experts is missing"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size=8 is not supported, only None"),
+    ],
+)
+def test_forms_of_mamba2_that_code_cannot_compute_are_refused(name, keys, message):
+    with pytest.raises(UserError, match=message):
+        read_hybrid(name, **keys)
+
+
+def test_infinity_has_the_names_of_each_version():
+    for largest in (float("inf"), {"__float__": "Infinity"}):
+        model = read_hybrid("bamba", time_step_limit=[0.1, largest])
+        assert (model.blocks[0].mixer.step_min, model.blocks[0].mixer.step_max) == (0.1, None)
+
+
+def test_a_layer_with_two_halves_is_no_nemotron_h():
+    model = read_hybrid("bamba")
+    with pytest.raises(UserError, match="layer 0 has two halves, and those of the family have one"):
+        FAMILIES["nemotron_h"].write_config(model, 64)
+    with pytest.raises(UserError, match="no layer has Mamba-2, without which the family's code"):
+        FAMILIES["bamba"].write_config(ModelConfig(vocab=61), 64)
 
 
 def test_predictors_beside_the_layers_are_left_out_and_said():
