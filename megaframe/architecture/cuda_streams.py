@@ -26,12 +26,22 @@ def count_streams(config: RunConfig, world: int) -> int | None:
     if config.parallel.auto:
         return None
     copies = _COPIES + _OFFLOAD * (config.train.offload + config.optim.offload)
-    return 1 + copies + count_communicators(config.model, config.parallel, world)
+    measured = bool(config.metrics.gradient_noise_every)
+    return 1 + copies + count_communicators(config.model, config.parallel, world, noise=measured)
 
 
-def count_communicators(model: ModelConfig, parallel: ParallelConfig, world: int) -> int:
+def count_communicators(
+    model: ModelConfig, parallel: ParallelConfig, world: int, *, noise: bool = False
+) -> int:
     """Return how many communicators a rank is in at most. The sizes of the axes need not form a
-    layout, because this is asked before a config is checked."""
+    layout, because this is asked before a config is checked.
+
+    Args:
+        model: The section.
+        parallel: The section.
+        world: Number of ranks.
+        noise: Whether the noise of gradients is measured.
+    """
     sizes = dict(resolve_axis_sizes(parallel, world)[0])
     sizes["data_shard"] = sizes["data"] // parallel.data_replicate
     sizes["expert_shard"] = world  # not known without a layout
@@ -45,9 +55,15 @@ def count_communicators(model: ModelConfig, parallel: ParallelConfig, world: int
     # The gradients that are rounded may be summed in steps, each over a group of its own.
     reduced_sets = len(_find_wide_axis_sets(_SUMMED, sizes)) + (model.moe is not None) + has_copies
     steps = _STEPS * reduced_sets * (parallel.reduce_precision == "bf16")
+    # What the ranks of a data rank each have a part of is summed over them for the noise.
+    within = reduced_sets * (noise and parallel.tensor * parallel.context > 1)
+    # The layers that are timed before stages are decided have groups of their own.
+    timed = sum(attention_groups) + dispatch_groups
+    timed *= parallel.layers_per_stage == "measured"
     # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
     links = min(2 * (parallel.pipeline - 1), 4)
-    return len(axis_sets) + sum(attention_groups) + dispatch_groups + steps + links
+    made = len(axis_sets) + sum(attention_groups) + dispatch_groups + steps + links
+    return made + within + timed
 
 
 def _find_wide_axis_sets(

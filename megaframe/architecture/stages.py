@@ -96,18 +96,12 @@ def describe_stage(model: ModelConfig, train: TrainConfig, plan: StagePlan) -> S
 
 def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     """Return all stages of the pipeline in order, divided as `parallel.layers_per_stage` says, or
-    by work if it is left out."""
+    by work if it has no numbers."""
     stages = config.parallel.pipeline * config.parallel.chunks
     layers = config.parallel.layers_per_stage
-    if layers is None:
-        twice = 2 if config.train.recompute == "full" else 1
-        works = (
-            compute_block_work(config.model, config.train, layer)
-            for layer in range(config.model.layers)
-        )
-        sums = tuple(twice * work.forward + work.backward + work.weight for work in works)
-        end = compute_output_work(config.model, config.train)
-        layers = divide_blocks(sums, end.forward + end.backward + end.weight, stages)
+    if not isinstance(layers, tuple):  # what is measured is not known before the run
+        works = compute_part_works(config.model, config.train)
+        layers = works.divide(stages, recompute=config.train.recompute == "full")
     plans, start = [], 0
     for stage_index, count in enumerate(layers):
         blocks = range(start, start + count)
@@ -120,7 +114,9 @@ def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
 
 
 @cache
-def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ...]:
+def divide_blocks(
+    blocks: tuple[float, ...], head: float, stages: int, embedding: float = 0.0
+) -> tuple[int, ...]:
     """Return how many consecutive blocks each stage gets.
 
     The largest work of a stage is minimal, and among such divisions this is the most even one
@@ -130,17 +126,18 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
         blocks: The work of each block.
         head: The work of the head, which is on the last stage.
         stages: Number of stages.
+        embedding: The work of the embedding, which is on the first stage.
     """
     ends = [0.0]
     for work in blocks:
         ends.append(ends[-1] + work)
-    limit = _find_minimal_maximum(ends, head, stages)
+    limit = _find_minimal_maximum(ends, head, stages, embedding)
     # squares[n]: the least sum of squares over the stages so far, which have the first n blocks.
     squares = [0.0] + [math.inf] * len(blocks)
     # starts[stage][end]: where the stage starts in the best division that ends before block `end`.
     starts: list[list[int]] = []
     for stage in range(stages):
-        extra = head if stage == stages - 1 else 0.0
+        extra = head * (stage == stages - 1) + embedding * (stage == 0)
         choices = [
             min(
                 (
@@ -168,29 +165,70 @@ def compute_stage_costs(
 
     Only the ratios matter.
     """
-    end = compute_output_work(model, train)
-    works = [[compute_block_work(model, train, layer) for layer in plan.blocks] for plan in plans]
-    stages = list(zip(plans, works, strict=True))
-    return ActionCosts(
-        forward=tuple(sum(b.forward for b in of) + end.forward * plan.last for plan, of in stages),
-        backward=tuple(
-            sum(b.backward for b in of)
-            + sum(b.forward for b in of[: plan.recomputed])
-            + end.backward * plan.last
-            for plan, of in stages
-        ),
-        weight=tuple(sum(b.weight for b in of) + end.weight * plan.last for plan, of in stages),
-    )
+    return compute_part_works(model, train).sum_by_stage(plans)
 
 
 @dataclass(frozen=True)
 class PassWork:
-    """Work of F, B and W of a part: FLOPs per token, or with `model.emulate` seconds per
-    microbatch."""
+    """Work of F, B and W of a part: FLOPs per token; seconds per microbatch with `model.emulate`,
+    or if it is measured."""
 
     forward: float
     backward: float
     weight: float
+
+    @property
+    def total(self) -> float:
+        """Work of all three."""
+        return self.forward + self.backward + self.weight
+
+
+@dataclass(frozen=True)
+class PartWorks:
+    """Work of the parts that stages consist of.
+
+    Attributes:
+        embedding: Before the first block.
+        blocks: In order, without what is computed again.
+        output: After the last block: predictors and head.
+    """
+
+    embedding: PassWork
+    blocks: tuple[PassWork, ...]
+    output: PassWork
+
+    def divide(self, stages: int, *, recompute: bool) -> tuple[int, ...]:
+        """Return how many blocks each stage gets, as `divide_blocks` does. recompute: all blocks
+        are computed again in backward passes."""
+        blocks = tuple(block.total + recompute * block.forward for block in self.blocks)
+        return divide_blocks(blocks, self.output.total, stages, self.embedding.total)
+
+    def sum_by_stage(self, plans: Sequence[StagePlan]) -> ActionCosts:
+        """Return the work of F, B and W of every stage."""
+        parts = [
+            [self.embedding] * plan.first
+            + [self.blocks[layer] for layer in plan.blocks]
+            + [self.output] * plan.last
+            for plan in plans
+        ]
+        again = [
+            sum(self.blocks[layer].forward for layer in plan.blocks[: plan.recomputed])
+            for plan in plans
+        ]
+        return ActionCosts(
+            forward=tuple(sum(part.forward for part in stage) for stage in parts),
+            backward=tuple(
+                sum(part.backward for part in stage) + recomputed
+                for stage, recomputed in zip(parts, again, strict=True)
+            ),
+            weight=tuple(sum(part.weight for part in stage) for stage in parts),
+        )
+
+
+def compute_part_works(model: ModelConfig, train: TrainConfig) -> PartWorks:
+    """Return the modelled work of all parts of a model. A lookup has no products."""
+    blocks = (compute_block_work(model, train, layer) for layer in range(model.layers))
+    return PartWorks(PassWork(0, 0, 0), tuple(blocks), compute_output_work(model, train))
 
 
 def compute_block_work(model: ModelConfig, train: TrainConfig, layer: int) -> PassWork:
@@ -232,25 +270,32 @@ def _compute_head_flops(model: ModelConfig) -> float:
     return 2.0 * sum(linear.elements for linear in head.linears)
 
 
-def _find_minimal_maximum(ends: Sequence[float], head: float, stages: int) -> float:
+def _find_minimal_maximum(
+    ends: Sequence[float], head: float, stages: int, embedding: float
+) -> float:
     """Return the smallest possible maximum work of a stage, by bisection over all spans of
     blocks."""
     spans = {end - start for i, end in enumerate(ends) for start in ends[: i + 1]}
-    candidates = sorted(spans | {span + head for span in spans})
+    first = {end + embedding for end in ends}
+    last = {ends[-1] - start + head for start in ends}
+    candidates = sorted(spans | first | last | {ends[-1] + embedding + head})
     low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
-        if _is_enough(ends, head, stages, candidates[middle]):
+        if _is_enough(ends, head, stages, embedding, candidates[middle]):
             high = middle
         else:
             low = middle + 1
     return candidates[low]
 
 
-def _is_enough(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
+def _is_enough(
+    ends: Sequence[float], head: float, stages: int, embedding: float, limit: float
+) -> bool:
     """Return whether stages of at most `limit` work suffice; they are filled from the last one."""
     free_work, end = limit - head, len(ends) - 1
-    for _ in range(stages):
+    for stage in reversed(range(stages)):
+        free_work -= embedding * (stage == 0)
         if free_work < 0:
             return False
         start = end

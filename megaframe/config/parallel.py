@@ -93,8 +93,10 @@ class ParallelConfig(Section):
     """interleaved: microbatches that a chunk runs in succession. search: microbatches of which a
     rank keeps activations at most, in units of all its layers. Default: `pipeline`, as many as 1f1b
     keeps on the first rank."""
-    layers_per_stage: tuple[NonNegative, ...] | None = None
-    """Layers of each stage, in order. Default: balanced by work, including the head."""
+    layers_per_stage: tuple[NonNegative, ...] | Literal["measured"] | None = None
+    """Layers of each stage, in order. Default: balanced by work, including the head. `measured`:
+    balanced by the times that passes of each kind of block, the embedding and the head take on the
+    run's own ranks, measured when it starts; a resumed run keeps the division it began with."""
     serial: bool = False
     """Do not overlap communication with compute. Never changes a bit of the result; for
     debugging."""

@@ -69,9 +69,10 @@ def _apply_sizes(config: RunConfig, sizes: Mapping[str, int]) -> RunConfig:
     """Return the config with these sizes. If the number of pipeline ranks changes, per-stage layers
     are dropped, and per-stage recompute blocks become their maximum for all stages."""
     changes: dict[str, object] = dict(sizes)
-    if sizes["pipeline"] != config.parallel.pipeline:
+    is_listed = isinstance(config.parallel.layers_per_stage, tuple)
+    if sizes["pipeline"] != config.parallel.pipeline and is_listed:
         changes["layers_per_stage"] = None
     blocks = config.train.recompute_blocks
-    if "layers_per_stage" in changes and isinstance(blocks, tuple):
+    if sizes["pipeline"] != config.parallel.pipeline and isinstance(blocks, tuple):
         blocks = max(blocks)
     return config.replace(parallel=changes, train={"recompute_blocks": blocks})

@@ -64,7 +64,8 @@ def resolve_config(
 
     Returns:
         The config with a value for each key of `UNDECIDED` and for `train.steps`, the layout of its
-        ranks, and lines that say what was decided.
+        ranks, and lines that say what was decided. With `parallel.layers_per_stage=measured` what
+        depends on the stages is left to `decide_stages`, which needs the ranks.
 
     Raises:
         UserError: The config has mistakes, or no value can be found for a key.
@@ -77,10 +78,20 @@ def resolve_config(
     if config.faults.elastic:
         config, world = fit_layout(config, world)
     validate_config(config, world, data=data)
+    if config.parallel.layers_per_stage != "measured":
+        config, more = choose_by_stages(config, world)
+        notes = [*notes, *more]
+    return config, Layout.from_parallel(config.parallel, world), notes
+
+
+def choose_by_stages(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
+    """Return the config with everything chosen that depends on the division into stages, and lines
+    that say so. The config must have passed the checks for this number of ranks."""
+    notes: list[str] = []
     for choose in (choose_bucket_size, choose_recomputed_blocks):
         config, more = choose(config, world)
         notes = [*notes, *more]
-    return config, Layout.from_parallel(config.parallel, world), notes
+    return config, notes
 
 
 def refuse_undecided(config: RunConfig) -> None:
@@ -113,7 +124,7 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     """
     if not config.parallel.auto:
         return config, _describe_machine(config.run, config.parallel)
-    saved = _load_saved_config(config.run, config.checkpoint)
+    saved = load_saved_config(config.run, config.checkpoint)
     if saved is not None and not resolve_axis_sizes(saved.parallel, world)[1]:
         resumed = _copy_layout(config, saved)
         note = f"parallel.auto: the layout that {config.run.dir} started with"
@@ -213,12 +224,14 @@ def _copy_layout(config: RunConfig, source: RunConfig) -> RunConfig:
     names = [name for name in SEARCHED_KEYS if hasattr(config.parallel, name)]
     names += ["tensor_chunks", "schedule_microbatches", "layers_per_stage"]
     parallel = {name: getattr(source.parallel, name) for name in (*names, "expert_overlap")}
+    if config.parallel.layers_per_stage == "measured" and parallel["layers_per_stage"] is None:
+        parallel["layers_per_stage"] = "measured"
     keys = ("microbatch", "recompute", "recompute_blocks")
     train = {name: getattr(source.train, name) for name in keys}
     return config.replace(parallel={**parallel, "auto": False}, train=train)
 
 
-def _load_saved_config(run: RunSection, checkpoint: CheckpointConfig) -> RunConfig | None:
+def load_saved_config(run: RunSection, checkpoint: CheckpointConfig) -> RunConfig | None:
     """Return the config of the run to be resumed, or None if there is none that can be read."""
     folder = Path(run.dir)
     if checkpoint.resume is None or not (folder / CONFIG_FILE).exists():

@@ -30,7 +30,12 @@ from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
 from megaframe.metrics import Part
-from megaframe.model.layer_inputs import PLAIN_ROUTINES, LayerRoutines, make_layer_setup
+from megaframe.model.layer_inputs import (
+    PLAIN_ROUTINES,
+    LayerRoutines,
+    LayerSetup,
+    make_layer_setup,
+)
 from megaframe.model.model_chunk import ModelChunk, build_chunks
 from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.compile import Compiled
@@ -105,16 +110,10 @@ class TrainStep:
         full = train.global_batch // (train.microbatch * mesh.layout.data)
         self.schedule = build_step_schedule(config, full)
         self.rank_of = rank_of = self.schedule.rank_of
-        self.context = ContextParallel(
-            *mesh.divide_context(count_exchanging_ranks(config.parallel))
-        )
-        experts = _make_expert_parallel(config.model, config.parallel, mesh)
-        compiler = _make_compiler(config.train, note)
-        self.kernels = kernels = make_kernels(config, mesh.device, compiler, note)
-        compute = PRECISIONS[train.precision].compute
+        setup = build_layer_setup(config, mesh, note, routines)
+        self.context, self.kernels = setup.context, setup.kernels
+        kernels, compute = setup.kernels, PRECISIONS[train.precision].compute
         self._warning = check_fp8(config, mesh.device, compute, kernels)
-        tensor = mesh.group("tensor")
-        setup = make_layer_setup(config, tensor, self.context, experts, kernels, routines)
         rank = mesh.coordinate["pipeline"]
         plans = [plan for plan in plan_stages(config) if rank_of[plan.stage_index] == rank]
         chunks = build_chunks(config, plans, setup)
@@ -158,9 +157,6 @@ class TrainStep:
         ends = rank_of[0], rank_of[-1]
         shared = model.tie_embeddings or model.mtp_depth > 0
         twice = shared and ends[0] != ends[1]
-        copies = count_kv_copies(model, mesh.layout.tensor)
-        if copies > 1:
-            mesh.add_tensor_copies_group(copies)
         mesh.name_stages(rank_of)
         mesh.connect([*_list_links(rank_of), *([ends] if twice else [])])
         return _find_tied_embedding(chunks, mesh, ends) if twice else None
@@ -284,6 +280,29 @@ class TrainStep:
         """Return this context rank's part of each microbatch."""
         index, size = self.context.index, self.context.size
         return [select_context_part(microbatch, index, size) for microbatch in microbatches]
+
+
+def build_layer_setup(
+    config: RunConfig,
+    mesh: Mesh,
+    note: Callable[[str], None] = print,
+    routines: LayerRoutines = PLAIN_ROUTINES,
+) -> LayerSetup:
+    """Return what a run fixes for the layers of this rank. All ranks of the world must call this.
+
+    Args:
+        config: The run.
+        mesh: This rank's groups.
+        note: Called with a line to show.
+        routines: What the plain code of layers is made of.
+    """
+    context = ContextParallel(*mesh.divide_context(count_exchanging_ranks(config.parallel)))
+    experts = _make_expert_parallel(config.model, config.parallel, mesh)
+    kernels = make_kernels(config, mesh.device, _make_compiler(config.train, note), note)
+    copies = count_kv_copies(config.model, mesh.layout.tensor)
+    if copies > 1:
+        mesh.add_tensor_copies_group(copies)
+    return make_layer_setup(config, mesh.group("tensor"), context, experts, kernels, routines)
 
 
 def _make_expert_parallel(

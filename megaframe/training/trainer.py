@@ -43,6 +43,7 @@ from megaframe.training.auto_layout import refuse_undecided
 from megaframe.training.batches import Batches
 from megaframe.training.callbacks import CallbackRunner
 from megaframe.training.extension_check import check_same_extensions
+from megaframe.training.measured_stages import decide_stages
 from megaframe.training.run_checkpoint import Restored, RunCheckpoint
 from megaframe.training.start_notes import log_start
 from megaframe.training.step_metrics import StepMetrics
@@ -74,6 +75,7 @@ class Trainer:
         launcher: LauncherProcess | None = None,
         lock: RunLock | None = None,
     ) -> None:
+        config, stage_times = decide_stages(config, mesh)
         refuse_undecided(config)
         self.config, self.mesh, self._lock = config, mesh, lock
         self.folder = Path(config.run.dir)
@@ -90,7 +92,9 @@ class Trainer:
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         self.step = restored.step if restored else 0
         state = restored.state if restored else None
-        self._start_metrics(timer, files, restored, notes)
+        self._start_metrics(timer, files, restored, [*notes, *stage_times.notes])
+        for name, value in stage_times.values.items():
+            self.metrics.record(f"measured_stages/{name}", value)
         self.callbacks = CallbackRunner(
             config, mesh, self.metrics, state.callbacks if state else {}
         )

@@ -35,7 +35,7 @@ def find_stage_mistakes(
         yield f"{size} is {stages} stages for model.layers={layers}; use {valid}"
         return
     layers_per_stage = parallel.layers_per_stage
-    if layers_per_stage is not None and (
+    if isinstance(layers_per_stage, tuple) and (
         len(layers_per_stage) != stages or sum(layers_per_stage) != layers
     ):
         wrong = f"has {len(layers_per_stage)} stages, but {size} makes {stages}"

@@ -8,6 +8,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics.timers import StepTimer
+from megaframe.training.measured_stages import decide_stages
 from megaframe.training.train_step import TrainStep
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}
@@ -17,15 +18,20 @@ EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}
 def count_groups(config):
     """Return how many communicators this rank is in."""
     mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=PATIENCE)
+    config, _ = decide_stages(config, mesh)
     TrainStep(config, mesh, StepTimer().time)
     num_communicators = mesh.num_communicators
     mesh.finish()
     return num_communicators
 
 
-def make_config(parallel, model):
+def make_config(parallel, model, noise=False):
     train = {"seq": 16, "global_batch": 8, "microbatch": 1, "precision": "fp64"}
-    return RunConfig(model={**MODEL, **model}, train=train, parallel=parallel)
+    metrics = {"gradient_noise_every": int(noise)}
+    return RunConfig(model={**MODEL, **model}, train=train, parallel=parallel, metrics=metrics)
+
+
+MEASURED = {"layers_per_stage": "measured"}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,8 @@ def make_config(parallel, model):
         ({"reduce_precision": "bf16", "node_size": 2}, {}, 1),
         ({"expert": 4}, EXPERTS, 3),
         ({"expert": 2, "expert_tensor": 2}, EXPERTS, 3),
+        ({"context": 2, "pipeline": 2, **MEASURED}, {}, 0),
+        ({"expert": 2, "pipeline": 2, **MEASURED}, EXPERTS, 4),
     ],
 )
 def test_no_rank_is_in_more_communicators(parallel, model, spare, pool):
@@ -51,6 +59,15 @@ def test_no_rank_is_in_more_communicators(parallel, model, spare, pool):
     counted = count_communicators(config.model, config.parallel, 4)
     most = max(pool.run(4, count_groups, config))
     assert most + spare == counted
+
+
+@pytest.mark.parametrize(
+    ("parallel", "spare"), [({"context": 2, "zero": 3}, 0), ({"tensor": 2}, 2), ({}, 0)]
+)
+def test_no_rank_is_in_more_communicators_while_noise_is_measured(parallel, spare, pool):
+    config = make_config(parallel, {}, noise=True)
+    counted = count_communicators(config.model, config.parallel, 4, noise=True)
+    assert max(pool.run(4, count_groups, config)) + spare == counted
 
 
 def test_streams_are_those_of_communicators_products_and_copies():

@@ -39,17 +39,19 @@ def list_divisions(layers, stages):
     st.lists(st.integers(1, 9), min_size=1, max_size=7).map(tuple),
     st.integers(0, 20),
     st.integers(1, 4),
+    st.integers(0, 20),
 )
-def test_no_division_is_better_balanced(blocks, head, stages):
+def test_no_division_is_better_balanced(blocks, head, stages, embedding):
     def works(counts):
         work_per_stage, start = [], 0
         for count in counts:
             work_per_stage.append(sum(blocks[start : start + count]))
             start += count
+        work_per_stage[0] += embedding
         work_per_stage[-1] += head
         return max(work_per_stage), sum(work * work for work in work_per_stage)
 
-    counts = divide_blocks(blocks, head, stages)
+    counts = divide_blocks(blocks, head, stages, embedding)
     assert sum(counts) == len(blocks) and len(counts) == stages
     assert works(counts) == min(map(works, list_divisions(len(blocks), stages)))
 
