@@ -24,6 +24,7 @@ class AdaBeliefConfig(OptimizerPart):
     """AdaBelief, with `optim.beta1` and `optim.beta2`."""
     belief_eps: Annotated[float, Field(gt=0)] = 1e-12
     """Added to the mean squared deviation of a gradient from its mean."""
+    scales_like = "adamw"
 
     def count_moments(self) -> int:
         """Return two: the mean, and the deviation from it."""

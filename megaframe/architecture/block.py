@@ -30,6 +30,7 @@ from megaframe.architecture.norm import (
     NormDescription,
     RMSNormDescription,
 )
+from megaframe.architecture.parametrisation import compute_score_multiplier
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
 from megaframe.architecture.spec import ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic
@@ -375,7 +376,9 @@ def _describe_mixer(
             window=config.window,
             bias=model.bias,
             norm_eps=latent.norm_eps or model.norm_eps,
-            score_scale=compute_scores_factor(model) / math.sqrt(width),
+            score_scale=compute_scores_factor(model)
+            * compute_score_multiplier(model)
+            / math.sqrt(width),
             rotary=describe_rotary(model, latent.rotary_dim),
             query_scale=config.query_scale,
             init_std=model.init_std,
@@ -395,7 +398,7 @@ def _describe_mixer(
         window=Chunk(config.attention_chunk) if config.attention_chunk else config.window,
         bias=model.bias if config.bias is None else config.bias,
         norm_eps=model.norm_eps,
-        score_scale=config.score_scale or 1.0 / math.sqrt(head_dim),
+        score_scale=config.score_scale or compute_score_multiplier(model) / math.sqrt(head_dim),
         rotary=describe_rotary(model, rotated, config.rotary_base, config.rotary_scaling),
         query_scale=config.query_scale,
         init_std=model.init_std,

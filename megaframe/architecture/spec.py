@@ -49,6 +49,22 @@ class DrawnByLayer(ABC):
 
 
 @dataclass(frozen=True)
+class Growth:
+    """How much a parameter has grown from the base model of a parametrisation.
+
+    Attributes:
+        inputs: The number of inputs of the matrix relative to that of the base model; 1 for what
+            is no matrix.
+        outputs: The same of its outputs, or of the elements of a vector.
+        multiplier: The factor of what is computed with it.
+    """
+
+    inputs: float = 1.0
+    outputs: float = 1.0
+    multiplier: float = 1.0
+
+
+@dataclass(frozen=True)
 class Box:
     """A rectangular piece of a tensor: its offset and size in each dim."""
 
@@ -96,6 +112,8 @@ class ParamSpec:
         inputs: How many of the last dims are inputs of a matrix; the dims before are its outputs.
         fused: {dim: sizes of the parts along it} if one weight is several matrices.
         token_share: Share of the tokens that each element is applied to; small for experts.
+        growth: From which initial values and learning rates follow beside `init`. Layers leave it
+            out; the model sets it.
     """
 
     name: str
@@ -107,6 +125,7 @@ class ParamSpec:
     inputs: int = 1
     fused: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     token_share: Fraction = Fraction(1)
+    growth: Growth = Growth()
 
     @property
     def size(self) -> int:

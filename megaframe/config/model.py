@@ -188,6 +188,16 @@ class ModelConfig(Section):
     """Mixture of experts in place of the MLP. Default: none."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 * layers)."""
+    parametrisation: Literal["standard", "mup"] = "standard"
+    """How initial values and learning rates follow from the width. `mup`, the maximal update
+    parametrisation (Yang et al. 2022), keeps the best learning rate the same over widths;
+    `optim.lr` and `init_std` are then those of the base model."""
+    mup_base_hidden: Positive | None = None
+    """mup: `hidden` of the base model, at which both parametrisations are the same. Numbers of
+    heads and inner widths are taken to grow in proportion to `hidden`."""
+    mup_base_head_dim: Positive | None = None
+    """mup: width of a query or key head of the base model; beyond it the scale of scores falls as
+    1 / width. A `score_scale` of a block stays. Default: that of this model."""
     family: str | None = None
     """The model_type of Hugging Face transformers as which an export writes the model. An import
     sets it, and `export-hf --family` names another one."""

@@ -42,7 +42,14 @@ class Part(Section, ABC):
 
 class OptimizerPart(Part):
     """An optimizer that changes each element on its own, from its gradient and its moments; so it
-    is the same under every layout and ZeRO stage."""
+    is the same under every layout and ZeRO stage.
+
+    Attributes:
+        scales_like: What an update grows with, as `model.parametrisation=mup` must know: not at all
+            with the gradient (`adamw`), or in proportion to it (`sgd`). None if that is not known.
+    """
+
+    scales_like: ClassVar[Literal["adamw", "sgd"] | None] = None
 
     @abstractmethod
     def count_moments(self) -> int:

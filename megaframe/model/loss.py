@@ -42,12 +42,14 @@ class LossOptions:
         z_loss: Weight of the squared log-partition.
         softcap: Logits x become cap * tanh(x / cap).
         part: A loss from outside, in place of cross-entropy and of what changes that.
+        multiplier: Factor of the product with the weight, before a bias is added.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
     part: LossPart | None = None
+    multiplier: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,19 @@ def compute_head_loss(
         # The scale stays a tensor: only a number that the device reads can change from one run of a
         # CUDA graph to the next.
         scale = scale.to(wide)
+    # Of the logits' gradient: both products with it are then gradients without another factor.
+    product_scale = None if scale is None else scale * options.multiplier
     for start in range(0, tokens, rows):
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
         logits_TV = buffer[: len(chunk_labels)]
         multiply_into(logits_TV, chunk_TH, weight.value.t())
+        if options.multiplier != 1.0:
+            logits_TV.mul_(options.multiplier)
         if bias is not None:
             logits_TV += bias.value
         # With a scale, the logits become their gradient in place.
-        losses = _compute_losses(logits_TV, chunk_labels, part, options, scale, kernels)
+        losses = _compute_losses(logits_TV, chunk_labels, part, options, product_scale, kernels)
         # Summed in fp64, because many small terms are added to a large sum.
         loss += torch.where(chunk_labels == IGNORE, 0.0, losses).sum(dtype=torch.float64)
         if d_hidden is not None:
@@ -127,7 +133,7 @@ def compute_head_loss(
             multiply_into(d_hidden[piece], logits_TV, weight.value)
             weight.add_product(logits_TV, chunk_TH)
             if bias is not None:
-                bias.add(logits_TV.sum(0, dtype=wide))
+                bias.add(logits_TV.sum(0, dtype=wide) / options.multiplier)
     if d_hidden is not None:
         # So far each rank has only what its part of the vocabulary adds to the gradient of all
         # rows.

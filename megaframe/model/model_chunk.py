@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from megaframe.architecture.block import describe_block
-from megaframe.architecture.spec import ParamSpec
+from megaframe.architecture.spec import Growth, ParamSpec
 from megaframe.architecture.stages import StagePlan
+from megaframe.architecture.width_growth import measure_growths
 from megaframe.config import RunConfig
+from megaframe.errors import UserError
 from megaframe.model.block import EmulatedBlock, TransformerBlock
 from megaframe.model.embedding import Embedding
 from megaframe.model.layer_inputs import LayerSetup, make_layer_setup
@@ -60,11 +63,23 @@ class ModelChunk:
         first = [] if self.embedding is None else [self.embedding]
         last = [] if self.post_process is None else self.post_process.units
         self.units: list[Module] = [*first, *self.blocks, *last]
+        if config.model.parametrisation == "mup":
+            self._set_growths(measure_growths(config.model))
 
     def parameters(self) -> list[Parameter]:
         """Return all parameters in order, without repeating those that units share."""
         # A tied head and its embedding share a parameter; a dict keeps the order.
         return list({p: None for unit in self.units for p in unit.parameters()})
+
+    def _set_growths(self, growths: Mapping[str, Growth]) -> None:
+        for parameter in self.parameters():
+            name = parameter.spec.name
+            if name not in growths:
+                raise UserError(
+                    f"model.parametrisation=mup knows no widths of {name}, which its layer has and "
+                    "its description does not declare; compare them with tools/check_layers.py"
+                )
+            parameter.spec = replace(parameter.spec, growth=growths[name])
 
 
 def build_chunks(

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import describe_head_bias, describe_head_weight
+from megaframe.architecture.parametrisation import compute_output_multiplier
 from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.parts import LossPart
 from megaframe.data.microbatch import IGNORE, Microbatch
@@ -68,7 +69,8 @@ class OutputHead(Module):
             self.weight = Parameter(describe_head_weight(model))
         bias = describe_head_bias(model)
         self.bias = None if bias is None else Parameter(bias)
-        self.evaluation_options = LossOptions(softcap=model.logit_softcap)
+        multiplier = compute_output_multiplier(model)
+        self.evaluation_options = LossOptions(softcap=model.logit_softcap, multiplier=multiplier)
         loss = train.loss
         self.training_options = replace(
             self.evaluation_options,
@@ -113,6 +115,7 @@ class OutputHead(Module):
         """Return logits, in at least fp32, of hidden states [..., hidden], for use without
         training."""
         logits = self.norm(x) @ self.weight.value.t()
+        logits *= self.evaluation_options.multiplier
         if self.bias is not None:
             logits += self.bias.value
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from megaframe.architecture.parametrisation import compute_learning_rate_scale
 from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
 from megaframe.config.part_calls import call_part, describe_method
@@ -238,7 +239,11 @@ def group_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> Par
         decay = optim.weight_decay if spec.decay else 0.0
     optimizer = get_part_name(optim.name)
     rule = "adamw" if optimizer == "muon" and name != "matrix" else optimizer
-    return ParameterGroup(name, rule, GroupRates(group.lr, decay))
+    scales_like = optim.name.scales_like if isinstance(optim.name, OptimizerPart) else rule
+    # Without a rule for an optimizer from outside, `validate` refuses another parametrisation.
+    scale = compute_learning_rate_scale(scales_like or "adamw", spec.growth)
+    # A decay is multiplied by the learning rate: their product does not depend on the width.
+    return ParameterGroup(name, rule, GroupRates(group.lr * scale, decay / scale))
 
 
 def make_momentum_options(optim: OptimConfig, rates: GroupRates) -> MomentumOptions:

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from megaframe.architecture.parametrisation import compute_initial_scale
 from megaframe.architecture.spec import Box, Constant, DrawnByLayer, ParamSpec
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -36,7 +37,7 @@ def fill_initial_values(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> No
         if not out.is_meta:
             out.copy_(torch.as_tensor(spec.init.draw(seed)[box.slices]))
         return
-    width = math.prod(spec.shape[1:])
+    width, std = math.prod(spec.shape[1:]), spec.init.std * compute_initial_scale(spec.growth)
     # Depends on the whole shape, not on the piece, so blocks are the same on all ranks.
     rows = max(1, _BLOCK_ELEMENTS // width)
     first, count = box.offset[0], box.shape[0]
@@ -45,7 +46,7 @@ def fill_initial_values(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> No
         start, stop = block * rows, min((block + 1) * rows, spec.shape[0])
         # On the CPU and in fp32: a device or another type would draw other numbers.
         values = torch.empty(stop - start, *spec.shape[1:])
-        values.normal_(0.0, spec.init.std, generator=_make_generator(seed, spec.name, block))
+        values.normal_(0.0, std, generator=_make_generator(seed, spec.name, block))
         low, high = max(start, first), min(stop, first + count)
         piece = slice(low - start, high - start), *columns
         # The only rounding, to the type of the master weights.

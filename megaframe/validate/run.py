@@ -34,6 +34,7 @@ from megaframe.validate.optim import (
     find_optimizer_mistakes,
     find_warmup_warning,
 )
+from megaframe.validate.parametrisation import find_parametrisation_mistakes
 from megaframe.validate.pipeline import find_stage_mistakes, find_step_schedule_mistakes
 from megaframe.validate.tensor_parallel import find_chunk_mistakes, find_node_crossing_warning
 from megaframe.validate.train import (
@@ -98,6 +99,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *find_sample_mistakes(config.train, config.data),
         *(find_graph_mistakes(config, sizes) if not axis_mistakes else ()),
         *(find_gradient_noise_mistakes(config, sizes) if not axis_mistakes else ()),
+        *find_parametrisation_mistakes(config.model, config.optim),
         *find_learning_rate_mistakes(config.optim, config.train.steps),
         *find_optimizer_mistakes(config.optim),
         *find_saving_mistakes(config.checkpoint),

@@ -41,6 +41,7 @@ GUIDES = (
     "checkpoints",
     "plan",
     "theory",
+    "scaling",
     "prediction",
     "dashboard",
     "faults",

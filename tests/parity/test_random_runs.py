@@ -130,7 +130,7 @@ def drawn():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_runs, "repair", repair_and_count)
         with use_examples():
-            for seed in range(16):
+            for seed in range(20):
                 seed_with(seed)(draw)()
     assert repaired.count(False) <= 0.02 * len(repaired)
     return runs

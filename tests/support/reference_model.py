@@ -128,7 +128,8 @@ def _losses(weights, config, x, labels):
     """Return the loss of a head's input `x`, summed over valid tokens."""
     model = config.model
     head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
-    logits = x @ head.T + weights.get("head.bias", 0.0)
+    growth = model.hidden / _choose(model.mup_base_hidden, model.hidden)
+    logits = x @ head.T / growth + weights.get("head.bias", 0.0)
     if model.logit_softcap:
         logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
     valid = labels != IGNORE
@@ -196,7 +197,8 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         for member in range(per_group):
             query = prepare("query", qkv[:, :, group, member], len(heads))
             query = query * _query_factor(mixer, positions)
-            scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
+            scale = width**-0.5 * _fall_of_scores(model, model.head_dim)
+            scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, scale)
             if mixer.alibi is not None:
                 slope = _list_slopes(per_group * groups, mixer.alibi)[len(heads)]
                 scores = scores - slope * (positions[:, :, None] - positions[:, None]).double()
@@ -211,6 +213,11 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         for number, rows in enumerate(weights[f"{name}.attention.gate.weight"]):
             heads[number] = heads[number] / (1 + torch.exp(-y @ rows.T))
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
+
+
+def _fall_of_scores(model, width):
+    """Return what makes of 1 / sqrt(width), beyond the width of the base model, 1 / width."""
+    return math.sqrt(_choose(model.mup_base_head_dim, width) / width)
 
 
 def _list_slopes(heads, largest):
@@ -242,7 +249,8 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions):
     of_kv = _norm(weights, model, f"{name}.attention.kv_norm", of_kv, "rmsnorm")
     width, base = latent.rotary_dim, model.rotary_base
     key_rotated = _rotate(model, y @ down[rank + latent.kv_rank :].T, positions, width, base)
-    scale = 1 / math.sqrt(latent.rotary_dim + latent.head_dim)
+    whole_width = latent.rotary_dim + latent.head_dim
+    scale = _fall_of_scores(model, whole_width) / math.sqrt(whole_width)
     if model.rotary_scaling.kind == "yarn":
         scaling = model.rotary_scaling
         scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2

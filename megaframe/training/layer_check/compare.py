@@ -154,6 +154,8 @@ class _Comparison:
             for name in described.keys() & measurement.parameters.keys():
                 spec, shape = measurement.parameters[name]
                 for field in fields(ParamSpec):
+                    if field.name == "growth":  # the model's word, not the layer's
+                        continue
                     values = (getattr(each, field.name) for each in (described[name], spec))
                     self._compare(f"{field.name} of {name}{on_rank}", *values, *members)
                 coordinate = self.layout.get_full_coordinate(rank)

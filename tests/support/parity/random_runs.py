@@ -231,6 +231,8 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "ModelConfig.positions": st.sampled_from((seq, seq + 3)),
         "ModelConfig.rotary_base": bases,
         "ModelConfig.mtp_depth": st.sampled_from((1, 2, 0)),
+        "ModelConfig.mup_base_hidden": st.sampled_from((hidden, 4, 3)),
+        "ModelConfig.mup_base_head_dim": even,
         "ModelConfig.window": st.one_of(windows, st.lists(st.none() | windows, min_size=1)),
         "RotaryScalingConfig.kind": st.sampled_from(
             ("none", "linear", "dynamic", "llama3", "yarn")

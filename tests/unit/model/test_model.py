@@ -278,6 +278,15 @@ MODELS |= {
         **{"layers": 1, "bias": True},
         "moe": {**ROUTED_BIASES, "experts": 4, "ffn": 10, "scale_inputs": True},
     },
+    "mup": {
+        **{"parametrisation": "mup", "mup_base_hidden": 5, "mup_base_head_dim": 1, "layers": 3},
+        **{"head_bias": True, "tie_embeddings": True, "mtp_depth": 1, "logit_softcap": 3.0},
+        "blocks": [{"mixer": {"kv_heads": 2}}, {"mixer": {"score_scale": 0.3}}],
+    },
+    "mup_latent": {
+        **{"parametrisation": "mup", "mup_base_hidden": 8, "mup_base_head_dim": 5},
+        **{"latent": {**LATENT, "query_rank": 12}, "moe": {"experts": 4, "ffn": 10}},
+    },
     "mixed": {
         "layers": 4,
         "norm": "rmsnorm",

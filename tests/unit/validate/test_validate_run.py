@@ -38,6 +38,8 @@ from megaframe.validate.run import find_warnings
         ("data.tokenizer=bytes", "model.vocab=null"),
         ("data.tokenizer=hf:a:b.json",),
         ("data.split=[1, 0, 0]",),
+        ("model.parametrisation=mup", "model.mup_base_hidden=256"),
+        ("model.parametrisation=mup", "model.mup_base_hidden=7", "model.mup_base_head_dim=8"),
         ("train.eval_every=5",),
         ("checkpoint.every=5", "checkpoint.keep_every=10"),
     ],
@@ -68,6 +70,18 @@ def test_a_sound_config_passes(overrides):
         (
             ["optim.momentum=0.9", "optim.name=lion"],
             "momentum=0.9 has no effect with optim.name=lion; leave .* optim.name=muon or sgd",
+        ),
+        (
+            ["model.parametrisation=mup"],
+            "parametrisation=mup needs model.mup_base_hidden, .* that of model.hidden=768, and mup",
+        ),
+        (
+            ["model.mup_base_hidden=256"],
+            "mup_base_hidden=256 has no effect with model.parametrisation=standard; leave it out",
+        ),
+        (
+            ["model.mup_base_head_dim=64"],
+            "mup_base_head_dim=64 has no effect with model.parametrisation=standard; leave it out",
         ),
         (
             ["checkpoint.every=6", "checkpoint.keep_every=10"],

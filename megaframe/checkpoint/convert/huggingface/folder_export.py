@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from megaframe.architecture.parametrisation import compute_output_multiplier
 from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.checkpoint.convert.huggingface.families import find_fitting_families, get_family
@@ -27,7 +28,7 @@ from megaframe.checkpoint.convert.huggingface.read_files import (
     check_finite,
 )
 from megaframe.checkpoint.convert.huggingface.tensor_names import map_tensors
-from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor
+from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, TensorPart
 from megaframe.checkpoint.convert.huggingface.tokenizer import export_tokenizer
 from megaframe.checkpoint.convert.huggingface.tokenizer_settings import GENERATION_CONFIG
 from megaframe.checkpoint.reshard import group_by_bytes
@@ -153,6 +154,7 @@ def plan_export(
     checkpoint.require_shapes({spec.name: spec.shape for spec in specs})
     tensors = list(map_tensors(row, run.model, specs))
     refuse_left_out(row, run.model, specs, tensors)
+    tensors = _fold_output_multiplier(row, tensors, compute_output_multiplier(run.model))
     _check_constants(row, checkpoint, specs)
     groups = group_by_bytes(tensors, lambda tensor: _count_bytes(tensor, torch_dtype), FILE_BYTES)
     texts = {
@@ -204,6 +206,32 @@ def _choose_family(model: ModelConfig, name: str | None) -> Family:
     fitting = find_fitting_families(model)
     which = f"{join_or(fitting)} computes the same" if fitting else "none computes the same"
     raise UserError(f"model.family is not set, so an export needs --family; {which} as this model")
+
+
+def _fold_output_multiplier(
+    family: Family, tensors: Sequence[HuggingFaceTensor], multiplier: float
+) -> list[HuggingFaceTensor]:
+    """Return tensors whose last norm makes results as many times as large as the multiplier says,
+    because the norm is all that the head sees.
+
+    Raises:
+        UserError: If the family has no weights of that norm.
+    """
+    if multiplier == 1.0:
+        return [*tensors]
+    names = ("head.norm.gain", "head.norm.bias")
+    if not any(part.spec.name in names for tensor in tensors for part in tensor.parts):
+        raise UserError(
+            f"model.parametrisation=mup multiplies logits by {multiplier:g}, and {family.name} has "
+            "no weights in its last norm to multiply instead; export another family"
+        )
+
+    def fold(part: TensorPart) -> TensorPart:
+        if part.spec.name not in names:
+            return part
+        return replace(part, scale=part.scale / multiplier, offset=part.offset / multiplier)
+
+    return [replace(tensor, parts=tuple(map(fold, tensor.parts))) for tensor in tensors]
 
 
 def _check_constants(family: Family, checkpoint: Checkpoint, specs: list[ParamSpec]) -> None:
