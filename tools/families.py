@@ -20,9 +20,10 @@ _BEGIN = """\
 `tools/checkpoint.py import-hf` and `export-hf` convert these, and `tools/families.py` generates \
 this page from their rows. `python -m pytest tests/unit/checkpoint/convert` compares the logits of \
 a tiny model of each with transformers, after an import and after an export. A config with a value \
-that its row does not know is refused by name. Where code adds 1 to gains, or divides logits by a \
-number that is no power of 2, the weights here are those that fp32 rounds to, about 1e-7 beside \
-theirs. BLOOM's code rounds a constant of its GELU to 8 digits, which moves logits by about 1e-9.
+that its row does not know is refused by name. Where code adds 1 to gains, or divides logits or \
+multiplies values by a number that is no power of 2, the weights here are those that fp32 rounds \
+to, about 1e-7 beside theirs. BLOOM's code rounds a constant of its GELU to 8 digits, which moves \
+logits by about 1e-9.
 """
 _REFUSED = {
     "Kimi delta attention": ("kimi_linear",),
@@ -34,7 +35,6 @@ _REFUSED = {
     "hyper-connections": ("deepseek_v4",),
     "ALiBi whose code rounds it to bfloat16": ("falcon (alibi)",),
     "proportional scaling of rotary positions": ("lfm3",),
-    "values wider or narrower than keys": ("mimo_v2_flash",),
 }
 """Families that are not imported, by the first part that is missing."""
 
@@ -89,8 +89,10 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "chunks"
     if "attn_scale" in keys or any(isinstance(key, ScaledRotaryKeys) for key in family.keys):
         yield "queries scaled by position"
-    if own.get("mixer.sinks"):
+    if "attention.sinks" in family.block.values():
         yield "sinks"
+    if "v_head_dim" in keys and own.get("mixer.kind") != "latent":
+        yield "widths of values"
     if own.get("head_bias"):
         yield "bias of the head"
     if own.get("mixer.output_gate"):
@@ -133,8 +135,10 @@ def _list_transforms(family: Family) -> Iterator[str]:
         yield "experts in one tensor"
     if family.packed:
         yield "MXFP4"
-    if family.scales:
+    if "head.norm" in family.scales:
         yield "factor of logits in the last norm"
+    if "attention.value" in family.scales:
+        yield "factor of values in their product"
     if family.constant:
         yield "norms without weights"
 

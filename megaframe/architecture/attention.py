@@ -254,11 +254,12 @@ class AttentionDescription(SoftmaxAttention):
 
     Queries, keys and values come from one weight [kv_heads, heads / kv_heads + 2, head_dim,
     hidden], in which each group has its query heads, its key head and its value head, so that a
-    tensor shard has whole groups.
+    tensor shard has whole groups. If values have a width of their own, a group's rows are one dim.
 
     Attributes:
         kv_heads: Key and value heads, G.
-        head_dim: Width of a head.
+        head_dim: Width of a query or key head.
+        value_dim: Width of a value head.
         qk_norm: Whether each `head` of queries and keys is normalised, or the `whole` of a token's
             queries and that of its keys, or `none`; with `layernorm` and `layernorm_per_head` each
             head by a LayerNorm, whose gains all heads share or not, and with `l2` by an RMSNorm
@@ -274,6 +275,7 @@ class AttentionDescription(SoftmaxAttention):
 
     kv_heads: int
     head_dim: int
+    value_dim: int
     qk_norm: str
     qkv_bias: bool
     norm_after_rotation: bool = False
@@ -313,18 +315,27 @@ class AttentionDescription(SoftmaxAttention):
     @property
     def value_width(self) -> int:
         """Width of a value head."""
-        return self.head_dim
+        return self.value_dim
+
+    @property
+    def group_widths(self) -> tuple[int, int, int]:
+        """Of the queries of a group, of its key and of its value."""
+        return self.heads_per_group * self.head_dim, self.head_dim, self.value_dim
 
     @property
     def qkv(self) -> LinearSpec:
         """Queries, keys and values of all groups."""
+        group: tuple[int, ...] = (self.heads_per_group + 2, self.head_dim)
+        parts: tuple[int, ...] = (self.heads_per_group, 1, 1)
+        if self.value_dim != self.head_dim:
+            group, parts = (sum(self.group_widths),), self.group_widths
         return LinearSpec(
             (self.hidden,),
-            (self.kv_heads, self.heads_per_group + 2, self.head_dim),
+            (self.kv_heads, *group),
             self.init_std,
             split=0,
             bias=self.qkv_bias,
-            fused={1: (self.heads_per_group, 1, 1)},
+            fused={1: parts},
         )
 
     @property
@@ -352,7 +363,7 @@ class AttentionDescription(SoftmaxAttention):
     @property
     def gate_width(self) -> int:
         """Gates of a head, 0 without any."""
-        return {"none": 0, "head": 1, "element": self.head_dim}[self.output_gate]
+        return {"none": 0, "head": 1, "element": self.value_dim}[self.output_gate]
 
     @property
     def gate(self) -> LinearSpec | None:
@@ -393,29 +404,32 @@ class AttentionDescription(SoftmaxAttention):
         reads_views = normalised and not self.norm_after_rotation
         groups = max(self.kv_heads, tensor)
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
+        values, output = groups * self.value_dim, self.heads * self.value_dim
         # The queries of several groups are not contiguous.
         is_scattered = self.heads_per_group > 1 and groups > tensor
         scaled = self.query_scale is not None
         copies_queries = rotated or normalised or is_scattered or scaled
         if sharing > 1:  # exchanged tensors are new ones, and so are those that a ring passes on
             copies = max(1, sharing * tensor // groups)
-            elements, keeps_product = queries + 2 * keys * copies * (1 + ring), reads_views
+            elements = queries + (keys + values) * copies * (1 + ring)
+            keeps_product = reads_views
         elif ring:
-            elements = queries * copies_queries + 2 * keys
+            elements = queries * copies_queries + keys + values
             keeps_product = reads_views or not copies_queries
         else:
-            elements = queries * copies_queries + keys * (rotated or normalised) + keys * rotated
+            elements = queries * copies_queries + keys * (rotated or normalised)
+            elements += values * rotated
             keeps_product = reads_views or not rotated
         # Summed over tensor ranks. With fewer groups than ranks, neighbours compute the same group.
-        product = groups * (self.heads_per_group + 2) * self.head_dim
+        product = groups * sum(self.group_widths)
         elements += product * keeps_product + queries * (is_scattered and reads_views)
         elements += (queries + keys) * self.norm_after_rotation
         kept_keys = groups if sharing == 1 else groups * max(1, sharing * tensor // groups)
         kept_keys *= 1 + ring * (sharing > 1)
         elements += self._added * (self.heads + kept_keys)
-        elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
+        elements += output * (1 + (sharing > 1))  # before and after the exchange back
         if self.gate_width:
-            elements += self.heads * self.gate_width + queries
+            elements += self.heads * self.gate_width + output
         # A statistic of each normalised head, or on each tensor rank two of all heads. Those of
         # LayerNorm are two values.
         of_heads = self.heads + groups

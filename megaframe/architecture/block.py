@@ -405,6 +405,7 @@ def _describe_mixer(
         output_std=output_std,
         kv_heads=config.kv_heads or model.kv_heads,
         head_dim=head_dim,
+        value_dim=config.v_head_dim or head_dim,
         qk_norm=qk_norm,
         qkv_bias=model.qkv_bias if config.qkv_bias is None else config.qkv_bias,
         norm_after_rotation=config.norm_after_rotation and rotated > 0 and qk_norm != "none",

@@ -85,6 +85,9 @@ class AttentionConfig(Section):
     """Number of key and value heads. Default: `model.kv_heads`."""
     head_dim: Positive | None = None
     """Width of one head. Default: `model.head_dim`."""
+    v_head_dim: Positive | None = None
+    """Width of a value head, which is less than that of others in MiMo-V2-Flash. Default:
+    `head_dim`."""
     window: Positive | None = None
     """Sliding window in tokens; null for all tokens before."""
     attention_chunk: Positive | None = None

@@ -38,7 +38,7 @@ class Attention(Module):
         self.softcap, self.rotary = description.softcap, description.rotary
         self.query_scale = description.query_scale
         self.groups, self.width = description.kv_heads, description.head_dim
-        self.per_group = description.heads_per_group
+        self.per_group, self.group_widths = description.heads_per_group, description.group_widths
         self.qkv = Linear(f"{name}.qkv", description.qkv, setup.tensor)
         self.qk_norms = make_query_key_norms(name, description, setup)
         self.norm_after_rotation = description.norm_after_rotation
@@ -72,7 +72,7 @@ class Attention(Module):
         """
         batch, length = inputs.batch, inputs.length
         qkv = inputs.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
-            batch, length, -1, self.per_group + 2, self.width
+            batch, length, -1, sum(self.group_widths)
         )
         query_BSND, key_BSGD, value_BSGD = self._divide(qkv, inputs)
         mask = inputs.masks[self.window]
@@ -96,11 +96,11 @@ class Attention(Module):
         return self.output(inputs.rows.pad(heads_TV), state.deferred)
 
     def _divide(self, qkv: Tensor, inputs: MicrobatchInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's queries [B, S, N, D], keys and values [B, S, G, D], normalised and
-        rotated.
+        """Return this rank's queries [B, S, N, D] and keys [B, S, G, D], normalised and rotated,
+        and values [B, S, G, V].
 
         Args:
-            qkv: [B, S, G, R + 2, D]: for each of the rank's groups R queries, a key and a value.
+            qkv: [B, S, G, R D + D + V]: for each of the rank's groups R queries, a key and a value.
             inputs: Of the microbatch.
         """
         tensor, norms = self.setup.tensor.group, self.qk_norms
@@ -109,15 +109,15 @@ class Attention(Module):
         sharing = max(1, tensor.size // self.groups)
         # The order matters: the gains of two dims that are rotated against each other differ.
         before, after = (None, norms) if self.norm_after_rotation else (norms, None)
-        if rotate is not None and before is None and sharing == 1:
-            query, key, value = rotate.divide(qkv)
+        same = self.group_widths[2] == self.width
+        if rotate is not None and before is None and sharing == 1 and same:
+            query, key, value = rotate.divide(qkv.unflatten(3, (-1, self.width)))
         else:
-            query, key, value = qkv.split((self.per_group, 1, 1), 3)
+            query, key, value = qkv.split(self.group_widths, 3)
             if sharing > 1:
                 query = query.chunk(sharing, 3)[tensor.index % sharing]
             # Query heads of one group stay adjacent, as grouped-query attention expects them.
-            query = query.flatten(2, 3)
-            key, value = key.squeeze(3), value.squeeze(3)
+            query = query.unflatten(3, (-1, self.width)).flatten(2, 3)
             if before is not None:
                 query, key = before(query, key)
             if rotate is not None:

@@ -55,6 +55,13 @@ SHAPES = {
         **{"position": "none", "kv_heads": 2, "embedding_norm": True, "bias": True},
         "blocks": [{"mixer": {"alibi": 8}}, {"mixer": {"alibi": 4, "window": 5}}],
     },
+    "values": {
+        **{"norm": "rmsnorm", "kv_heads": 2, "rotary_fraction": 0.5, "qkv_bias": True},
+        "blocks": [
+            {"mixer": {"v_head_dim": 3, "window": 5, "sinks": True}},
+            {"mixer": {"v_head_dim": 6, "kv_heads": 1, "qk_norm": True, "output_gate": "element"}},
+        ],
+    },
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
@@ -88,6 +95,7 @@ QUICK = [
     ("packed-chunks", *NESTED),
     ("packed-sinks", *RING_AND_TENSOR),
     ("alibi", *NESTED),
+    ("values", *RING_AND_TENSOR),
 ]
 
 

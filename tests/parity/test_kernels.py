@@ -29,7 +29,7 @@ SHAPES = {
     "windows": {
         **{"norm": "rmsnorm", "activation": "relu2", "bias": True, "layers": 2, "init_std": 0.3},
         "blocks": [
-            {"mixer": {"window": 4, "kv_heads": 1, "softcap": 1.0, "sinks": True}},
+            {"mixer": {"window": 4, "kv_heads": 1, "softcap": 1.0, "sinks": True, "v_head_dim": 2}},
             {"mixer": {"kv_heads": 1, "sinks": True}},
         ],
     },
@@ -52,8 +52,8 @@ RING = {"context": 2}
 CASES = [
     slow("gpt2", 1, {}, "selective", ALWAYS),
     slow("llama", 2, {"tensor": 2, "zero": 2}, "full", ALWAYS | {"rotary"}),
-    slow("windows", 1, {}, "full", ROTATED),
-    slow("windows", 2, RING, "none", ROTATED | {"attention_backward"}),
+    slow("windows", 1, {}, "full", ROTATED | {"rotary"}),
+    slow("windows", 2, RING, "none", ROTATED | {"rotary", "attention_backward"}),
     ("moe", 1, {}, "none", ROTATED | EXPERTS | LOCAL),
     slow("moe", 2, {"tensor": 2, "expert": 2}, "none", ROTATED | EXPERTS),
     slow("moe, tensor", 1, {}, "none", ROTATED | IN_8_BITS | {"quantise_experts"}),

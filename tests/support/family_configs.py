@@ -191,7 +191,16 @@ SPARSE = {
     },
     "qwen3_5_moe_text": {
         **{name: value for name, value in DENSE["qwen3_5_text"].items() if name[0] != "i"},
-        **{**NARROW, "shared_expert_intermediate_size": 24, "initializer_range": 0.3},
+        **{**NARROW, "shared_expert_intermediate_size": 24, "initializer_range": 0.2},
+    },
+    "mimo_v2_flash": {
+        **{**WIDE_HEADS, **LOCAL, **{k: v for k, v in GLM_ROUTED.items() if "shared" not in k}},
+        **{"v_head_dim": 10, "attention_bias": True, "attention_value_scale": 0.5},
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     },
     "lfm2_moe": {
         **{**GROUPED, **NARROW, "num_hidden_layers": 3, "num_dense_layers": 1, "conv_L_cache": 4},

@@ -165,17 +165,20 @@ def _attention(weights, model, mixer, name, y, mask, positions):
     if _choose(mixer.rotary, model.position == "rotary"):
         rotated = round(width * _choose(mixer.rotary_fraction, model.rotary_fraction))
     base = _choose(mixer.rotary_base, model.rotary_base)
-    qkv = _linear(weights, f"{name}.attention.qkv", y, groups * (per_group + 2) * width)
-    qkv = qkv.view(batch, length, groups, per_group + 2, width)
+    value_dim = _choose(mixer.v_head_dim, width)
+    rows = (per_group + 1) * width
+    qkv = _linear(weights, f"{name}.attention.qkv", y, groups * (rows + value_dim))
+    qkv = qkv.view(batch, length, groups, rows + value_dim)
+    values, qkv = qkv[..., rows:], qkv[..., :rows].unflatten(3, (per_group + 1, width))
     if qk_norm == "whole":
-        parts = (("query", qkv[:, :, :, :-2]), ("key", qkv[:, :, :, -2:-1]))
+        parts = (("query", qkv[:, :, :, :-1]), ("key", qkv[:, :, :, -1:]))
         normed = []
         for part, heads in parts:
             gain = weights[f"{name}.attention.{part}_norm.gain"].flatten()
             row = heads.flatten(2)
             size = torch.sqrt(row.square().mean(-1, keepdim=True) + model.norm_eps)
             normed.append((row / size * gain).view(heads.shape))
-        qkv = torch.cat((*normed, qkv[:, :, :, -1:]), 3)
+        qkv = torch.cat(normed, 3)
     heads = []
 
     def prepare(part, x, number):
@@ -193,7 +196,7 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         return x if last else _rotate(model, x, positions, rotated, base, mixer.rotary_scaling)
 
     for group in range(groups):
-        key, value = prepare("key", qkv[:, :, group, -2], group), qkv[:, :, group, -1]
+        key, value = prepare("key", qkv[:, :, group, -1], group), values[:, :, group]
         for member in range(per_group):
             query = prepare("query", qkv[:, :, group, member], len(heads))
             query = query * _query_factor(mixer, positions)

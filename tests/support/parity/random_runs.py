@@ -242,6 +242,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "AttentionConfig.heads": number_of_heads,
         "AttentionConfig.kv_heads": groups,
         "AttentionConfig.head_dim": even,
+        "AttentionConfig.v_head_dim": st.integers(2, 6),
         "AttentionConfig.window": windows,
         "AttentionConfig.attention_chunk": windows,
         "AttentionConfig.rotary_base": bases,

@@ -192,6 +192,19 @@ MODELS |= {
     },
     "norm of embeddings": {"embedding_norm": True, "embedding_scale": 2.0, "norm": "rmsnorm"},
     "LayerNorm of embeddings": {"embedding_norm": True, "position": "learned", "bias": True},
+    "narrow values": {
+        "kv_heads": 2,
+        "blocks": [{"mixer": {"v_head_dim": 3, "window": 5, "output_gate": "element"}}],
+    },
+    "wide values": {
+        **{"position": "none", "qk_norm": True, "bias": True},
+        "blocks": [{"mixer": {"v_head_dim": 6}}],
+    },
+    "wide values of a group": {
+        "kv_heads": 1,
+        "blocks": [{"mixer": {"v_head_dim": 6, "sinks": True, "norm_after_rotation": True}}],
+        "qk_norm": True,
+    },
     "chunks": {
         "kv_heads": 2,
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": "l2", "attention_chunk": 3}}],
@@ -267,6 +280,7 @@ ON_RANKS = {
     "tensor": (
         *(
             "alibi of groups",
+            "narrow values",
             "layer norms of heads",
             "rotated groups",
             "gates",
@@ -275,7 +289,7 @@ ON_RANKS = {
         ),
     ),
     "ring": ("alibi of groups", "rotated groups", "latent", "delta net", "mamba2"),
-    "exchange": ("one group", "predictors"),
+    "exchange": ("one group", "predictors", "narrow values"),
     "nested": (
         "alibi of groups",
         "rotated groups",

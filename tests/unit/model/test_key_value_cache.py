@@ -49,7 +49,7 @@ MODELS = {
         "layers": 3,
         "blocks": [
             {"mixer": {"softcap": 2.0, "window": 4}},
-            {"mixer": {"sinks": True, "window": 3}, "norms": "both"},
+            {"mixer": {"sinks": True, "window": 3, "v_head_dim": 6}, "norms": "both"},
             {"mixer": {"sinks": True, "softcap": 1.5, "output_gate": "head"}},
         ],
     },

@@ -213,6 +213,17 @@ MODELS |= {
             {"mixer": {"output_gate": "element", "sinks": True}, "parallel": "one_norm"},
         ],
     },
+    "mimo_v2": {
+        "layers": 3,
+        "norm": "rmsnorm",
+        "init_std": 0.5,
+        "rotary_fraction": 0.5,
+        "blocks": [
+            {"mixer": {"kv_heads": 2, "v_head_dim": 6, "sinks": True, "window": 4}},
+            {"mixer": {"kv_heads": 1, "v_head_dim": 3, "qkv_bias": True, "qk_norm": "whole"}},
+            {"mixer": {"v_head_dim": 2, "output_gate": "element", "rotary": False}},
+        ],
+    },
     "qwen3_next": {
         "layers": 3,
         "norm": "rmsnorm",

@@ -158,6 +158,8 @@ def _build_attention(layer: dict[str, Any], keys: dict[str, Any], bias: bool) ->
     scale = layer.get("mixer.score_scale")
     if scale is not None and not math.isclose(scale, max(1, head_dim) ** -0.5, rel_tol=1e-12):
         mixer["score_scale"] = scale
+    if layer.get("mixer.v_head_dim") not in (None, head_dim):
+        mixer["v_head_dim"] = layer["mixer.v_head_dim"]
     for name, value in _MIXER_DEFAULTS.items():
         if layer.get(f"mixer.{name}", value) != value:
             mixer[name] = layer[f"mixer.{name}"]

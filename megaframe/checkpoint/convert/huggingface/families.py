@@ -16,6 +16,7 @@ from megaframe.checkpoint.convert.huggingface.layered_families import LAYERED_FA
 from megaframe.checkpoint.convert.huggingface.lfm2_families import LFM2_FAMILIES
 from megaframe.checkpoint.convert.huggingface.llama4_families import LLAMA4_FAMILIES
 from megaframe.checkpoint.convert.huggingface.mamba_families import MAMBA_FAMILIES
+from megaframe.checkpoint.convert.huggingface.mimo_families import MIMO_FAMILIES
 from megaframe.checkpoint.convert.huggingface.moe_families import MOE_FAMILIES
 from megaframe.checkpoint.convert.huggingface.moe_variants import MOE_VARIANTS
 from megaframe.checkpoint.convert.huggingface.older_families import OLDER_FAMILIES
@@ -26,7 +27,7 @@ from megaframe.errors import UserError
 _ROWS = (
     *(*GPT_FAMILIES, *OLDER_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES, *HUNYUAN_FAMILIES),
     *(*MOE_FAMILIES, *MOE_VARIANTS, *DELTA_NET_FAMILIES, *LFM2_FAMILIES),
-    *(*LLAMA4_FAMILIES, *FALCON_FAMILIES, *MAMBA_FAMILIES),
+    *(*LLAMA4_FAMILIES, *FALCON_FAMILIES, *MAMBA_FAMILIES, *MIMO_FAMILIES),
 )
 FAMILIES = {family.name: family for family in _ROWS}
 """By `model_type`."""

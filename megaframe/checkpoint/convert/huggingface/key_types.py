@@ -89,6 +89,7 @@ def restore_floats(value: Any) -> Any:
 TYPES_OF_FACTS: dict[str, Any] = {
     **dict.fromkeys(("layers", "hidden", "vocab", "positions"), Size),
     **dict.fromkeys(("mixer.kv_heads", "mixer.head_dim", "feed_forward.ffn"), Size),
+    "mixer.v_head_dim": Size,
     **dict.fromkeys((f"moe.{name}" for name in ("experts", "top_k", "ffn", "groups")), Size),
     **dict.fromkeys(("moe.top_groups", "latent.query_rank", "latent.kv_rank"), Size),
     **dict.fromkeys((f"latent.{name}_dim" for name in ("head", "rotary", "value")), Size),
@@ -150,5 +151,6 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _FREE = (
     *("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "seq_length"),
     *("sliding_window", "max_window_layers", "window_size", "attention_chunk_size", "floor_scale"),
+    "sliding_window_size",
 )
 """Numbers of tokens, and of layers beyond the last one, of which tensors have no rows."""

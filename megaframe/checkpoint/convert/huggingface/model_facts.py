@@ -153,6 +153,7 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
             facts |= {"mixer.window": None, "mixer.attention_chunk": mixer.window.size}
         facts |= {"mixer.qk_norm": mixer.qk_norm, "mixer.qkv_bias": mixer.qkv_bias}
         facts |= {"mixer.sinks": mixer.has_sinks, "mixer.output_gate": mixer.output_gate}
+        facts["mixer.v_head_dim"] = mixer.value_dim
         facts["mixer.norm_after_rotation"] = mixer.norm_after_rotation
         facts["mixer.rotary"] = mixer.rotary is not None
         if mixer.rotary is not None:

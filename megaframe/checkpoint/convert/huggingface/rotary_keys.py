@@ -256,36 +256,39 @@ class RotaryKeysOfTypes(Key):
         base: That of layers with full attention, of a config without one.
         sliding_base: That of layers that slide.
         sliding_name: The key of that; empty if there is none.
+        share: The share of a head that is rotated, of a config without one; None if code rotates
+            whole heads always.
+        reads_outside: Whether keys outside of the sections are read.
     """
 
     base: float
     sliding_base: float
     sliding_name: str = ""
+    share: float | None = None
+    reads_outside: bool = True
 
     @property
     def types(self) -> Mapping[str, Any]:
         """The sections, and the keys that older configs have outside."""
-        names = {
-            "rope_theta": Positive,
-            **({self.sliding_name: Positive} if self.sliding_name else {}),
-        }
-        return {
-            **names,
-            "rope_scaling": RopeKeys | None,
-            "rope_parameters": _RopeKeysOfTypes | None,
-        }
+        sections = {"rope_parameters": _RopeKeysOfTypes | None}
+        if not self.reads_outside:
+            return sections
+        sliding = {self.sliding_name: Positive} if self.sliding_name else {}
+        return {**sections, "rope_theta": Positive, **sliding, "rope_scaling": RopeKeys | None}
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the base of each layer."""
         sections = config.get("rope_parameters") or {}
         bases: dict[str, float] = {}
         scalings: dict[str, Keys] = {}
+        shares: dict[str, float | None] = {}
         for kind, name, base in (
             (FULL, "rope_theta", self.base),
             (SLIDING, self.sliding_name, self.sliding_base),
         ):
+            name = name if self.reads_outside else ""
             rope = {k: v for k, v in (sections.get(kind) or {}).items() if v is not None}
-            if kind == FULL:
+            if kind == FULL and self.reads_outside:
                 rope |= {
                     k: v for k, v in (config.get("rope_scaling") or {}).items() if v is not None
                 }
@@ -299,21 +302,40 @@ class RotaryKeysOfTypes(Key):
                 raise UserError(f"rope_parameters.{kind}.rope_type='dynamic' is not supported")
             bases[kind] = rope.get("rope_theta") or (config.get(name) if name else None) or base
             scalings[kind] = _read_scaling(rope_type, rope, latent=False)
+            shares[kind] = self._read_share(kind, rope_type, rope)
         facts.set("mixer.rotary", True)
         for layer in facts.layers:
             kind = FULL if layer.get("mixer.window") is None else SLIDING
             layer["mixer.rotary_base"] = bases[kind]
+            if (share := shares[kind]) is not None:
+                layer["mixer.rotary_fraction"] = round_share(facts, share)
             for key, value in scalings[kind].items():
                 layer[f"mixer.rotary_scaling.{key}"] = value
+
+    def _read_share(self, kind: str, rope_type: str, rope: Mapping[str, Any]) -> float | None:
+        """Return the share of heads that layers of a type rotate; None if it is whole heads."""
+        share: float | None = rope.get("partial_rotary_factor")
+        if self.share is None:
+            if share not in (None, 1):
+                raise UserError(
+                    f"rope_parameters.{kind}.partial_rotary_factor={share} is not supported, "
+                    "only 1.0"
+                )
+            return None
+        # Only the functions of scaled kinds take a missing one for 1.
+        return share or (self.share if rope_type == "default" else 1.0)
 
     def write(self, facts: Facts) -> Keys:
         """Return a section for each type."""
         bases = {FULL: self.base, SLIDING: self.sliding_base}
+        sections: dict[str, Keys]
         sections = {k: {"rope_type": "default", "rope_theta": base} for k, base in bases.items()}
         for layer in reversed(facts.layers):
             kind = FULL if layer.get("mixer.window") is None else SLIDING
             base = layer.get("mixer.rotary_base", bases[kind])
             sections[kind] = {**write_scaling(layer), "rope_theta": base}
+            if self.share is not None:
+                sections[kind]["partial_rotary_factor"] = layer.get("mixer.rotary_fraction", 1.0)
         return {"rope_parameters": sections}
 
 
@@ -339,8 +361,13 @@ def read_rope_kind(name: str, rope: Mapping[str, Any]) -> str:
 
 def set_share(facts: Facts, share: float) -> None:
     """Set the share of heads that is rotated, as transformers rounds their width."""
+    facts.set("mixer.rotary_fraction", round_share(facts, share))
+
+
+def round_share(facts: Facts, share: float) -> float:
+    """Return the share of a head that is rotated, in whole dims, as transformers rounds it."""
     head_dim = get_head_dim(facts)
-    facts.set("mixer.rotary_fraction", int(head_dim * share) / head_dim if head_dim else share)
+    return int(head_dim * share) / head_dim if head_dim else share
 
 
 def get_head_dim(facts: Facts) -> int:

@@ -44,14 +44,11 @@ def map_tensors(
     yield from ends.map_all(family.ends)
     for number, layer in enumerate(facts.layers):
         prefix, foreign = f"blocks.{number}.", family.layer.format(number)
-        names = _Names(family, shared, layer, specs_by_name, {}, prefix, foreign)
+        names = _Names(family, shared, layer, specs_by_name, scales or {}, prefix, foreign)
         yield from names.map_all(family.list_names(layer))
 
 
 _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
-    "attention.query": ("attention.qkv", (ALL, slice(0, -2))),
-    "attention.key": ("attention.qkv", (ALL, slice(-2, -1))),
-    "attention.value": ("attention.qkv", (ALL, slice(-1, None))),
     **{f"{mlp}.gate": (f"{mlp}.up", (slice(0, 1),)) for mlp in ("mlp", "moe.shared")},
     **{f"{mlp}.up": (f"{mlp}.up", (slice(-1, None),)) for mlp in ("mlp", "moe.shared")},
     "moe.experts.gate": ("moe.experts.up", (slice(0, 1),)),
@@ -61,6 +58,8 @@ _SLICES: dict[str, tuple[str, tuple[slice, ...]]] = {
 """Modules of theirs that are a part of one of ours, and which; of experts, of one of them."""
 
 
+_OF_GROUP = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
+"""Parts of a group of heads in the product of queries, keys and values."""
 _APART = {
     **{"qkv": (0, 1, 2), "query": (0,), "key": (1,), "value": (2,)},
     **{"gate": (3,), "strength": (4,), "decay": (5,)},
@@ -245,11 +244,14 @@ class _Names:
         if module == "attention.quarters":
             return self._find_quarters(kind)
         own, slices = _SLICES.get(module, (module, ()))
+        own = "attention.qkv" if module in _OF_GROUP else own
         spec = self.specs.get(f"{self.prefix}{own}.{kind}")
         if kind == "weight" and spec is None:
             spec = self.specs.get(f"{self.prefix}{own}.gain")
         if spec is None:
             return []
+        if module in _OF_GROUP:
+            slices = ALL, self._find_rows_of_group(_OF_GROUP[module])
         of_experts = own.startswith("moe.experts.")
         weight = self.specs[f"{self.prefix}{own}.weight"] if own.endswith(".up") else spec
         if own.endswith(".up") and int(of_experts) not in weight.fused:  # without a gate
@@ -264,8 +266,15 @@ class _Names:
         if spec.role == "gain":
             part = replace(part, offset=self.family.norm_offset)
         if module in ("attention.query", "attention.key"):
-            part = self._interleave(part, spec.shape[2])
+            part = self._interleave(part, self.layer["mixer.head_dim"])
         return [replace(part, scale=self.scales.get(module, 1.0))]
+
+    def _find_rows_of_group(self, part: int) -> slice:
+        """Return where the queries, the key or the value of a group are: heads in a dim of their
+        own, or rows if those of values have another width."""
+        key, value = (self.layer[f"mixer.{name}"] for name in ("head_dim", "v_head_dim"))
+        key, value = (1, 1) if key == value else (key, value)
+        return (slice(0, -key - value), slice(-key - value, -value), slice(-value, None))[part]
 
     def _find_gated_query_parts(self, kind: str) -> list[TensorPart]:
         """Return each query head, followed by the gates of its output."""

@@ -7,6 +7,7 @@ Tests `megaframe.checkpoint.convert.huggingface.lfm2_families`,
 `megaframe.checkpoint.convert.huggingface.falcon_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,
 `megaframe.checkpoint.convert.huggingface.hunyuan_families`,
+`megaframe.checkpoint.convert.huggingface.mimo_families`,
 `megaframe.checkpoint.convert.huggingface.layered_families`,
 `megaframe.checkpoint.convert.huggingface.mamba_families`,
 `megaframe.checkpoint.convert.huggingface.mamba_keys`,
@@ -31,6 +32,7 @@ from transformers_models import (
 )
 
 from megaframe.architecture.block import list_mixers
+from megaframe.architecture.spec import count_active_parameters, count_parameters
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
@@ -253,6 +255,41 @@ def test_the_keys_of_lfm2_are_read_and_may_not_contradict():
         FAMILIES["lfm2"].read_model({**LFM2, "conv_dim": 1024})
     with pytest.raises(UserError, match="layer_types: 'mamba' is none of full_attention, conv"):
         FAMILIES["lfm2"].read_model({**LFM2, "layer_types": [*["conv"] * 15, "mamba"]})
+
+
+MIMO = {
+    **{"model_type": "mimo_v2_flash", "vocab_size": 152576, "hidden_size": 4096, "n_group": 1},
+    **{"num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 4},
+    **{"head_dim": 192, "v_head_dim": 128, "intermediate_size": 16384, "topk_group": 1},
+    **{"moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8},
+    **{"attention_value_scale": 0.707, "sliding_window": 128, "sliding_window_size": 128},
+    **{"partial_rotary_factor": 0.334, "rope_theta": 5000000, "swa_rope_theta": 10000},
+    **{"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192},
+    **{"swa_v_head_dim": 128, "moe_layer_freq": [0, *[1] * 47], "layernorm_epsilon": 1e-5},
+    **{"hybrid_layer_pattern": [int(n > 0 and n % 6 != 5) for n in range(48)]},
+    **{"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False},
+    **{"n_shared_experts": None, "routed_scaling_factor": None, "scoring_func": "sigmoid"},
+}
+
+
+def test_the_keys_of_mimo_are_read_and_may_not_contradict():
+    """Of MiMo-V2-Flash, with keys that transformers does not read, and its 309B parameters, of
+    which a token uses 15B."""
+    model = FAMILIES["mimo_v2_flash"].read_model(MIMO)
+    mixers = list_mixers(model)
+    assert [mixer.kv_heads for mixer in mixers[:7]] == [4, 8, 8, 8, 8, 4, 8]
+    assert [mixer.window for mixer in mixers[:2]] == [None, 129]
+    assert [mixer.has_sinks for mixer in mixers[:2]] == [False, True]
+    assert {(mixer.head_dim, mixer.value_dim, mixer.rotary.width) for mixer in mixers} == {
+        (192, 128, 64)
+    }
+    specs = list_model_specs(RunConfig(model=model.model_dump()))
+    assert round(count_parameters(specs) / 1e9) == 309
+    assert round(count_active_parameters(specs) / 1e9) == 15
+    with pytest.raises(UserError, match=r"partial_rotary_factor=0\.5 contradicts other keys, by"):
+        FAMILIES["mimo_v2_flash"].read_model({**MIMO, "partial_rotary_factor": 0.5})
+    with pytest.raises(UserError, match="swa_num_key_value_heads=4 contradicts other keys, by"):
+        FAMILIES["mimo_v2_flash"].read_model({**MIMO, "swa_num_key_value_heads": 4})
 
 
 @pytest.mark.parametrize(

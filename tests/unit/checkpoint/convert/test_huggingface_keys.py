@@ -44,7 +44,7 @@ SMALL = {
 """What is changed in the tiny config of a family, so that more of its keys act."""
 ROUNDING_ONLY = {"dtype", "torch_dtype"}
 """Keys that choose the type of the numbers, not what is computed."""
-FOLDED = {"logit_scale", "logits_scaling"}
+FOLDED = {"logit_scale", "logits_scaling", "attention_value_scale"}
 """Keys whose factor is a part of our weights, which fp32 rounds unless it is a power of 2."""
 MORE = {
     **{"is_causal": False, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 8},
