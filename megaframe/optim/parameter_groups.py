@@ -6,7 +6,6 @@ except for frozen parameters, which a user lists by name.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.parametrisation import compute_learning_rate_scale
 from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
@@ -268,8 +268,7 @@ def find_frozen_names(config: RunConfig) -> frozenset[str]:
     names = [spec.name for spec in list_model_specs(config)]
     frozen: set[str] = set()
     for pattern in patterns:
-        expression = re.compile(".*".join(map(re.escape, pattern.split("*"))))
-        matches = [name for name in names if expression.fullmatch(name)]
+        matches = [name for name in names if is_frozen([pattern], name)]
         if not matches:
             near = get_close_matches(pattern, names, 3, 0.0)
             raise UserError(

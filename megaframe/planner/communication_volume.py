@@ -16,7 +16,7 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
-from megaframe.planner.parameter_counts import count_rank_parameters
+from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
 from megaframe.schedule import Action, ActionKind
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
@@ -134,13 +134,26 @@ def _compute_data_bytes(
     ranks, zero = layout.data_shard * layout.context, config.parallel.zero
     width = DTYPE_BYTES[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
-    parameters = count_rank_parameters(config.model, config.train, layout, plans)
+    patterns = config.optim.frozen
+    parameters, trained = (
+        count_rank_parameters(config.model, config.train, layout, plans, frozen)
+        for frozen in ((), patterns)
+    )
+    if zero < 3:  # weights that do not change stay where they are
+        parameters = trained
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
-    replicated = sum(parameters.replicated) + parameters.positions * (layout.tensor > 1)
-    vectors, sharded = parameters.vectors, parameters.dense - parameters.vectors - replicated
+    vectors, gathered = trained.vectors, _count_divided(parameters)
+    reduced = _count_divided(trained)
     share = (ranks - 1) / ranks
     if zero == 0:
-        return 2 * wire * (vectors + sharded) * share
+        return 2 * wire * (vectors + reduced) * share
     scatters = microbatches if zero >= 2 else 1
     gathers = 2 * microbatches if zero == 3 else 1
-    return share * (sharded * (scatters * wire + gathers * width) + vectors * (wire + width))
+    matrices = reduced * scatters * wire + gathered * gathers * width
+    return share * (matrices + vectors * (wire + width))
+
+
+def _count_divided(parameters: RankParameters) -> int:
+    """Return the elements of matrices that are exchanged over `data` alone."""
+    replicated = sum(parameters.replicated) + parameters.positions * (parameters.tensor > 1)
+    return parameters.dense - parameters.vectors - replicated

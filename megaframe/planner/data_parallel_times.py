@@ -36,7 +36,7 @@ from megaframe.planner.kernel_times import (
 from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
 from megaframe.planner.machine import Machine, PassTimes
 from megaframe.planner.memory import compute_host_bytes_per_element
-from megaframe.planner.parameter_counts import count_rank_parameters
+from megaframe.planner.parameter_counts import compute_trained_share, count_rank_parameters
 
 Number = Any
 _ITERATIONS = 5
@@ -88,7 +88,8 @@ class ParameterLoad:
 
 
 def compute_block_load(machine: Machine, layer: int) -> ParameterLoad:
-    """Return the parameters of one block. Gains and biases are few and are left out."""
+    """Return the parameters of one block. Gains and biases are few and are left out, and so is what
+    is frozen, unless its values are gathered as well (ZeRO 3)."""
     model, sizes = machine.config.model, machine.sizes
     if model.emulate is not None:
         return ParameterLoad()
@@ -102,7 +103,14 @@ def compute_block_load(machine: Machine, layer: int) -> ParameterLoad:
             results, terms = linear.compute_local_sizes(sizes.tensor)
             dense = dense + results * terms
     total, longest = estimate_layer_muon_seconds(machine, layer)
-    return ParameterLoad(dense, experts, muon_total=total, muon_longest=longest)
+    share = compute_trained_share(model, machine.config.optim.frozen, layer)
+    exchanged = np.where(sizes.zero == 3, 1.0, share) if share < 1 else 1.0
+    return ParameterLoad(
+        dense * exchanged,
+        experts * exchanged,
+        muon_total=total * share,
+        muon_longest=longest * (share > 0),
+    )
 
 
 def count_table_elements(machine: Machine) -> Number:

@@ -6,6 +6,7 @@ The same arithmetic serves a single run and arrays of layouts, so nothing here b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from megaframe.planner.kernel_times import (
     estimate_linear_seconds,
 )
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
+from megaframe.planner.parameter_counts import compute_trained_share
 
 Number = Any
 """A float, or a numpy array of them."""
@@ -60,6 +62,8 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     if machine.software.parallel_block and not experts_per_token:
         linears, traffic = _join_parallel_linears(linears), traffic // 2
     products = sum((_estimate_linear_times(machine, linear) for linear in linears), PassTimes())
+    share = compute_trained_share(model, machine.config.optim.frozen, layer)
+    products = replace(products, weight=products.weight * share)
     if experts_per_token:
         products = products + _estimate_permutation_times(machine, experts_per_token)
     halves = len(block.halves) / 2

@@ -33,7 +33,11 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.activations import compute_peak_activations
-from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
+from megaframe.planner.bucket_units import make_units, select_trained
+from megaframe.planner.parameter_counts import (
+    RankParameters,
+    count_rank_parameters,
+)
 from megaframe.schedule import Action, Schedule
 from megaframe.schedule.zero_buffers import compute_peak_zero_buffers
 
@@ -96,6 +100,7 @@ def compute_memory(
     actions: Sequence[Action],
     expert_ranks: int = 1,
     *,
+    trained: RankParameters | None = None,
     host: bool = False,
 ) -> RankMemory:
     """Return the memory of one rank.
@@ -103,6 +108,7 @@ def compute_memory(
     Args:
         config: Model, precision, optimizer and layout.
         parameters: The rank's parameters.
+        trained: Those of them that are not frozen; None for all.
         ranks: How many ranks share one copy of the dense parameters.
         plans: The stages that the rank runs.
         actions: Its list of actions, in order.
@@ -114,16 +120,23 @@ def compute_memory(
     master = max(4, width)
     zero = config.parallel.zero
     shard = parameters.count_shard(ranks, expert_ranks) if zero else parameters.total
-    shard_outside_blocks = (
-        parameters.count_shard_outside_blocks(ranks) if zero else parameters.outside_blocks
-    )
+    trained = trained or parameters
     # What a single rank has is never divided.
     divided = parameters.select_divided(ranks, expert_ranks)
     values, gradients = _count_values_and_gradients(
         config, parameters, divided, ranks, plans, actions, shard
     )
-    residual = _count_residual_elements(config.parallel, parameters, ranks, expert_ranks)
-    state = compute_optimizer_state_bytes(config.optim, shard, shard_outside_blocks, master)
+    if trained != parameters:
+        gradients = _count_trained_gradients(
+            config, parameters, trained, (ranks, expert_ranks), plans, actions
+        )
+    residual = _count_residual_elements(config.parallel, trained, ranks, expert_ranks)
+    state = compute_optimizer_state_bytes(
+        config.optim,
+        trained.count_shard(ranks, expert_ranks) if zero else trained.total,
+        trained.count_shard_outside_blocks(ranks) if zero else trained.outside_blocks,
+        master,
+    )
     is_offloaded = config.optim.offload and not host
     weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
     if weights_offloaded and zero == 3:
@@ -142,7 +155,8 @@ def compute_memory(
     checkpoint = 0
     if host and config.checkpoint.every:
         checkpoint = residual * master
-        checkpoint += _compute_saved_bytes(config.optim, parameters, ranks, expert_ranks, master)
+        checkpoint += parameters.count_shard(ranks, expert_ranks) * master
+        checkpoint += _compute_saved_state_bytes(config.optim, trained, ranks, expert_ranks, master)
     tokens = config.train.microbatch * config.train.seq
     return RankMemory(
         weights=0 if weights_offloaded else shard * master,
@@ -152,7 +166,7 @@ def compute_memory(
         activations=activation_bytes // activation_ranks,
         logits=logits,
         messages=messages // activation_ranks,
-        buffers=_compute_buffer_bytes(config, parameters, ranks, expert_ranks, plans, host=host),
+        buffers=_compute_buffer_bytes(config, trained, ranks, expert_ranks, plans, host=host),
         checkpoint=checkpoint,
         temporaries=max(
             2 * tokens * compute_max_width_per_token(config.model) * width // activation_ranks,
@@ -189,8 +203,8 @@ def _count_values_and_gradients(
     alone = parameters.total - divided.total
     if zero >= 2:
         borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
-            divided.make_units(
-                config.model, plans, parameters.group_blocks(config.parallel, plans)
+            make_units(
+                divided, config.model, plans, parameters.group_blocks(config.parallel, plans)
             ),
             actions,
             _count_transfers(config.parallel),
@@ -203,6 +217,38 @@ def _count_values_and_gradients(
     if same_dtype:
         values -= alone + -(-parameters.vectors // ranks) if zero == 3 else shard
     return values, gradients
+
+
+def _count_trained_gradients(
+    config: RunConfig,
+    parameters: RankParameters,
+    trained: RankParameters,
+    ranks: tuple[int, int],
+    plans: Sequence[StagePlan],
+    actions: Sequence[Action],
+) -> int:
+    """Return the elements of gradients where not all parameters are trained.
+
+    Args:
+        config: The run.
+        parameters: The rank's parameters.
+        trained: Those of them that are not frozen.
+        ranks: Those that share a copy of the dense parameters, and of the experts.
+        plans: The rank's stages.
+        actions: Its actions.
+    """
+    if config.parallel.zero < 2:
+        return trained.total
+    groups = parameters.group_blocks(config.parallel, plans)
+    units = make_units(parameters.select_divided(*ranks), config.model, plans, groups)
+    _, borrowed = compute_peak_zero_buffers(
+        select_trained(units, trained.select_divided(*ranks), groups),
+        actions,
+        _count_transfers(config.parallel),
+        values=False,
+    )
+    vectors = trained.vectors - trained.vectors // ranks[0]
+    return vectors + borrowed + trained.count_shard(*ranks)
 
 
 def _count_kept_table(config: RunConfig, plans: Sequence[StagePlan]) -> int:
@@ -262,14 +308,13 @@ def _compute_buffer_bytes(
     return math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
 
 
-def _compute_saved_bytes(
-    optim: OptimConfig, parameters: RankParameters, ranks: int, expert_ranks: int, master: int
+def _compute_saved_state_bytes(
+    optim: OptimConfig, trained: RankParameters, ranks: int, expert_ranks: int, master: int
 ) -> int:
-    """Return the bytes of the weights and the optimizer state that a rank saves."""
-    shard = parameters.count_shard(ranks, expert_ranks)
-    outside_blocks = parameters.count_shard_outside_blocks(ranks)
-    state = compute_optimizer_state_bytes(optim, shard, outside_blocks, master, saved=True)
-    return shard * master + state
+    """Return the bytes of the optimizer state that a rank saves."""
+    shard = trained.count_shard(ranks, expert_ranks)
+    outside_blocks = trained.count_shard_outside_blocks(ranks)
+    return compute_optimizer_state_bytes(optim, shard, outside_blocks, master, saved=True)
 
 
 def _count_transfers(parallel: ParallelConfig) -> int:
@@ -373,12 +418,14 @@ def compute_rank_memory(
         host: As in `compute_memory`.
     """
     rank_plans = [plans[stage] for stage in schedule.list_stages(rank)]
+    of_rank = config.model, config.train, layout, rank_plans
     return compute_memory(
         config,
-        count_rank_parameters(config.model, config.train, layout, rank_plans),
+        count_rank_parameters(*of_rank),
         layout.data_shard * layout.context,
         rank_plans,
         schedule.ranks[rank],
         layout.expert_shard,
+        trained=count_rank_parameters(*of_rank, config.optim.frozen),
         host=host,
     )

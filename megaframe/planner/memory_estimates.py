@@ -243,14 +243,17 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     table_size = blocks.table * (ranks > 1)
     borrowed = 2 * bucket_blocks * divided_block + table_size
     values = np.where(c.zero == 3, vectors + alone + borrowed, total)
-    master_and_state = master + compute_state_bytes(config.optim, master)
+    trained = _compute_trained_share(config)
+    master_and_state = master + trained * compute_state_bytes(config.optim, master)
     if width == master:
         values = values - np.where(c.zero == 3, alone + vectors / ranks, shard)
     if config.optim.offload and not chip.is_host:
         master_and_state = float(master if width == master else 0)
         values = values + np.where((c.zero == 3) & (width < master), shard - alone, 0.0)
     second_table = table_size * (is_whole_model & (c.microbatches > 1))
-    gradients = np.where(c.zero >= 2, vectors + borrowed + second_table + shard, total)
+    # Buffers are as large as the largest bucket, which some block trains.
+    buffers = borrowed + second_table
+    gradients = np.where(c.zero >= 2, buffers + trained * (vectors + shard), trained * total)
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)
     static = shard * master_and_state + values * width + gradients * master
@@ -258,6 +261,19 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
         config.model, config.train, rank, get_max_logits_per_chunk(host=chip.is_host)
     )
     return static + transient + compute_overhead_bytes(chip)
+
+
+def _compute_trained_share(config: RunConfig) -> float:
+    """Return the share of the model's parameters that is not frozen. Every rank is assumed to have
+    that of the model."""
+    if not config.optim.frozen:
+        return 1.0
+    plans = [StagePlan(0, 1, range(config.model.layers))]
+    trained, every = (
+        count_rank_parameters(config.model, config.train, Layout(), plans, patterns).total
+        for patterns in (config.optim.frozen, ())
+    )
+    return trained / max(1, every)
 
 
 def _estimate_transient_bytes(

@@ -1,4 +1,4 @@
-"""Parameters of one rank, counted from the config alone, and the buckets that they are in.
+"""Parameters of one rank, counted from the config alone.
 
 They are those of the first rank of the tensor and expert axes, which has the larger part of
 whatever does not divide evenly.
@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megaframe.architecture.block import describe_block, describe_norm
+from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
 from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
 from megaframe.architecture.embedding import TableDescription, describe_position_table
+from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.layer import HasParameters
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
@@ -20,7 +21,6 @@ from megaframe.architecture.stages import StagePlan
 from megaframe.config import ParallelConfig, TrainConfig
 from megaframe.config.model import ModelConfig
 from megaframe.layout import Layout
-from megaframe.schedule.zero_buffers import BucketSize, StageBuckets, UnitBuckets
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RankParameters:
         return max(-(-dense // ranks), -(-max(self.experts, default=0) // expert_ranks))
 
     @property
-    def _parts(self) -> list[tuple[int, ...]]:
+    def parts(self) -> list[tuple[int, ...]]:
         """The elements of each kind of matrices, for each part of a block."""
         return [*zip(self.split, self.experts, self.replicated, self.shared, strict=True)]
 
@@ -118,7 +118,7 @@ class RankParameters:
         self, parallel: ParallelConfig, plans: Sequence[StagePlan]
     ) -> list[BucketBlocks]:
         """Return which of the rank's blocks, counted over its stages, share buckets."""
-        halves = [sum(sizes) for sizes in self._parts]
+        halves = [sum(sizes) for sizes in self.parts]
         sizes = [*zip(halves[1::2], halves[::2], strict=True)]
         least, start, groups = parallel.bucket_size, 0, []
         for plan in plans:
@@ -131,7 +131,7 @@ class RankParameters:
     @property
     def elements_per_block(self) -> list[int]:
         """The elements of the matrices of each block."""
-        halves = [sum(sizes) for sizes in self._parts]
+        halves = [sum(sizes) for sizes in self.parts]
         return [
             first_half + second_half
             for first_half, second_half in zip(halves[::2], halves[1::2], strict=True)
@@ -146,84 +146,18 @@ class RankParameters:
             parallel: Has the size of buckets.
             plans: The stages of this rank.
         """
-        parts, merged, stop = self._parts, [], 0
+        parts, merged, stop = self.parts, [], 0
         for group in self.group_blocks(parallel, plans):
             stop = 2 * group.stop
             group_parts = parts[2 * group.start : stop]
-            merged += group_parts if group.halves else [_sum_parts(group_parts)]
+            merged += group_parts if group.halves else [sum_parts(group_parts)]
         split, experts, replicated, shared = (
             zip(*merged, *parts[stop:], strict=True) if parts else ((),) * 4
         )
         return replace(self, split=split, experts=experts, replicated=replicated, shared=shared)
 
-    def make_units(
-        self,
-        model: ModelConfig,
-        plans: Sequence[StagePlan],
-        groups: Sequence[BucketBlocks],
-    ) -> dict[int, StageBuckets]:
-        """Return the units of each stage, by its number, with their buckets.
 
-        Args:
-            model: Says whether embeddings are tied.
-            plans: The stages of this rank.
-            groups: The blocks that share buckets (`group_blocks`).
-        """
-        parts = self._parts
-        blocks: list[UnitBuckets] = []
-        for group in groups:
-            number = 2 * group.start
-            if group.halves:
-                second_half, other_buckets = (
-                    _make_buckets(number + 1, parts[number + 1]),
-                    _make_buckets(number, parts[number]),
-                )
-                blocks.append(UnitBuckets(second_half, other_buckets))
-                continue
-            shared_buckets = _make_buckets(number, _sum_parts(parts[number : 2 * group.stop]))
-            blocks += [
-                UnitBuckets(first_half=shared_buckets, ends=block == group.start)
-                for block in range(group.start, group.stop)
-            ]
-        for number in range(2 * len(blocks), len(parts), 2):
-            second_half, other_buckets = (
-                _make_buckets(number + 1, parts[number + 1]),
-                _make_buckets(number, parts[number]),
-            )
-            blocks.append(UnitBuckets(second_half, other_buckets))
-        tables = _make_buckets(-1, self.tables)
-        tokens, tied = tables[:1], model.tie_embeddings
-        first = any(plan.first for plan in plans)
-        layers = sum(len(plan.blocks) for plan in plans)
-        # The first user of the token table reduces it: the embedding, a predictor, or a tied head.
-        predictors = [replace(unit, tables=tokens) for unit in blocks[layers:]]
-        if predictors and not first:
-            predictors[0] = replace(predictors[0], own_tables=tokens)
-        head_tables = tokens if tied else tables[-1:]
-        head = UnitBuckets(
-            tables=head_tables, own_tables=() if tied and (first or predictors) else head_tables
-        )
-        embeddings = tokens + _make_buckets(-2, [self.positions])
-        embedding = UnitBuckets(tables=embeddings, own_tables=embeddings)
-        stages, start = {}, 0
-        for plan in plans:
-            stop = start + len(plan.blocks)
-            units, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
-            stages[plan.stage_index] = StageBuckets(
-                embedding if plan.first else None, units, head if plan.last else None
-            )
-        return stages
-
-
-def _make_buckets(part: int, sizes: Sequence[int]) -> tuple[BucketSize, ...]:
-    """Return the buckets of part number `part` of a rank; sizes: its elements of each kind. What no
-    other rank has a part of is one that needs no buffer: its gradients are in the order of
-    reductions, too, which decides when the buffers of others are free."""
-    buckets = tuple(BucketSize((part, kind), size) for kind, size in enumerate(sizes) if size)
-    return buckets or (BucketSize((part, 0), 0),)
-
-
-def _sum_parts(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def sum_parts(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the elements of each kind in all of these parts."""
     return tuple(map(sum, zip(*parts, strict=True)))
 
@@ -239,9 +173,29 @@ class _PartCounts:
     experts: int = 0
     copies: int = 1
 
+    @property
+    def matrices(self) -> int:
+        """Elements of all matrices."""
+        return self.split + self.replicated + self.shared + self.experts
+
+    def add(self, other: _PartCounts) -> _PartCounts:
+        """Return the counts of both parts together."""
+        return _PartCounts(
+            self.vectors + other.vectors,
+            self.split + other.split,
+            self.replicated + other.replicated,
+            self.shared + other.shared,
+            self.experts + other.experts,
+            max(self.copies, other.copies),
+        )
+
 
 def count_rank_parameters(
-    model: ModelConfig, train: TrainConfig, layout: Layout, plans: Sequence[StagePlan]
+    model: ModelConfig,
+    train: TrainConfig,
+    layout: Layout,
+    plans: Sequence[StagePlan],
+    frozen: tuple[str, ...] = (),
 ) -> RankParameters:
     """Return the parameters of a rank that has the stages of `plans`.
 
@@ -250,6 +204,7 @@ def count_rank_parameters(
         train: The section `train`.
         layout: Its ranks.
         plans: The stages of the rank.
+        frozen: Patterns of the names of parameters that do not count.
     """
     sizes = {
         "tensor": layout.tensor,
@@ -259,30 +214,42 @@ def count_rank_parameters(
     parts: list[_PartCounts] = []
     if model.emulate is None:
         layers = [layer for plan in plans for layer in plan.blocks]
-        parts = [part for layer in layers for part in _count_block(model, layer, *sizes.values())]
+        parts = [
+            part for layer in layers for part in _count_block(model, layer, *sizes.values(), frozen)
+        ]
     tables: list[int] = []
     vectors = positions = 0
     first, last = any(plan.first for plan in plans), any(plan.last for plan in plans)
     # A config may be planned before its tokenizer has said how large the vocabulary is.
     vocabulary = TableDescription(model.vocab or 0, model.hidden, model.init_std, split=True)
     table = _count_part({"tokens": vocabulary}, sizes).split
-    norm = _count_part({"norm": describe_norm(model)}, sizes).vectors
+
+    def count(size: int, name: str) -> int:
+        return 0 if is_frozen(frozen, name) else size
+
+    def count_norm(name: str) -> int:
+        part = _count_part({name: describe_norm(model)}, sizes, "", frozen)
+        return part.vectors
+
+    tokens = count(table, "embedding.tokens.weight")
     if first:
-        tables.append(table)
-        vectors += norm * model.embedding_norm
+        tables.append(tokens)
+        vectors += count_norm("embedding.norm") * model.embedding_norm
         position_table = describe_position_table(model, train.seq)
         if position_table is not None:
             positions = _count_part({"positions": position_table}, sizes).replicated
+            positions = count(positions, "embedding.positions.weight")
     if last:
-        vectors += (1 + model.mtp_depth) * norm
+        vectors += count_norm("head.norm")
         for index in range(model.mtp_depth):
-            parts += _count_predictor(model, index, *sizes.values())
+            vectors += count_norm(f"predictors.{index}.norm")
+            parts += _count_predictor(model, index, *sizes.values(), frozen)
         if not first and (model.tie_embeddings or model.mtp_depth):
-            tables.append(table)
+            tables.append(tokens)
         if not model.tie_embeddings:
-            tables.append(table)
+            tables.append(count(table, "head.weight"))
         if model.head_bias:
-            vectors += table // model.hidden
+            vectors += count(table // model.hidden, "head.bias")
     return RankParameters(
         vectors + sum(part.vectors for part in parts),
         tuple(part.split for part in parts),
@@ -296,35 +263,86 @@ def count_rank_parameters(
     )
 
 
+def list_layer_kinds(
+    model: ModelConfig, frozen: tuple[str, ...]
+) -> list[tuple[BlockDescription, float]]:
+    """Return for each layer what layers of one kind have in common: the block, and the share of its
+    matrices that is trained."""
+    return [
+        (describe_block(model, layer), compute_trained_share(model, frozen, layer))
+        for layer in range(model.layers)
+    ]
+
+
+def compute_trained_share(model: ModelConfig, frozen: tuple[str, ...], layer: int) -> float:
+    """Return the share of the elements of a layer's matrices that is not frozen.
+
+    Args:
+        model: The section.
+        frozen: `optim.frozen`.
+        layer: The layer's number.
+    """
+    if not frozen or model.emulate is not None:
+        return 1.0
+    trained, every = (
+        sum(part.matrices for part in _count_block(model, layer, 1, 1, 1, patterns))
+        for patterns in (frozen, ())
+    )
+    return trained / every if every else 1.0
+
+
 @lru_cache(maxsize=4096)
 def _count_block(
-    model: ModelConfig, layer: int, tensor: int, expert: int, expert_tensor: int
+    model: ModelConfig,
+    layer: int,
+    tensor: int,
+    expert: int,
+    expert_tensor: int,
+    frozen: tuple[str, ...] = (),
 ) -> tuple[_PartCounts, _PartCounts]:
     """Return the counts of both halves of a block."""
     sizes = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
-    block = describe_block(model, layer)
-    return _count_part(block.first_half, sizes), _count_part(block.second_half, sizes)
+    block, name = describe_block(model, layer), f"blocks.{layer}."
+    first_half, second_half = (
+        _count_part(half, sizes, name, frozen) for half in (block.first_half, block.second_half)
+    )
+    return first_half, second_half
 
 
 @lru_cache(maxsize=4096)
 def _count_predictor(
-    model: ModelConfig, index: int, tensor: int, expert: int, expert_tensor: int
+    model: ModelConfig,
+    index: int,
+    tensor: int,
+    expert: int,
+    expert_tensor: int,
+    frozen: tuple[str, ...] = (),
 ) -> tuple[_PartCounts, _PartCounts]:
     """Return the counts of both halves of a predictor."""
     sizes = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
     predictor = describe_predictor(model, index)
-    block = predictor.block
     norms = {"stream_norm": predictor.norm, "token_norm": predictor.norm}
-    first_half: dict[str, HasParameters] = {**norms, "join": predictor.join, **block.first_half}
-    return _count_part(first_half, sizes), _count_part(block.second_half, sizes)
+    join: dict[str, HasParameters] = {**norms, "join": predictor.join}
+    own = _count_part(join, sizes, f"predictors.{index}.", frozen)
+    first_half, second_half = _count_block(
+        model, model.layers + index, tensor, expert, expert_tensor, frozen
+    )
+    return own.add(first_half), second_half
 
 
-def _count_part(parts: Mapping[str, HasParameters], sizes: Mapping[str, int]) -> _PartCounts:
+def _count_part(
+    parts: Mapping[str, HasParameters],
+    sizes: Mapping[str, int],
+    prefix: str = "",
+    frozen: Sequence[str] = (),
+) -> _PartCounts:
     """Return the counts of what these parts declare, on the first rank of each axis.
 
     Args:
         parts: Parts by name.
         sizes: Ranks by axis.
+        prefix: Of their names in the model.
+        frozen: Patterns of the names of parameters that do not count.
     """
     counts, copies = dict.fromkeys(("vectors", "split", "replicated", "shared", "experts"), 0), 1
     first_rank = dict.fromkeys(sizes, 0)
@@ -332,7 +350,7 @@ def _count_part(parts: Mapping[str, HasParameters], sizes: Mapping[str, int]) ->
         for spec in part.declare_parameters(name):
             size = spec.find_local_box(first_rank, sizes).size
             axes, kind = set(spec.axes.values()), "split"
-            if spec.role == "balance":
+            if spec.role == "balance" or is_frozen(frozen, prefix + spec.name):
                 continue
             if spec.role in ("gain", "bias"):
                 kind = "vectors"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import (
     StagePlan,
@@ -54,6 +53,7 @@ from megaframe.planner.machine import (
     compute_axis_span,
     find_outermost_tier,
 )
+from megaframe.planner.parameter_counts import list_layer_kinds
 from megaframe.planner.peak_memory import compute_peak_memory, select_nonzero_kinds
 from megaframe.schedule import Schedule
 from megaframe.schedule.costs import ActionCosts
@@ -155,8 +155,7 @@ def estimate_step(machine: Machine, schedule: Schedule) -> dict[str, float]:
 
 def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
     """Return `function` of every layer, called once for each kind of layer."""
-    model = machine.config.model
-    kinds = [describe_block(model, layer) for layer in range(model.layers)]
+    kinds = list_layer_kinds(machine.config.model, machine.config.optim.frozen)
     by_kind = {kind: function(machine, kinds.index(kind)) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]
 
@@ -364,8 +363,8 @@ def explain_step(
         )
     if config.optim.frozen:
         yield (
-            "all of it is planned as if everything were trained: what optim.frozen names needs no "
-            "gradients and no state, which a dry run of a rank counts"
+            "what optim.frozen names is planned without gradients, optimizer state and products of "
+            "weight gradients; its tables are exchanged as if they were trained"
         )
     yield f"compute is {breakdown['compute'] / step:.0%} of the step of {step:.3g} s"
     for part in sorted(breakdown, key=lambda name: -breakdown[name]):

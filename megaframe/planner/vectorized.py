@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaframe.architecture.block import describe_block
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.candidates import Candidates
@@ -36,6 +35,7 @@ from megaframe.planner.layer_times import estimate_block_times, estimate_head_ti
 from megaframe.planner.layout_sizes import Array, LayoutSizes, count_blocks_per_rank
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
 from megaframe.planner.memory_estimates import estimate_peak_memory
+from megaframe.planner.parameter_counts import list_layer_kinds
 from megaframe.planner.searched_schedules import ScheduleColumn
 from megaframe.schedule import NamedSchedule, PipelineSizes
 
@@ -106,8 +106,7 @@ def _estimate_round(
 
 def _compute_mean_block(machine: Machine) -> tuple[CostBreakdown, ParameterLoad]:
     """Return the mean costs and parameters of a layer."""
-    model = machine.config.model
-    kinds = [describe_block(model, layer) for layer in range(model.layers)]
+    kinds = list_layer_kinds(machine.config.model, machine.config.optim.frozen)
     times, load = CostBreakdown(PassTimes()), ParameterLoad()
     for kind, number in Counter(kinds).items():
         layer, share = kinds.index(kind), number / len(kinds)

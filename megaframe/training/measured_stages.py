@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import (
     PartWorks,
@@ -38,6 +37,7 @@ from megaframe.model.model_chunk import build_chunks
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.pipeline_parallel.stage_pass import StagePass
+from megaframe.planner.parameter_counts import list_layer_kinds
 from megaframe.schedule.simulate import simulate
 from megaframe.training.auto_layout import choose_by_stages, load_saved_config
 from megaframe.training.train_step import build_layer_setup
@@ -97,7 +97,7 @@ def measure_parts(config: RunConfig, mesh: Mesh) -> PartWorks:
         metrics={"gradient_noise_every": 0},
     )
     setup = build_layer_setup(plain, mesh, lambda line: None)
-    kinds = [describe_block(config.model, layer) for layer in range(config.model.layers)]
+    kinds = list_layer_kinds(config.model, config.optim.frozen)
     firsts = [kinds.index(kind) for kind in kinds]
     plans = {layer: StagePlan(1, 3, range(layer, layer + 1)) for layer in sorted({*firsts})}
     ends = StagePlan(0, 3, range(0)), StagePlan(2, 3, range(0))

@@ -135,7 +135,16 @@ def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="au
         train_step.schedule.ranks[0],
     )
     plan = compute_memory(
-        config, parameter_counts, layout.data, plans, schedule, layout.expert_shard, host=True
+        config,
+        parameter_counts,
+        layout.data,
+        plans,
+        schedule,
+        layout.expert_shard,
+        trained=count_rank_parameters(
+            config.model, config.train, layout, plans, config.optim.frozen
+        ),
+        host=True,
     )
     rules = [shard.rule for shard in train_step.optimizer.shards if shard.rule is not None]
     state = [tensor for rule in rules for tensor in rule.state.values()]
@@ -205,6 +214,30 @@ def test_state_of_experts_is_planned_within_one_percent(zero, expert, pool):
 def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
     for plan, state, _ in pool.run(2, measure_memory, "bf16", 1, {}, optim):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
+
+
+FROZEN = {
+    "all but the last block": ["embedding.*", "blocks.0.*", "blocks.1.*", "head.weight"],
+    "all vectors": ["*.gain", "*.bias"],
+    "all but attention": ["*.mlp.*", "embedding.*", "head.*"],
+    "predictors": ["predictors.*", "blocks.3.*"],
+}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "zero"),
+    mark_slow(
+        product(FROZEN, range(4)),
+        except_for=[("all but the last block", 1), ("all but attention", 3), ("predictors", 2)],
+    ),
+)
+def test_frozen_parameters_have_neither_gradients_nor_state(frozen, zero, pool):
+    model = {"mtp_depth": 1} if frozen == "predictors" else {}
+    optim = {"frozen": FROZEN[frozen]}
+    for plan, state, buffers in pool.run(4, measure_memory, "bf16", zero, model, optim):
+        assert state == pytest.approx(plan.optimizer, rel=0.01)
+        planned = plan.weights + plan.values + plan.gradients
+        assert buffers.bytes == pytest.approx(planned, rel=0.01), (plan, buffers)
 
 
 def test_a_backward_that_is_not_split_frees_what_it_used():

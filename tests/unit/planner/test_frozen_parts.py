@@ -1,0 +1,144 @@
+"""What is frozen in the plan: as many bytes and products as a step of a rank counts.
+
+Tests `megaframe.architecture.frozen`.
+"""
+
+import numpy as np
+import pytest
+import torch
+from slow_cases import slow
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaframe.architecture.pipeline import build_step_schedule
+from megaframe.architecture.stages import plan_stages
+from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.mesh import Mesh
+from megaframe.hardware.cluster import load_cluster
+from megaframe.layout import Layout
+from megaframe.model.model_chunk import list_model_specs
+from megaframe.optim.parameter_groups import find_frozen_names
+from megaframe.planner.constants import get_family_constants
+from megaframe.planner.layer_times import estimate_block_times
+from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
+from megaframe.planner.machine import Machine
+from megaframe.planner.memory_estimates import estimate_peak_memory
+from megaframe.planner.parameter_counts import compute_trained_share, count_rank_parameters
+from megaframe.planner.peak_memory import compute_peak_memory
+from megaframe.planner.searched_schedules import ScheduleColumn
+from megaframe.schedule.named import NAMED_SCHEDULES
+from megaframe.training.meta_step import run_meta_step
+from megaframe.training.meta_step.compare import compare_with_plan
+from megaframe.training.train_step import TrainStep
+
+FROZEN = ["embedding.*", "blocks.0.*", "blocks.1.mlp.*"]
+
+
+def make_config(frozen=FROZEN, model=None, **parallel):
+    model = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 512, **(model or {})}
+    train = {"seq": 32, "global_batch": 8, "microbatch": 1, "precision": "bf16"}
+    return RunConfig(model=model, train=train, parallel=parallel, optim={"frozen": frozen})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        ({"zero": 1}, {}),
+        slow({"zero": 0}, {}),
+        slow({"zero": 2, "pipeline": 2}, {}),
+        ({"zero": 3}, {"tie_embeddings": True}),
+        slow({"zero": 1, "tensor": 2}, {"activation": "swiglu", "kv_heads": 2}),
+    ],
+)
+def test_a_rank_has_and_moves_what_is_planned(parallel, model):
+    config = make_config(model=model, **parallel)
+    layout = Layout.from_parallel(config.parallel, 4)
+    rows = compare_with_plan(config, layout, 0, run_meta_step(config, layout, 0))
+    compared = {row.name: row for row in rows}
+    for name in ("weights, values, gradients", "optimizer", "moved over data"):
+        # Buckets are padded, and blocks that are still present are not gathered again.
+        least = 0.7 if name == "moved over data" and config.parallel.zero == 3 else 0.98
+        row = compared[name]
+        assert least * row.planned <= row.counted <= 1.02 * row.planned, row
+
+
+def count_flops(config):
+    """Return the FLOPs of the products of a step, by torch's own counting."""
+    mesh = Mesh(Layout(), device="cpu")
+    train_step = TrainStep(config, mesh)
+    train_step.optimizer.initialize(1)
+    tokens = torch.zeros(1, config.train.seq, dtype=torch.int64)
+    microbatch = Microbatch(tokens, tokens, torch.arange(1))
+    with FlopCounterMode(display=False) as counter:
+        train_step.train([microbatch], 0, 1.0)
+    mesh.finish()
+    return counter.get_total_flops()
+
+
+def test_no_weight_gradients_are_multiplied_or_planned():
+    train = {"precision": "fp64"}
+    some, none = (
+        config.model_copy(update={"train": config.train.model_copy(update=train)})
+        for config in (make_config(), make_config([]))
+    )
+    frozen = find_frozen_names(some)
+    elements = sum(
+        spec.size
+        for spec in list_model_specs(some)
+        if spec.name in frozen and spec.role == "matrix"
+    )
+    assert count_flops(none) - count_flops(some) == 2 * some.train.seq * elements
+    cluster = load_cluster("h100-ib")
+    sizes = make_layout_sizes(some.parallel, some.train, Layout())
+    seconds = [
+        [
+            estimate_block_times(
+                Machine(config, cluster, get_family_constants("h100"), sizes), layer
+            ).compute.weight
+            for layer in range(3)
+        ]
+        for config in (some, none)
+    ]
+    shares = [compute_trained_share(some.model, some.optim.frozen, layer) for layer in range(3)]
+    assert shares[0] == 0 and 0 < shares[1] < 1 and shares[2] == 1
+    for with_frozen, every, share in zip(*seconds, shares, strict=True):
+        assert float(with_frozen) == pytest.approx(share * float(every))
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [[], ["*"], ["blocks.2.*"], ["*.gain", "head*"], ["predictors.0.*"], ["blocks.0.mlp.*", "*s"]],
+)
+def test_names_in_the_plan_are_those_of_the_model(patterns):
+    model = {
+        "mtp_depth": 2, "position": "learned", "bias": True, "head_bias": True, "heads": 4,
+        "embedding_norm": True, "kv_heads": 2, "layers": 3, "hidden": 64, "vocab": 100,
+        "moe": {"experts": 4, "ffn": 16, "shared": 1, "first": 1, "router_bias": True},
+    }  # fmt: skip
+    config = make_config([], model)
+    every = count_rank_parameters(config.model, config.train, Layout(), plan_stages(config))
+    of_rank = config.model, config.train, Layout(), plan_stages(config), tuple(patterns)
+    specs = [spec for spec in list_model_specs(config) if spec.role != "balance"]
+    everything = patterns == ["*"]  # refused in a run, which would have nothing to train
+    frozen = find_frozen_names(make_config(patterns if not everything else [], model))
+    kept = 0 if everything else sum(spec.size for spec in specs if spec.name not in frozen)
+    assert count_rank_parameters(*of_rank).total == kept
+    assert every.total == sum(spec.size for spec in specs)
+
+
+@pytest.mark.parametrize(("zero", "model"), [(0, {}), (1, {}), (3, {"activation": "swiglu"})])
+def test_the_estimate_of_a_search_is_near_the_plan(zero, model):
+    """Without a pipeline; in one, every rank is assumed to have the model's share of them."""
+    config = make_config(model={**model, "layers": 16, "vocab": 2048}, zero=zero)
+    frozen = [f"blocks.{layer}.*" for layer in range(12)]
+    config = config.model_copy(
+        update={"optim": config.optim.model_copy(update={"frozen": tuple(frozen)})}
+    )
+    layout, chip = Layout(data=4), load_cluster("h100-ib").chip
+    sizes = make_layout_sizes(config.parallel, config.train, layout)
+    arrays = {name: np.atleast_1d(value) for name, value in vars(sizes).items()}
+    schedule = ScheduleColumn((NAMED_SCHEDULES["1f1b"],), np.zeros(1, dtype=int))
+    (estimate,) = estimate_peak_memory(config, chip, LayoutSizes(**arrays), schedule)
+    plan = compute_peak_memory(config, layout, build_step_schedule(config, 2), chip)
+    planned = plan.total - plan.overhead
+    assert estimate - plan.overhead == pytest.approx(planned, rel=0.1)
