@@ -1,6 +1,6 @@
 """What is frozen in the plan: as many bytes and products as a step of a rank counts.
 
-Tests `megaframe.architecture.frozen`.
+Tests `megaframe.architecture.frozen` and `megaframe.planner.bucket_units`.
 """
 
 import numpy as np
