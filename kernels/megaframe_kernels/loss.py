@@ -304,7 +304,7 @@ def run_triton(
         # The loss lse + z_loss lse^2 - label has the slopes 1 + 2 z_loss lse and -1. The logits are
         # overwritten by their gradient, in place.
         # exp(z - whole) is the probability over the whole vocabulary: no gradients to exchange.
-        weight = valid if scale is None else valid * scale
+        weight = valid if scale is None else valid * scale.to(valid.dtype)
         _direct_gradient(
             weight * (1.0 + 2.0 * z_loss * joined), -weight, logits_TV, labels_T, joined, *settings
         )

@@ -165,7 +165,7 @@ def run_reference(
         vocab: Size of the whole vocabulary, by default V.
         join: Combines the numbers of all parts of the vocabulary.
         gradient: Overwrite the logits by the gradient of the sum of the losses.
-        scale: Factor of that gradient, a scalar; None for 1.
+        scale: Factor of that gradient, a scalar, or [T] for each token; None for 1.
 
     Returns:
         The losses, [T] in at least fp32, and `logits_TV`.
@@ -183,7 +183,7 @@ def run_reference(
         leaf = logits_TV.detach().clone().requires_grad_()
         losses = cross_entropy(leaf, labels_T, **options)
         if gradient:
-            total = losses.sum() if scale is None else losses.sum() * scale
+            total = losses.sum() if scale is None else (losses * scale).sum()
             (d_logits,) = torch.autograd.grad(total, leaf)
             # Over the logits, as the kernel does it: a second buffer of this size is not needed.
             logits_TV.copy_(d_logits)

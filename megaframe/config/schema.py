@@ -206,6 +206,9 @@ class DataConfig(Section):
     mask_eod: bool = False
     """Mask the loss of the token after an end of document (the first token of an unrelated
     text)."""
+    label_weights: bool = True
+    """Weigh the loss of each label as the weight file of its source says, if there is one
+    (docs/guides/data.md). False counts all labels alike."""
     transforms: tuple[Annotated[DataTransformPart, Extensible("data_transform")], ...] = ()
     """What changes the tokens and labels of each sample of the training split, in this order, after
     `mask_eod`. Samples are changed whole, the same way under any layout and after a resume."""

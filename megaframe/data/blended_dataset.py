@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megaframe.config.model import ModelConfig
 from megaframe.config.part_calls import call_part
 from megaframe.config.schema import DataConfig, DataSourceConfig, TrainConfig
 from megaframe.config.schema import Split as Shares
 from megaframe.data.gpt_dataset import GPTDataset, locate_documents, number_documents
+from megaframe.data.label_weights import WEIGHT_DTYPE
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.shuffle import derive_source_key, sample_indices
 from megaframe.data.split_advice import SPLITS, Split, SplitSetting
@@ -42,7 +45,8 @@ class BlendedDataset:
 
     `sources`, `paths`, `weights`, `sizes` (samples per epoch), `records` (what made the file, if
     that is known) and `names` have one entry per source, in the order of the config. A name is the
-    file name, or the path if several sources have that file name.
+    file name, or the path if several sources have that file name. `masks_labels` says whether some
+    tokens may have no label, or one with a weight.
 
     Args:
         config: The run.
@@ -83,6 +87,7 @@ class BlendedDataset:
             GPTDataset(
                 source.path, split, shares, self._seq, vocab, end,
                 SplitSetting(source.path if source.split else None, is_evaluation),
+                weighted=data.label_weights,
             )
             for source, shares in used_sources
         ]  # fmt: skip
@@ -103,6 +108,9 @@ class BlendedDataset:
             if split == "train" or call_part(part, "includes_validation", bool)
         ]
         self._transforms = SampleTransforms(transforms, seed, vocab)
+        dtypes = {source.weight_dtype for source in self.sources} - {None}
+        self._has_weights = WEIGHT_DTYPE in dtypes
+        self.masks_labels = bool(dtypes or transforms or data.mask_eod)
 
     def find_text_starts(self, sources_N: Numbers, numbers_N: Numbers) -> NDArray[np.bool_]:
         """Return where a label of these samples is the first token of a document, bool [N, S]. See
@@ -168,6 +176,7 @@ class BlendedDataset:
         tokens_NS, labels_NS = np.empty(shape, np.int64), np.empty(shape, np.int64)
         needs_documents = data.reset_positions or data.reset_attention or data.mask_eod
         needs_documents = needs_documents or bool(self._transforms)
+        weights_NS = np.ones(shape, np.float32) if self._has_weights else None
         next_N = np.empty(shape[0], np.int64)
         beginnings_NT = np.zeros((shape[0], shape[1] + 1), np.bool_) if needs_documents else None
         windows_N = self._sample_windows(sources_N, numbers_N)
@@ -176,6 +185,11 @@ class BlendedDataset:
             tokens_NS[rows] = tokens_RT[:, :-1]
             labels_NS[rows] = tokens_RT[:, 1:]
             next_N[rows] = tokens_RT[:, -1]
+            weights_RS = source.read_label_weights(windows_N[rows])
+            if weights_RS is not None:
+                labels_NS[rows] = np.where(weights_RS == 0, IGNORE, labels_NS[rows])
+                if weights_NS is not None:
+                    weights_NS[rows] = weights_RS
             if beginnings_NT is not None:
                 beginnings_NT[rows] = source.is_document_start(windows_N[rows])
         positions_NS = documents_NS = None
@@ -184,7 +198,9 @@ class BlendedDataset:
                 labels_NS[beginnings_NT[:, 1:]] = IGNORE
             if self._transforms:
                 documents = number_documents(beginnings_NT[:, :-1])
-                self._transforms.apply(tokens_NS, labels_NS, documents, next_N, samples_N)
+                self._transforms.apply(
+                    tokens_NS, labels_NS, documents, next_N, samples_N, weights_NS
+                )
             if data.reset_positions:
                 positions_NS = torch.from_numpy(locate_documents(beginnings_NT[:, :-1]))
             if data.reset_attention:
@@ -195,6 +211,7 @@ class BlendedDataset:
             torch.from_numpy(samples_N),
             positions_NS,
             documents_NS,
+            weights_BS=None if weights_NS is None else torch.from_numpy(weights_NS),
         )
 
     def _sample_windows(self, sources_N: Numbers, numbers_N: Numbers) -> Numbers:
@@ -230,18 +247,14 @@ def split_batch(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
     """Cut a batch into microbatches of `size` samples, as views."""
     if batch.tokens_BS.shape[0] == size:
         return (batch,)
-    tokens = batch.tokens_BS.split(size)
-    absent = (None,) * len(tokens)
+    parts: dict[str, tuple[Tensor, ...]] = {
+        name: tensor.split(size)
+        for name, tensor in vars(batch).items()
+        if isinstance(tensor, Tensor)
+    }
     return tuple(
-        Microbatch(*parts)
-        for parts in zip(
-            tokens,
-            batch.labels_BS.split(size),
-            batch.samples_B.split(size),
-            absent if batch.positions_BS is None else batch.positions_BS.split(size),
-            absent if batch.documents_BS is None else batch.documents_BS.split(size),
-            strict=True,
-        )
+        replace(batch, **dict(zip(parts, tensors, strict=True)))
+        for tensors in zip(*parts.values(), strict=True)
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.data.indexed_dataset import IndexedDataset
+from megaframe.data.label_weights import check_label_weights, open_label_weights
 from megaframe.data.split_advice import SPLITS, Split, SplitSetting, enlarge_split, split_range
 from megaframe.data.token_file_record import TokenFileRecord, read_record
 from megaframe.errors import UserError
@@ -39,6 +40,10 @@ class GPTDataset:
         end: Documents end after each token with this id; None: where the index says.
         vocab: Token ids that are not below this, and negative ones, are refused when they are read.
         setting: Where the shares are set, for messages; None: in `data.split`.
+        weighted: Whether to use the weight file beside it, if there is one.
+
+    Attributes:
+        weight_dtype: Of the weights of labels; None if all are 1.
 
     Raises:
         UserError: If the file cannot be read, or the split is empty, shorter than a window, or not
@@ -54,6 +59,8 @@ class GPTDataset:
         vocab: int,
         end: int | None = None,
         setting: SplitSetting | None = None,
+        *,
+        weighted: bool = True,
     ) -> None:
         self.path, self._end = path, end
         self._vocab = vocab
@@ -83,10 +90,12 @@ class GPTDataset:
         self._seq = seq
         self._starts: NDArray[np.int64] | None = None
         self.tokens = np.asarray(self._file.tokens)[self._first : self._first + tokens]
-        step = self.tokens.itemsize
-        self._rows_WT = np.lib.stride_tricks.as_strided(
-            self.tokens, (self.windows, seq + 1), (seq * step, step), writeable=False
-        )
+        self._rows_WT = self._view_windows(self.tokens)
+        self._weights = open_label_weights(path, self._file) if weighted else None
+        self.weight_dtype = self._weights and self._weights.dtype
+        if self._weights is not None:
+            weights = np.asarray(self._weights.tokens)[self._first : self._first + tokens]
+            self._weights_WT = self._view_windows(weights)
 
     def read(self, windows_W: NDArray[np.int64]) -> NDArray[np.integer]:
         """Return the tokens of these windows, [W, T], in the file's dtype.
@@ -97,6 +106,25 @@ class GPTDataset:
         tokens_WT = self._rows_WT[windows_W]
         self._check(tokens_WT, windows_W)
         return tokens_WT
+
+    def read_label_weights(self, windows_W: NDArray[np.int64]) -> NDArray | None:
+        """Return the weights of the labels of these windows, [W, S], in the file's dtype; None if
+        all are 1.
+
+        Raises:
+            UserError: For a number that is no weight.
+        """
+        if self._weights is None:
+            return None
+        weights_WT = self._weights_WT[windows_W]
+        check_label_weights(self.path, weights_WT, self._first + windows_W * self._seq)
+        return weights_WT[:, 1:]
+
+    def _view_windows(self, numbers: NDArray) -> NDArray:
+        """Return all windows of the split as rows of a view of its numbers."""
+        step = numbers.itemsize
+        shape, strides = (self.windows, self._seq + 1), (self._seq * step, step)
+        return np.lib.stride_tricks.as_strided(numbers, shape, strides, writeable=False)
 
     def is_document_start(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return where in these windows a document begins, bool[W, T]."""
@@ -128,8 +156,10 @@ class GPTDataset:
         return read_record(self.path, len(self._file.documents) - 1, self._file.tokens.size)
 
     def compute_digest(self) -> str:
-        """Return what recognises the file in another place; see `IndexedDataset`."""
-        return self._file.compute_digest()
+        """Return what recognises the file, and its weights, in another place; see
+        `IndexedDataset`."""
+        digest = self._file.compute_digest()
+        return digest if self._weights is None else digest + self._weights.compute_digest()
 
     def _advise(
         self,

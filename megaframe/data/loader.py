@@ -93,12 +93,13 @@ class ValidationBatch(NamedTuple):
     Attributes:
         source: Name of its source.
         microbatch: Tokens and labels.
-        text_bytes: Bytes of text that its labels represent; 0 if no tokenizer says.
+        text_bytes: Bytes of text that its labels represent, times their weights; 0 if no tokenizer
+            says.
     """
 
     source: str
     microbatch: Microbatch
-    text_bytes: int
+    text_bytes: float
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,13 @@ class StepBatch:
     Attributes:
         microbatches: This rank's microbatches, each of `train.microbatch` samples.
         samples: Size of the global batch, over all ranks.
-        valid: Number of this rank's tokens that have a label.
+        valid: Sum of the weights of this rank's labels: how many there are, without weights.
         state: State of the loader after this step, as JSON values.
     """
 
     microbatches: tuple[Microbatch, ...]
     samples: int
-    valid: int
+    valid: float
     state: dict[str, Any]
 
     @property
@@ -166,6 +167,11 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """The state after the last step that `next` returned."""
         return self._describe(self._state_returned)
+
+    @property
+    def masks_labels(self) -> bool:
+        """Whether some tokens may have no label, or one with a weight."""
+        return self._dataset.masks_labels
 
     @property
     def consumed(self) -> tuple[int, ...]:
@@ -295,19 +301,22 @@ class Loader:
             sources[positions_N], numbers[positions_N], before.samples + positions_N
         )
         self._state_read = after
-        valid = int((batch.labels_BS != IGNORE).sum())
+        valid = float(batch.sum_label_weights())
         state = self._describe(after)
         return StepBatch(split_batch(batch, microbatch), size, valid, state), after
 
-    def _count_text_bytes(self, batch: Microbatch, starts_BS: NDArray[np.bool_]) -> int:
-        """Return the bytes of text that the labels of a batch represent; 0 without a tokenizer.
-        starts_BS: where a label is the first token of a document."""
+    def _count_text_bytes(self, batch: Microbatch, starts_BS: NDArray[np.bool_]) -> float:
+        """Return the bytes of text that the labels of a batch represent, times their weights; 0
+        without a tokenizer. starts_BS: where a label is the first token of a document."""
         if self._text_bytes is None:
             return 0
         labels_BS = batch.labels_BS.numpy()
         valid = labels_BS != IGNORE
         tokens = batch.tokens_BS.numpy()[valid]
-        return int(self._text_bytes.count(labels_BS[valid], tokens, starts_BS[valid]).sum())
+        sizes = self._text_bytes.count(labels_BS[valid], tokens, starts_BS[valid])
+        if batch.weights_BS is not None:
+            sizes = sizes * batch.weights_BS.numpy()[valid].astype(np.float64)
+        return float(sizes.sum())
 
     def _describe(self, state: SamplerState) -> dict[str, Any]:
         """Return the loader's state as JSON values, when the sampler is at `state`."""

@@ -6,6 +6,7 @@ Shape suffixes: B samples of the microbatch, S tokens per sample.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,14 @@ from torch import Tensor
 
 IGNORE = -100
 """Label of a position that does not count in the loss."""
+
+
+class TokensAhead(NamedTuple):
+    """Tokens some positions ahead, as `Microbatch` has those of the next position."""
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    weights_BS: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,10 @@ class Microbatch:
         whole: Tokens of a whole sample if this is one context rank's part, else None.
             `documents_BS` then still covers whole samples, because attention sees the keys of other
             ranks.
-        ahead: Filled by `look_ahead`: for each distance from 1 on, the tokens and labels that are
-            this far ahead of each position.
+        ahead: Filled by `look_ahead`: for each distance from 1 on, what is this far ahead of each
+            position.
+        weights_BS: fp32, factor of the loss of each label; None if all are 1. A label that counts
+            for nothing is `IGNORE`.
     """
 
     tokens_BS: Tensor
@@ -41,7 +52,14 @@ class Microbatch:
     positions_BS: Tensor | None = None
     documents_BS: Tensor | None = None
     whole: int | None = None
-    ahead: tuple[tuple[Tensor, Tensor], ...] = ()
+    ahead: tuple[TokensAhead, ...] = ()
+    weights_BS: Tensor | None = None
+
+    def sum_label_weights(self) -> Tensor:
+        """Return the sum of the weights of all labels, fp64 scalar: how many there are, if all
+        weights are 1. Losses are divided by this number of the global batch."""
+        counted_BS = (self.labels_BS != IGNORE).double()
+        return (counted_BS if self.weights_BS is None else counted_BS * self.weights_BS).sum()
 
 
 def look_ahead(microbatch: Microbatch, depth: int) -> Microbatch:
@@ -54,7 +72,9 @@ def look_ahead(microbatch: Microbatch, depth: int) -> Microbatch:
         far = _shift(labels, by, IGNORE)
         if documents is not None:
             far = far.masked_fill(_shift(documents, by, -1) != documents, IGNORE)
-        ahead.append((_shift(tokens, by, 0), far))
+        weights = microbatch.weights_BS
+        far_weights = None if weights is None else _shift(weights, by, 0)
+        ahead.append(TokensAhead(_shift(tokens, by, 0), far, far_weights))
     return replace(microbatch, ahead=tuple(ahead))
 
 
@@ -99,6 +119,10 @@ def select_context_part(microbatch: Microbatch, index: int, parts: int) -> Micro
     tokens, positions = microbatch.tokens_BS, microbatch.positions_BS
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+
+    def divide_weights(weights_BS: Tensor | None) -> Tensor | None:
+        return None if weights_BS is None else divide_zigzag(weights_BS, index, parts, 0)
+
     return Microbatch(
         divide_zigzag(tokens, index, parts, 0),
         divide_zigzag(microbatch.labels_BS, index, parts, IGNORE),
@@ -107,7 +131,12 @@ def select_context_part(microbatch: Microbatch, index: int, parts: int) -> Micro
         microbatch.documents_BS,
         tokens.shape[1],
         tuple(
-            (divide_zigzag(far, index, parts, 0), divide_zigzag(labels, index, parts, IGNORE))
-            for far, labels in microbatch.ahead
+            TokensAhead(
+                divide_zigzag(far.tokens_BS, index, parts, 0),
+                divide_zigzag(far.labels_BS, index, parts, IGNORE),
+                divide_weights(far.weights_BS),
+            )
+            for far in microbatch.ahead
         ),
+        divide_weights(microbatch.weights_BS),
     )

@@ -359,8 +359,8 @@ def _describe_files(
     changed_contents = _find_changed(digests, sources.map_by_path(sources.digests))
     if changed_contents:
         yield (
-            f"{len(changed_contents)} sources have other tokens than before, under the same path: "
-            f"{changed_contents[0][0]}; they continue where they were"
+            f"{len(changed_contents)} sources have other tokens or weights of labels than before, "
+            f"under the same path: {changed_contents[0][0]}; they continue where they were"
         )
 
 

@@ -26,7 +26,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of the training order. Arrays are int64 [S].
+    """A sample of the training order. Arrays are [S], of int64 but for weights.
 
     Attributes:
         tokens: The inputs.
@@ -36,6 +36,8 @@ class Sample:
             that restart at documents keep their places, whatever a transform does.
         next_token: The token after the last one, also where that has no label.
         number: Number of the sample in the training order, or in the validation samples.
+        weights: Weight of each label, float32; None if no source of the run has weights other than
+            0 and 1. Where one is 0, there is no loss.
     """
 
     tokens: Tokens
@@ -43,6 +45,7 @@ class Sample:
     documents: Tokens
     next_token: int
     number: int
+    weights: NDArray[np.float32] | None = None
 
 
 class SampleTransforms:
@@ -69,8 +72,9 @@ class SampleTransforms:
         documents_NS: Tokens,
         next_N: Tokens,
         samples_N: Tokens,
+        weights_NS: NDArray[np.float32] | None = None,
     ) -> None:
-        """Change tokens and labels in place.
+        """Change tokens, labels and their weights in place.
 
         Args:
             tokens_NS: The inputs.
@@ -78,6 +82,7 @@ class SampleTransforms:
             documents_NS: The number of each token's document within its sample.
             next_N: The token after each sample.
             samples_N: Number of each sample in the training order.
+            weights_NS: Weights of the labels; None if all are 1.
 
         Raises:
             UserError: A transform fails, or returns no sample of the same length and vocabulary.
@@ -89,10 +94,13 @@ class SampleTransforms:
                 documents_NS[row],
                 int(next_N[row]),
                 number,
+                None if weights_NS is None else weights_NS[row].copy(),
             )
             for place, part in self._parts:
                 sample = self._transform(place, part, sample)
             tokens_NS[row], labels_NS[row] = sample.tokens, sample.labels
+            if weights_NS is not None:
+                weights_NS[row] = sample.weights
 
     def _transform(self, place: int, part: DataTransformPart, sample: Sample) -> Sample:
         name = f"data.transforms[{place}]={part.name}: sample {sample.number}"
@@ -112,9 +120,12 @@ class SampleTransforms:
                     f"{name}: its {key} have shape {shape}; return [{length}], as many as before"
                 )
         labels = np.where(result.labels == -1, IGNORE, result.labels)
+        if sample.weights is not None:
+            labels = np.where(_check_weights(name, result, len(labels)) == 0, IGNORE, labels)
         self._check_range(name, "tokens", result.tokens)
         self._check_range(name, "labels", labels, ignored=IGNORE)
-        return replace(sample, tokens=result.tokens, labels=labels)
+        weights = sample.weights if sample.weights is None else result.weights
+        return replace(sample, tokens=result.tokens, labels=labels, weights=weights)
 
     def _check_range(self, name: str, key: str, values: Tokens, ignored: int | None = None) -> None:
         """Raise `UserError` for a value outside of the vocabulary that is not `ignored`."""
@@ -128,6 +139,16 @@ class SampleTransforms:
                 f"{name}: {key}[{at}] is {values[at]}, but model.vocab={self._vocab} allows "
                 f"0 to {self._vocab - 1}{unless}"
             )
+
+
+def _check_weights(name: str, sample: Sample, length: int) -> NDArray[np.float32]:
+    """Return the weights of a changed sample. Raises `UserError` if they are none."""
+    weights = sample.weights
+    if not isinstance(weights, np.ndarray) or weights.dtype != np.float32:
+        raise UserError(f"{name}: its weights are no array of float32")
+    if weights.shape != (length,) or not ((weights >= 0) & (weights < np.inf)).all():
+        raise UserError(f"{name}: its weights are not {length} finite numbers of 0 or more")
+    return weights
 
 
 def make_generator(seed: int, number: int, place: int) -> np.random.Generator:

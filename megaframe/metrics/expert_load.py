@@ -47,7 +47,7 @@ class ExpertLoadMetrics:
         self,
         loads: Iterable[tuple[str, Tensor, Tensor]],
         statistics: Iterable[LayerStatistics],
-        tokens: int,
+        tokens: float,
         step: int,
     ) -> Iterator[Record]:
         """Yield the records of a step. Rows are in the order of the layers that have experts.
@@ -56,7 +56,7 @@ class ExpertLoadMetrics:
             loads: For each router on this rank the name of its balance parameter, its load [E] in
                 the whole step, and the parameter's value [E].
             statistics: Those of this rank's stages.
-            tokens: Number of tokens of the step that had a loss.
+            tokens: Number of tokens of the step that had a loss, or the sum of their weights.
             step: The step's number.
         """
         loads_and_biases = {name: (load_E.double(), bias_E) for name, load_E, bias_E in loads}

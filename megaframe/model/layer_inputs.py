@@ -146,6 +146,7 @@ class MicrobatchInputs:
         query_scales: The factors of queries, for each kind in the model.
         dropout: Dropout masks of this rank's rows; None if nothing is random in this pass.
         gradient_scale: Factor of the gradients of losses, fp64 scalar; None in evaluation.
+        label_weights_T: Weights of the labels; None for 1.
     """
 
     batch: int
@@ -161,6 +162,7 @@ class MicrobatchInputs:
     query_scales: Mapping[QueryScaleConfig, Tensor] = field(default_factory=dict)
     dropout: Dropout | None = None
     gradient_scale: Tensor | None = None
+    label_weights_T: Tensor | None = None
 
     def find_query_scale(self, scale: QueryScaleConfig | None) -> Tensor | None:
         """Return the factors of a layer's queries; None if it has none."""
@@ -197,9 +199,13 @@ class MicrobatchInputs:
         return divide_zigzag(same_BS, context.index, context.size, False)
 
     @property
-    def has_label_R(self) -> Tensor:
-        """Which of this rank's rows have a loss, bool [rows]."""
-        return self.rows.select(self.labels_T, IGNORE) != IGNORE
+    def label_weights_R(self) -> Tensor:
+        """How much each of this rank's rows counts in the loss, [rows]: 0 without a label, and bool
+        if all labels have the weight 1."""
+        has_label_R = self.rows.select(self.labels_T, IGNORE) != IGNORE
+        if self.label_weights_T is None:
+            return has_label_R
+        return has_label_R * self.rows.select(self.label_weights_T, 0)
 
     @property
     def is_token_R(self) -> Tensor:
@@ -272,6 +278,7 @@ def make_microbatch_inputs(
         query_scales,
         dropout,
         gradient_scale,
+        None if microbatch.weights_BS is None else microbatch.weights_BS.flatten(),
     )
 
 

@@ -76,6 +76,7 @@ def compute_head_loss(
     kernels: Kernels = NO_KERNELS,
     *,
     bias: Parameter | None = None,
+    label_weights_T: Tensor | None = None,
 ) -> HeadResult:
     """Compute the sum of the losses of all tokens whose label is not IGNORE.
 
@@ -92,6 +93,7 @@ def compute_head_loss(
         tensor: The ranks that divide rows and vocabulary.
         kernels: The kernels of the run.
         bias: This rank's part of the bias of the logits, [V]; None without one.
+        label_weights_T: Factor of the loss of each label; None for 1.
 
     Returns:
         The loss, and the gradient of this rank's rows if there is a scale.
@@ -115,6 +117,8 @@ def compute_head_loss(
         scale = scale.to(wide)
     # Of the logits' gradient: both products with it are then gradients without another factor.
     product_scale = None if scale is None else scale * options.multiplier
+    if label_weights_T is not None:
+        label_weights_T = label_weights_T.to(wide)  # a scalar in fp64 would not widen a product
     for start in range(0, tokens, rows):
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
@@ -125,7 +129,12 @@ def compute_head_loss(
         if bias is not None:
             logits_TV += bias.value
         # With a scale, the logits become their gradient in place.
-        losses = _compute_losses(logits_TV, chunk_labels, part, options, product_scale, kernels)
+        chunk_scale = product_scale
+        if label_weights_T is not None and product_scale is not None:
+            chunk_scale = product_scale * label_weights_T[piece]
+        losses = _compute_losses(logits_TV, chunk_labels, part, options, chunk_scale, kernels)
+        if label_weights_T is not None:
+            losses = losses * label_weights_T[piece]
         # Summed in fp64, because many small terms are added to a large sum.
         loss += torch.where(chunk_labels == IGNORE, 0.0, losses).sum(dtype=torch.float64)
         if d_hidden is not None:
@@ -151,7 +160,8 @@ def _compute_losses(
     kernels: Kernels,
 ) -> Tensor:
     """Return the loss of each token in at least fp32, meaningless for tokens without a label. With
-    a `scale`, replace the logits by scale * d(loss)/d(logits), which is zero for those tokens."""
+    a `scale`, a scalar or [T], replace the logits by scale * d(loss)/d(logits), which is zero for
+    those tokens."""
     if options.part is not None:
         assert scale is not None, "evaluations are cross-entropy"
         return compute_part_losses(options.part, logits_TV, labels_T, part, scale, options.softcap)

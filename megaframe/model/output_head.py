@@ -19,7 +19,7 @@ from megaframe.architecture.embedding import describe_head_bias, describe_head_w
 from megaframe.architecture.parametrisation import compute_output_multiplier
 from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.parts import LossPart
-from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.microbatch import IGNORE, Microbatch, TokensAhead
 from megaframe.model.embedding import Embedding, make_token_table
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.loss import HeadResult, LossOptions, compute_head_loss
@@ -85,18 +85,25 @@ class OutputHead(Module):
         return [self.norm, *self.norms_ahead]
 
     def compute_loss(
-        self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, inputs: MicrobatchInputs
+        self,
+        y: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor | None,
+        scale: Tensor | None,
+        inputs: MicrobatchInputs,
     ) -> HeadResult:
         """Compute the loss sum, and with a scale its gradients; see `compute_head_loss`.
 
         Args:
             y: Normalised hidden states of this rank's rows, [rows, hidden].
             labels_BS: Labels of all tokens.
+            weights_BS: Their weights; None for 1.
             scale: Factor of the gradients, fp64 scalar. Without it there are none, and the loss is
                 cross-entropy alone.
             inputs: Of the microbatch.
         """
         labels = inputs.rows.pad(labels_BS.flatten(), IGNORE)
+        weights = None if weights_BS is None else inputs.rows.pad(weights_BS.flatten(), 0)
         options = self.evaluation_options if scale is None else self.training_options
         tensor = self.setup.tensor
         # Detached: the head computes its own gradient, which `PostProcess.backward` passes on.
@@ -109,6 +116,7 @@ class OutputHead(Module):
             tensor.group,
             tensor.kernels,
             bias=self.bias,
+            label_weights_T=weights,
         )
 
     def compute_logits(self, x: Tensor) -> Tensor:
@@ -204,9 +212,9 @@ class PostProcess:
         activations = PostProcessActivations(
             microbatch, inputs, state, [x.detach().requires_grad_()]
         )
-        for predictor, (tokens, _) in zip(self.predictors, microbatch.ahead, strict=True):
+        for predictor, far in zip(self.predictors, microbatch.ahead, strict=True):
             with values(predictor), torch.set_grad_enabled(not self._recompute):
-                x = predictor(activations.leaves[-1], tokens, inputs, state)
+                x = predictor(activations.leaves[-1], far.tokens_BS, inputs, state)
             # A graph edge instead of the stream itself: only its graph is needed later.
             activations.outputs.append(None if self._recompute else get_gradient_edge(x))
             activations.leaves.append(x.detach().requires_grad_())
@@ -220,18 +228,16 @@ class PostProcess:
 
     def _compute_losses(self, activations: PostProcessActivations, scale: Tensor) -> list[Tensor]:
         """Return the loss sum of each depth, beginning with the next token."""
-        labels_by_depth = [
-            activations.microbatch.labels_BS,
-            *(labels for _, labels in activations.microbatch.ahead),
-        ]
         losses: list[Tensor] = []
-        for norm, leaf, labels_BS in zip(
-            self.head.norms, activations.leaves, labels_by_depth, strict=True
-        ):
+        by_depth: list[Microbatch | TokensAhead] = [activations.microbatch]
+        by_depth += activations.microbatch.ahead
+        for norm, leaf, far in zip(self.head.norms, activations.leaves, by_depth, strict=True):
             normed = norm(leaf, self.head.setup.kernels)
             # The first loss is that of the next token, whose weight is 1.
             depth_scale = scale * self._loss_weight if losses else scale
-            result = self.head.compute_loss(normed, labels_BS, depth_scale, activations.inputs)
+            result = self.head.compute_loss(
+                normed, far.labels_BS, far.weights_BS, depth_scale, activations.inputs
+            )
             assert result.d_hidden is not None
             activations.normed.append(get_gradient_edge(normed))
             activations.d_normed.append(result.d_hidden)
@@ -258,7 +264,7 @@ class PostProcess:
             output = activations.outputs.pop()
             with values(predictor):
                 if output is None:
-                    tokens, _ = activations.microbatch.ahead[index]
+                    tokens = activations.microbatch.ahead[index].tokens_BS
                     # No name for the stream itself: only its graph is needed from here on.
                     output = get_gradient_edge(
                         predictor(
@@ -301,7 +307,8 @@ class PostProcess:
         """
         with values(self.head):
             normed = self.head.norm(x, self.head.setup.kernels)
-            return self.head.compute_loss(normed, microbatch.labels_BS, None, inputs).loss
+            labels_BS, weights_BS = microbatch.labels_BS, microbatch.weights_BS
+            return self.head.compute_loss(normed, labels_BS, weights_BS, None, inputs).loss
 
 
 def get_output_token_table(

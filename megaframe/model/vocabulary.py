@@ -104,7 +104,7 @@ def compute_part_losses(
             tokens whose label is IGNORE.
         labels_T: Words, or IGNORE.
         vocabulary: The part.
-        scale: Factor of the gradients.
+        scale: Factor of the gradients, a scalar or [T].
         softcap: Logits x become cap * tanh(x / cap) first.
 
     Returns:
@@ -115,6 +115,7 @@ def compute_part_losses(
     """
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     losses_T = torch.empty_like(labels_T, dtype=wide)
+    scale_T = (scale / vocabulary.group.size).expand(len(labels_T))
     for rows in _iterate_rows(len(labels_T), vocabulary, logits_TV.device):
         ignored_T = labels_T[rows] == IGNORE
         # The rows themselves if they are wide already: the gradient is written when it is complete.
@@ -124,7 +125,7 @@ def compute_part_losses(
             own_T = part.compute_losses(x_TV, labels_T[rows].clamp_min(0), vocabulary)
         _check_losses(part, own_T, len(ignored_T))
         # Of the mean of the losses of all ranks, which are equal.
-        weight_T = torch.where(ignored_T, 0.0, scale / vocabulary.group.size)
+        weight_T = torch.where(ignored_T, 0.0, scale_T[rows])
         backward(own_T, weight_T.to(own_T.dtype))
         gradient_TV = leaf_TV.grad
         assert gradient_TV is not None

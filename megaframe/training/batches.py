@@ -1,4 +1,5 @@
-"""Batches: the loader's steps, each with its number of valid tokens over all ranks.
+"""Batches: the loader's steps, each with its number of valid tokens over all ranks, or the sum of
+the weights of their labels.
 
 All gradients of a step are divided by that number, so it must be known when the step begins. It is
 known with the batch: without masks every token of the global batch is valid, and with masks the
@@ -30,7 +31,7 @@ class Batches:
         self._ahead: tuple[StepBatch, Pending[Tensor]] | None = None
         """The step that was looked at, and the sum of its valid tokens."""
 
-    def take_next(self, is_left_out: Callable[[StepBatch], bool]) -> tuple[StepBatch, int]:
+    def take_next(self, is_left_out: Callable[[StepBatch], bool]) -> tuple[StepBatch, float]:
         """Return the next step that is not left out, and its valid tokens over all ranks. Waits for
         other ranks only if it was not looked at before: at the start, after a way back, and after
         data that is left out."""
@@ -47,7 +48,7 @@ class Batches:
         valid = ahead[1].wait()
         if ahead[0] is not batch:
             valid = self._sum(batch).wait()
-        return batch, int(valid)
+        return batch, float(valid)
 
     def look_ahead(self) -> None:
         """Read the step that `take_next` will look at first, and start to sum its valid tokens. All
@@ -61,6 +62,7 @@ class Batches:
 
     def _sum(self, batch: StepBatch) -> Pending[Tensor]:
         if not self._masked:
-            return Pending(torch.tensor(batch.samples * batch.microbatches[0].tokens_BS.shape[1]))
+            tokens = batch.samples * batch.microbatches[0].tokens_BS.shape[1]
+            return Pending(torch.tensor(tokens, dtype=torch.float64))
         # Gloo's ring takes 2 (ranks - 1) messages, one after the other (gloo/allreduce.cc).
-        return all_reduce(torch.tensor(batch.valid), self._data)
+        return all_reduce(torch.tensor(batch.valid, dtype=torch.float64), self._data)

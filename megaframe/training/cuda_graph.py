@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megaframe.config import RunConfig
-from megaframe.data.microbatch import Microbatch
+from megaframe.data.microbatch import Microbatch, TokensAhead
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.nccl_settings import launch_order_problem
 from megaframe.distributed.traffic import CapturedTransfers
@@ -162,15 +162,19 @@ def _list_inputs(microbatches: Sequence[Microbatch], scale: Tensor) -> list[Tens
 
 def _list_tensors(microbatch: Microbatch) -> list[Tensor]:
     fields = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
-    return fields + [x for pair in microbatch.ahead for x in pair]
+    return fields + [x for far in microbatch.ahead for x in far if x is not None]
 
 
 def _copy_microbatch(microbatch: Microbatch) -> Microbatch:
     fields: dict[str, Any] = {
         name: x.clone() for name, x in vars(microbatch).items() if isinstance(x, Tensor)
     }
-    ahead = tuple((tokens.clone(), labels.clone()) for tokens, labels in microbatch.ahead)
+    ahead = tuple(TokensAhead(*map(_clone, far)) for far in microbatch.ahead)
     return replace(microbatch, **fields, ahead=ahead)
+
+
+def _clone(x: Any) -> Any:
+    return None if x is None else x.clone()
 
 
 def _copy_output(output: PipelineOutput) -> PipelineOutput:

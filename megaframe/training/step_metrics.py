@@ -99,14 +99,14 @@ class StepMetrics:
         )
         self.logger.observe_steps(self.noise.add_step)
 
-    def record(self, step: int, result: StepResult, batch: StepBatch, valid: int) -> None:
+    def record(self, step: int, result: StepResult, batch: StepBatch, valid: float) -> None:
         """Record the metrics of a step.
 
         Args:
             step: Its number, counted from 1.
             result: What it computed on this rank.
             batch: What it computed with.
-            valid: Tokens of the global batch with a label, the normaliser of all losses.
+            valid: Sum of the weights of the labels of the global batch, which divides all losses.
         """
         record, update = self.logger.record, result.update
         self._grad_norm = update.grad_norm
@@ -115,8 +115,9 @@ class StepMetrics:
         elif not self._is_loss_missing:
             self._is_loss_missing = True
             self.logger.note(
-                f"step {step}: no token of the batch has a label (data.mask_eod or data.transforms "
-                "masks them), so its loss is n/a, as that of any later step without one"
+                f"step {step}: no token of the batch has a label (data.mask_eod, data.transforms "
+                "or a weight file masks them), so its loss is n/a, as that of any later step "
+                "without one"
             )
         record("grad_norm", update.grad_norm, "last")
         record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
@@ -129,7 +130,7 @@ class StepMetrics:
             for name, row, how in self.noise.make_records(update.squared_norms, batch.microbatches):
                 record(name, row, how)
 
-    def _record_means(self, step: int, result: StepResult, valid: int) -> None:
+    def _record_means(self, step: int, result: StepResult, valid: float) -> None:
         """Record what is a mean over the tokens with a label; see `record`."""
         record, self._loss = self.logger.record, result.loss / valid
         record("loss", self._loss, "sum")

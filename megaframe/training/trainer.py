@@ -129,9 +129,9 @@ class Trainer:
         self.optimizer = self.train_step.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
-        # A transform may leave tokens without a label.
-        masked = config.data.mask_eod or bool(config.data.transforms)
-        self.batches = Batches(self.loader, mesh.data_control_group, masked=masked)
+        self.batches = Batches(
+            self.loader, mesh.data_control_group, masked=self.loader.masks_labels
+        )
         self._validator = Validator(config.train, mesh, self.loader, self.train_step.evaluate)
         self._evaluated: tuple[int, float | None] = (-1, None)
         self._text_sampler: TextSampler | None = None
@@ -306,7 +306,7 @@ class Trainer:
                 self.batches.look_ahead()
         with metrics.time("compute"):
             # Without any valid token all gradients are zero, whatever divides them.
-            scale = self.optimizer.loss_scale / max(1, valid)
+            scale = self.optimizer.loss_scale / (valid or 1.0)
             measured = self._step_metrics.noise.is_due(self.step + 1)
             result = self.train_step.train(microbatches, self.step, scale, measured=measured)
             if self.fault_handler.needs_replay(result.update):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megaframe.config import TrainConfig
 from megaframe.data.loader import Loader, ValidationBatch
-from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh
@@ -83,7 +83,7 @@ class Validator:
         # The ranks of these axes have the same samples, so only one of them counts.
         if coordinate["pipeline"] == coordinate["context"] == coordinate["tensor"] == 0:
             for batch, totals in zip(batches, totals_M3, strict=True):
-                totals[1] = (batch.microbatch.labels_BS != IGNORE).sum()
+                totals[1] = batch.microbatch.sum_label_weights()
                 totals[2] = batch.text_bytes
         return all_reduce(totals_M3, self._mesh.world).wait().cpu()
 

@@ -138,11 +138,14 @@ def begin_train_step(config, mesh, graphs, messages, order):
 
 def make_batch(config, step, packed):
     """Return the global batch of a step. The number of tokens that have a label differs between
-    steps."""
+    steps. With documents, labels have weights."""
     batch = make_global_batch(config.model, config.train, step)
     if step == UNLABELLED:
         batch = replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORE))
-    return with_documents(batch, step) if packed else batch
+    if not packed:
+        return batch
+    weights = torch.rand(batch.labels_BS.shape, generator=torch.Generator().manual_seed(step))
+    return replace(with_documents(batch, step), weights_BS=weights)
 
 
 def list_tensors(batch):

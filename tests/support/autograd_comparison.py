@@ -5,7 +5,7 @@ import reference_model as reference
 import torch
 from tolerances import assert_near
 
-from megaframe.data.microbatch import IGNORE, look_ahead
+from megaframe.data.microbatch import look_ahead
 from megaframe.pipeline_parallel.stage_pass import StagePass
 
 TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
@@ -20,7 +20,7 @@ def list_matrices(module):
 
 def compute_gradients(build, microbatch, train):
     built = build
-    valid = int((microbatch.labels_BS != IGNORE).sum())
+    valid = float(microbatch.sum_label_weights())
     built.sharded_parameters.start_step()
     scale = torch.tensor(1.0 / valid, dtype=torch.float64)
     loss = built.stage.forward(StagePass(0), microbatch, scale) / valid
@@ -44,16 +44,16 @@ def compute_gradients(build, microbatch, train):
     return loss
 
 
-def compare_with_autograd(built, documents, make_microbatch):
+def compare_with_autograd(built, documents, make_microbatch, weighted=False):
     """Assert that loss and gradients of a microbatch are those of the reference."""
-    microbatch = make_microbatch(built.config, documents=documents)
+    microbatch = make_microbatch(built.config, documents=documents, weighted=weighted)
     microbatch = look_ahead(microbatch, built.config.model.mtp_depth)
     generator = torch.Generator().manual_seed(0)
     for parameter in built.stage.parameters():
         if parameter.spec.role == "balance":
             parameter.value.uniform_(0.5, 1.5, generator=generator)
     loss = compute_gradients(built, microbatch, TRAIN)
-    valid = int((microbatch.labels_BS != IGNORE).sum())
+    valid = float(microbatch.sum_label_weights())
     if (aside := built.stage.take_statistics().loss) is not None:
         loss = loss + aside / valid
     weights = {}

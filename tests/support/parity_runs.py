@@ -12,7 +12,7 @@ from tolerances import PROMISE, assert_within, promised
 
 from megaframe.config import RunConfig
 from megaframe.config.registry import Registry, use_registry
-from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.device import set_deterministic
 from megaframe.distributed.mesh import Mesh, read_world_size
@@ -89,10 +89,11 @@ def run(
     optim=None,
     kernels=None,
     device="cpu",
+    weighted=False,
 ):
     """Train two steps on this rank. ragged: samples have four different lengths, so each must be
     its own microbatch. packed: each sample is several documents. kernels: implementations by name.
-    device: as in `run.device`."""
+    device: as in `run.device`. weighted: labels have weights."""
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
         train={
@@ -116,14 +117,16 @@ def run(
         batch = on(mesh.device, make_global_batch(config.model, config.train, step))
         if packed:
             batch = on(mesh.device, with_documents(batch, step))
+        if weighted:
+            generator = torch.Generator().manual_seed(step)
+            weights = 4 * torch.rand(batch.tokens_BS.shape, generator=generator)
+            batch = on(mesh.device, replace(batch, weights_BS=weights))
         shares = [
             share(batch, config.train.microbatch, index, group.size, ragged)
             for index in range(group.size)
         ]
         own_share = shares[group.index]
-        valid = sum(
-            int((microbatch.labels_BS != IGNORE).sum()) for rank in shares for microbatch in rank
-        )
+        valid = sum(float(microbatch.sum_label_weights()) for rank in shares for microbatch in rank)
         result = train_step.train(own_share, step, 1.0 / valid)
         losses.append(float(all_reduce(result.loss / valid, everywhere).wait()))
         norms.append(float(result.update.grad_norm))
@@ -197,12 +200,16 @@ def share(batch, microbatch, rank, ranks, ragged):
     for i in range(rank * microbatch, len(batch.tokens_BS), ranks * microbatch):
         length = batch.tokens_BS.shape[1] - (i % 4 if ragged else 0)
         rows = slice(i, i + microbatch)
-        positions, documents = (
+        positions, documents, weights = (
             None if of_all is None else of_all[rows, :length]
-            for of_all in (batch.positions_BS, batch.documents_BS)
+            for of_all in (batch.positions_BS, batch.documents_BS, batch.weights_BS)
         )
         tokens, labels = batch.tokens_BS[rows, :length], batch.labels_BS[rows, :length]
-        microbatches.append(Microbatch(tokens, labels, batch.samples_B[rows], positions, documents))
+        microbatches.append(
+            Microbatch(
+                tokens, labels, batch.samples_B[rows], positions, documents, weights_BS=weights
+            )
+        )
     return microbatches
 
 

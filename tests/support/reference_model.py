@@ -41,16 +41,18 @@ def loss(weights, config, microbatch):
     of_layers = zip(listed, chunks, strict=True)
     masks = [_mask(window, chunk, microbatch, batch, length) for window, chunk in of_layers]
     masks *= model.layers + model.mtp_depth  # one per layer, and more than needed
-    counted, aside = microbatch.labels_BS != IGNORE, 0.0
+    counted, aside = (microbatch.labels_BS != IGNORE).double(), 0.0
+    if microbatch.weights_BS is not None:
+        counted = counted * microbatch.weights_BS
     for layer in range(model.layers):
         x, losses = _block(weights, model, layer, x, masks[layer], positions, counted)
         aside = aside + losses
     y = _norm(weights, model, "head.norm", x, model.norm)
     labels = microbatch.labels_BS
-    total = _losses(weights, config, y, labels)
+    total = _losses(weights, config, y, labels, counted)
     for depth in range(1, model.mtp_depth + 1):
         name = f"predictors.{depth - 1}"
-        tokens, labels = _further(microbatch, depth)
+        tokens, labels, of_labels = _further(microbatch, depth)
         embedded = weights["embedding.tokens.weight"][tokens]
         before = _norm(weights, model, f"{name}.stream_norm", y, model.norm)
         ahead = _norm(weights, model, f"{name}.token_norm", embedded, model.norm)
@@ -61,22 +63,25 @@ def loss(weights, config, microbatch):
         aside = aside + losses
         y = _norm(weights, model, f"{name}.norm", x, model.norm)
         share = config.train.mtp_weight / model.mtp_depth
-        total = total + share * _losses(weights, config, y, labels)
+        total = total + share * _losses(weights, config, y, labels, of_labels)
     return (total + aside) / counted.sum()
 
 
 def _further(microbatch, depth):
-    """Return tokens and labels `depth` places further ahead, one by one."""
+    """Return tokens, labels and their weights `depth` places further ahead, one by one."""
     tokens, labels = (torch.zeros_like(microbatch.tokens_BS) for _ in range(2))
+    of_labels, given = torch.ones(tokens.shape, dtype=torch.float64), microbatch.weights_BS
     labels += IGNORE
     documents = microbatch.documents_BS
     batch, length = tokens.shape
     for b in range(batch):
         for place in range(length - depth):
             tokens[b, place] = microbatch.tokens_BS[b, place + depth]
+            if given is not None:
+                of_labels[b, place] = given[b, place + depth]
             if documents is None or documents[b, place] == documents[b, place + depth]:
                 labels[b, place] = microbatch.labels_BS[b, place + depth]
-    return tokens, labels
+    return tokens, labels, of_labels
 
 
 def _block(weights, model, layer, x, mask, positions, counted):
@@ -124,8 +129,8 @@ def _choose(*values):
     return next(value for value in values if value is not None)
 
 
-def _losses(weights, config, x, labels):
-    """Return the loss of a head's input `x`, summed over valid tokens."""
+def _losses(weights, config, x, labels, of_labels):
+    """Return the loss of a head's input `x`, summed over valid tokens times `of_labels`."""
     model = config.model
     head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
     growth = model.hidden / _choose(model.mup_base_hidden, model.hidden)
@@ -134,8 +139,8 @@ def _losses(weights, config, x, labels):
         logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
     valid = labels != IGNORE
     smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
-    nll = F.cross_entropy(logits[valid], labels[valid], label_smoothing=smoothing, reduction="sum")
-    return nll + z_loss * torch.logsumexp(logits[valid], -1).square().sum()
+    nll = F.cross_entropy(logits[valid], labels[valid], label_smoothing=smoothing, reduction="none")
+    return ((nll + z_loss * torch.logsumexp(logits[valid], -1).square()) * of_labels[valid]).sum()
 
 
 def _norm(weights, model, name, x, kind):

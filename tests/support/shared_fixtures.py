@@ -81,9 +81,10 @@ def build():
 
 @pytest.fixture
 def make_microbatch():
-    """make_microbatch(config, seed=0, documents=False) -> microbatch with some labels ignored."""
+    """make_microbatch(config, seed=0, documents=False, weighted=False) -> microbatch with some
+    labels ignored, and with weights of the others."""
 
-    def make(config, seed=0, documents=False):
+    def make(config, seed=0, documents=False, weighted=False):
         generator = torch.Generator().manual_seed(seed)
         batch, length = config.train.microbatch, config.train.seq
         tokens = torch.randint(0, config.model.vocab, (batch, length), generator=generator)
@@ -97,6 +98,10 @@ def make_microbatch():
             order = torch.arange(length).expand(batch, length)
             first = torch.where(starts, order, 0).cummax(1).values
             microbatch |= {"documents_BS": numbers, "positions_BS": order - first}
+        if weighted:
+            # Quarters, so that sums of weights are exact.
+            weights = torch.randint(1, 13, (batch, length), generator=generator) / 4
+            microbatch["weights_BS"] = weights
         return Microbatch(**microbatch)
 
     return make

@@ -105,7 +105,7 @@ class Router(Module):
         state: PassState,
     ) -> Tensor:
         """Count the load, and attach the auxiliary losses to the gates in the autograd graph."""
-        moe, counted_R1 = self.moe, inputs.has_label_R[:, None]
+        moe, counted_R1 = self.moe, inputs.label_weights_R[:, None]
         # Rows without a label, among them padding, count for nothing.
         picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
         # The gradient of `balance` is the load of the current step.
@@ -170,8 +170,8 @@ class Router(Module):
         nth = torch.arange(len(order), device=order.device) - first[chosen[order]]
         dropped = order[(nth >= most) | (chosen[order] == experts)]
         if torch.is_grad_enabled():
-            labelled = inputs.has_label_R[dropped // choices]
-            state.statistics.add("dropped_choices", labelled.sum())
+            weights = inputs.label_weights_R[dropped // choices]
+            state.statistics.add("dropped_choices", weights.sum())
         return chosen.index_fill(0, dropped, DROPPED).view(chosen_RK.shape)
 
 

@@ -141,7 +141,8 @@ class _Measuring:
         self._weights = set(map(_find_storage, weights))
         tables = [t for rotary in self._inputs.rotary.values() for t in (rotary.cos, rotary.sin)]
         tables += self._inputs.query_scales.values()
-        given = [microbatch.tokens_BS, microbatch.labels_BS, *chain(*microbatch.ahead)]
+        ahead = chain(*(far[:2] for far in microbatch.ahead))
+        given = [microbatch.tokens_BS, microbatch.labels_BS, *ahead]
         given += [] if microbatch.positions_BS is None else [microbatch.positions_BS]
         self._known = self._weights | set(map(_find_storage, [*tables, *given]))
         self._table_shapes = {table.shape for table in tables}  # also of the negated for backward
@@ -165,14 +166,14 @@ class _Measuring:
         head = post_process.head
         own = [parameter for parameter in head.parameters() if parameter not in shared]
         shared = [*shared, *own]
-        for predictor, (tokens, _) in zip(post_process.predictors, microbatch.ahead, strict=True):
+        for predictor, far in zip(post_process.predictors, microbatch.ahead, strict=True):
             own_ones = [p for p in predictor.parameters() if p not in shared]
-            run = partial(_run_predictor, predictor, tokens, inputs)
+            run = partial(_run_predictor, predictor, far.tokens_BS, inputs)
             yield _RunnablePart(predictor.name, own_ones, run)
 
         def compute_loss(x: Tensor, state: PassState) -> tuple[Tensor, Tensor | None]:
             normed = head.norm(x, head.setup.kernels)
-            loss = head.compute_loss(normed, microbatch.labels_BS, self._scale, inputs)
+            loss = head.compute_loss(normed, microbatch.labels_BS, None, self._scale, inputs)
             return normed, loss.d_hidden
 
         yield _RunnablePart("head", own, compute_loss)

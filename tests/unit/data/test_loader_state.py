@@ -204,7 +204,7 @@ def test_a_file_that_is_replaced_under_its_path_is_said(paths):
     state = take(Loader(make_config(paths[:1]), 0, 1), 1)[-1].state
     write_token_file(paths[0], make_counting_documents([13] * 20, 500))
     (note,) = Loader(make_config(paths[:1]), 0, 1).load(state)
-    assert f"other tokens than before, under the same path: {paths[0]}" in note
+    assert f"other tokens or weights of labels than before, under the same path: {paths[0]}" in note
 
 
 def test_a_changed_blend_is_one_note_and_the_same_blend_none(paths):

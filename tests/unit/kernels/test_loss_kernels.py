@@ -113,13 +113,17 @@ def test_words_that_cannot_be():
     assert_close(loss.KERNEL, d_logits, truth, 29, "gradient")
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_become_their_gradient(options, dtype):
+def test_logits_become_their_gradient(options, dtype, weighted):
     logits, chosen = make_random(7, 45, dtype=dtype, scale=3.0), make_labels(7, 45)
     chosen[chosen < 0] = -1  # every negative label is ignored
     untouched, before = logits.clone(), logits.clone()
-    scaled = {**options, "scale": torch.tensor(2.7, dtype=torch.float64)}
+    scale = torch.tensor(2.7, dtype=torch.float64)
+    if weighted:  # by token
+        scale = scale * torch.linspace(0.25, 1.0, 7, dtype=torch.float64)
+    scaled = {**options, "scale": scale}
     losses, gradient = check(loss.KERNEL, "triton", (logits, chosen), scaled, 45, scale=0.1)
     assert gradient is logits and (gradient[1::3] == 0).all() and (losses[1::3] == 0).all()
     repeated, same = loss.run_triton(untouched, chosen, gradient=False, **options)

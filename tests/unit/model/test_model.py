@@ -334,6 +334,12 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
     compare_with_autograd(built, documents, make_microbatch)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "switch", "deepseek_v3"])
+def test_weights_of_labels_are_factors_of_their_losses(name, build, make_microbatch):
+    built = build(MODELS[name], train=TRAIN)
+    compare_with_autograd(built, True, make_microbatch, weighted=True)
+
+
 def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_microbatch):
     built = build()
     microbatch = make_microbatch(built.config)
