@@ -252,16 +252,20 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._model.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
 
-    def encode_with_control_tokens(self, text: str) -> list[int]:
+    def encode_with_control_tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text in which the names of special tokens are these tokens, as what a
-        chat template makes is read."""
+        chat template makes is read, and the characters that each is of: first and end."""
         self._model.encode_special_tokens = False
         try:
-            with _report_failures(self._path):
-                ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+            return self.encode_with_places(text)
         finally:
             self._model.encode_special_tokens = True
-        return ids
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text, and the characters that each is of: first and end."""
+        with _report_failures(self._path):
+            encoding = self._model.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def _list_essentials(self) -> bytes:
         """Return what of the file decides on ids, in one form however it is written: transformers

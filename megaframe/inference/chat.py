@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from megaframe.errors import UserError
 from megaframe.inference.generation import check_text
 from megaframe.io.untrusted import make_printable
 
-Message = Mapping[str, str]
-"""`role` (system, user, assistant) and `content`."""
+Message = Mapping[str, Any]
+"""`role` (system, user, assistant, tool) and `content`, and what else a template reads."""
 _RENDERER = Path(__file__).with_name("render_chat.py")
 """Run as a program, which imports jinja2 and nothing of this package."""
 _SECONDS, _PER_SECOND, _WAIT = 2, 100, 30
@@ -64,27 +64,50 @@ class ChatFormat:
             UserError: If a message has the name of a control token, which would become one, or the
                 template fails, or takes too long.
         """
+        for chat in chats:
+            self.check_messages(chat)
+        texts = self.render(chats)
+        return [self.tokenizer.encode_with_control_tokens(text)[0] for text in texts]
+
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """Raise `UserError` if a message has the name of a control token, or is not valid text."""
         names = self.tokenizer.list_control_tokens()
-        for message in (message for chat in chats for message in chat):
-            check_text(message["content"], "the message")
+        for text in _iterate_texts(messages):
+            check_text(text, "the message")
             for name in names:
-                if name in message["content"]:
+                if name in text:
                     raise UserError(
                         f"the message has {make_printable(name)}, the name of a control token; "
                         "write it in another way"
                     )
-        return [self.tokenizer.encode_with_control_tokens(text) for text in self.render(chats)]
 
-    def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
-        """Return the text of each chat; what is refused is that of `encode`."""
+    def render(
+        self,
+        chats: Sequence[Sequence[Message]],
+        variables: Sequence[Mapping[str, Any]] = (),
+        mark: str = "",
+    ) -> list[str]:
+        """Return the text of each chat; what is refused is that of `encode`.
+
+        Args:
+            chats: The messages of each.
+            variables: What else the template sees of each chat, such as its tools; by default, that
+                an answer is to follow.
+            mark: Stands before and after what the template marks as an assistant's.
+        """
         tokens = {key: self.settings.name_token(key) for key in _SPECIAL}
         shared = {
             **{key: token for key, token in tokens.items() if token is not None},
             **{"tools": None, "documents": None, "add_generation_prompt": True},
         }
-        variables = [{**shared, "messages": [dict(m) for m in chat]} for chat in chats]
+        own = variables or [{}] * len(chats)
+        all_variables = [
+            {**shared, **mine, "messages": [dict(m) for m in chat]}
+            for chat, mine in zip(chats, own, strict=True)
+        ]
         seconds = _SECONDS + len(chats) // _PER_SECOND
-        answer = _run({"template": self.template, "variables": variables, "seconds": seconds})
+        request = {"template": self.template, "variables": all_variables, "mark": mark}
+        answer = _run({**request, "seconds": seconds})
         if "error" in answer:
             problem = make_printable(answer["error"])
             raise UserError(f"the chat template of {self.folder} fails: {problem}")
@@ -92,12 +115,28 @@ class ChatFormat:
         return texts
 
 
-def find_chat_format(name: str | None, tokenizer: Tokenizer) -> ChatFormat:
+def _iterate_texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value, which is not deeply nested."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _iterate_texts(key)
+            yield from _iterate_texts(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _iterate_texts(inner)
+
+
+def find_chat_format(
+    name: str | None, tokenizer: Tokenizer, template: str | None = None
+) -> ChatFormat:
     """Return how to chat by a tokenizer.
 
     Args:
         name: KIND:PATH of the tokenizer.
         tokenizer: The tokenizer.
+        template: Source of a template to use in place of that beside the tokenizer.
 
     Raises:
         UserError: If there is no template beside it, or it cannot encode control tokens.
@@ -109,7 +148,7 @@ def find_chat_format(name: str | None, tokenizer: Tokenizer) -> ChatFormat:
             f"{name}; name one with --tokenizer hf:FOLDER/tokenizer.json"
         )
     settings = read_tokenizer_settings(path.parent)
-    template = settings.template or _choose(settings.config.get("chat_template"))
+    template = template or settings.template or _choose(settings.config.get("chat_template"))
     if template is None:
         raise UserError(
             f"{path.parent} has no chat template: neither {CHAT_TEMPLATE} nor chat_template in "

@@ -6,12 +6,11 @@ Tests `megaframe.inference.chat` and `megaframe.inference.render_chat`.
 
 import importlib.util
 import io
-import json
 import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
+from chat_folders import SPECIAL, name_tokenizer, write_byte_tokenizer, write_settings
 from transformers_models import make_random_checkpoint
 
 from megaframe.data.tokenizer import load_tokenizer
@@ -41,32 +40,15 @@ MESSAGES = [
     {"role": "assistant", "content": "né"},
     {"role": "user", "content": "c"},
 ]
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the folder of a byte-level tokenizer with a chat template."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: number for number, letter in enumerate(letters)}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens(SPECIAL)
-    model.save(str(folder / "tokenizer.json"))
-    write_settings(folder, TEMPLATE)
-    return folder
-
-
-def write_settings(folder, template, **keys):
-    settings = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[2], "chat_template": template, **keys}
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 def find_format(folder):
-    name = f"hf:{folder}/tokenizer.json?eod={SPECIAL[0]}"
+    name = name_tokenizer(folder)
     return find_chat_format(name, load_tokenizer(name))
 
 
