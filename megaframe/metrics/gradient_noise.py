@@ -19,7 +19,7 @@ from torch import Tensor
 from megaframe.config import RunConfig
 from megaframe.config.batch_advice import BatchSettings, advise_batch
 from megaframe.config.registry import get_part_name
-from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.small_batches import (
     SmallBatches,
     SquaredNorms,
@@ -110,16 +110,18 @@ class GradientNoise:
         averages: Over the measured steps whose values are known.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, *, masked: bool) -> None:
         """Prepare to measure.
 
         Args:
             config: The run.
             mesh: Its ranks.
+            masked: Whether some tokens may have no label, or one with a weight, which then counts
+                as so many tokens.
         """
         self._config, self._every = config, config.metrics.gradient_noise_every
         self._kinds = list_kinds(mesh.layout, config.parallel.zero)
-        self._masked = config.data.mask_eod or bool(config.data.transforms)
+        self._masked = masked
         self._layout, self._index = mesh.layout, mesh.coordinate["data"]
         # Ranks that have the same samples count them once.
         self._counts = not any(mesh.coordinate[a] for a in ("tensor", "context", "pipeline"))
@@ -151,9 +153,9 @@ class GradientNoise:
         yield _SMALL, norms.small, "sum"
         yield _WHOLE, norms.whole, "sum"
         if self._masked:
-            tokens_DM = torch.zeros(self._layout.data, len(microbatches))
+            tokens_DM = torch.zeros(self._layout.data, len(microbatches), dtype=torch.float64)
             if self._counts:
-                counts = [(m.labels_BS != IGNORE).sum().cpu() for m in microbatches]
+                counts = [m.sum_label_weights().cpu() for m in microbatches]
                 tokens_DM[self._index] = torch.stack(counts)
             yield _TOKENS, tokens_DM.flatten(), "sum"
 

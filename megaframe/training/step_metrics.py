@@ -64,7 +64,8 @@ class StepMetrics:
         self._config, self._mesh = config, mesh
         self._sharded_parameters = train_step.sharded_parameters
         self._optimizer, self._loader = train_step.optimizer, loader
-        self.previous_loss, self.noise = previous_loss, GradientNoise(config, mesh)
+        self.previous_loss = previous_loss
+        self.noise = GradientNoise(config, mesh, masked=loader.masks_labels)
         # Of the last step that had one.
         self._loss = torch.full((), math.nan, dtype=torch.float64, device=mesh.device)
         self._is_loss_missing = False
