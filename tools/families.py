@@ -26,7 +26,6 @@ to, about 1e-7 beside theirs. BLOOM's code rounds a constant of its GELU to 8 di
 logits by about 1e-9.
 """
 _REFUSED = {
-    "Kimi delta attention": ("kimi_linear",),
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
     "Mamba-1": ("jamba", "mamba"),
     "the sum of two mixers": ("falcon_h1",),

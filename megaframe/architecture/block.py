@@ -379,13 +379,14 @@ def _describe_mixer(
             score_scale=compute_scores_factor(model)
             * compute_score_multiplier(model)
             / math.sqrt(width),
-            rotary=describe_rotary(model, latent.rotary_dim),
+            rotary=describe_rotary(model, latent.rotary_dim * (model.position == "rotary")),
             query_scale=config.query_scale,
             init_std=model.init_std,
             output_std=output_std,
             query_rank=latent.query_rank,
             kv_rank=latent.kv_rank,
             head_dim=latent.head_dim,
+            shared_dim=latent.rotary_dim,
             value_dim=latent.value_dim,
         )
     head_dim = config.head_dim or model.head_dim
@@ -432,6 +433,9 @@ def _describe_gated_delta_net(
         norm_eps=config.norm_eps or model.norm_eps,
         init_std=model.init_std,
         output_std=output_std,
+        decay_rank=config.decay_rank or 0,
+        gate_rank=config.gate_rank or 0,
+        gate_function=config.gate,
     )
 
 

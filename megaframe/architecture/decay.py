@@ -46,18 +46,20 @@ class DecayValues(DrawnByLayer):
 
 @dataclass(frozen=True)
 class DecayDescription:
-    """A rate and a step for each head: g = -exp(rate) softplus(x + step).
+    """A rate for each head, and a step for it or for each of its channels: g = -exp(rate)
+    softplus(x + step).
 
     Attributes:
-        shape: Groups of heads, which tensor ranks divide, and heads of each.
+        shape: Groups of heads, which tensor ranks divide, heads of each, and channels of a head if
+            these have steps.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of the logarithms of rates (`A_log` elsewhere) and of the steps
         (`dt_bias`)."""
-        for part in ("rate", "step"):
-            values = DecayValues(f"{name}.{part}", self.shape, of_rates=part == "rate")
+        for part, shape in (("rate", self.shape[:2]), ("step", self.shape)):
+            values = DecayValues(f"{name}.{part}", shape, of_rates=part == "rate")
             axes = {0: "tensor"}
-            yield ParamSpec(f"{name}.{part}", self.shape, values, role="bias", axes=axes)
+            yield ParamSpec(f"{name}.{part}", shape, values, role="bias", axes=axes)

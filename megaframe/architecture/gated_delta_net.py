@@ -1,5 +1,5 @@
-"""Gated delta net (Yang et al. 2024, "Gated Delta Networks", as Qwen3-Next has it): what a layer is
-made of."""
+"""Gated delta net (Yang et al. 2024, "Gated Delta Networks", as Qwen3-Next has it), and Kimi delta
+attention (Kimi Linear 2025), whose keys decay by channels: what a layer is made of."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class GatedDeltaNetDescription(MixerDescription):
 
     One weight [key_heads, ..., hidden] makes of each key head the query, the key, and of its value
     heads the values, the gates of the outputs, the strengths of corrections and the decays, so
-    that a tensor shard has whole groups.
+    that a tensor shard has whole groups. Decays of channels, and gates, may come from latents of
+    the stream instead, which every tensor rank makes of its own rows.
 
     Attributes:
         hidden: Width of the stream.
@@ -40,6 +41,9 @@ class GatedDeltaNetDescription(MixerDescription):
         norm_eps: Of the norm of each value head's output.
         init_std: Standard deviation of the first matrix.
         output_std: That of the second one.
+        decay_rank: Width of the latent of the decays of channels; 0 for decays of heads.
+        gate_rank: Width of the latent of the gates; 0 for gates from the stream.
+        gate_function: `silu` or `sigmoid` of the gates.
     """
 
     hidden: int
@@ -53,6 +57,9 @@ class GatedDeltaNetDescription(MixerDescription):
     norm_eps: float
     init_std: float
     output_std: float
+    decay_rank: int = 0
+    gate_rank: int = 0
+    gate_function: str = "silu"
 
     name = "delta_net"
     context_kinds = ("ring", "all_to_all", "nested")
@@ -85,16 +92,41 @@ class GatedDeltaNetDescription(MixerDescription):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of a key head: query, key, values, gates, strengths and decays."""
+        """Of what the stream makes of a key head: query, key, values, gates, strengths and decays;
+        0 for what comes from a latent."""
         values = self.per_group * self.value_dim
-        return (self.key_dim, self.key_dim, values, values, self.per_group, self.per_group)
+        gates, decays = values * (not self.gate_rank), self.per_group * (not self.decay_rank)
+        return (self.key_dim, self.key_dim, values, gates, self.per_group, decays)
 
     @property
     def input(self) -> LinearSpec:
         """From the stream to all that makes the heads."""
         outputs = (self.key_heads, sum(self.widths))
-        fused = {1: self.widths}
+        fused = {1: tuple(width for width in self.widths if width)}
         return LinearSpec((self.hidden,), outputs, self.init_std, split=0, fused=fused)
+
+    @property
+    def latents(self) -> Mapping[str, tuple[int, int]]:
+        """The width of each latent, and what a key head has of it."""
+        heads = {
+            "decay_up": (self.decay_rank, self.per_group * self.key_dim),
+            "gate_up": (self.gate_rank, self.per_group * self.value_dim),
+        }
+        return {name: (rank, width) for name, (rank, width) in heads.items() if rank}
+
+    @property
+    def down(self) -> LinearSpec:
+        """From the stream to the latents."""
+        ranks = tuple(rank for rank, _ in self.latents.values())
+        return LinearSpec((self.hidden,), (sum(ranks),), self.init_std, fused={0: ranks})
+
+    @property
+    def ups(self) -> Mapping[str, LinearSpec]:
+        """From the latents to the decays of channels, and to the gates."""
+        return {
+            name: LinearSpec((rank,), (self.key_heads, width), self.init_std, split=0)
+            for name, (rank, width) in self.latents.items()
+        }
 
     @property
     def output(self) -> LinearSpec:
@@ -110,7 +142,8 @@ class GatedDeltaNetDescription(MixerDescription):
     @property
     def decay(self) -> DecayDescription:
         """What makes the decays of the states."""
-        return DecayDescription((self.key_heads, self.per_group))
+        channels = (self.key_dim,) if self.decay_rank else ()
+        return DecayDescription((self.key_heads, self.per_group, *channels))
 
     @property
     def norm(self) -> RMSNormDescription:
@@ -120,8 +153,10 @@ class GatedDeltaNetDescription(MixerDescription):
     @property
     def parts(self) -> Mapping[str, HasParameters]:
         """The products, the convolution, the decays, and the norm of outputs."""
+        latents = {"down": self.down, **self.ups} if self.latents else {}
         return {
             "input": self.input,
+            **latents,
             "convolution": self.convolution,
             "decay": self.decay,
             "norm": self.norm,
@@ -129,9 +164,22 @@ class GatedDeltaNetDescription(MixerDescription):
         }
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return the result of the first product, and the input of the second one. All that is
+        """Return the results of the first products, and the input of the last one. All that is
         between them is computed again."""
-        return SavedActivations(self.input.results + self.output.terms)
+        latents = [self.down, *self.ups.values()] if self.latents else []
+        made = sum(product.results for product in (self.input, *latents))
+        return SavedActivations(made + self.output.terms)
+
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the inputs and output gradients of all products, of which `down` uses the same
+        rows as the first one."""
+        shared = self.hidden * (self.input_products - 1)
+        return super().count_saved_for_weights(parallel, recompute) + SavedActivations(-shared)
+
+    @property
+    def input_products(self) -> int:
+        """The first one, and that of the latents."""
+        return 2 if self.latents else 1
 
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return those of the chunks of a sample: queries and keys with keys, the corrections that
@@ -142,8 +190,16 @@ class GatedDeltaNetDescription(MixerDescription):
         groups, heads = chunks * self.key_heads, chunks * self.value_heads
         key_dim, value_dim = self.key_dim, self.value_dim
         read = BatchedProduct(heads, length, value_dim, key_dim)
+        meetings = [BatchedProduct(2 * groups, length, length, key_dim)]
+        if self.decay_rank:  # the halves of blocks of two tokens, of four, and so on
+            halves = [1 << level for level in range((length - 1).bit_length())]
+            padded = 2 * halves[-1] if halves else 1
+            meetings = [
+                BatchedProduct(2 * heads * padded // (2 * half), half, half, key_dim)
+                for half in halves
+            ]
         return (
-            BatchedProduct(2 * groups, length, length, key_dim),
+            *meetings,
             BatchedProduct(heads, length, key_dim + value_dim, length),
             BatchedProduct(heads, key_dim, key_dim + value_dim, length),
             BatchedProduct(heads - self.value_heads, key_dim, value_dim, key_dim),

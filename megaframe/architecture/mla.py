@@ -26,12 +26,15 @@ class LatentAttentionDescription(SoftmaxAttention):
         query_rank: Width of the latent of the queries; None if they come from the stream.
         kv_rank: Width of the latent of keys and values.
         head_dim: Width of the part of a query or key head that is not rotated.
+        shared_dim: Width of the rest, which all heads have the same of a key, and which is rotated
+            if anything is.
         value_dim: Width of a value head.
     """
 
     query_rank: int | None
     kv_rank: int
     head_dim: int
+    shared_dim: int
     value_dim: int
 
     @property
@@ -42,7 +45,7 @@ class LatentAttentionDescription(SoftmaxAttention):
     @property
     def query_width(self) -> int:
         """Width of a query or key head."""
-        return self.rotary_dim + self.head_dim
+        return self.shared_dim + self.head_dim
 
     @property
     def value_width(self) -> int:
@@ -52,9 +55,9 @@ class LatentAttentionDescription(SoftmaxAttention):
     @property
     def latents(self) -> tuple[int, ...]:
         """The outputs of `down`: latent of the queries (if there is one), latent of keys and
-        values, rotated part of the keys."""
+        values, shared part of the keys."""
         rank = (self.query_rank,) if self.query_rank else ()
-        return (*rank, self.kv_rank, self.rotary_dim)
+        return (*rank, self.kv_rank, self.shared_dim)
 
     @property
     def down(self) -> LinearSpec:
@@ -64,7 +67,7 @@ class LatentAttentionDescription(SoftmaxAttention):
 
     @property
     def query(self) -> LinearSpec:
-        """The queries of all heads, rotated part first."""
+        """The queries of all heads, the part for the shared one first."""
         inputs = (self.query_rank or self.hidden,)
         return LinearSpec(inputs, (self.heads, self.query_width), self.init_std, split=0)
 
@@ -105,8 +108,8 @@ class LatentAttentionDescription(SoftmaxAttention):
 
     @property
     def tensor_gathers(self) -> int:
-        """The rotated part of the keys, which no product gathers."""
-        return self.rotary_dim
+        """The shared part of the keys, which no product gathers."""
+        return self.shared_dim
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the latents, what attention keeps, and unless they are recomputed the normalised

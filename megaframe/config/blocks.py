@@ -155,6 +155,14 @@ class GatedDeltaNetConfig(Section):
     """Width of a value head. Default: `key_dim`."""
     convolution: Annotated[int, Field(ge=1, le=64)] = 4
     """Tokens that the convolution of queries, keys and values sees, with the token itself."""
+    decay_rank: Positive | None = None
+    """Let each channel of a key decay by itself, as in Kimi delta attention (Kimi Linear 2025); the
+    decays are computed from a latent of this width. Default: one decay for each value head."""
+    gate_rank: Positive | None = None
+    """Width of a latent that the gates of outputs are computed from. Default: none, they are
+    computed from the stream."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """Function of the gates; sigmoid in Kimi Linear."""
     norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Added to the mean square of a value head's output before its root. Default:
     `model.norm_eps`."""

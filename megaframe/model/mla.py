@@ -6,8 +6,8 @@ What is gathered for a rank's heads is therefore the latents, which are many tim
 stream. The rotated part of a head comes first, as in the other attention here; released weights
 have it last, with the two dims of each pair adjacent.
 
-Shape legend: B samples, S positions, N heads, R width of the rotated part of a head, D width of a
-whole query or key head, V width of a value head.
+Shape legend: B samples, S positions, N heads, R width of the shared part of a key head, D width of
+a whole query or key head, V width of a value head.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class LatentAttention(Module):
         """
         self.window, self.setup = description.window, setup
         self.scale, self.latents = description.score_scale, description.latents
-        self.width, self.rotary_dim = description.query_width, description.rotary_dim
-        assert description.rotary is not None, "the config is refused without rotary positions"
+        self.width, self.shared_dim = description.query_width, description.shared_dim
         self.rotary, self.query_scale = description.rotary, description.query_scale
         self.kv_parts = (description.head_dim, description.value_dim)
         # Not divided: every tensor rank makes the latents of its own rows, without communication.
@@ -59,13 +58,13 @@ class LatentAttention(Module):
     ) -> Tensor:
         """Attend within samples, as `Attention` does. On a tensor axis each rank has some of the
         heads and all tokens."""
-        query, kv, key_rotary = self._project(x, norm, inputs, state.deferred)
-        rotate = inputs.rotary[self.rotary]
-        query_BSND = rotate(query)
+        query_BSND, kv, key_shared = self._project(x, norm, inputs, state.deferred)
+        if self.rotary is not None:
+            rotate = inputs.rotary[self.rotary]
+            query_BSND, key_shared = rotate(query_BSND), rotate(key_shared)
         key_plain, value = kv.split(self.kv_parts, 3)
-        # One rotated key for all heads: a view without copies, until `cat` gives each head its own.
-        rotated = rotate(key_rotary).expand(-1, -1, kv.shape[2], -1)
-        key_BSND = torch.cat((rotated, key_plain), 3)
+        # One key for all heads: a view without copies, until `cat` gives each head its own.
+        key_BSND = torch.cat((key_shared.expand(-1, -1, kv.shape[2], -1), key_plain), 3)
         # A copy, because a view would keep the unrotated keys alive beside it.
         value_BSNV = value.contiguous()
         mask = inputs.masks[self.window]
@@ -84,11 +83,10 @@ class LatentAttention(Module):
         inputs: MicrobatchInputs,
         deferred: DeferredGradients,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, N, D], the unrotated part of keys together with values [B, S, N, D
-        - R + V], and the part of keys that will be rotated [B, S, 1, R]. Nothing has been rotated
-        yet."""
+        """Return queries [B, S, N, D], the own part of keys together with values [B, S, N, D - R +
+        V], and the part of keys that all heads share [B, S, 1, R]. Nothing has been rotated yet."""
         # Views of one product, [rows, sum of parts].
-        *query_latent, kv_latent, key_rotary = self.down(x, deferred, norm).split(self.latents, 1)
+        *query_latent, kv_latent, key_shared = self.down(x, deferred, norm).split(self.latents, 1)
         # Column linears gather what they multiply: the narrow latents, normalised by the rank that
         # made them. Queries without a latent come from the stream itself.
         if self.query_norm is None:
@@ -97,10 +95,10 @@ class LatentAttention(Module):
             query = self.query(query_latent[0], deferred, self.query_norm)
         kv = self.kv(kv_latent, deferred, self.kv_norm)
         # Not followed by a product, so no linear gathers it. Each rank uses it for its own heads.
-        key_rotary = gather_differentiably(key_rotary, self.setup.tensor.group)
-        widths = (query, self.width), (kv, sum(self.kv_parts)), (key_rotary, self.rotary_dim)
-        query, kv, key_rotary = (
+        key_shared = gather_differentiably(key_shared, self.setup.tensor.group)
+        widths = (query, self.width), (kv, sum(self.kv_parts)), (key_shared, self.shared_dim)
+        query, kv, key_shared = (
             inputs.rows.remove_padding(part).view(inputs.batch, inputs.length, -1, width)
             for part, width in widths
         )
-        return query, kv, key_rotary
+        return query, kv, key_shared

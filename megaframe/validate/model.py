@@ -159,12 +159,12 @@ def find_latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> I
 def _find_latent_rotary_mistakes(
     model: ModelConfig, latent: LatentAttentionConfig
 ) -> Iterator[str]:
-    if model.position != "rotary":
+    if model.position == "learned":
         yield (
             f"model.latent has model.latent.rotary_dim={latent.rotary_dim} rotated dims, but "
-            f"model.position={model.position}; use model.position=rotary"
+            f"model.position={model.position}; use model.position=rotary, or none to rotate nothing"
         )
-    if latent.rotary_dim % 2:
+    if latent.rotary_dim % 2 and model.position == "rotary":
         near = [width for width in (latent.rotary_dim - 1, latent.rotary_dim + 1) if width]
         yield (
             f"model.latent.rotary_dim={latent.rotary_dim} must be an even number; "

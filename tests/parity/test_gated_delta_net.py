@@ -11,6 +11,7 @@ from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check
 from slow_cases import mark_slow
 
 DELTA = {"kind": "gated_delta_net", "key_dim": 5, "chunk": 3, "key_heads": 4}
+KIMI = {"decay_rank": 3, "gate_rank": 4, "gate": "sigmoid"}
 NEXT = {
     "norm": "rmsnorm",
     "activation": "swiglu",
@@ -28,6 +29,17 @@ SHAPES = {
         "activation": "swiglu",
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
     },
+    "packed-kimi": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "position": "none",
+        "blocks": [
+            {"mixer": {**DELTA, **KIMI, "value_heads": 8}},
+            {"mixer": "latent", "feed_forward": "moe"},
+        ],
+        "latent": {"kv_rank": 6, "head_dim": 3, "rotary_dim": 4, "value_dim": 5},
+        "moe": {"experts": 4, "ffn": 10, "shared": 1, "score": "sigmoid"},
+    },
     "packed-alone": {
         "norm": "rmsnorm",
         "position": "none",
@@ -40,7 +52,12 @@ LAYOUTS = {
     "tensor of 4": (4, {"tensor": 4, "zero": 3}, {"recompute": "full"}),
     **PIECES_AND_AXES,
 }
-QUICK = [("packed-alone", "nested"), ("packed-next", "tensor, ring"), ("gated-experts", "experts")]
+QUICK = [
+    ("packed-kimi", "tensor, ring"),
+    ("packed-alone", "nested"),
+    ("packed-next", "tensor, ring"),
+    ("gated-experts", "experts"),
+]
 CASES = [
     # Every layout with one shape in turn.
     (name, layout)

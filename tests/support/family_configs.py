@@ -187,11 +187,18 @@ SPARSE = {
         **{**HEADS, **NARROW, "num_hidden_layers": 4, "shared_expert_intermediate_size": 24},
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]},
-        "partial_rotary_factor": 0.5,
+        **{"partial_rotary_factor": 0.5, "initializer_range": 0.2},
     },
     "qwen3_5_moe_text": {
         **{name: value for name, value in DENSE["qwen3_5_text"].items() if name[0] != "i"},
         **{**NARROW, "shared_expert_intermediate_size": 24, "initializer_range": 0.2},
+    },
+    "kimi_linear": {
+        **{**SHAPE, **LATENT, **NARROW, "q_lora_rank": None, "num_hidden_layers": 3},
+        **{"linear_head_dim": 6, "linear_num_heads": 3, "linear_conv_kernel_dim": 3},
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        **{"num_shared_experts": 2, "num_expert_group": 4, "topk_group": 2, "bos_token_id": 1},
+        **{"eos_token_id": 2, "initializer_range": 0.2},
     },
     "mimo_v2_flash": {
         **{**WIDE_HEADS, **LOCAL, **{k: v for k, v in GLM_ROUTED.items() if "shared" not in k}},

@@ -77,9 +77,16 @@ def mix_by_gated_delta_net(weights, model, mixer, name, y, mask, positions, rota
             )
             query, key, *values = F.silu(seen).split((key_dim, key_dim, *[value_dim] * heads))
             query, key = (x / torch.sqrt(x.square().sum() + 1e-6) for x in (query, key))
-            *gates, strengths, decays = made[token, channels:].split(
-                (*[value_dim] * heads, heads, heads)
-            )
+            decay_rank, gate_rank = mixer.decay_rank or 0, mixer.gate_rank or 0
+            sizes = heads * value_dim * (not gate_rank), heads, heads * (not decay_rank)
+            gates, strengths, decays = made[token, channels:].split(sizes)
+            if decay_rank:
+                latent = weights[f"{name}.down.weight"][:decay_rank] @ y[sample, token]
+                decays = weights[f"{name}.decay_up.weight"][group] @ latent
+            if gate_rank:
+                latent = weights[f"{name}.down.weight"][decay_rank:] @ y[sample, token]
+                gates = weights[f"{name}.gate_up.weight"][group] @ latent
+            gates, decays = gates.view(heads, value_dim), decays.view(heads, -1)
             for head in range(heads):
                 state = states[head]
                 if token and not mask[sample, token, token - 1]:
@@ -87,12 +94,14 @@ def mix_by_gated_delta_net(weights, model, mixer, name, y, mask, positions, rota
                 rate, step = (
                     weights[f"{name}.decay.{part}"][group, head] for part in ("rate", "step")
                 )
-                state = torch.exp(-torch.exp(rate) * F.softplus(decays[head] + step)) * state
+                fall = -torch.exp(rate) * F.softplus(decays[head] + step)
+                state = torch.exp(fall)[:, None] * state
                 strength = strongest * torch.sigmoid(strengths[head])
                 state = state + torch.outer(key, strength * (values[head] - key @ state))
                 result = query @ state / math.sqrt(key_dim)
                 result = result / torch.sqrt(result.square().mean() + norm_eps)
-                results.append(result * weights[f"{name}.norm.gain"] * F.silu(gates[head]))
+                gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[mixer.gate](gates[head])
+                results.append(result * weights[f"{name}.norm.gain"] * gate)
                 states[head] = state
         rows = torch.cat(results).view(y.shape[1], -1)
         products = rows @ weights[f"{name}.output.weight"][:, group].T

@@ -256,7 +256,8 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions):
     of_kv = y @ down[rank : rank + latent.kv_rank].T
     of_kv = _norm(weights, model, f"{name}.attention.kv_norm", of_kv, "rmsnorm")
     width, base = latent.rotary_dim, model.rotary_base
-    key_rotated = _rotate(model, y @ down[rank + latent.kv_rank :].T, positions, width, base)
+    turned = width * (model.position == "rotary")
+    key_rotated = _rotate(model, y @ down[rank + latent.kv_rank :].T, positions, turned, base)
     whole_width = latent.rotary_dim + latent.head_dim
     scale = _fall_of_scores(model, whole_width) / math.sqrt(whole_width)
     if model.rotary_scaling.kind == "yarn":
@@ -267,7 +268,7 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions):
         query_part = weights[f"{name}.attention.query.weight"][head]
         kv_part = weights[f"{name}.attention.kv.weight"][head]
         query = of_query @ query_part.T
-        query_rotated = _rotate(model, query[..., :width], positions, width, base)
+        query_rotated = _rotate(model, query[..., :width], positions, turned, base)
         query_rest = query[..., width:]
         key_rest = of_kv @ kv_part[: latent.head_dim].T
         scores = query_rotated @ key_rotated.mT + query_rest @ key_rest.mT

@@ -28,6 +28,7 @@ from megaframe.training.layer_check.measure import list_expert_sets
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 3}
 MAMBA = {"kind": "mamba2", "groups": 2, "state_dim": 5, "convolution": 3, "chunk": 3}
+KIMI = {"kind": "gated_delta_net", "decay_rank": 3, "gate_rank": 4, "gate": "sigmoid"}
 ROTATED_FIRST = {"norm_after_rotation": True}
 MODELS = {
     "plain": {"position": "learned", "bias": True},
@@ -134,6 +135,14 @@ MODELS |= {
         "blocks": [{"parallel": "two_norms", "feed_forward": "moe"}],
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
     },
+    "decays of channels": {
+        "norm": "rmsnorm",
+        "blocks": [{"mixer": {**KIMI, "chunk": 3, "key_dim": 6, "value_dim": 5}}],
+    },
+    "decays of channels in parallel": {
+        "blocks": [{"mixer": {**KIMI, "value_heads": 8}, "parallel": "one_norm"}],
+    },
+    "latent, not rotated": {"latent": LATENT, "position": "none"},
     "delta net of one chunk": {"blocks": [{"mixer": "gated_delta_net", "parallel": "one_norm"}]},
     "mamba2": {"norm": "rmsnorm", "blocks": [{"mixer": {**MAMBA, "head_dim": 6}}]},
     "mamba2 of one chunk": {
@@ -288,7 +297,7 @@ ON_RANKS = {
             "balanced experts",
         ),
     ),
-    "ring": ("alibi of groups", "rotated groups", "latent", "delta net", "mamba2"),
+    "ring": ("alibi of groups", "rotated groups", "latent", "decays of channels", "mamba2"),
     "exchange": ("one group", "predictors", "narrow values"),
     "nested": (
         "alibi of groups",

@@ -25,6 +25,11 @@ MODELS = {
         "norm": "rmsnorm",
         "blocks": [{"mixer": {**DELTA, "convolution": 9, "negative_eigenvalues": True}}],
     },
+    "decays of channels": {
+        "norm": "rmsnorm",
+        "blocks": [{"mixer": {**DELTA, "decay_rank": 3, "gate_rank": 4, "gate": "sigmoid"}}],
+    },
+    "latent, not rotated": {"latent": LATENT, "position": "none"},
     "short convolution": {
         **{"norm": "rmsnorm", "bias": True},
         "blocks": [{"mixer": "gated_short_convolution"}, {}],

@@ -64,6 +64,7 @@ MODELS |= {
 }
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution": 3, "chunk": 4}
+KIMI = {**DELTA, "decay_rank": 3, "gate_rank": 4, "gate": "sigmoid"}
 MAMBA = {"kind": "mamba2", "groups": 2, "state_dim": 5, "convolution": 3, "chunk": 4}
 LONG = {"kind": "longrope", "factor": 4, "original_length": 8}
 LONG |= {"short_factors": [1.0, 1.5], "long_factors": [2.0, 7.0]}
@@ -242,6 +243,18 @@ MODELS |= {
             },
         ],
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
+    },
+    "kimi_linear": {
+        "layers": 3,
+        "norm": "rmsnorm",
+        "init_std": 0.3,
+        "position": "none",
+        "blocks": [
+            {"mixer": {**KIMI, "value_heads": 4, "value_dim": 6}},
+            {"mixer": {"kind": "gated_delta_net", "decay_rank": 2, "chunk": 2}},
+            {"mixer": "latent"},
+        ],
+        "latent": {"kv_rank": 6, "head_dim": 3, "rotary_dim": 5, "value_dim": 4},
     },
     "lfm2_moe": {
         "layers": 3,

@@ -109,6 +109,9 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
         mixer |= {"kind": DELTA_NET, **{name: layer[f"mixer.{name}"] for name in names}}
         if layer.get("mixer.strongest", 1.0) != 1.0:
             mixer["negative_eigenvalues"] = True
+        for name, default in (("decay_rank", None), ("gate_rank", None), ("gate", "silu")):
+            if (value := layer.get(f"mixer.{name}", default)) != default:
+                mixer[name] = value
         if (eps := layer.get("mixer.norm_eps", keys["norm_eps"])) != keys["norm_eps"]:
             mixer["norm_eps"] = eps
     elif layer.get("mixer.kind") == SHORT_CONVOLUTION:

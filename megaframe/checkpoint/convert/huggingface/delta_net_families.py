@@ -24,7 +24,7 @@ from megaframe.checkpoint.convert.huggingface.rotary_keys import (
     TextRotaryKeys,
 )
 
-_LINEAR = "linear_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class LinearLayers(Key):
         layers, every = len(facts.layers), config.get(self.interval) or 4
         kinds = config.get("layer_types")
         if kinds is None:
-            kinds = [_LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
-        check_layer_types("layer_types", kinds, layers, (FULL, _LINEAR))
-        mixers = [DELTA_NET if kind == _LINEAR else "attention" for kind in kinds]
+            kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+        check_layer_types("layer_types", kinds, layers, (FULL, LINEAR))
+        mixers = [DELTA_NET if kind == LINEAR else "attention" for kind in kinds]
         facts.set_layers("mixer.kind", mixers)
         for layer, mixer in zip(facts.layers, mixers, strict=True):
             layer.update(self.linear if mixer == DELTA_NET else ())
@@ -65,7 +65,7 @@ class LinearLayers(Key):
     def write(self, facts: Facts) -> Keys:
         """Return the type of each layer."""
         mixers = facts.list_values("mixer.kind")
-        return {"layer_types": [_LINEAR if mixer == DELTA_NET else FULL for mixer in mixers]}
+        return {"layer_types": [LINEAR if mixer == DELTA_NET else FULL for mixer in mixers]}
 
 
 @dataclass(frozen=True)

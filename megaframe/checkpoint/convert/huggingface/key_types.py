@@ -151,6 +151,6 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _FREE = (
     *("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "seq_length"),
     *("sliding_window", "max_window_layers", "window_size", "attention_chunk_size", "floor_scale"),
-    "sliding_window_size",
+    *("sliding_window_size", "model_max_length"),
 )
 """Numbers of tokens, and of layers beyond the last one, of which tensors have no rows."""

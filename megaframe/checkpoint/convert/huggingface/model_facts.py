@@ -17,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaframe.architecture.attention import AttentionDescription, SoftmaxAttention
+from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
 from megaframe.architecture.mamba2 import Mamba2Description
+from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
@@ -159,15 +160,17 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         if mixer.rotary is not None:
             facts |= _describe_rotary(mixer.rotary)
             facts["mixer.rotary_fraction"] = mixer.rotary.width / mixer.head_dim
-    elif isinstance(mixer, SoftmaxAttention) and mixer.rotary is not None:
-        facts |= {"mixer.kind": "latent", "mixer.rotary": True}
+    elif isinstance(mixer, LatentAttentionDescription):
+        facts |= {"mixer.kind": "latent", "mixer.rotary": mixer.rotary is not None}
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in ("heads", "window", "bias")}
-        facts |= _describe_rotary(mixer.rotary)
+        facts |= {} if mixer.rotary is None else _describe_rotary(mixer.rotary)
     elif isinstance(mixer, GatedDeltaNetDescription):
         facts["mixer.kind"] = DELTA_NET
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in DELTA_NET_SIZES}
         facts |= {"mixer.convolution": mixer.taps, "mixer.strongest": mixer.strongest}
-        facts["mixer.norm_eps"] = mixer.norm_eps
+        facts |= {"mixer.norm_eps": mixer.norm_eps, "mixer.gate": mixer.gate_function}
+        ranks = {"decay_rank": mixer.decay_rank, "gate_rank": mixer.gate_rank}
+        facts |= {f"mixer.{name}": rank for name, rank in ranks.items() if rank}
     elif isinstance(mixer, Mamba2Description):
         facts |= _flatten(_describe_mamba2(mixer), "mixer.mamba2")
     elif isinstance(mixer, GatedShortConvolutionDescription):

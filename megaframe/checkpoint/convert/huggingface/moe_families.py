@@ -111,26 +111,28 @@ class Groups(Key):
         needed: Whether the keys must have values.
         methods: Whether a key says if there are groups.
         best: Scores that a group's score is the sum of.
+        name: The key of how many there are.
     """
 
     needed: bool = False
     methods: bool = False
     best: int = 1
+    name: str = "n_group"
 
     @property
     def types(self) -> Mapping[str, Any]:
         """The groups, how many a token may use, and the method."""
         method = {"topk_method": Text} if self.methods else {}
-        return {"n_group": Size, "topk_group": Size, **method}
+        return {self.name: Size, "topk_group": Size, **method}
 
     @property
     def required(self) -> tuple[str, ...]:
         """The numbers, if they are."""
-        return ("n_group", "topk_group") if self.needed else ()
+        return (self.name, "topk_group") if self.needed else ()
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the groups."""
-        groups = config.get("n_group") or 1
+        groups = config.get(self.name) or 1
         top_groups = config.get("topk_group") or (groups if self.methods else 1)
         method = (config.get("topk_method") if self.methods else _METHODS[1]) or _METHODS[0]
         if method not in _METHODS:
@@ -145,7 +147,7 @@ class Groups(Key):
         """Return the groups."""
         groups, top_groups = facts.get("moe.groups"), facts.get("moe.top_groups")
         method = {"topk_method": _METHODS[(groups or 1) > 1]} if self.methods else {}
-        return {"n_group": groups, "topk_group": top_groups, **method}
+        return {self.name: groups, "topk_group": top_groups, **method}
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,12 @@ _APART = {
     **{"gate": (3,), "strength": (4,), "decay": (5,)},
 }
 """Products of a delta net's input that are apart, and the widths of a key head that each makes."""
-_OF_DELTA_NET = dict.fromkeys(
-    (f"delta_net.{name}" for name in ("small", *_APART)),
-    "delta_net.input",
-)
-"""Modules of theirs that are parts of the product of a delta net's input."""
+_OF_DELTA_NET = {
+    **{f"delta_net.{name}": "delta_net.input" for name in ("small", *_APART)},
+    **{f"delta_net.{name}_down": "delta_net.down" for name in ("decay", "gate")},
+}
+"""Modules of theirs that are parts of a product of a delta net."""
+_WHOLE_OF_DELTA_NET = {f"delta_net.{name}" for name in ("norm", "output", "decay_up", "gate_up")}
 _OF_MAMBA2 = ("gate", "inputs", "key", "query", "steps")
 """Parts of the product of Mamba-2's input, in the order of the rows of a group."""
 _QUARTERS = 4
@@ -78,7 +79,7 @@ _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layern
 _WHOLE_NAMES = {
     "attention.sinks": "attention.sinks.logits",
     **{f"mlp.activation.{side}": f"mlp.activation.{side}" for side in ("positive", "negative")},
-    "delta_net.rate": "delta_net.decay.rate",
+    **dict.fromkeys(("delta_net.rate", "delta_net.rate_of_4_dims"), "delta_net.decay.rate"),
     "delta_net.step": "delta_net.decay.step",
     "mamba2.rate": "mamba2.decay.rate",
     "mamba2.step": "mamba2.decay.step",
@@ -131,7 +132,9 @@ class _Names:
                 yield from self._map_head_norms(name, own[0])
             elif own[0] in _WHOLE_NAMES:
                 spec = self.specs.get(f"{self.prefix}{_WHOLE_NAMES[own[0]]}")
-                yield from [] if spec is None else [HuggingFaceTensor(name, (make_part(spec),))]
+                if spec is not None:
+                    inner = (1, spec.size, 1) if own[0].endswith("_of_4_dims") else ()
+                    yield HuggingFaceTensor(name, (make_part(spec),), inner=inner)
             elif "{expert}" in name:
                 for expert in experts:
                     yield from self._map_module(name.format(expert=expert), own, [expert])
@@ -334,8 +337,12 @@ class _Names:
         spec = self.specs.get(f"{own}.{kind}")
         if kind == "weight" and spec is None:
             spec = self.specs.get(f"{own}.gain")
-        if spec is None or module in ("delta_net.norm", "delta_net.output"):
+        if spec is None or module in _WHOLE_OF_DELTA_NET:
             return [] if spec is None else [make_part(spec)]
+        if own.endswith(".down"):
+            rank = self.layer.get("mixer.decay_rank", 0)
+            is_decay = module == "delta_net.decay_down"
+            return [make_part(spec, (slice(0, rank) if is_decay else slice(rank, None),))]
         if module.removeprefix("delta_net.") in _APART:
             return self._find_apart(module, spec)
         small = 2 * self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
@@ -348,7 +355,9 @@ class _Names:
         heads."""
         width = self.layer["mixer.key_dim"]
         heads = self.layer["mixer.value_heads"] // self.layer["mixer.key_heads"]
-        sizes = (width, width, *(heads * self.layer["mixer.value_dim"],) * 2, heads, heads)
+        values = heads * self.layer["mixer.value_dim"]
+        gates = 0 if "mixer.gate_rank" in self.layer else values
+        sizes = (width, width, values, gates, heads, heads)
         ends = [*accumulate(sizes)]
         rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         numbers = _APART[module.removeprefix("delta_net.")]

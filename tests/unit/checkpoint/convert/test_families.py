@@ -7,6 +7,7 @@ Tests `megaframe.checkpoint.convert.huggingface.lfm2_families`,
 `megaframe.checkpoint.convert.huggingface.falcon_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,
 `megaframe.checkpoint.convert.huggingface.hunyuan_families`,
+`megaframe.checkpoint.convert.huggingface.kimi_families`,
 `megaframe.checkpoint.convert.huggingface.mimo_families`,
 `megaframe.checkpoint.convert.huggingface.layered_families`,
 `megaframe.checkpoint.convert.huggingface.mamba_families`,
@@ -125,7 +126,7 @@ def export_and_compare(checkpoint, tmp_path):
     assert_same_logits(again, tmp_path / "exported")
 
 
-@pytest.mark.parametrize("name", [slow("qwen3_5_moe_text"), "olmo_hybrid"])
+@pytest.mark.parametrize("name", [slow("qwen3_5_moe_text"), slow("kimi_linear"), "olmo_hybrid"])
 def test_a_folder_with_the_published_names_is_read(name, tmp_path):
     """What transformers saves of these families has other names."""
     from transformers import AutoConfig
@@ -290,6 +291,38 @@ def test_the_keys_of_mimo_are_read_and_may_not_contradict():
         FAMILIES["mimo_v2_flash"].read_model({**MIMO, "partial_rotary_factor": 0.5})
     with pytest.raises(UserError, match="swa_num_key_value_heads=4 contradicts other keys, by"):
         FAMILIES["mimo_v2_flash"].read_model({**MIMO, "swa_num_key_value_heads": 4})
+
+
+KIMI = {
+    **{"model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "head_dim": 72},
+    **{"num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32},
+    **{"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    **{"qk_rope_head_dim": 64, "intermediate_size": 9216, "moe_intermediate_size": 1024},
+    **{"num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "topk_group": 1},
+    **{"num_expert_group": 1, "moe_renormalize": True, "routed_scaling_factor": 2.446},
+    **{"first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
+    **{"rms_norm_eps": 1e-5, "mla_use_nope": True, "rope_theta": 10000.0, "rope_scaling": None},
+    "linear_attn_config": {
+        **{"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [n for n in range(1, 27) if n % 4],
+    },
+}
+
+
+def test_the_section_of_kimi_is_read_and_names_each_layer_once():
+    """Of Kimi Linear, with its 48B parameters, of which a token uses 3B."""
+    family = FAMILIES["kimi_linear"]
+    model = family.read_model(KIMI)
+    mixers = list_mixers(model)
+    assert [n + 1 for n, m in enumerate(mixers) if m.name == "attention"] == [*range(4, 28, 4), 27]
+    assert mixers[3].rotary is None and mixers[0].decay_rank == 128
+    specs = list_model_specs(RunConfig(model=model.model_dump()))
+    assert round(count_parameters(specs) / 1e9) == 49
+    assert round(count_active_parameters(specs) / 1e9) == 3
+    section = {**KIMI["linear_attn_config"], "kda_layers": [1, 2, 3]}
+    with pytest.raises(UserError, match=r"kda_layers=\[1, 2, 3\] are not all of the layers 1"):
+        family.read_model({**KIMI, "linear_attn_config": section})
 
 
 @pytest.mark.parametrize(
