@@ -211,10 +211,13 @@ class GatedDeltaNetDescription(MixerDescription):
     def widest(self) -> int:
         """Half of what exists while the heads are computed again and differentiated: 12 tensors of
         keys; of each value head four of keys, ten of values, eight of pairs of tokens in a chunk,
-        and three of states between chunks. It is within a sixth of what is measured."""
+        and three of states between chunks. Where channels decay, four more of keys for each size of
+        blocks, and two. It is within a sixth of what is measured."""
         key_dim, value_dim = self.key_dim, self.value_dim
         states = 3 * key_dim * (key_dim + value_dim) // self.chunk
         per_head = 4 * key_dim + 10 * value_dim + 8 * self.chunk + states
+        if self.decay_rank:
+            per_head += (4 * (self.chunk - 1).bit_length() + 2) * key_dim
         return (self.value_heads * per_head + self.key_heads * 12 * key_dim) // 2
 
     @property

@@ -7,6 +7,7 @@ import pytest
 import torch
 from repo_copy import ROOT
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.layer import SavedActivations
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import NormDescription
@@ -14,7 +15,13 @@ from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.config import ModelConfig, ParallelConfig
 from megaframe.config.registry import Registry, get_registry, use_registry
 from megaframe.extensions import load_extensions
-from megaframe.model.measured import MeasuredActivation, MeasuredMixer, MeasuredNorm, fit_saved
+from megaframe.model.measured import (
+    MeasuredActivation,
+    MeasuredMixer,
+    MeasuredNorm,
+    fit_saved,
+    measure,
+)
 from megaframe.model.measurement_cache import _digest_sources, _find_in_process
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Linear
@@ -173,3 +180,15 @@ def test_linear_attention_keeps_computes_and_passes_what_its_formulas_say():
         per_chunk = 2 * heads * (2 * 64 * 64 * width + 2 * 64 * width * width)
         assert sum(p.flops for p in layer.list_batched_products(length)) == per_chunk * 4
         assert layer.passed_elements == heads * (width**2 + 1)
+
+
+@pytest.mark.parametrize("rank", [None, 16])
+@pytest.mark.parametrize(("dims", "chunk"), [((64, 128), 16), ((128, 64), 64)])
+def test_the_widest_place_of_a_delta_net_is_within_a_sixth(rank, dims, chunk):
+    mixer = {"kind": "gated_delta_net", "decay_rank": rank, "chunk": chunk}
+    mixer |= {"key_heads": 8, "key_dim": dims[0], "value_dim": dims[1]}
+    model = ModelConfig(layers=1, hidden=512, blocks=[{"mixer": mixer}])
+    description, tokens = describe_block(model, 0).mixer, 512
+    found = measure(description, model.hidden, ParallelConfig(), tokens)
+    more = (found.backward_peak_bytes - found.saved_bytes) / (2 * 4 * tokens)
+    assert 5 / 6 < more / description.widest < 7 / 6
