@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 from megaframe.config.optim import OptimConfig
 from megaframe.config.part_calls import call_part
 from megaframe.config.parts import OptimizerPart
 
+UPDATE_CHUNK = 1 << 23
+"""Elements of a chunk that an update changes at once where that takes memory of its own."""
+_ROUNDED = {"bf16": (20.0, 6.0), "int8": (52.0, 5.0)}
+"""Bytes per element of a chunk whose moments are in fewer bits, and more for each moment, while
+they are decoded, and rounded by draws that follow from the number of each element. Counted in a
+step on tensors without content (tests/unit/planner/test_update_memory.py)."""
+_BLOCK_SCALE = 1.0 / 32
+"""More of it for the scales of 8-bit blocks."""
+_MATRIX_COPIES = {"alone": 4.0, "divided": 2.75, "whole": 5.125}
+"""Copies of a bucket of matrices under Muon, in the type of the computation: what is sent, what
+arrives, and what Newton-Schulz iterations hold; by whether other ranks have a part of the bucket,
+and whether they have its weights whole (ZeRO 0). Counted in the same way, on two ranks where more
+have less."""
 OFFLOAD_CHUNK = 1 << 21
 """Elements of a chunk of state in host memory (`optim.offload`): enough that the start of a copy
 costs little."""
@@ -40,6 +55,32 @@ def compute_state_bytes(optim: OptimConfig, master: int) -> float:
     """
     moments = count_moments(optim) * compute_moment_bytes(optim, master)
     return moments + (master if optim.ema is not None else 0)
+
+
+def compute_update_bytes(
+    optim: OptimConfig, width: int, elements: int, matrices: int, *, zero: int, alone: bool
+) -> int:
+    """Return the bytes that an update takes beside weights, gradients and state on a GPU. On a CPU
+    chunks are so small that they do not matter.
+
+    Args:
+        optim: The optimizer.
+        width: Bytes of an element in the type of the computation.
+        elements: This rank's part of the largest bucket.
+        matrices: Elements of the largest bucket of matrices, for Muon.
+        zero: The ZeRO stage.
+        alone: Whether no other rank has a part of the buckets.
+    """
+    chunk = min(elements, UPDATE_CHUNK)
+    per_element = 4.0 if optim.name == "lion" else 0.0  # the direction
+    if optim.state in _ROUNDED:
+        constant, more = _ROUNDED[optim.state]
+        per_element = constant + more * count_moments(optim)
+        per_element += _BLOCK_SCALE * count_moments(optim) * (optim.state == "int8")
+    copies = 0.0
+    if optim.name == "muon":
+        copies = _MATRIX_COPIES["alone" if alone else "divided" if zero else "whole"]
+    return math.ceil(max(per_element * chunk, copies * width * matrices))
 
 
 def offload_bytes_per_element(optim: OptimConfig, master: int, *, weights: bool) -> float:

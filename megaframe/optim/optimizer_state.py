@@ -14,16 +14,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megaframe.architecture.optimizer_state import OFFLOAD_CHUNK
+from megaframe.architecture.optimizer_state import OFFLOAD_CHUNK, UPDATE_CHUNK
 from megaframe.optim.element_ids import compute_positions
 from megaframe.optim.state_dtype import BLOCK, MasterCodec, StateCodec, compute_rounding_draws
 from megaframe.optim.state_offload import NO_OFFLOAD, StateOffload, StateParts
 from megaframe.optim.update_rule import UpdateStep
 
-_CHUNK, _GPU_CHUNK = BLOCK << 10, BLOCK << 15
+_CHUNK = BLOCK << 10
 """Elements at a time: 1 MiB of each tensor, which caches hold and beside which the calls of a chunk
-take little time (benchmarks/cpu/cache_constants.py), and what keeps a GPU busy. `OFFLOAD_CHUNK` is
-for what is copied to a GPU."""
+take little time (benchmarks/cpu/cache_constants.py). `UPDATE_CHUNK` keeps a GPU busy, and
+`OFFLOAD_CHUNK` is for what is copied to one."""
 _LARGEST_NUMBER = 1 << 30
 """Numbers of draws start again after so many, because they are multiplied in 64 bits."""
 _WEIGHTS = "weights"
@@ -209,7 +209,7 @@ class Moments:
                 old.copy_(torch.where(step.skip.bool(), old, new))
 
     def _list_spans(self) -> Iterator[slice]:
-        size = _GPU_CHUNK if self._offload.device is None else OFFLOAD_CHUNK
+        size = UPDATE_CHUNK if self._offload.device is None else OFFLOAD_CHUNK
         if self._device.type == "cpu":
             size = _CHUNK
         for start in range(0, max(1, self._length), size):

@@ -17,6 +17,7 @@ from megaframe.architecture.optimizer_state import (
     OFFLOAD_CHUNK,
     compute_moment_bytes,
     compute_state_bytes,
+    compute_update_bytes,
     count_moments,
     offload_bytes_per_element,
 )
@@ -152,6 +153,7 @@ def compute_memory(
         if has_head
         else (0, 0)
     )
+    update = _compute_update_bytes(config, trained, ranks, expert_ranks, plans)
     checkpoint = 0
     if host and config.checkpoint.every:
         checkpoint = residual * master
@@ -172,6 +174,8 @@ def compute_memory(
             2 * tokens * compute_max_width_per_token(config.model) * width // activation_ranks,
             logits + loss_tensors,
             _count_summed_apart(config, parameters) * master,
+            # Activations are gone when weights are updated.
+            0 if host else update - activation_bytes // activation_ranks,
         ),
         host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
     )
@@ -217,6 +221,27 @@ def _count_values_and_gradients(
     if same_dtype:
         values -= alone + -(-parameters.vectors // ranks) if zero == 3 else shard
     return values, gradients
+
+
+def _compute_update_bytes(
+    config: RunConfig,
+    trained: RankParameters,
+    ranks: int,
+    expert_ranks: int,
+    plans: Sequence[StagePlan],
+) -> int:
+    """Return the bytes that an update takes for itself; arguments as in `compute_memory`."""
+    zero, width = config.parallel.zero, DTYPE_BYTES[config.train.precision]
+    bucketed = trained.merge_into_buckets(config.parallel, plans)
+    shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
+    return compute_update_bytes(
+        config.optim,
+        width,
+        bucketed.compute_largest_bucket_shard(*shard_ranks),
+        max(map(sum, bucketed.parts), default=0),
+        zero=zero,
+        alone=ranks == 1,
+    )
 
 
 def _count_trained_gradients(
