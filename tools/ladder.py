@@ -232,6 +232,8 @@ def print_law(rungs: Sequence[Rung], losses: Mapping[str, float], law: ComputeLa
         f"{METRIC} = {law.irreducible:.4g} + {law.factor:.4g} (FLOPs / {law.unit:.3g})^-"
         f"{law.exponent:.3g}"
     )
+    worst = max(abs(law.compute_loss(r.flops) / losses[r.name] - 1) for r in below)
+    print(f"off by up to {worst:.2%} on the rungs that it was fitted to: expect as much ahead")
     if len(below) > LEAST_RUNS:
         flops, values = [r.flops for r in below], [losses[r.name] for r in below]
         earlier = fit_compute_law(flops[:-1], values[:-1]).compute_loss(flops[-1])

@@ -67,6 +67,7 @@ def test_rungs_are_run_once_and_the_target_after_its_prediction(
     status, output, errors = run(monkeypatch, capsys, *words)
     assert status == 0, errors
     assert "3 rungs in" in output and "predicted for depth-4" in output
+    assert "% on the rungs that it was fitted to" in output
     folder = tmp_path / "run"
     record = json.loads((folder / "ladder.json").read_text())
     assert [rung["eval_loss"] is None for rung in record["rungs"]] == [False] * 3 + [True]
