@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from megaframe.config import RunConfig
@@ -94,14 +95,24 @@ class FillInTheMiddleConfig(DataTransformPart):
 
     def transform(self, sample: Sample, random: np.random.Generator) -> Sample:
         """Return prefix, suffix and middle, each after its token. The three tokens that no longer
-        fit are left out."""
+        fit are left out. A token that has no loss, or a weight, keeps it where it goes."""
         if random.random() >= self.rate:
             return sample
         text = np.append(sample.tokens, sample.next_token)[:-3]
         first, last = np.sort(random.integers(0, len(text) + 1, 2))
-        parts = ([self.prefix], text[:first], [self.suffix], text[last:], [self.middle])
-        window = np.concatenate((*parts, text[first:last])).astype(np.int64)
-        return replace(sample, tokens=window[:-1], labels=window[1:])
+
+        def move(values: NDArray[Any], prefix: float, suffix: float, middle: float) -> NDArray[Any]:
+            ends = ([prefix], values[:first], [suffix], values[last:], [middle])
+            return np.concatenate((*ends, values[first:last])).astype(values.dtype)
+
+        window = move(text, self.prefix, self.suffix, self.middle)
+        given = np.ones(len(text) + 2, np.float32) if sample.weights is None else sample.weights
+        # A label says something of the token after it, so nothing does of the first.
+        counts = np.append(np.float32(1), np.where(sample.labels < 0, 0, given))[: len(text)]
+        weights = move(counts.astype(np.float32), 1, 1, 1)[1:]
+        labels = np.where(weights == 0, -100, window[1:])
+        kept = None if sample.weights is None else weights
+        return replace(sample, tokens=window[:-1], labels=labels, weights=kept)
 
 
 def register(registry: Registry) -> None:

@@ -1,13 +1,18 @@
 """Losses, transforms of samples and callbacks: named, documented and checked like other parts."""
 
+import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from repo_copy import ROOT
 
 from megaframe.config import describe_all_keys, dump, explain, load
 from megaframe.config.keys import get_config_keys
 from megaframe.config.parts import ROLES
 from megaframe.config.registry import Registry, use_registry
+from megaframe.data.microbatch import IGNORE
+from megaframe.data.transforms import Sample
 from megaframe.errors import UserError
 from megaframe.extensions import load_with_extensions
 
@@ -96,3 +101,25 @@ def test_what_is_wrong_with_a_part_is_said_with_its_place(old, new, message, tmp
     path.write_text(text.replace(old, new), encoding="utf-8")
     actual = refuse(f"run.extensions=[{path}]")
     assert message in actual and f"{path}:" in actual
+
+
+@given(st.integers(4, 30), st.integers(0, 2**32 - 1), st.booleans())
+def test_a_token_keeps_its_weight_where_it_goes(length, seed, weighted):
+    config = load_with_extensions(None, [EXAMPLE, f"data.transforms=[{MIDDLE}]"])
+    part = config.data.transforms[0].model_copy(update={"rate": 1.0})
+    random = np.random.default_rng(seed)
+    text = np.arange(10, 10 + length + 1)
+    weights = random.integers(0, 3, length).astype(np.float32)
+    labels = np.where(weights == 0, IGNORE, text[1:])
+    given_weights = weights if weighted else None
+    sample = Sample(text[:-1], labels, np.zeros(length, np.int64), int(text[-1]), 0, given_weights)
+    result = part.transform(sample, random)
+    of_token = dict(zip(text[1:].tolist(), weights.tolist(), strict=True)) | {10: 1.0}
+    learnt = result.labels[:-1] != IGNORE
+    assert (result.tokens[1:][learnt] == result.labels[:-1][learnt]).all()
+    following = result.tokens[1:].tolist()
+    wanted = [of_token.get(token, 1.0) for token in following]
+    assert learnt.tolist() == [weight > 0 for weight in wanted]
+    if weighted:
+        assert result.weights[:-1].tolist() == wanted
+    assert sorted(result.tokens[result.tokens < 10].tolist()) in ([1], [1, 2], [1, 2, 3])
