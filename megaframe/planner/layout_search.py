@@ -30,6 +30,7 @@ from megaframe.planner.layout_sizes import RECOMPUTE, Array
 from megaframe.planner.peak_memory import fits_with_margin, resolve_recompute_blocks
 from megaframe.planner.prediction import Prediction, predict
 from megaframe.planner.vectorized import Estimates, estimate
+from megaframe.validate.gradient_noise import find_gradient_noise_mistakes
 from megaframe.validate.run import validate_config
 
 SIMULATED = 24
@@ -146,9 +147,14 @@ def _simulate_best(
         )
         if simulated_per_kind[kind] == _OF_A_KIND or (passes[index] > _PASSES and choices):
             continue
+        candidate = apply_candidate(config, candidates, index)
+        sizes = {"data": int(candidates.data[index])}
+        # A layout in which a measurement that is asked for is impossible is none. One rank has no
+        # other, and is told.
+        if gpus > 1 and any(find_gradient_noise_mistakes(candidate, sizes)):
+            continue
         simulated_per_kind[kind] += 1
         simulated += 1
-        candidate = apply_candidate(config, candidates, index)
         validate_config(candidate, gpus, data=False)
         layout = Layout.from_parallel(candidate.parallel, gpus)
         for variant in _with_fewer_recomputed(candidate, config.train, layout, cluster.chip):

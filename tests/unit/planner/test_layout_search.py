@@ -145,6 +145,18 @@ def test_a_ramp_of_batches_is_respected():
 
 
 @pytest.mark.slow
+def test_layouts_in_which_noise_cannot_be_measured_are_left_out():
+    """Few samples of a large model are best divided over other axes than data."""
+    plain = make_config(DENSE, 4)
+    measured = plain.model_copy(
+        update={"metrics": plain.metrics.model_copy(update={"gradient_noise_every": 10})}
+    )
+    free, found = (search(SearchSpace(c, 8, CLUSTER), CONSTANTS) for c in (plain, measured))
+    assert found.best.layout.data >= 2
+    assert found.best.prediction.step_seconds >= free.best.prediction.step_seconds
+    validate_config(found.best.config, 8, data=False)
+
+
 def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
     model = {**DENSE, "layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672}
     config = make_config(model, 64)
