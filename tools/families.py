@@ -33,7 +33,6 @@ _REFUSED = {
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
     "hyper-connections": ("deepseek_v4",),
     "ALiBi whose code rounds it to bfloat16": ("falcon (alibi)",),
-    "proportional scaling of rotary positions": ("lfm3",),
 }
 """Families that are not imported, by the first part that is missing."""
 

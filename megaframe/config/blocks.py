@@ -32,11 +32,14 @@ Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=
 class RotaryScalingConfig(Section):
     """How rotary wavelengths are stretched for samples longer than those of training."""
 
-    kind: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
+    kind: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"] = (
+        "none"
+    )
     """How to scale rotary frequencies to contexts longer than the model was trained on. linear:
     all are divided by the factor. dynamic: in samples of more than `original_length` tokens the
     base grows with their length, as in transformers. longrope (Phi-4-mini): each is divided by a
-    factor of its own, which is another one in samples of more than `original_length` tokens."""
+    factor of its own, which is another one in samples of more than `original_length` tokens.
+    proportional (LFM3): the fastest ones alone are rotated, and divided by the factor."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
     """Context length after scaling divided by `original_length`. longrope multiplies rotated
     queries and keys by sqrt(1 + ln(factor) / ln(original_length))."""
@@ -56,6 +59,9 @@ class RotaryScalingConfig(Section):
     truncate: bool = True
     """yarn: round outwards to whole numbers the two pairs of dimensions between which frequencies
     are blended; gpt-oss does not."""
+    proportion: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """proportional: share of the pairs of dimensions that are rotated, the fastest ones, with the
+    wavelengths that they have among all."""
     short_factors: Factors = ()
     """longrope: factors of the pairs of dimensions in samples of up to `original_length` tokens."""
     long_factors: Factors = ()

@@ -37,6 +37,9 @@ def compute_frequencies(description: RotaryDescription, length: int = 0) -> tupl
     plain = base**-exponent
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
+    if scaling.kind == "proportional":
+        plain[int(scaling.proportion * width // 2) :] = 0.0
+        return plain / scaling.factor, 1.0
     if scaling.kind == "llama3":
         return _scale_as_llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":

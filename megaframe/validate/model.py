@@ -85,6 +85,17 @@ def _find_rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
             f"model.rotary_scaling.kind=dynamic has no larger base for {width:g} rotated dims; "
             "rotate 4 or more, or use kind linear"
         )
+    turning = int(scaling.proportion * round(width) // 2)
+    if scaling.kind == "proportional" and width and not turning:
+        yield (
+            f"model.rotary_scaling.proportion={scaling.proportion:g} of {width:g} dims rotates no "
+            f"pair; use {2 / width:g} or more, or kind linear"
+        )
+    if scaling.kind != "proportional" and scaling.proportion != 1:
+        yield (
+            f"model.rotary_scaling.proportion={scaling.proportion:g} has no effect with "
+            f"model.rotary_scaling.kind={scaling.kind}; leave it out, or use kind proportional"
+        )
     low, high = scaling.low_frequency, scaling.high_frequency
     # Both may change from one pair to the next, as in Kimi-K2 and Llama 4 Scout.
     if scaling.kind in ("yarn", "llama3") and low > high:

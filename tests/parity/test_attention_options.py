@@ -17,6 +17,7 @@ LONG = {
 """Samples are longer than this, and their parts on context ranks are not."""
 LATER = {"rate": 0.5, "length": 4}
 ROTATED_FIRST = {"qk_norm": True, "norm_after_rotation": True}
+HALF = {"kind": "proportional", "proportion": 0.5}
 SHAPES = {
     "scores": {
         "norm": "rmsnorm",
@@ -59,7 +60,12 @@ SHAPES = {
         **{"norm": "rmsnorm", "kv_heads": 2, "rotary_fraction": 0.5, "qkv_bias": True},
         "blocks": [
             {"mixer": {"v_head_dim": 3, "window": 5, "sinks": True}},
-            {"mixer": {"v_head_dim": 6, "kv_heads": 1, "qk_norm": True, "output_gate": "element"}},
+            {
+                "mixer": {
+                    **{"v_head_dim": 6, "kv_heads": 1, "qk_norm": True, "output_gate": "element"},
+                    **{"rotary_fraction": 1.0, "rotary_scaling": HALF},
+                },
+            },
         ],
     },
 }

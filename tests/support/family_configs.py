@@ -41,6 +41,11 @@ DENSE = {
         **{**WIDE_HEADS, "num_hidden_layers": 4, "full_attn_idxs": [1], "conv_bias": True},
         "block_multiple_of": 12,
     },
+    "lfm3": {
+        **{**WIDE_HEADS, "num_hidden_layers": 4, "sliding_window": 5, "conv_L_cache": 5},
+        **{"conv_bias": True, "bos_token_id": 1, "eos_token_id": 2},
+        "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+    },
     "qwen3_5_text": {
         **{**HEADS, "num_hidden_layers": 4, "linear_num_key_heads": 2},
         **{"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5},

@@ -235,7 +235,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "ModelConfig.mup_base_head_dim": even,
         "ModelConfig.window": st.one_of(windows, st.lists(st.none() | windows, min_size=1)),
         "RotaryScalingConfig.kind": st.sampled_from(
-            ("none", "linear", "dynamic", "llama3", "yarn")
+            ("none", "linear", "dynamic", "llama3", "yarn", "proportional")
         ),
         "RotaryScalingConfig.original_length": st.sampled_from((8, 16)),
         **{f"RotaryScalingConfig.{key}_factors": None for key in ("short", "long")},
@@ -375,7 +375,8 @@ def list_named_keys(sections, ranks):
             path = name.split(".")
             if block and path[-1] != "kind":  # without which no other key of the part is legal
                 start = ["model", "blocks", block[1]]
-                paths += [[*start, part, path[-1]] for part in ("mixer", "feed_forward")]
+                for part in ("mixer", "feed_forward"):
+                    paths += [[*start, part, *path[1:]], [*start, part, path[-1]]]
             paths.append(path)
         named.append(paths)
     return named

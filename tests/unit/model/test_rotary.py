@@ -54,6 +54,15 @@ def test_linear_scaling_divides_all_frequencies():
     assert factor == 1.0 and torch.equal(rate, plain / 8)
 
 
+def test_proportional_scaling_rotates_the_fastest_pairs_alone():
+    plain, _ = frequencies_of(make_model(rotary_base=500000.0))
+    scaling = {"kind": "proportional", "factor": 8, "proportion": 0.25}
+    rate, factor = frequencies_of(make_model(rotary_base=500000.0, rotary_scaling=scaling))
+    turning = len(plain) // 4
+    assert factor == 1.0 and torch.equal(rate[:turning], plain[:turning] / 8)
+    assert not rate[turning:].any()
+
+
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
     scaling = {"kind": "llama3", "factor": 8, "original_length": 8192}
     plain, _ = frequencies_of(make_model(rotary_base=500000.0))

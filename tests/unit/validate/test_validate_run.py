@@ -157,6 +157,14 @@ def test_a_sound_config_passes(overrides):
             "short_factors and long_factors have no effect with .*kind=linear; .* kind longrope",
         ),
         (
+            ["model.rotary_scaling={kind: linear, proportion: 0.5}"],
+            "proportion=0.5 has no effect with .*kind=linear; leave it out, or use kind prop",
+        ),
+        (
+            ["model.rotary_scaling={kind: proportional, proportion: 0.01}"],
+            "proportion=0.01 of 64 dims rotates no pair; use 0.03125 or more, or kind linear",
+        ),
+        (
             ["model.rotary_scaling={kind: linear, truncate: false}"],
             "truncate=false has no effect with .*kind=linear; leave it out, or use kind yarn",
         ),

@@ -8,20 +8,23 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megaframe.checkpoint.convert.huggingface.dense_families import LLAMA
+from megaframe.checkpoint.convert.huggingface.dense_families import LLAMA, QK_NORMS
 from megaframe.checkpoint.convert.huggingface.key_pairs import (
     FULL,
+    SLIDING,
     Derived,
     Key,
     Keys,
     Pair,
     check_layer_types,
+    choose,
+    find_window,
     make_dense_first,
 )
 from megaframe.checkpoint.convert.huggingface.key_types import Counts, Flag, Size, Texts
 from megaframe.checkpoint.convert.huggingface.model_facts import SHORT_CONVOLUTION, Facts
 from megaframe.checkpoint.convert.huggingface.moe_families import SIGMOID, TOP_K, WIDTH
-from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
+from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys, RotaryKeysOfTypes
 from megaframe.errors import UserError
 
 _CONVOLUTION = "conv"
@@ -37,15 +40,21 @@ class ConvolutionLayers(Key):
     Attributes:
         indices: The key of the numbers of the layers with attention, which holds if there are no
             types of layers; empty if these must be there.
+        taps: Tokens that a convolution sees if no key says it.
+        slides: Whether layers with attention may slide.
     """
 
     indices: str = ""
+    taps: int = 3
+    slides: bool = False
 
     @property
     def types(self) -> Mapping[str, Any]:
         """The types of layers, and the keys of convolutions."""
         indices = {self.indices: Counts} if self.indices else {}
-        return {"layer_types": Texts, "conv_L_cache": Size, "conv_bias": Flag, **indices}
+        window = {"sliding_window": Size} if self.slides else {}
+        convolution = {"conv_L_cache": Size, "conv_bias": Flag}
+        return {"layer_types": Texts, **convolution, **indices, **window}
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -59,24 +68,36 @@ class ConvolutionLayers(Key):
             indices = config.get(self.indices)
             full = {*range(layers)} if indices is None else {*indices}
             kinds = [FULL if layer in full else _CONVOLUTION for layer in range(layers)]
-        check_layer_types("layer_types", kinds, layers, (FULL, _CONVOLUTION))
+        known, window = (FULL, _CONVOLUTION), config.get("sliding_window")
+        check_layer_types("layer_types", kinds, layers, (*known, *(SLIDING,) * self.slides))
+        if window is None and SLIDING in kinds:
+            raise UserError(
+                f"layer_types has {SLIDING} layers, and there is no sliding_window for them"
+            )
         convolution = {
             "mixer.kind": SHORT_CONVOLUTION,
-            "mixer.convolution": config.get("conv_L_cache") or 3,
+            "mixer.convolution": config.get("conv_L_cache") or self.taps,
             "mixer.bias": bool(config.get("conv_bias")),
         }
         attention = {"mixer.kind": "attention", "mixer.bias": False, "mixer.qkv_bias": False}
         for layer, kind in zip(facts.layers, kinds, strict=True):
             layer.update(convolution if kind == _CONVOLUTION else attention)
+            layer["mixer.window"] = window if kind == SLIDING else None
 
     def write(self, facts: Facts) -> Keys:
         """Return the type of each layer, and the keys of the first convolution."""
         mixers = facts.list_values("mixer.kind")
         full = [layer for layer, mixer in enumerate(mixers) if mixer != SHORT_CONVOLUTION]
         first = next((layer for layer in facts.layers if "mixer.convolution" in layer), {})
+        windows = facts.list_values("mixer.window")
+        kinds = [
+            _CONVOLUTION if mixer == SHORT_CONVOLUTION else FULL if window is None else SLIDING
+            for mixer, window in zip(mixers, windows, strict=True)
+        ]
         return {
-            "layer_types": [_CONVOLUTION if m == SHORT_CONVOLUTION else FULL for m in mixers],
-            "conv_L_cache": first.get("mixer.convolution", 3),
+            "layer_types": kinds,
+            **({"sliding_window": find_window(facts)} if self.slides else {}),
+            "conv_L_cache": first.get("mixer.convolution", self.taps),
             "conv_bias": first.get("mixer.bias", False),
             **({self.indices: full} if self.indices else {}),
         }
@@ -178,4 +199,38 @@ LFM2_MOE = LFM2.derive(
         "feed_forward.experts.{expert}.w2": "moe.experts.down",
     },
 )
-LFM2_FAMILIES = (LFM2, LFM2_MOE)
+_ROPE_OF_LFM3 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
+LFM3 = LLAMA.derive(
+    "lfm3",
+    "Lfm3ForCausalLM",
+    Pair("norm_eps", "norm_eps", default=1e-5),
+    Pair("num_key_value_heads", "mixer.kv_heads", "value"),
+    Pair("head_dim", "mixer.head_dim", "value"),
+    Pair("tie_word_embeddings", "tie_embeddings", default=True),
+    ConvolutionLayers(taps=7, slides=True),
+    RotaryKeysOfTypes(1e6, 1e6, reads_outside=False, proportional=True, sections=_ROPE_OF_LFM3),
+    choose("use_sandwich_norm", "norms", {True: "both", False: "before"}, default=True, type=bool),
+    choose(
+        "use_attention_gate",
+        "mixer.output_gate",
+        {True: "head", False: "none"},
+        default=True,
+        type=bool,
+    ),
+    without=("rms_norm_eps", "attention_bias", "mlp_bias", "rope_theta", "rope_scaling"),
+    own={"mixer.qk_norm": "head"},
+    aliases={"rms_norm_eps": "norm_eps"},
+    ends={"model.norm": None, "model.embedding_norm": "head.norm"},
+    block={
+        **{name: own for name, own in LFM2.block.items() if "self_attn" not in name},
+        **{"input_layernorm": None, "post_attention_layernorm": None, **QK_NORMS},
+        **{f"mlp.{name}_proj": None for name in ("gate", "up", "down")},
+        "self_attn.gate_proj": "attention.gate",
+        "post_operator_norm": "attention_post_norm",
+        "post_ffn_norm": "mlp_post_norm",
+    },
+)
+LFM2_FAMILIES = (LFM2, LFM2_MOE, LFM3)

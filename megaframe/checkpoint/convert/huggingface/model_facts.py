@@ -47,6 +47,7 @@ DELTA_NET_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim")
 _SCALING: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
+    "proportional": ("factor", "proportion"),
     "dynamic": ("factor", "original_length"),
     "llama3": ("factor", "original_length", "low_frequency", "high_frequency"),
     "yarn": (

@@ -26,6 +26,7 @@ from megaframe.errors import UserError
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
+    "proportional": (),
     "dynamic": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -33,6 +34,7 @@ _NEEDED = {
 }
 """The kinds of scaling, and the keys without which each is refused."""
 _OPTIONAL = {
+    "proportional": ("factor",),
     "dynamic": ("original_max_position_embeddings",),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("attention_factor",),
@@ -259,6 +261,8 @@ class RotaryKeysOfTypes(Key):
         share: The share of a head that is rotated, of a config without one; None if code rotates
             whole heads always.
         reads_outside: Whether keys outside of the sections are read.
+        proportional: Whether code has this kind of scaling.
+        sections: Those of a config without any.
     """
 
     base: float
@@ -266,6 +270,8 @@ class RotaryKeysOfTypes(Key):
     sliding_name: str = ""
     share: float | None = None
     reads_outside: bool = True
+    proportional: bool = False
+    sections: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -278,7 +284,7 @@ class RotaryKeysOfTypes(Key):
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the base of each layer."""
-        sections = config.get("rope_parameters") or {}
+        sections = config.get("rope_parameters") or self.sections
         bases: dict[str, float] = {}
         scalings: dict[str, Keys] = {}
         shares: dict[str, float | None] = {}
@@ -298,8 +304,8 @@ class RotaryKeysOfTypes(Key):
                     "transformers reads it only where all layers have one section"
                 )
             rope_type = read_rope_kind(f"rope_parameters.{kind}", rope)
-            if rope_type == "dynamic":
-                raise UserError(f"rope_parameters.{kind}.rope_type='dynamic' is not supported")
+            if rope_type == "dynamic" or (rope_type == "proportional" and not self.proportional):
+                raise UserError(f"rope_parameters.{kind}.rope_type={rope_type!r} is not supported")
             bases[kind] = rope.get("rope_theta") or (config.get(name) if name else None) or base
             scalings[kind] = _read_scaling(rope_type, rope, latent=False)
             shares[kind] = self._read_share(kind, rope_type, rope)
@@ -315,6 +321,8 @@ class RotaryKeysOfTypes(Key):
     def _read_share(self, kind: str, rope_type: str, rope: Mapping[str, Any]) -> float | None:
         """Return the share of heads that layers of a type rotate; None if it is whole heads."""
         share: float | None = rope.get("partial_rotary_factor")
+        if self.share is None and rope_type == "proportional":
+            return None  # it says which pairs of whole heads turn
         if self.share is None:
             if share not in (None, 1):
                 raise UserError(
@@ -330,7 +338,7 @@ class RotaryKeysOfTypes(Key):
         bases = {FULL: self.base, SLIDING: self.sliding_base}
         sections: dict[str, Keys]
         sections = {k: {"rope_type": "default", "rope_theta": base} for k, base in bases.items()}
-        for layer in reversed(facts.layers):
+        for layer in reversed([layer for layer in facts.layers if layer.get("mixer.rotary")]):
             kind = FULL if layer.get("mixer.window") is None else SLIDING
             base = layer.get("mixer.rotary_base", bases[kind])
             sections[kind] = {**write_scaling(layer), "rope_theta": base}
@@ -386,6 +394,9 @@ def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
         return {}
     if kind == "linear":
         return {"kind": "linear", "factor": rope["factor"]}
+    if kind == "proportional":
+        share = rope.get("partial_rotary_factor", 1.0)
+        return {"kind": kind, "factor": rope.get("factor", 1.0), "proportion": share}
     shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
     if kind == "dynamic":
         return {"kind": kind, **shared}
@@ -469,6 +480,9 @@ def write_scaling(layer: Mapping[str, Any]) -> Keys:
         return {"rope_type": "default"}
     if scaling.kind in ("linear", "dynamic"):
         return {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "proportional":
+        share = {"partial_rotary_factor": scaling.proportion}
+        return {"rope_type": scaling.kind, "factor": scaling.factor, **share}
     shared = {
         "rope_type": scaling.kind,
         "factor": scaling.factor,

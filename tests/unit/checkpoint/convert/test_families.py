@@ -23,6 +23,7 @@ import json
 from math import prod
 
 import pytest
+import torch
 from family_configs import GLM_ROUTED, GROUPED, MODELS, OTHERS, make_tiny_config
 from slow_cases import mark_slow, slow
 from transformers_models import (
@@ -144,6 +145,23 @@ def test_a_delta_net_is_divided_into_queries_keys_and_values(tmp_path):
     config |= {"linear_value_head_dim": 7, "rope_parameters": {"rope_theta": 1e4}}
     model = FAMILIES["olmo_hybrid"].read_model(config).model_dump()
     export_and_compare(make_random_checkpoint(tmp_path / "own", **model), tmp_path)
+
+
+PUBLISHED = ("lfm3", "kimi_linear", "mimo_v2_flash", "olmo_hybrid", "qwen3_5_moe_text")
+"""Families whose class has the sizes of a published model by default."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_size_has_the_parameters_of_its_class(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name)
+    with torch.device("meta"):
+        expected = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    keys = {**json.loads(json.dumps(config.to_dict(), default=str)), "model_type": name}
+    model = FAMILIES[name].read_model(keys)
+    assert count_parameters(list_model_specs(RunConfig(model=model.model_dump()))) == expected
 
 
 NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": True}
