@@ -145,16 +145,20 @@ def _group(documents: Iterator[WeightedTokens]) -> Iterator[list[WeightedTokens]
 def _read_rows(paths: Sequence[str]) -> Iterator[_Row]:
     """Yield the lines of files that are not blank."""
     for path in paths:
-        rest, number = b"", 0
+        parts, length, number = [], 0, 1
         for chunk, _ in decompress(path):
-            *lines, rest = (rest + chunk).split(b"\n")
-            check_length(path, len(rest))
-            for line in lines:
-                number += 1
+            first, *others = chunk.split(b"\n")
+            parts.append(first)
+            length += len(first)
+            check_length(f"{path}:{number}", length)
+            for start in others:  # the line before it has ended
+                line = b"".join(parts)
                 if line.strip():
                     yield _Row(f"{path}:{number}", line)
-        if rest.strip():
-            yield _Row(f"{path}:{number + 1}", rest)
+                parts, length, number = [start], len(start), number + 1
+        line = b"".join(parts)
+        if line.strip():
+            yield _Row(f"{path}:{number}", line)
 
 
 class _Encoder:

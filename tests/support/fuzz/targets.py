@@ -88,6 +88,58 @@ def write_tokens():
     Path("tokens.tokens.json").write_text(json.dumps(record))
 
 
+def write_label_weights():
+    """Write a token file, and a weight file beside it."""
+    from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
+
+    write_tokens()
+    draw = np.random.default_rng(1)
+    with IndexedDatasetWriter("tokens.weights", np.dtype("<f4")) as writer:
+        for _ in range(30):
+            writer.append(draw.random(21, np.float32))
+
+
+def read_label_weights():
+    """Read what a run reads of a token file with weights."""
+    from megaframe.data.gpt_dataset import GPTDataset
+
+    dataset = GPTDataset("tokens", "train", (0.9, 0.1, 0.0), 8, 257)
+    for window in np.array_split(np.arange(dataset.windows), 8):
+        dataset.read_label_weights(window)
+
+
+def write_chats():
+    """Write rows of chats, a tokenizer and a chat template."""
+    from chat_folders import write_byte_tokenizer
+
+    write_byte_tokenizer(Path(), "{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    chat = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "b", "weight": 1}]
+    rows = [{"messages": chat, "tools": [{"name": "f"}]}, {"text": "abc", "spans": [[0, 2, 1]]}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load_preprocess_chat():
+    """Return the program with the template rendered in this process, which may start no other; so
+    the template itself is not changed."""
+    from megaframe.inference import chat, render_chat
+
+    def render(request):
+        try:
+            mark = request["mark"]
+            texts = [render_chat.render(request["template"], v, mark) for v in request["variables"]]
+        except Exception as error:
+            return {"error": str(error)}
+        return {"texts": texts}
+
+    run = load_main("tools/preprocess_chat.py")
+
+    def run_here():
+        chat._run = render
+        run()
+
+    return run_here
+
+
 def read_tokens():
     """Read what a run and an evaluation read of a token file."""
     from megaframe.data.gpt_dataset import GPTDataset
@@ -358,6 +410,11 @@ def list_targets():
     words = ("--input", "a.jsonl", "--tokenizer", "bytes", "--output", "out", "--workers", "1")
     tool = load_main("tools/preprocess_data.py")
     yield Target("preprocess", write_corpus, tool, words, (), PLANTED_TOKENS, fixed=8)
+    yield Target("label weights", write_label_weights, read_label_weights, files=("tokens.w*",))
+    words = ("--input", "rows.jsonl", "--tokenizer", "hf:tokenizer.json?eod=<|endoftext|>")
+    words += ("--output", "out", "--overwrite")
+    tool, files = load_preprocess_chat(), ("rows.jsonl", "tokenizer.json")
+    yield Target("chats", write_chats, tool, words, files, fixed=7)
     resume = ("checkpoint.resume=saved/step-00000002", "train.steps=3", "checkpoint.every=0")
     yield Target(
         "resume", make_checkpoint, PRETRAIN, (*SMALL, *resume), SAVED, PLANTED_RUN, fixed=5
