@@ -118,8 +118,8 @@ def test_another_shape_is_named_before_it_starts(hang):
     for text in hang(2, fault_runs.sum_another_shape, 1, 3, **keys):
         assert re.search(
             r"error: rank \d: the ranks over data do not start the same thing: rank \d "
-            r"start(s|ed) all_reduce of torch.(float32 \[5\]|int64 \[\]) in action data "
-            r"at [\w/]+\.py:\d+, rank \d started all_reduce of torch.(float32 \[5\]|int64 "
+            r"start(s|ed) all_reduce of torch.(float32 \[5\]|float64 \[\]) in action data "
+            r"at [\w/]+\.py:\d+, rank \d started all_reduce of torch.(float32 \[5\]|float64 "
             r"\[\]) in action data at [\w/]+\.py:\d+",
             text,
         ), text

@@ -144,7 +144,7 @@ def measure_stage(name, recompute, tensor):
     for leaf in (*activations.leaves, *post_process.leaves, *post_process.d_normed):
         keep(leaf)
     weights = (bucket.parameters[0].value for bucket in train_step.sharded_parameters.buckets)
-    for given in (*weights, tokens, *chain(*microbatch.ahead)):
+    for given in (*weights, tokens, *chain(*(far[:2] for far in microbatch.ahead))):
         storages.pop(given.untyped_storage().data_ptr(), None)
     mesh.finish()
     shapes = {table.sin.shape for table in tables}  # also of the negated table for backward

@@ -66,7 +66,7 @@ def test_the_memory_plan_knows_what_is_away():
         )
         actions = lower(build_step_schedule(config, 2)).ranks[0]
         return compute_memory(
-            config, RankParameters(0, (1,), ()), 1, plan_stages(config), actions
+            config, RankParameters(0, (1,), (), (0,), (0,), (0,)), 1, plan_stages(config), actions
         ).activations
 
     stream = 32 * 64 * 4

@@ -100,7 +100,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
         for tensor in (*of_end.leaves, *of_end.d_normed):
             keep(tensor)
         known = [bucket.parameters[0].value for bucket in built.sharded_parameters.buckets]
-        known += [tokens for tokens, _ in microbatch.ahead]
+        known += [far.tokens_BS for far in microbatch.ahead]
         for tensor in known:
             saved_tensors.pop(tensor.untyped_storage().data_ptr(), None)
         saved_bytes.append(

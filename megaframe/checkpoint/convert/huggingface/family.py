@@ -334,10 +334,11 @@ class Family:
         return facts
 
     def _count_layers(self, config: Mapping[str, Any]) -> int:
-        lists = (config.get(name) for name in self.layer_lists)
-        layers = next((listed for listed in lists if listed is not None), None)
-        if layers is not None:
-            return len(layers)
+        for name in self.layer_lists:
+            if config.get(name) is not None:
+                if not config[name]:
+                    raise UserError(f"{name} lists no layer")
+                return len(config[name])
         if self.layer_lists:
             raise UserError(f"{self.layer_lists[-1]} is missing")
         count: int = next(config[name] for name in LAYERS if name in self.types)

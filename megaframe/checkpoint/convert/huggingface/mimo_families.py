@@ -86,6 +86,12 @@ class PublishedKeys(Key):
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Raise `UserError` if one contradicts the facts, which other keys have set before."""
+        share, shares = config.get("partial_rotary_factor"), _list_shares(facts)
+        if share is not None and len(shares) > 1:
+            raise UserError(
+                f"partial_rotary_factor={share} is not supported where layers rotate "
+                f"{' and '.join(map(str, shares))} of their heads: leave it out of config.json"
+            )
         for key, expected in self.write(facts).items():
             value = config.get(key)
             if key == "partial_rotary_factor" and value is not None:  # as code rounds it
@@ -100,6 +106,7 @@ class PublishedKeys(Key):
     def write(self, facts: Facts) -> Keys:
         """Return the keys."""
         slides = [window is not None for window in facts.list_values("mixer.window")]
+        shares = _list_shares(facts)
         full, sliding = (
             next((layer for layer, s in zip(facts.layers, slides, strict=True) if s is kind), {})
             for kind in (False, True)
@@ -114,12 +121,18 @@ class PublishedKeys(Key):
         keys = {
             "layernorm_epsilon": facts.get("norm_eps"),
             "rope_theta": full.get("mixer.rotary_base"),
-            "partial_rotary_factor": facts.get("mixer.rotary_fraction"),
+            "partial_rotary_factor": shares[0] if len(shares) == 1 else None,
             "hybrid_layer_pattern": [int(s) for s in slides],
             "moe_layer_freq": [int(has) for has in list_experts(facts)],
             **sliding_keys,
         }
         return {key: value for key, value in keys.items() if value is not None}
+
+
+def _list_shares(facts: Facts) -> list[float]:
+    """Return the shares of heads that layers rotate, each once. Transformers takes one outside of
+    the sections of types for those that have none, whose default is another."""
+    return sorted({layer.get("mixer.rotary_fraction", 1.0) for layer in facts.layers})
 
 
 MIMO_V2_FLASH = LLAMA.derive(

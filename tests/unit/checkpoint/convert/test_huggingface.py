@@ -417,8 +417,8 @@ def change_config(folder, **keys):
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight [32] has no counterpart"),
         ({"vocab_size": 60}, "model.embed_tokens.weight is [61, 32], not [60, 32]"),
         (
-            {"rope_parameters": {"rope_type": "proportional"}},
-            "rope_type 'proportional' is not one of default",
+            {"rope_parameters": {"rope_type": "spiral"}},
+            "rope_type 'spiral' is not one of default",
         ),
     ],
 )

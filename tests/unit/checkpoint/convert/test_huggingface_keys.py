@@ -42,8 +42,9 @@ SMALL = {
     "deepseek_v3": {"rope_parameters": YARN},
 }
 """What is changed in the tiny config of a family, so that more of its keys act."""
-ROUNDING_ONLY = {"dtype", "torch_dtype"}
-"""Keys that choose the type of the numbers, not what is computed."""
+ROUNDING_ONLY = {"dtype", "torch_dtype", "chunk_size"}
+"""Keys that choose the type of the numbers, or in which order they are added, not what is
+computed."""
 FOLDED = {"logit_scale", "logits_scaling", "attention_value_scale"}
 """Keys whose factor is a part of our weights, which fp32 rounds unless it is a power of 2."""
 MORE = {
@@ -98,13 +99,24 @@ def list_changed_configs(config, defaults):
         yield f"without {key}", {k: v for k, v in config.items() if k != key}
 
 
+def read_infinite(value):
+    """Return a value of config.json with what transformers writes for numbers that JSON lacks."""
+    if isinstance(value, list):
+        return [read_infinite(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if [*value] == ["__float__"]:
+        return float(value["__float__"])
+    return {key: read_infinite(each) for key, each in value.items()}
+
+
 @torch.no_grad()
 def compute_their_logits(config, weights):
     """Return the logits that transformers computes; None if it cannot run such a model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        theirs = AutoConfig.for_model(**config)
+        theirs = AutoConfig.for_model(**read_infinite(config))
         model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
     except Exception:
         return None
