@@ -16,12 +16,13 @@ from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.layout import Layout
 from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MAX_KINDS, Compiled
 from megaframe.ops.operator_mode import OperatorMode
 from megaframe.pipeline_parallel.activation_offload import ActivationOffload
 from megaframe.planner.memory import compute_memory
-from megaframe.planner.parameter_counts import RankParameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.schedule import lower
 from megaframe.training.rank_pool import RankPool
 from megaframe.training.train_step import TrainStep
@@ -65,9 +66,9 @@ def test_the_memory_plan_knows_what_is_away():
             train={"recompute": "full", "seq": 32, "precision": "fp32", "offload": offload},
         )
         actions = lower(build_step_schedule(config, 2)).ranks[0]
-        return compute_memory(
-            config, RankParameters(0, (1,), (), (0,), (0,), (0,)), 1, plan_stages(config), actions
-        ).activations
+        plans = plan_stages(config)
+        parameters = count_rank_parameters(config.model, config.train, Layout(), plans)
+        return compute_memory(config, parameters, 1, plans, actions).activations
 
     stream = 32 * 64 * 4
     assert activations(False) - activations(True) == (6 - 2) * stream
