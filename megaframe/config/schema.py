@@ -208,7 +208,7 @@ class DataConfig(Section):
     text)."""
     label_weights: bool = True
     """Weigh the loss of each label as the weight file of its source says, if there is one
-    (docs/guides/data.md). False counts all labels alike."""
+    (docs/guides/finetuning.md). False counts all labels alike."""
     transforms: tuple[Annotated[DataTransformPart, Extensible("data_transform")], ...] = ()
     """What changes the tokens and labels of each sample of the training split, in this order, after
     `mask_eod`. Samples are changed whole, the same way under any layout and after a resume."""

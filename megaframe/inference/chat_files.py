@@ -24,6 +24,7 @@ from megaframe.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megaframe.errors import UserError
 from megaframe.inference.chat import ChatFormat, find_chat_format
 from megaframe.inference.chat_tokens import (
+    ChatRow,
     WeightedTokens,
     encode_chats,
     encode_spans,
@@ -174,7 +175,7 @@ class _Encoder:
         Raises:
             UserError: A row cannot be used, and these are not to be left out.
         """
-        waiting: list[tuple[_Row, Any]] = []
+        waiting: list[tuple[_Row, ChatRow]] = []
         for row in rows:
             try:
                 value = _parse(row)
@@ -192,7 +193,7 @@ class _Encoder:
         yield from self._encode_waiting(waiting, counts)
 
     def _encode_waiting(
-        self, waiting: Sequence[tuple[_Row, Any]], counts: ChatCounts
+        self, waiting: Sequence[tuple[_Row, ChatRow]], counts: ChatCounts
     ) -> Iterator[WeightedTokens]:
         """Yield the documents of chats, together if none of them is wrong."""
         if not waiting:

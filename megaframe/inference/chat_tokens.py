@@ -24,8 +24,6 @@ from megaframe.errors import UserError
 from megaframe.inference.chat import ChatFormat, Message
 from megaframe.inference.generation import check_text
 
-_GENERATION = "generation"
-
 
 class Span(NamedTuple):
     """Characters of a text, first and end, and how much their tokens count."""
@@ -104,8 +102,7 @@ def encode_chats(form: ChatFormat, chats: Sequence[ChatRow]) -> list[WeightedTok
     """
     for chat in chats:
         form.check_messages(chat.messages)
-    marked = _GENERATION in form.template and "endgeneration" in form.template
-    find_spans = _find_marked_spans if marked else _find_added_spans
+    find_spans = _find_marked_spans if "endgeneration" in form.template else _find_added_spans
     documents = []
     for text, spans in find_spans(form, chats):
         ids, places = form.tokenizer.encode_with_control_tokens(text)

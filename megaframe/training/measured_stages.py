@@ -26,9 +26,8 @@ from megaframe.architecture.stages import (
     compute_part_works,
     plan_stages,
 )
-from megaframe.config import ModelConfig, RunConfig, TrainConfig
+from megaframe.config import RunConfig
 from megaframe.config.keys import format_value
-from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
 from megaframe.data_parallel.sharded_parameters import ShardedParameters
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
@@ -40,6 +39,7 @@ from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.parameter_counts import list_layer_kinds
 from megaframe.schedule.simulate import simulate
 from megaframe.training.auto_layout import choose_by_stages, load_saved_config
+from megaframe.training.random_microbatch import make_random_microbatch
 from megaframe.training.train_step import build_layer_setup
 
 _TRIES = 5
@@ -79,7 +79,9 @@ def decide_stages(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, StageTimes]
         works = measure_parts(config, mesh)
         layers = works.divide(stages, recompute=config.train.recompute == "full")
         notes, values = _describe(config, mesh.layout.data, works, layers)
-    decided, more = choose_by_stages(_with_layers(config, layers), mesh.layout.world)
+    decided, more = choose_by_stages(
+        config.replace(parallel={"layers_per_stage": layers}), mesh.layout.world
+    )
     return decided, StageTimes([*notes, *more], values)
 
 
@@ -135,7 +137,7 @@ class _PartTimer:
         # Values are always here, and nobody reduces gradients.
         self._stage, self._device, self._plan = Stage(config, chunk, setup), mesh.device, plan
         self._stage.start_step(0)
-        self._microbatch = _make_microbatch(config.model, config.train, setup, mesh.device)
+        self._microbatch = make_random_microbatch(config, setup.context, mesh.device)
         self._scale = torch.ones((), dtype=torch.float64, device=mesh.device)
         inputs = self._stage.make_inputs(self._microbatch)
         rows = inputs.rows.padded // inputs.rows.ranks
@@ -165,18 +167,6 @@ class _PartTimer:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _make_microbatch(
-    model: ModelConfig, train: TrainConfig, setup: LayerSetup, device: torch.device
-) -> Microbatch:
-    """Return this context rank's part of a microbatch of random tokens that all have a label."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (train.microbatch, train.seq)
-    tokens, labels = torch.randint(0, model.vocab or 1, (2, *shape), generator=generator).to(device)
-    microbatch = Microbatch(tokens, labels, torch.arange(train.microbatch, device=device))
-    microbatch = look_ahead(microbatch, model.mtp_depth) if model.mtp_depth else microbatch
-    return select_context_part(microbatch, setup.context.index, setup.context.size)
 
 
 def _find_kept_layers(config: RunConfig, mesh: Mesh) -> tuple[int, ...] | None:
@@ -236,12 +226,7 @@ def _predict_bubble(
     config: RunConfig, data: int, works: PartWorks, layers: tuple[int, ...]
 ) -> float:
     """Return the bubble of a step, as a share of it, with the layers divided like this."""
-    divided = _with_layers(config, layers)
+    divided = config.replace(parallel={"layers_per_stage": layers})
     microbatches = config.train.global_batch // (config.train.microbatch * data)
     costs = works.sum_by_stage(plan_stages(divided))
     return float(simulate(build_step_schedule(divided, microbatches), costs).bubble)
-
-
-def _with_layers(config: RunConfig, layers: tuple[int, ...]) -> RunConfig:
-    parallel = config.parallel.model_copy(update={"layers_per_stage": layers})
-    return config.model_copy(update={"parallel": parallel})

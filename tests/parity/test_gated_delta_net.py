@@ -7,7 +7,7 @@ Tests `megaframe.context_parallel.states` and `megaframe.model.causal_convolutio
 
 import pytest
 from parity_runs import LAYOUTS as SHARED_LAYOUTS
-from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check
+from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check, pair_in_turn
 from slow_cases import mark_slow
 
 DELTA = {"kind": "gated_delta_net", "key_dim": 5, "chunk": 3, "key_heads": 4}
@@ -58,14 +58,7 @@ QUICK = [
     ("packed-next", "tensor, ring"),
     ("gated-experts", "experts"),
 ]
-CASES = [
-    # Every layout with one shape in turn.
-    (name, layout)
-    for number, name in enumerate(SHAPES)
-    for place, layout in enumerate(LAYOUTS)
-    if (number + place) % len(SHAPES) == 0 or (name, layout) in QUICK
-    if layout != "experts" or "moe" in SHAPES[name]
-]
+CASES = pair_in_turn(SHAPES, LAYOUTS, QUICK)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ Tests `megaframe.architecture.causal_convolution`, `megaframe.model.causal_convo
 
 import pytest
 from parity_runs import LAYOUTS as SHARED_LAYOUTS
-from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check
+from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check, pair_in_turn
 from slow_cases import mark_slow
 
 MIXER = {"kind": "gated_short_convolution"}
@@ -33,14 +33,9 @@ LAYOUTS = {
 }
 QUICK = [("packed-alone", "nested"), ("packed-lfm2", "tensor, ring"), ("lfm2_moe", "experts")]
 CASES = [
-    # Every layout with one shape in turn.
-    (name, layout)
-    for number, name in enumerate(SHAPES)
-    for place, layout in enumerate(LAYOUTS)
-    if (number + place) % len(SHAPES) == 0 or (name, layout) in QUICK
-    if layout != "experts" or "moe" in SHAPES[name]
-    if layout != "tensor of 3"
-] + [("packed-alone", "tensor of 3")]
+    *(case for case in pair_in_turn(SHAPES, LAYOUTS, QUICK) if case[1] != "tensor of 3"),
+    ("packed-alone", "tensor of 3"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ Tests `megaframe.model.mamba2`, `megaframe.architecture.mamba2`, `megaframe.arch
 
 import pytest
 from parity_runs import LAYOUTS as SHARED_LAYOUTS
-from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check
+from parity_runs import PIECES, PIECES_AND_AXES, make_layout_check, pair_in_turn
 from slow_cases import mark_slow
 
 MIXER = {"kind": "mamba2", "heads": 8, "head_dim": 3, "groups": 4, "state_dim": 5, "chunk": 3}
@@ -57,14 +57,7 @@ QUICK = [
     ("packed-nemotron", "zero 3"),
     ("packed-nemotron", "pipeline, ring"),
 ]
-CASES = [
-    # Every layout with one shape in turn.
-    (name, layout)
-    for number, name in enumerate(SHAPES)
-    for place, layout in enumerate(LAYOUTS)
-    if (number + place) % len(SHAPES) == 0 or (name, layout) in QUICK
-    if layout != "experts" or "moe" in SHAPES[name]
-]
+CASES = pair_in_turn(SHAPES, LAYOUTS, QUICK)
 
 
 @pytest.fixture(scope="module")

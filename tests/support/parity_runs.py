@@ -231,6 +231,18 @@ def assert_same(results, expected):
         assert_within(weights, reference, allowed, "what is promised of layouts", name)
 
 
+def pair_in_turn(shapes, layouts, quick):
+    """Return (shape, layout) for every layout with one shape in turn, and those that are `quick`.
+    Experts' layout needs a shape with experts."""
+    return [
+        (name, layout)
+        for number, name in enumerate(shapes)
+        for place, layout in enumerate(layouts)
+        if (number + place) % len(shapes) == 0 or (name, layout) in quick
+        if layout != "experts" or "moe" in shapes[name]
+    ]
+
+
 def choose_microbatch(ranks, parallel):
     """Return how many of the `FEW` samples are in a microbatch: all that a data rank has, and one
     in a pipeline. That gradients of several microbatches add up is shown by layouts of ours."""

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.spec import ParamSpec
-from megaframe.config import DataConfig, ModelConfig, MoEConfig, RunConfig, TrainConfig
-from megaframe.data.microbatch import Microbatch, look_ahead, select_context_part
+from megaframe.config import ModelConfig, MoEConfig, RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.model.block import Absent, TransformerBlock
@@ -37,6 +37,7 @@ from megaframe.ops.autograd import backward
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradientQueue
+from megaframe.training.random_microbatch import make_random_microbatch
 from megaframe.training.train_step import TrainStep
 
 _MOST_SETS = 512
@@ -100,25 +101,11 @@ def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
     train_step.optimizer.initialize(config.run.seed)
     stage = train_step.stages[0]
     stage.start_step(0)
-    microbatch = _make_microbatch(config.model, config.train, config.data, train_step)
+    microbatch = make_random_microbatch(config, train_step.context, mesh.device)
     measurements = _Measuring(train_step, mesh, microbatch, attention).measure_all()
     stage.take_statistics()
     mesh.finish()
     return measurements
-
-
-def _make_microbatch(
-    model: ModelConfig, train: TrainConfig, data: DataConfig, train_step: TrainStep
-) -> Microbatch:
-    """Return this context rank's part of a microbatch of random tokens, all of which have a
-    label."""
-    shape = (train.microbatch, train.seq)
-    generator = torch.Generator().manual_seed(1)
-    tokens, labels = torch.randint(0, model.vocab or 1, (2, *shape), generator=generator)
-    documents = torch.zeros_like(tokens) if data.reset_attention else None
-    microbatch = Microbatch(tokens, labels, torch.arange(shape[0]), None, documents)
-    microbatch = look_ahead(microbatch, model.mtp_depth)
-    return select_context_part(microbatch, train_step.context.index, train_step.context.size)
 
 
 class _Measuring:
