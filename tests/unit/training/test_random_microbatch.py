@@ -1,4 +1,4 @@
-"""The microbatch of random tokens that parts are measured with: parts of one sample on all ranks."""
+"""The random microbatch that parts are measured with: parts of the same samples on all ranks."""
 
 import pytest
 import torch
