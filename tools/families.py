@@ -21,14 +21,13 @@ _BEGIN = """\
 this page from their rows. `python -m pytest tests/unit/checkpoint/convert` compares the logits of \
 a tiny model of each with transformers, after an import and after an export. A config with a value \
 that its row does not know is refused by name. Where code adds 1 to gains, or divides logits or \
-multiplies values by a number that is no power of 2, the weights here are those that fp32 rounds \
-to, about 1e-7 beside theirs. BLOOM's code rounds a constant of its GELU to 8 digits, which moves \
-logits by about 1e-9.
+multiplies values or the products of each layer by a number that is no power of 2, the weights \
+here are those that fp32 rounds to, about 1e-7 beside theirs. BLOOM's code rounds a constant of \
+its GELU to 8 digits, which moves logits by about 1e-9.
 """
 _REFUSED = {
     "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
     "Mamba-1": ("jamba", "mamba"),
-    "the sum of two mixers": ("falcon_h1",),
     "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
     "hyper-connections": ("deepseek_v4",),
@@ -135,7 +134,9 @@ def _list_transforms(family: Family) -> Iterator[str]:
         yield "MXFP4"
     if "head.norm" in family.scales:
         yield "factor of logits in the last norm"
-    if "attention.value" in family.scales:
+    if "mamba2.gate" in family.scales:
+        yield "factors of products in their weights"
+    elif "attention.value" in family.scales:
         yield "factor of values in their product"
     if family.constant:
         yield "norms without weights"

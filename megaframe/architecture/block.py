@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from megaframe.architecture.activation import describe_activation
@@ -69,6 +69,7 @@ class BlockDescription:
             `two_norms` before them.
         residual_scale: Factor of what each half adds.
         drops: Whether parts of what each half adds are dropped at random in training.
+        second_mixer: Starts from the same rows as the mixer, and adds to its output.
     """
 
     mixer: MixerDescription
@@ -78,6 +79,7 @@ class BlockDescription:
     parallel: str = "none"
     residual_scale: float = 1.0
     drops: bool = False
+    second_mixer: MixerDescription = field(default_factory=NoMixer)
 
     @property
     def norms_before(self) -> bool:
@@ -95,22 +97,37 @@ class BlockDescription:
         return self.norms_before and self.parallel == "one_norm"
 
     @property
-    def halves(self) -> tuple[MixerDescription | FeedForwardDescription, ...]:
-        """The mixer and the feed-forward layer, or the one that there is."""
-        layers = (self.mixer, self.feed_forward)
-        return tuple(layer for layer in layers if not isinstance(layer, NoLayer))
+    def mixers(self) -> tuple[MixerDescription, ...]:
+        """The mixers that there are."""
+        mixers = (self.mixer, self.second_mixer)
+        return tuple(mixer for mixer in mixers if not isinstance(mixer, NoLayer))
+
+    @property
+    def layers(self) -> tuple[MixerDescription | FeedForwardDescription, ...]:
+        """The mixers and the feed-forward layer that there are, in order of use."""
+        return (*self.mixers, *([self.feed_forward] if self.has_second_half else ()))
+
+    @property
+    def has_second_half(self) -> bool:
+        """Whether there is a feed-forward layer."""
+        return not isinstance(self.feed_forward, NoLayer)
+
+    @property
+    def halves(self) -> int:
+        """How often the block adds to the stream."""
+        return bool(self.mixers) + self.has_second_half
 
     @property
     def first_half(self) -> Mapping[str, HasParameters]:
         """What the block computes first, and all norms."""
         parts: dict[str, HasParameters] = {}
-        if self.mixer in self.halves:
+        if self.mixers:
             if self.norms_before:
                 parts["attention_norm"] = self.norm
-            parts[self.mixer.name] = self.mixer
+            parts |= {mixer.name: mixer for mixer in self.mixers}
             if self.norms_after:
                 parts["attention_post_norm"] = self.norm
-        if self.feed_forward in self.halves:
+        if self.has_second_half:
             if self.norms_before and not self.shares_norm:
                 parts["mlp_norm"] = self.norm
             if self.norms_after:
@@ -121,7 +138,7 @@ class BlockDescription:
     def second_half(self) -> Mapping[str, HasParameters]:
         """The part whose parameters are used last and whose gradients are complete first."""
         layer = self.feed_forward
-        return {layer.name: layer} if layer in self.halves else {}
+        return {layer.name: layer} if self.has_second_half else {}
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters.
@@ -135,12 +152,12 @@ class BlockDescription:
     @cached_property
     def linears(self) -> list[LinearSpec]:
         """All products with weights, in order of use."""
-        return [*self.mixer.linears, *self.feed_forward.linears]
+        return [linear for layer in self.layers for linear in layer.linears]
 
     @cached_property
     def matrix_elements(self) -> int:
         """Elements of the matrices that one token is multiplied by."""
-        return self.mixer.matrix_elements + self.feed_forward.matrix_elements
+        return sum(layer.matrix_elements for layer in self.layers)
 
     @cached_property
     def matrices(self) -> Counter[tuple[int, int]]:
@@ -161,56 +178,59 @@ class BlockDescription:
             seq: Tokens of a sample.
             causal: Whether what is masked is left out.
         """
-        products = self.mixer.list_batched_products(seq)
+        products = [p for mixer in self.mixers for p in mixer.list_batched_products(seq)]
         return sum(p.flops * (p.causal_share if causal else 1.0) for p in products) / seq
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a block keeps per token besides its input.
 
-        It is what the mixer and the feed-forward keep, the stream between them, the outputs of the
+        It is what the mixers and the feed-forward keep, the stream between them, the outputs of the
         norms before them with their statistics, unless they are recomputed, and the inputs of the
         norms after them with their statistics.
         """
-        halves = self.halves
-        saved = sum((half.count_saved(parallel, recompute) for half in halves), SavedActivations())
-        if self.parallel == "none" and len(halves) == 2:
+        layers, halves = self.layers, self.halves
+        saved = sum(
+            (layer.count_saved(parallel, recompute) for layer in layers), SavedActivations()
+        )
+        if self.parallel == "none" and halves == 2:
             saved = saved + SavedActivations(values=self.norm.width)
         recomputed = recompute == "selective" and self.norm.recomputes
         if self.norms_before:
             needs_rows = [self.feed_forward.keeps_normed_input]
-            needs_rows.append(self.mixer.keeps_normed_input and not self.shares_norm)
-            norms = 1 if self.shares_norm else len(halves)
+            needs_rows += [m.keeps_normed_input and not self.shares_norm for m in self.mixers]
+            norms = 1 if self.shares_norm else halves
             kept_norms = min(norms, sum(needs_rows)) if recomputed else norms
             saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
-            saved = sum([self.norm.saved] * len(halves), saved)
+            saved = sum([self.norm.saved] * halves, saved)
         return saved
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
-        parts = self.halves
+        layers, together = self.layers, (self.layers,)
+        apart, in_parallel = (self.mixers, layers[len(self.mixers) :]), self.parallel != "none"
         saved = sum(
-            (part.count_saved_for_weights(parallel, recompute) for part in parts),
+            (layer.count_saved_for_weights(parallel, recompute) for layer in layers),
             SavedActivations(),
         )
-        in_parallel, rows = self.parallel != "none", 0
         if recompute == "selective" and self.norms_before and self.norm.recomputes:
             # Each product of the input normalises it again, into memory of its own.
-            recomputed_rows = (
-                part.input_products - 1 for part in parts if not part.keeps_normed_input
-            )
-            rows += sum(recomputed_rows)
-        elif in_parallel and (self.shares_norm or not self.norms_before):
-            rows -= all(part.input_products for part in parts)  # both halves keep the same rows
-        if in_parallel and not (self.norms_after or self.drops or self.residual_scale != 1.0):
-            # The gradient of the stream is that of both outputs.
-            rows -= all(part.keeps_output_gradient for part in parts)
+            rows = sum(layer.input_products - 1 for layer in layers if not layer.keeps_normed_input)
+        else:  # layers that start from the same rows keep them once
+            shares = in_parallel and (self.shares_norm or not self.norms_before)
+            groups = together if shares else apart
+            rows = -_count_repeated([[bool(x.input_products) for x in group] for group in groups])
+        # Layers whose outputs are added have the same gradient; in parallel halves, that of the
+        # stream.
+        changes = self.norms_after or self.drops or self.residual_scale != 1.0
+        groups = together if in_parallel and not changes else apart
+        rows -= _count_repeated([[x.keeps_output_gradient for x in group] for group in groups])
         return saved + SavedActivations(values=rows * self.norm.width)
 
     @property
     def tensor_traffic(self) -> TensorTraffic:
         """What the rows of a token move over the tensor axis."""
-        return self.mixer.tensor_traffic + self.feed_forward.tensor_traffic
+        return sum((layer.tensor_traffic for layer in self.layers), TensorTraffic(0, 0, 0))
 
     def count_traffic(
         self, parallel: ParallelConfig, seq: int, near: int = 1
@@ -218,7 +238,7 @@ class BlockDescription:
         """Return what moves over other axes than `tensor`, by axis. The arguments are those of
         `LayerDescription.count_traffic`."""
         traffic: dict[str, AxisTraffic] = {}
-        for part in (self.mixer, self.feed_forward):
+        for part in self.layers:
             for axis, moved in part.count_traffic(parallel, seq, near).items():
                 traffic[axis] = traffic.get(axis, AxisTraffic()) + moved
         return traffic
@@ -226,12 +246,16 @@ class BlockDescription:
     @property
     def tensor_statistics(self) -> int:
         """Elements per token, in at least fp32, that each pass sums over tensor ranks."""
-        return self.mixer.tensor_statistics + self.feed_forward.tensor_statistics
+        return sum(layer.tensor_statistics for layer in self.layers)
 
     def count_tensor_sums(self, samples: int) -> int:
         """Return the elements that a forward pass sums over the ranks of a sample."""
-        parts = (self.mixer, self.feed_forward)
-        return sum(part.count_tensor_sums(samples) for part in parts)
+        return sum(layer.count_tensor_sums(samples) for layer in self.layers)
+
+
+def _count_repeated(groups: Iterable[Iterable[bool]]) -> int:
+    """Return how many layers have what another one of their group has already."""
+    return sum(max(0, sum(group) - 1) for group in groups)
 
 
 @lru_cache(maxsize=4096)
@@ -248,6 +272,7 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
         block.parallel,
         block.residual_scale,
         model.dropout > 0,
+        _describe_mixer(model, block.second_mixer, output_std),
     )
 
 
@@ -294,13 +319,13 @@ def describe_norm(model: ModelConfig) -> NormDescription:
 
 def list_mixers(model: ModelConfig) -> list[MixerDescription]:
     """Return the mixers of all layers, and of the predictors' blocks after them."""
-    return [describe_block(model, n).mixer for n in range(model.layers + model.mtp_depth)]
+    blocks = [describe_block(model, n) for n in range(model.layers + model.mtp_depth)]
+    return [mixer for block in blocks for mixer in block.mixers or (block.mixer,)]
 
 
 def count_mixers(model: ModelConfig) -> int:
-    """Return how many layers have a mixer."""
-    mixers = list_mixers(model)[: model.layers]
-    return sum(not isinstance(mixer, NoMixer) for mixer in mixers)
+    """Return how many mixers the layers have."""
+    return sum(len(describe_block(model, layer).mixers) for layer in range(model.layers))
 
 
 def count_kv_copies(model: ModelConfig, tensor: int) -> int:

@@ -80,10 +80,9 @@ def _widen_model(model: ModelConfig) -> ModelConfig:
     """Return the model of twice the width."""
     blocks = model.blocks
     if blocks is not None:
+        parts = ("mixer", "second_mixer", "feed_forward")
         blocks = tuple(
-            block.model_copy(
-                update={"mixer": _widen(block.mixer), "feed_forward": _widen(block.feed_forward)}
-            )
+            block.model_copy(update={part: _widen(getattr(block, part)) for part in parts})
             for block in blocks
         )
     moe = model.moe if model.moe is None else _widen(model.moe)

@@ -178,7 +178,7 @@ def _select(model: ModelConfig, layers: Sequence[int]) -> tuple[ModelConfig, tup
         kinds = {
             getattr(part, "kind", None)
             for block in blocks
-            for part in (block.mixer, block.feed_forward)
+            for part in (block.mixer, block.second_mixer, block.feed_forward)
         }
         changes: dict[str, Any] = {"window": None}
         changes["blocks"] = [block.model_copy(update={"repeat": 1}) for block in blocks]

@@ -298,6 +298,11 @@ class BlockConfig(Section):
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
     """What mixes tokens: `attention`, `latent`, `gated_delta_net`, `gated_short_convolution` or
     `mamba2`, and its keys; or `none`."""
+    second_mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = NoLayerConfig(
+        kind="none"
+    )
+    """A mixer of another kind that starts from the same rows as the first one, and whose output is
+    added to its output, as in Falcon-H1. Default: none."""
     feed_forward: Annotated[FeedForwardConfig | FeedForwardPart, Extensible("feed_forward")] = (
         MLPConfig()
     )

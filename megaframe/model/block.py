@@ -60,6 +60,7 @@ class TransformerBlock(Module):
         self.recomputes_norms = setup.recompute and description.norm.recomputes
         self.attention_norm = self._make_norm("attention_norm", description)
         self.attention = self._build_half(description.mixer)
+        self.second_mixer = self._build_half(description.second_mixer)
         self.attention_post_norm = self._make_norm("attention_post_norm", description)
         self.mlp_norm = self._make_norm("mlp_norm", description)
         self.mlp_post_norm = self._make_norm("mlp_post_norm", description)
@@ -114,9 +115,9 @@ class TransformerBlock(Module):
     def _run_in_parallel(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Let both halves start from x. Autograd differentiates the MLP first, because it was
         computed last, so its gradients are complete at the boundary here, too."""
-        assert not isinstance(self.attention, Absent) and not isinstance(self.mlp, Absent)
+        assert not isinstance(self.mlp, Absent)
         rows, norm = self._prepare(x, self.attention_norm)
-        branch = self.attention(rows, norm, inputs, state)
+        branch = self._sum_mixers(rows, norm, inputs, state)
         branch = self._finish(branch, self.attention_post_norm, "attention", inputs)
         branch = state.boundary.cross(branch, self.mlp)
         if self.mlp_norm is not None:
@@ -126,11 +127,20 @@ class TransformerBlock(Module):
         return x + branch + self._finish(second, self.mlp_post_norm, "mlp", inputs)
 
     def _mix(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
-        """Return what the mixer adds to the stream."""
-        assert not isinstance(self.attention, Absent)
+        """Return what the mixers add to the stream."""
         rows, norm = self._prepare(x, self.attention_norm)
-        branch = self.attention(rows, norm, inputs, state)
+        branch = self._sum_mixers(rows, norm, inputs, state)
         return self._finish(branch, self.attention_post_norm, "attention", inputs)
+
+    def _sum_mixers(
+        self, rows: Tensor, norm: Norm | None, inputs: MicrobatchInputs, state: PassState
+    ) -> Tensor:
+        """Return the output of the mixer, and that of a second one added to it."""
+        assert not isinstance(self.attention, Absent)
+        branch = self.attention(rows, norm, inputs, state)
+        if isinstance(self.second_mixer, Absent):
+            return branch
+        return branch + self.second_mixer(rows, norm, inputs, state)
 
     def _feed_forward(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Return what the MLP or the experts add to the stream."""

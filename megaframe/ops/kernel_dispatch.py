@@ -300,7 +300,8 @@ def _explain_parts_without_kernels(model: ModelConfig) -> dict[str, str]:
         for role, base in (("norm", NormPart), ("activation", ActivationPart))
         if isinstance(part, base)
     }
-    values = [model.qk_norm, *(getattr(b.mixer, "qk_norm", None) for b in model.blocks or ())]
+    mixers = [m for block in model.blocks or () for m in (block.mixer, block.second_mixer)]
+    values = [model.qk_norm, *(getattr(mixer, "qk_norm", None) for mixer in mixers)]
     if "whole" in values:
         parts["norms of whole queries and keys"] = "tensor ranks sum their squares"
     feed_forwards = [block.feed_forward for block in model.blocks or ()]

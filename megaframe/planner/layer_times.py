@@ -57,7 +57,8 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
         return CostBreakdown(PassTimes(emulation.forward, emulation.backward, emulation.weight))
     block = describe_block(model, layer)
     experts_per_token = block.feed_forward.experts_per_token
-    attention = _estimate_attention_times(machine, block.mixer)
+    mixing = [(mixer, _estimate_attention_times(machine, mixer)) for mixer in block.mixers]
+    attention = sum((times for _, times in mixing), PassTimes())
     linears, traffic = block.linears, block.tensor_traffic.forward
     if machine.software.parallel_block and not experts_per_token:
         linears, traffic = _join_parallel_linears(linears), traffic // 2
@@ -66,7 +67,7 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     products = replace(products, weight=products.weight * share)
     if experts_per_token:
         products = products + _estimate_permutation_times(machine, experts_per_token)
-    halves = len(block.halves) / 2
+    halves = block.halves / 2
     elementwise = _estimate_elementwise_times(machine, block.feed_forward, halves)
     recompute = PassTimes(
         0.0, _estimate_recompute_seconds(machine, products, attention, elementwise), 0.0
@@ -81,7 +82,10 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     tensor = tensor + _estimate_statistics_times(machine, block.tensor_statistics)
     is_full = sizes.recompute == 2
     tensor = tensor + PassTimes(0.0, np.where(is_full, tensor.forward, 0.0), 0.0)
-    context = estimate_context_parallel_times(machine, block.mixer, attention)
+    context = sum(
+        (estimate_context_parallel_times(machine, mixer, times) for mixer, times in mixing),
+        PassTimes(),
+    )
     # Launches of the host are compared with the whole pass, exposed transfers included: while the
     # device waits for a transfer, the host catches up.
     return CostBreakdown(

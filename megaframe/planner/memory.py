@@ -353,7 +353,7 @@ def compute_max_width_per_token(model: ModelConfig) -> int:
     if model.emulate is not None:
         return model.hidden
     blocks = [describe_block(model, layer) for layer in range(model.layers)]
-    return max(max(block.mixer.widest, block.feed_forward.widest) for block in blocks)
+    return max(layer.widest for block in blocks for layer in block.layers)
 
 
 def _count_receive_buffer_elements(

@@ -186,8 +186,9 @@ class _BlockTable:
 
 
 def _drop_window(block: BlockDescription) -> BlockDescription:
-    """Return the block without its window, on which no memory depends."""
-    return replace(block, mixer=replace(block.mixer, window=None))
+    """Return the block without its windows, on which no memory depends."""
+    mixer, second = (replace(m, window=None) for m in (block.mixer, block.second_mixer))
+    return replace(block, mixer=mixer, second_mixer=second)
 
 
 def _count_elements(block: BlockDescription) -> int:

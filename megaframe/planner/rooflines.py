@@ -67,14 +67,15 @@ def compute_operator_rooflines(machine: Machine) -> Iterator[OperatorRoofline]:
     kinds = dict.fromkeys(describe_block(model, layer) for layer in range(model.layers))
     listed: set[str] = set()
     for block in kinds:
-        for layer in (block.mixer, block.feed_forward):
+        for layer in block.layers:
             for name, linear in _list_linears(layer, layer.name):
                 if name not in listed:
                     yield _compute_product_roofline(machine, name, linear)
                 listed.add(name)
-        if block.mixer.has_scores and (name := _name_scores(block.mixer)) not in listed:
-            listed.add(name)
-            yield _compute_attention_roofline(machine, name, block.mixer)
+        for mixer in block.mixers:
+            if mixer.has_scores and (name := _name_scores(mixer)) not in listed:
+                listed.add(name)
+                yield _compute_attention_roofline(machine, name, mixer)
     if model.vocab:
         head = LinearSpec((model.hidden,), (model.vocab,), std=0.0, split=0)
         yield _compute_product_roofline(machine, "output head", head)

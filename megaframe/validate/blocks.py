@@ -13,6 +13,7 @@ from megaframe.config.blocks import (
     Mamba2Config,
     MLPConfig,
     MoEMixtureConfig,
+    NoLayerConfig,
 )
 from megaframe.config.model import ModelConfig
 from megaframe.config.parts import FeedForwardPart
@@ -62,7 +63,7 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
         layers_of_kind = [
             number
             for number, block in enumerate(model.blocks)
-            if kind in (_get_kind(block.mixer), _get_kind(block.feed_forward))
+            if kind in map(_get_kind, (block.mixer, block.second_mixer, block.feed_forward))
         ]
         if layers_of_kind and section is None:
             yield (
@@ -76,8 +77,20 @@ def find_block_mistakes(model: ModelConfig) -> Iterator[str]:
             )
     for number, block in enumerate(model.blocks):
         place = f"model.blocks.{number}"
-        yield from _find_mixer_mistakes(model, block, f"{place}.mixer")
+        for key, alone in _list_mixers(block).items():
+            yield from _find_mixer_mistakes(model, alone, f"{place}.{key}")
         yield from _find_half_mistakes(model, block, place)
+
+
+def _list_mixers(block: BlockConfig) -> dict[str, BlockConfig]:
+    """Return the block, and if there is a second mixer the block with that alone; by the key of the
+    mixer."""
+    second = block.second_mixer
+    if _get_kind(second) == "none":
+        return {"mixer": block}
+    nothing = NoLayerConfig(kind="none")
+    alone = block.model_copy(update={"mixer": second, "second_mixer": nothing})
+    return {"mixer": block, "second_mixer": alone}
 
 
 def _find_mixer_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> Iterator[str]:
@@ -106,8 +119,8 @@ def _find_mixer_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> 
         for other in ("softcap", "query_scale", "sinks"):
             if getattr(mixer, other):
                 yield (
-                    f"{place}.alibi={mixer.alibi:g} adds the place of a key to scores, which "
-                    f"{other} would change; leave one of them out"
+                    f"{place}.{other} would change the place of a key that alibi={mixer.alibi:g} "
+                    "adds to scores; leave one of them out"
                 )
 
 
@@ -120,6 +133,12 @@ def _find_half_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> I
             "model.activation=xielu has slopes that are trained, for which "
             f"{place}.feed_forward={feed_forward.name} has no place; use "
             "model.activation=relu2, or say activation in the MLPs of model.blocks"
+        )
+    second = _get_kind(block.second_mixer)
+    if second != "none" and _get_kind(block.mixer) == "none":
+        yield (
+            f"{place}.second_mixer={second} has no first one beside it; say it in {place}.mixer, "
+            "which is none"
         )
     absent = [half for half in halves if _get_kind(getattr(block, half)) == "none"]
     if len(absent) == 2:
@@ -153,10 +172,11 @@ def check_each_block(
         return
     reported: set[str] = set()
     for number, block in enumerate(model.blocks):
-        for message in check(make_model_of_block(model, block)):
-            if message not in reported:
-                reported.add(message)
-                yield f"model.blocks.{number}: {message}"
+        for alone in _list_mixers(block).values():
+            for message in check(make_model_of_block(model, alone)):
+                if message not in reported:
+                    reported.add(message)
+                    yield f"model.blocks.{number}: {message}"
 
 
 def make_model_of_block(model: ModelConfig, block: BlockConfig) -> ModelConfig:

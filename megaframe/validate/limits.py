@@ -25,17 +25,23 @@ def find_limit_mistakes(
     """
     seen: set[str] = set()
     for place, block in _list_blocks(model):
-        for layer in (block.mixer, block.feed_forward):
+        for layer in block.layers:
             for message in layer.find_mistakes(parallel):
                 if message not in seen:
                     seen.add(message)
                     yield place + message
-        mixer = block.mixer
-        if data.reset_attention and not mixer.sees_documents:
+        if len({mixer.name for mixer in block.mixers}) < len(block.mixers):
             yield (
-                f"{place}data.reset_attention=true keeps documents apart, which {mixer.label} does "
-                "not; use data.reset_attention=false, or give its forward an argument `documents`"
+                f"{place.removesuffix(': ')}.second_mixer has parameters of the same names as the "
+                f"mixer, {block.mixer.name}; use mixers of different kinds"
             )
+        for mixer in block.mixers:
+            if data.reset_attention and not mixer.sees_documents:
+                yield (
+                    f"{place}data.reset_attention=true keeps documents apart, which {mixer.label} "
+                    "does not; use data.reset_attention=false, or give its forward an argument "
+                    "`documents`"
+                )
     if model.vocab is not None:
         for limit in describe_token_table(model).limits:
             yield from limit.find_mistakes(parallel)
@@ -58,7 +64,8 @@ def _list_blocks(model: ModelConfig) -> tuple[tuple[str, BlockDescription], ...]
 
 def _find_copy_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a message if blocks divide their key and value heads differently over tensor ranks."""
-    groups = {block.mixer.ring_groups for _, block in _list_blocks(model)}
+    blocks = _list_blocks(model)
+    groups = {mixer.ring_groups for _, block in blocks for mixer in block.mixers}
     tensor = parallel.tensor
     fewer = sorted(group for group in groups if count_copies(group, tensor) > 1)
     if len(fewer) > 1:

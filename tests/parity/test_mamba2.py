@@ -38,6 +38,10 @@ SHAPES = {
         ],
         "moe": {"experts": 4, "ffn": 10, "shared": 1},
     },
+    "packed-falcon": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
+        "blocks": [{"second_mixer": {**MIXER, "norm": "none"}}, {"second_mixer": MIXER}],
+    },
     "packed-alone": {
         **{"norm": "rmsnorm", "position": "none"},
         "blocks": [{"mixer": {**MIXER, "convolution": 6, "norm": "none"}}],
@@ -51,8 +55,9 @@ LAYOUTS = {
 }
 QUICK = [
     ("packed-alone", "nested"),
-    ("packed-bamba", "tensor, ring"),
+    ("packed-bamba", "zero 2"),
     ("granite", "selective"),
+    ("packed-falcon", "tensor, ring"),
     ("packed-nemotron", "experts"),
     ("packed-nemotron", "zero 3"),
     ("packed-nemotron", "pipeline, ring"),

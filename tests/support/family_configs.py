@@ -224,10 +224,19 @@ MAMBA = {
     **{"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3},
     **{"mamba_expand": 3, "mamba_proj_bias": True},
 }
+FALCON_MULTIPLIERS = {  # by which fp32 divides exactly
+    **{"attention_in_multiplier": 0.5, "attention_out_multiplier": 2.0, "key_multiplier": 4.0},
+    **{"ssm_in_multiplier": 0.25, "ssm_out_multiplier": 4.0, "lm_head_multiplier": 0.125},
+    **{"ssm_multipliers": [0.5, 2.0, 4.0, 8.0, 0.125], "mlp_multipliers": [2.0, 0.25]},
+}
 HYBRID = {
     "bamba": {
         **{**GROUPED, **MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
         **{"mamba_conv_bias": False, "attention_bias": True, "mlp_bias": True},
+    },
+    "falcon_h1": {
+        **{**GROUPED, **MAMBA, "mamba_proj_bias": False, "mamba_d_ssm": 18, "head_dim": 10},
+        **{"mamba_rms_norm": True, "embedding_multiplier": 0.3, **FALCON_MULTIPLIERS},
     },
     "granitemoehybrid": {
         **{**GROUPED, **MAMBA, **GRANITE_ROUTED, "shared_intermediate_size": 48},

@@ -101,6 +101,9 @@ def _block(weights, model, layer, x, mask, positions, counted):
     if block.mixer.kind != "none":
         y = _norm(weights, model, f"{name}.attention_norm", x, model.norm) if before else x
         branch = attention(weights, model, block.mixer, name, y, mask, positions)
+        if block.second_mixer.kind != "none":
+            mix = own.get(second := block.second_mixer.kind, partial(_mix_by_example, second))
+            branch = branch + mix(weights, model, block.second_mixer, name, y, mask, positions)
         stream = add(x, branch, "attention")
     if block.feed_forward.kind == "none":
         return stream, 0.0

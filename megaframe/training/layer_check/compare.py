@@ -77,10 +77,10 @@ def list_described_parts(model: ModelConfig, train: TrainConfig) -> Iterator[Des
     for layer in range(model.layers):
         block, name = describe_block(model, layer), f"blocks.{layer}"
         for part_name, part in block.first_half.items():
-            if part is not block.mixer:
+            if part not in block.mixers:
                 yield make_part(f"{name}.{part_name}", part)
-        for half in block.halves:
-            yield make_part(f"{name}.{half.name}", half)
+        for described in block.layers:
+            yield make_part(f"{name}.{described.name}", described)
         yield make_part(name, block)
     for index in range(model.mtp_depth):
         predictor, name = describe_predictor(model, index), f"predictors.{index}"
@@ -182,15 +182,19 @@ class _Comparison:
         """Compare products. Around a ring each rank multiplies some of the scores only, as tiles
         that depend on its place; and matrices of states are multiplied once more for each piece."""
         description, layout = self.part.description, self.layout
-        mixer, seq, pieces = _find_mixer(description), self.config.train.seq, 1
-        if mixer is not None and layout.context > 1:
-            if mixer.has_scores and layout.context > count_exchanging_ranks(self.config.parallel):
-                return
-            if not mixer.mixes_pieces_alike:
-                return
-            if not mixer.has_scores:  # pieces of samples are mixed like samples
-                pieces = 2 * layout.context
-        products = () if mixer is None else mixer.list_batched_products(-(-seq // pieces))
+        mixers, seq, flops = _list_mixers(description), self.config.train.seq, 0.0
+        for mixer in mixers:
+            pieces = 1
+            if layout.context > 1:
+                exchanging = count_exchanging_ranks(self.config.parallel)
+                if mixer.has_scores and layout.context > exchanging:
+                    return
+                if not mixer.mixes_pieces_alike:
+                    return
+                if not mixer.has_scores:  # pieces of samples are mixed like samples
+                    pieces = 2 * layout.context
+            products = mixer.list_batched_products(-(-seq // pieces))
+            flops += sum(product.flops for product in products) * pieces
         passes = 3 if isinstance(description, HeadDescription) else 1
         samples = self.config.train.microbatch * layout.data
         self._compare(
@@ -200,7 +204,7 @@ class _Comparison:
                     2.0 * self._tokens * passes * _count_elements(linear, layout.tensor)
                     for linear in description.linears
                 )
-                + sum(product.flops for product in products) * pieces * samples
+                + flops * samples
             ),
             sum(measurement.flops for measurement in self.measured),
             "linears",
@@ -275,11 +279,12 @@ def can_load_evenly(model: ModelConfig, train: TrainConfig, layout: Layout) -> b
     return rows % len(list_expert_sets(moe.experts, moe.top_k)) == 0
 
 
-def _find_mixer(description: Any) -> MixerDescription | None:
-    """Return the mixer that a description is or contains."""
+def _list_mixers(description: Any) -> tuple[MixerDescription, ...]:
+    """Return the mixers that a description is or contains."""
     description = getattr(description, "block", description)
-    mixer = getattr(description, "mixer", description)
-    return mixer if isinstance(mixer, MixerDescription) else None
+    if isinstance(description, BlockDescription):
+        return description.mixers
+    return (description,) if isinstance(description, MixerDescription) else ()
 
 
 def _count_elements(linear: LinearSpec, tensor: int) -> float:

@@ -179,10 +179,11 @@ class _Measuring:
             if norm is not None:
                 run = partial(_run_norm, norm, block.setup.kernels)
                 yield make_part(f"{block.name}.{name}", norm, run)
-        layers = [layer for layer in (block.attention, block.mlp) if not isinstance(layer, Absent)]
-        for layer, half in zip(layers, description.halves, strict=True):
+        layers = [block.attention, block.second_mixer, block.mlp]
+        layers = [layer for layer in layers if not isinstance(layer, Absent)]
+        for layer, described in zip(layers, description.layers, strict=True):
             yield make_part(
-                f"{block.name}.{half.name}",
+                f"{block.name}.{described.name}",
                 layer,
                 lambda x, state, layer=layer: layer(x, None, inputs, state),
             )

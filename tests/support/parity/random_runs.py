@@ -59,6 +59,8 @@ HELD = {
 WIDE_EPS = {"adabelief": {"belief_eps": 1e-6}}
 """Keys of optimizers from outside that divide by the size of gradients: as with AdamW, a small one
 would let rounding decide where gradients are zero but for it."""
+PARTS = ("second_mixer", "mixer", "feed_forward")
+"""Keys of a block that have a kind."""
 MOST_STAGES, MOST_MICROBATCHES, MOST_REPAIRS = 12, 8, 40
 
 
@@ -290,7 +292,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         block = draw_sections(BlockConfig, values, given=("mixer", "feed_forward"))
         model["blocks"] = draw(st.lists(block, min_size=1, max_size=3))
         sizes["layers"] = max(layers, sum(keys.get("repeat", 1) for keys in model["blocks"]))
-        parts = [keys[half] for keys in model["blocks"] for half in ("mixer", "feed_forward")]
+        parts = [keys.get(part, {}) for keys in model["blocks"] for part in PARTS]
         used = {part.get("kind") for part in parts}
     else:
         used = {*kind.split()}
@@ -375,7 +377,7 @@ def list_named_keys(sections, ranks):
             path = name.split(".")
             if block and path[-1] != "kind":  # without which no other key of the part is legal
                 start = ["model", "blocks", block[1]]
-                for part in ("mixer", "feed_forward"):
+                for part in PARTS:
                     paths += [[*start, part, *path[1:]], [*start, part, path[-1]]]
             paths.append(path)
         named.append(paths)

@@ -165,6 +165,21 @@ MODELS |= {
         **{"layers": 2, "bias": True, "dropout": 0.1},
         "blocks": [{"feed_forward": "none"}, {"mixer": "none"}],
     },
+    "two mixers": {
+        **{"norm": "rmsnorm", "layers": 3},
+        "blocks": [
+            {"second_mixer": MAMBA, "residual_scale": 0.5},
+            {"mixer": {"output_gate": "element"}, "second_mixer": MAMBA, "parallel": "one_norm"},
+            {"mixer": MAMBA, "second_mixer": {"kv_heads": 2}, "norms": "after"},
+        ],
+    },
+    "two mixers of biases": {
+        **{"bias": True, "dropout": 0.1},
+        "blocks": [{"second_mixer": MAMBA, "norms": "none"}],
+    },
+    "two mixers in parallel": {
+        "blocks": [{"second_mixer": MAMBA, "norms": "none", "parallel": "two_norms"}],
+    },
     "short convolution": {
         **{"norm": "rmsnorm", "bias": True},
         "blocks": [{"mixer": "gated_short_convolution"}],

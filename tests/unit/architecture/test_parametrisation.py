@@ -97,7 +97,11 @@ def test_what_does_not_grow_with_the_width_is_no_width():
         blocks=[
             {"mixer": "latent", "feed_forward": "moe"},
             {"mixer": {"kind": "gated_delta_net", "key_heads": 3, "value_heads": 6}},
-            {"mixer": {"kind": "gated_short_convolution"}, "feed_forward": {"ffn": 7}},
+            {
+                "mixer": {"kind": "gated_short_convolution"},
+                "second_mixer": {"kind": "mamba2", "heads": 4},
+                "feed_forward": {"ffn": 7},
+            },
         ],
     )
     n = 4.0
@@ -117,6 +121,7 @@ def test_what_does_not_grow_with_the_width_is_no_width():
         "blocks.1.delta_net.norm.gain": Growth(),
         "blocks.1.delta_net.output.weight": Growth(n, n),
         "blocks.2.gated_short_convolution.input.weight": Growth(n, n),
+        "blocks.2.mamba2.output.weight": Growth(n, n),
         "blocks.2.mlp.down.weight": Growth(n, n),
         "predictors.0.join.weight": Growth(n, n),
         "head.weight": Growth(n, 1.0, 1 / n),

@@ -46,6 +46,7 @@ MODELS = {
             {"feed_forward": "none"},
         ],
     },
+    "two mixers": {"norm": "rmsnorm", "blocks": [{"second_mixer": {**MAMBA, "bias": True}}]},
     "experts": {
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},
         "position": "none",

@@ -289,6 +289,14 @@ MODELS |= {
         ],
         "moe": {"experts": 4, "ffn": 10, "shared": 1},
     },
+    "falcon_h1": {
+        **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},
+        "blocks": [
+            {"second_mixer": {**MAMBA, "norm": "none"}},
+            {"mixer": MAMBA, "second_mixer": {"qk_norm": True}, "parallel": "one_norm"},
+            {"second_mixer": MAMBA, "norms": "after", "feed_forward": "none"},
+        ],
+    },
     "llama_4": {
         **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},
         "blocks": [

@@ -57,7 +57,7 @@ OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
         ),
         (
             {"blocks": [{"mixer": {"alibi": 8, "softcap": 2.0}}]},
-            "model.blocks.0.mixer.alibi=8 adds the place of a key to scores, which softcap would",
+            "model.blocks.0.mixer.softcap would change the place of a key that alibi=8 adds to",
             {"blocks": [{"mixer": {"alibi": 8}}]},
         ),
         (
@@ -74,6 +74,11 @@ OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
             {"blocks": [{}, {"mixer": "none", "feed_forward": "none"}]},
             "model.blocks.1.mixer=none and model.blocks.1.feed_forward=none leave nothing in",
             {"blocks": [{}, {"mixer": "none"}]},
+        ),
+        (
+            {"blocks": [{"mixer": "none", "second_mixer": "mamba2"}]},
+            "model.blocks.0.second_mixer=mamba2 has no first one beside it; say it in",
+            {"blocks": [{"mixer": "mamba2"}]},
         ),
         (
             {"blocks": [{"feed_forward": "none", "parallel": "two_norms"}]},
@@ -112,3 +117,9 @@ def test_steps_have_a_range(smallest, refused):
         "model.blocks.0.mixer.step_min=0.2 is more than step_max=0.1; use step_min=0.1 or less"
     )
     assert [*mistakes] == [message] * refused
+
+
+def test_two_mixers_have_names_of_their_own():
+    keys = {"model.blocks": "[{second_mixer: {kind: attention, window: 4}}]"}
+    (refusal,) = list_refusals_of_ranks(keys)
+    assert "model.blocks.0.second_mixer has parameters of the same names as the mixer" in refusal

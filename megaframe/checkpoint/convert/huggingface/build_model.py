@@ -101,6 +101,8 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     """Return what a block says beside the keys of the model."""
     bias = keys.get("bias", False)
     block = {k: layer.get(k, v) for k, v in _BLOCK_DEFAULTS.items() if layer.get(k, v) != v}
+    if layer.get("second_mixer.kind") == MAMBA2:
+        block["second_mixer"] = {"kind": MAMBA2, **_build_mamba2(layer, bias)}
     mixer: dict[str, Any] = {"window": layer.get("mixer.window")}
     if layer.get("mixer.kind") == "latent":
         mixer["kind"] = "latent"

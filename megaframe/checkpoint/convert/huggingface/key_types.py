@@ -48,6 +48,14 @@ Range = (
 Factors = Annotated[list[Annotated[float, Field(gt=0)]], Field(max_length=4096)] | None
 
 
+def make_factors(count: int) -> Any:
+    """Return the type of a list of so many factors, which may be missing."""
+    return (
+        Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=count, max_length=count)]
+        | None
+    )
+
+
 class RopeKeys(BaseModel):
     """`rope_parameters`, or `rope_scaling` with the base outside. Other keys change the rotation in
     ways that are not supported, so they are refused, and `truncate` may not be null, which

@@ -1,18 +1,22 @@
-"""Families with Mamba-2: beside attention in some layers, in blocks with one half, or alone."""
+"""Families with Mamba-2: in some layers or beside attention in each, in blocks with one half, or
+alone."""
 
 from __future__ import annotations
 
 from megaframe.checkpoint.convert.huggingface.dense_families import LLAMA, NO_BIASES
 from megaframe.checkpoint.convert.huggingface.key_pairs import Pair, choose
-from megaframe.checkpoint.convert.huggingface.key_types import Heads, Size
+from megaframe.checkpoint.convert.huggingface.key_types import Factor, Heads, Size
 from megaframe.checkpoint.convert.huggingface.mamba_keys import (
     MAMBA_FACTS,
+    MULTIPLIED,
     AttentionIndices,
     HalfLayers,
     HybridExperts,
     IfExperts,
     InnerWidth,
     MambaLayers,
+    Multipliers,
+    NormPlace,
     StepRange,
     make_mamba_keys,
     name_mamba,
@@ -41,6 +45,13 @@ _ATTENTION = (
     Pair("num_key_value_heads", "mixer.kv_heads", "value", absent=1),
 )
 """Keys that must have a value even if no layer has attention."""
+_BAMBA_ENDS = {"model.norm": None, "model.final_layernorm": "head.norm"}
+_BAMBA_BLOCK = {
+    **{"post_attention_layernorm": None, "pre_ff_layernorm": "mlp_norm"},
+    **{f"mlp.{name}_proj": None for name in ("gate", "up", "down")},
+    **{f"feed_forward.{name}_proj": f"mlp.{name}" for name in ("gate", "up", "down")},
+    **name_mamba("mamba"),
+}
 BAMBA = LLAMA.derive(
     "bamba",
     "BambaForCausalLM",
@@ -51,13 +62,33 @@ BAMBA = LLAMA.derive(
     own=_OWN,
     training=("z_loss_coefficient",),
     neutral=("mamba_chunk_size", "num_logits_to_keep"),
-    ends={"model.norm": None, "model.final_layernorm": "head.norm"},
-    block={
-        **{"post_attention_layernorm": None, "pre_ff_layernorm": "mlp_norm"},
-        **{f"mlp.{name}_proj": None for name in ("gate", "up", "down")},
-        **{f"feed_forward.{name}_proj": f"mlp.{name}" for name in ("gate", "up", "down")},
-        **name_mamba("mamba"),
+    ends=_BAMBA_ENDS,
+    block=_BAMBA_BLOCK,
+)
+FALCON_H1 = LLAMA.derive(
+    "falcon_h1",
+    "FalconH1ForCausalLM",
+    Pair("rms_norm_eps", "norm_eps", default=1e-5),
+    *make_mamba_keys("mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias"),
+    InnerWidth(inner="mamba_d_ssm"),
+    StepRange(),
+    NormPlace(),
+    Pair("num_key_value_heads", "mixer.kv_heads", "present"),
+    Pair("embedding_multiplier", "embedding_scale", default=1.0, type=Factor),
+    Pair("lm_head_multiplier", "head_scale", default=1.0, type=Factor, absent=1.0),
+    Multipliers(),
+    own={
+        **{"mixer.kind": "attention", "second_mixer.kind": MAMBA2, "feed_forward.kind": "mlp"},
+        **{f"{MAMBA_FACTS}.input_bias": False, f"{MAMBA_FACTS}.bias": False},
     },
+    fixed={
+        **{**NO_BIASES, "mamba_proj_bias": False, "projectors_bias": False},
+        **{"mamba_use_mlp": True, "attn_layer_indices": None},
+    },
+    neutral=("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor"),
+    ends=_BAMBA_ENDS,
+    block=_BAMBA_BLOCK,
+    scales={**MULTIPLIED, "head.norm": "head_scale"},
 )
 GRANITE_MOE_HYBRID = GRANITE_MOE.derive(
     "granitemoehybrid",
@@ -170,4 +201,4 @@ NEMOTRON_H = LLAMA.derive(
     other_models=("mtp.",),
     layer_lists=("layers_block_type", "hybrid_override_pattern"),
 )
-MAMBA_FAMILIES = (BAMBA, GRANITE_MOE_HYBRID, MAMBA2_ALONE, NEMOTRON_H)
+MAMBA_FAMILIES = (BAMBA, FALCON_H1, GRANITE_MOE_HYBRID, MAMBA2_ALONE, NEMOTRON_H)

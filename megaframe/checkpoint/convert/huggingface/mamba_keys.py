@@ -17,13 +17,16 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
 from megaframe.checkpoint.convert.huggingface.key_types import (
     Count,
     Counts,
+    Factor,
+    Flag,
     Heads,
     Range,
     Size,
     Text,
     Texts,
+    make_factors,
 )
-from megaframe.checkpoint.convert.huggingface.model_facts import MAMBA2, Facts
+from megaframe.checkpoint.convert.huggingface.model_facts import MAMBA2, MAMBA2_INPUTS, Facts
 from megaframe.checkpoint.convert.huggingface.moe_families import SharedWidth
 from megaframe.errors import UserError
 
@@ -41,33 +44,43 @@ class InnerWidth(Key):
         heads: The key of the number of heads.
         width: That of their width, which may be `auto`.
         expand: That of the factor.
+        inner: That of the width of all heads, by which the factor has no effect; empty if there is
+            none.
     """
 
     heads: str = "mamba_n_heads"
     width: str = "mamba_d_head"
     expand: str = "mamba_expand"
+    inner: str = ""
 
     @property
     def types(self) -> Mapping[str, Any]:
         """The keys."""
-        return {self.heads: Heads, self.width: Size | Literal["auto"], self.expand: Size}
+        inner = {self.inner: Size} if self.inner else {}
+        return {self.heads: Heads, self.width: Size | Literal["auto"], self.expand: Size, **inner}
 
     @property
     def required(self) -> Sequence[str]:
         """The number of heads."""
         return (self.heads,)
 
+    @property
+    def present(self) -> Sequence[str]:
+        """The width of all heads."""
+        return (self.inner,) if self.inner else ()
+
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the heads and their width."""
         heads, width, expand = config[self.heads], config.get(self.width), config.get(self.expand)
-        inner = (2 if expand is None else expand) * facts.get("hidden")
+        inner = config.get(self.inner)
+        said = f"{self.inner}={inner}"
+        if inner is None:
+            inner = (2 if expand is None else expand) * facts.get("hidden")
+            said = f"{self.expand}={expand} times the width {facts.get('hidden')} of the stream"
         if width in (None, "auto"):
             width = inner // heads
         if heads * width != inner:
-            raise UserError(
-                f"{self.heads}={heads} times {self.width}={width} is not {self.expand}={expand} "
-                f"times the width {facts.get('hidden')} of the stream"
-            )
+            raise UserError(f"{self.heads}={heads} times {self.width}={width} is not {said}")
         facts.set(f"{MAMBA_FACTS}.heads", heads)
         facts.set(f"{MAMBA_FACTS}.head_dim", width)
 
@@ -77,7 +90,8 @@ class InnerWidth(Key):
         if heads is None:
             raise UserError("no layer has Mamba-2, without which the family's code has no model")
         expand = max(1, heads * width // facts.get("hidden"))
-        return {self.heads: heads, self.width: width, self.expand: expand}
+        inner = {self.inner: heads * width} if self.inner else {}
+        return {self.heads: heads, self.width: width, self.expand: expand, **inner}
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,76 @@ class AttentionIndices(Key):
         return {"attn_layer_indices": [layer for layer, kind in mixers if kind == "attention"]}
 
 
+@dataclass(frozen=True)
+class NormPlace(Key):
+    """Whether outputs are normalised, and whether before or after they are gated."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The keys."""
+        return {"mamba_rms_norm": Flag, "mamba_norm_before_gate": Flag}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the place of the norm."""
+        before = config.get("mamba_norm_before_gate", True)
+        place = "before_gate" if before else "after_gate"
+        facts.set(f"{MAMBA_FACTS}.norm", place if config.get("mamba_rms_norm") else "none")
+
+    def write(self, facts: Facts) -> Keys:
+        """Return both keys."""
+        place = facts.get(f"{MAMBA_FACTS}.norm")
+        has_norm = {"mamba_rms_norm": place != "none"}
+        return {**has_norm, "mamba_norm_before_gate": place == "before_gate"}
+
+
+_MULTIPLIERS: dict[str, tuple[str, ...]] = {
+    "attention_in_multiplier": tuple(f"attention.{name}" for name in ("query", "key", "value")),
+    "key_multiplier": ("attention.key",),
+    "attention_out_multiplier": ("attention.output",),
+    "ssm_in_multiplier": tuple(f"mamba2.{name}" for name in MAMBA2_INPUTS),
+    "ssm_out_multiplier": ("mamba2.output",),
+}
+_LISTED_MULTIPLIERS: dict[str, tuple[str, ...]] = {
+    "ssm_multipliers": tuple(f"mamba2.{name}" for name in MAMBA2_INPUTS),
+    "mlp_multipliers": ("mlp.gate", "mlp.down"),
+}
+MULTIPLIED = {
+    module: f"multiplier.{module}"
+    for modules in (*_MULTIPLIERS.values(), *_LISTED_MULTIPLIERS.values())
+    for module in modules
+}
+"""Modules of ours that have multipliers, and the paths of the facts that have their products."""
+
+
+@dataclass(frozen=True)
+class Multipliers(Key):
+    """Factors of products in each layer (muP), which our weights have."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """One factor, or one for each of several modules."""
+        lists = {name: make_factors(len(own)) for name, own in _LISTED_MULTIPLIERS.items()}
+        return {**dict.fromkeys(_MULTIPLIERS, Factor), **lists}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the product of the factors of each module."""
+        products = dict.fromkeys(MULTIPLIED, 1.0)
+        for name, modules in _MULTIPLIERS.items():
+            for module in modules:
+                products[module] *= config.get(name, 1.0)
+        for name, modules in _LISTED_MULTIPLIERS.items():
+            factors = config.get(name) or [1.0] * len(modules)
+            for module, factor in zip(modules, factors, strict=True):
+                products[module] *= factor
+        for module, product in products.items():
+            facts.set(MULTIPLIED[module], product)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return factors of 1, as the weights have them."""
+        lists = {name: [1.0] * len(own) for name, own in _LISTED_MULTIPLIERS.items()}
+        return {**dict.fromkeys(_MULTIPLIERS, 1.0), **lists}
+
+
 _TYPES = {
     **{"mamba": MAMBA2, "linear_attention": MAMBA2},
     **{"attention": "attention", "full_attention": "attention"},
@@ -164,21 +248,21 @@ def make_mamba_keys(*names: str) -> tuple[Key, ...]:
 
     Args:
         names: Of the groups, the size of states, the taps of the convolution, its biases and those
-            of the products.
+            of the products, if they have some.
     """
-    groups, state, taps, convolution_bias, bias = names
+    groups, state, taps, convolution_bias, *biases = names
     return (
         Pair(groups, f"{MAMBA_FACTS}.groups", "value", type=Heads),
         Pair(state, f"{MAMBA_FACTS}.state_dim", "value", type=Size),
         Pair(taps, f"{MAMBA_FACTS}.convolution", default=4, type=Size),
         Pair(convolution_bias, f"{MAMBA_FACTS}.convolution_bias", default=True, type=bool),
-        Pair(bias, _BIASES, default=False, type=bool),
+        *(Pair(bias, _BIASES, default=False, type=bool) for bias in biases),
     )
 
 
 def name_mamba(module: str) -> dict[str, str]:
     """Return the names of the modules of a mixer, and those of ours that are stacked in each."""
-    parts = " ".join(f"mamba2.{part}" for part in ("gate", "inputs", "key", "query", "steps"))
+    parts = " ".join(f"mamba2.{part}" for part in MAMBA2_INPUTS)
     return {
         f"{module}.in_proj": parts,
         f"{module}.conv1d": "mamba2.convolution",

@@ -21,6 +21,7 @@ from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
+from megaframe.architecture.layer import MixerDescription
 from megaframe.architecture.mamba2 import Mamba2Description
 from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
@@ -31,7 +32,7 @@ from megaframe.config import ModelConfig
 from megaframe.config.compare import TRAINING_ONLY
 from megaframe.errors import UserError
 
-_LAYER_PATHS = ("mixer", "feed_forward", "norms", "parallel", "residual_scale")
+_LAYER_PATHS = ("mixer", "second_mixer", "feed_forward", "norms", "parallel", "residual_scale")
 """Where the paths of layers' facts begin; all others are of the whole model."""
 _SHARED = (
     *("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "embedding_norm"),
@@ -43,6 +44,8 @@ _ATTENTION = (
 DELTA_NET, SHORT_CONVOLUTION = "gated_delta_net", "gated_short_convolution"
 MAMBA2 = "mamba2"
 """Kinds of mixers."""
+MAMBA2_INPUTS = ("gate", "inputs", "key", "query", "steps")
+"""Parts of the product of Mamba-2's input, in the order of the rows of a group."""
 DELTA_NET_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim")
 _SCALING: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -147,7 +150,25 @@ def _describe_experts(layer: MoEDescription) -> dict[str, Any]:
 
 
 def _describe_layer(block: BlockDescription) -> dict[str, Any]:
-    mixer, feed_forward = block.mixer, block.feed_forward
+    # The sum of two mixers has no order.
+    mixers = sorted(block.mixers, key=lambda mixer: mixer.name == MAMBA2) or [block.mixer]
+    facts = _describe_mixer(mixers[0])
+    if len(mixers) == 2:
+        second = _describe_mixer(mixers[1])
+        facts |= {**second, "mixer.kind": facts["mixer.kind"]}
+        facts["second_mixer.kind"] = second["mixer.kind"]
+    feed_forward = block.feed_forward
+    facts["feed_forward.kind"] = feed_forward.name
+    if isinstance(feed_forward, MLPDescription):
+        facts["feed_forward.ffn"] = feed_forward.width
+        facts["feed_forward.activation"] = feed_forward.activation.name
+        facts["feed_forward.up_bias"] = feed_forward.up_bias
+        facts["feed_forward.down_bias"] = feed_forward.down_bias
+    facts |= {"norms": block.norms, "parallel": block.parallel}
+    return {**facts, "residual_scale": block.residual_scale}
+
+
+def _describe_mixer(mixer: MixerDescription) -> dict[str, Any]:
     facts: dict[str, Any] = {"mixer.kind": mixer.name}
     if isinstance(mixer, AttentionDescription):
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in _ATTENTION}
@@ -178,14 +199,7 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts |= {"mixer.convolution": mixer.taps, "mixer.bias": mixer.bias}
     if mixer.query_scale is not None:
         facts |= _flatten(mixer.query_scale.model_dump(), "mixer.query_scale")
-    facts["feed_forward.kind"] = feed_forward.name
-    if isinstance(feed_forward, MLPDescription):
-        facts["feed_forward.ffn"] = feed_forward.width
-        facts["feed_forward.activation"] = feed_forward.activation.name
-        facts["feed_forward.up_bias"] = feed_forward.up_bias
-        facts["feed_forward.down_bias"] = feed_forward.down_bias
-    facts |= {"norms": block.norms, "parallel": block.parallel}
-    return {**facts, "residual_scale": block.residual_scale}
+    return facts
 
 
 def _describe_mamba2(mixer: Mamba2Description) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaframe.architecture.spec import ParamSpec
 from megaframe.checkpoint.convert.huggingface.family import Family
-from megaframe.checkpoint.convert.huggingface.model_facts import describe_model
+from megaframe.checkpoint.convert.huggingface.model_facts import MAMBA2_INPUTS, describe_model
 from megaframe.checkpoint.convert.huggingface.tensors import (
     ALL,
     HuggingFaceTensor,
@@ -71,8 +71,6 @@ _OF_DELTA_NET = {
 }
 """Modules of theirs that are parts of a product of a delta net."""
 _WHOLE_OF_DELTA_NET = {f"delta_net.{name}" for name in ("norm", "output", "decay_up", "gate_up")}
-_OF_MAMBA2 = ("gate", "inputs", "key", "query", "steps")
-"""Parts of the product of Mamba-2's input, in the order of the rows of a group."""
 _QUARTERS = 4
 """Blocks of heads that CodeGen's queries, values and keys lie in, one for each of four devices."""
 _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layernorm_per_head"
@@ -310,13 +308,13 @@ class _Names:
         queries of all groups, or of the steps of all heads; or of the norm or the second product.
         """
         name = module.removeprefix("mamba2.")
-        own = "input" if name in _OF_MAMBA2 else name
+        own = "input" if name in MAMBA2_INPUTS else name
         spec = self.specs.get(f"{self.prefix}mamba2.{own}.{kind}")
         if kind == "weight" and spec is None:
             spec = self.specs.get(f"{self.prefix}mamba2.{own}.gain")
         if spec is None:
             return []
-        where = (ALL, self._find_mamba2_rows()[name]) if name in _OF_MAMBA2 else ()
+        where = (ALL, self._find_mamba2_rows()[name]) if name in MAMBA2_INPUTS else ()
         return [replace(make_part(spec, where), scale=self.scales.get(module, 1.0))]
 
     def _find_mamba2_rows(self) -> dict[str, slice]:
@@ -327,7 +325,7 @@ class _Names:
         )
         inner = heads // groups * width
         sizes = (inner, inner, state, state, heads // groups)
-        ends = zip(_OF_MAMBA2, accumulate(sizes), sizes, strict=True)
+        ends = zip(MAMBA2_INPUTS, accumulate(sizes), sizes, strict=True)
         return {name: slice(end - size, end) for name, end, size in ends}
 
     def _find_delta_net_parts(self, module: str, kind: str) -> list[TensorPart]:

@@ -39,6 +39,7 @@ from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
 from megaframe.checkpoint.convert.huggingface.match_tensors import SkippedTensors
+from megaframe.checkpoint.convert.huggingface.model_facts import describe_model, find_differences
 from megaframe.checkpoint.convert.huggingface.model_folder import export_model, import_model
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
 from megaframe.config import ModelConfig, RunConfig
@@ -372,6 +373,8 @@ NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedd
         slow("nemotron_h", {"hybrid_override_pattern": "M-*-M", "n_routed_experts": 4}),
         slow("mamba2", {"tie_word_embeddings": True, "use_bias": False, "use_conv_bias": False}),
         slow("bamba", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
+        slow("falcon_h1", {"mamba_rms_norm": False, "mamba_conv_bias": False}),
+        slow("falcon_h1", {"mamba_norm_before_gate": False, "tie_word_embeddings": True}),
     ],
 )
 def test_each_form_of_a_family_with_mamba2_is_the_same_both_ways(name, keys, tmp_path):
@@ -406,6 +409,13 @@ def read_hybrid(name, **keys):
     [
         ("bamba", {"mamba_d_head": 3}, "mamba_n_heads=6 times mamba_d_head=3 is not mamba_expand="),
         ("bamba", {"time_step_limit": [0.1]}, "time_step_limit=.* at least 2 items"),
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 12, "mamba_d_head": 3},
+            "d_head=3 is not mamba_d_ssm=12",
+        ),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers=.* at least 5 items"),
+        ("falcon_h1", {"key_multiplier": 0.0}, "key_multiplier=0.0"),
         ("mamba2", {"expand": 2}, "num_heads=6 times head_dim=16 is not expand=2 times the width"),
         (
             "granitemoehybrid",
@@ -439,6 +449,22 @@ def test_a_layer_with_two_halves_is_no_nemotron_h():
         FAMILIES["nemotron_h"].write_config(model, 64)
     with pytest.raises(UserError, match="no layer has Mamba-2, without which the family's code"):
         FAMILIES["bamba"].write_config(ModelConfig(vocab=61), 64)
+
+
+def test_a_second_mixer_is_in_no_other_family():
+    model = ModelConfig(vocab=61, blocks=[{"second_mixer": "mamba2"}], norm="rmsnorm")
+    with pytest.raises(UserError, match=r"second_mixer\.kind='mamba2' would become None"):
+        FAMILIES["llama"].write_config(model, 64)
+
+
+def test_the_sum_of_two_mixers_has_no_order():
+    mamba = {"kind": "mamba2", "norm": "none", "convolution_bias": False}
+    shared = {"vocab": 61, "norm": "rmsnorm", "activation": "swiglu", "position": "rotary"}
+    orders = [{"second_mixer": mamba}, {"mixer": mamba, "second_mixer": {"kind": "attention"}}]
+    models = [ModelConfig(**shared, blocks=[block]) for block in orders]
+    assert not find_differences(*map(describe_model, models))
+    configs = [FAMILIES["falcon_h1"].write_config(model, 64) for model in models]
+    assert configs[0] == configs[1] and configs[0]["mamba_rms_norm"] is False
 
 
 def test_predictors_beside_the_layers_are_left_out_and_said():

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from family_configs import MODELS, OTHERS, make_tiny_config
+from family_configs import FALCON_MULTIPLIERS, MODELS, OTHERS, make_tiny_config
 from slow_cases import slow
 from small_model_folders import CONFIGS, write_small_folder
 from transformers_models import assert_same_logits, compute_logits, load_whole, save_random_model
@@ -42,10 +42,11 @@ SMALL = {
     "deepseek_v3": {"rope_parameters": YARN},
 }
 """What is changed in the tiny config of a family, so that more of its keys act."""
-ROUNDING_ONLY = {"dtype", "torch_dtype", "chunk_size"}
+ROUNDING_ONLY = {"dtype", "torch_dtype", "chunk_size", "mamba_chunk_size"}
 """Keys that choose the type of the numbers, or in which order they are added, not what is
 computed."""
-FOLDED = {"logit_scale", "logits_scaling", "attention_value_scale"}
+_OF_PRODUCTS = {key for key, value in FALCON_MULTIPLIERS.items() if isinstance(value, float)}
+FOLDED = {"logit_scale", "logits_scaling", "attention_value_scale", *_OF_PRODUCTS}
 """Keys whose factor is a part of our weights, which fp32 rounds unless it is a power of 2."""
 MORE = {
     **{"is_causal": False, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 8},
