@@ -47,7 +47,7 @@ def main() -> None:
     # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
     gc.disable()
     from megaframe.distributed.mesh import read_global_rank
-    from megaframe.training.auto_layout import find_cluster, resolve_config
+    from megaframe.training.auto_layout import find_cluster, resolve_phases
     from megaframe.training.dry_run import describe_run
     from megaframe.training.entry import train
     from megaframe.training.memory_check import judge_memory, plan_dry_run
@@ -65,12 +65,16 @@ def main() -> None:
             train(config, force=arguments.force)
             return
         config, world = plan_dry_run(config, arguments.gpus)
-        config, layout, notes = resolve_config(config, world, data=False)
-        verdict = judge_memory(config, layout)
-        description = describe_run(config, layout, find_cluster(config.parallel, config.run))
-        print("\n".join([*verdict.lines, *notes, description]), flush=True)
-        for warning in verdict.warn_or_refuse(force=arguments.force):
-            print(warning)
+        before = None
+        for phase, layout, notes in resolve_phases(config, world, data=False):
+            verdict = judge_memory(phase, layout)
+            cluster = find_cluster(phase.parallel, phase.run)
+            description = describe_run(phase, layout, cluster, before)
+            head = [*verdict.lines, *notes] if before is None else ["", *notes, *verdict.lines]
+            print("\n".join([*head, description]), flush=True)
+            for warning in verdict.warn_or_refuse(force=arguments.force):
+                print(warning)
+            before = phase
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

@@ -198,7 +198,7 @@ class CheckpointManager:
             step: The step that has just been done.
             leaving: Whether the run stops after this step, to be continued later.
         """
-        config, last = self._config.checkpoint, self._config.train.steps
+        config, last = self._config.checkpoint, self._config.train.last_step
         if self._writer is not None and (step % config.every == 0 or step == last or leaving):
             return self._writer
         if self._memory_writer is None or step >= last:

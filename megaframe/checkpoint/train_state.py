@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.config import RunConfig
-from megaframe.config.compare import TRAINING_ONLY, find_differences
+from megaframe.config.compare import PLACES, TRAINING_ONLY, find_differences
 from megaframe.config.migration import upgrade_keys
+from megaframe.config.phases import list_phase_keys
 from megaframe.config.registry import get_registry
 from megaframe.data.training_shares import find_changed_shares
 from megaframe.errors import UserError
@@ -238,9 +239,7 @@ def describe_resumption(
     changed = [
         line
         for name in RunConfig.model_fields
-        for line in find_differences(
-            getattr(saved, name), getattr(config, name), ("checkpoint.resume",), name
-        )
+        for line in find_differences(getattr(saved, name), getattr(config, name), PLACES, name)
     ]
     if changed:
         yield f"changed since then: {'; '.join(changed)}"
@@ -264,13 +263,14 @@ def check_same_run(
 
     Raises:
         UserError: If it is of another run: another model, seed, sequence length, or training
-            share of the data, or without some of its extensions.
+            share of the data, or without some of its extensions. What phases change may differ.
     """
     refuse_missing_extensions(extensions or {}, path)
+    phase_keys = list_phase_keys(config.data)
     changes = [
-        *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),
+        *find_differences(saved.model, config.model, TRAINING_ONLY | phase_keys, "model"),
         *find_differences(saved.run.seed, config.run.seed, (), "run.seed"),
-        *find_differences(saved.train.seq, config.train.seq, (), "train.seq"),
+        *find_differences(saved.train.seq, config.train.seq, phase_keys, "train.seq"),
         *find_changed_shares(saved.data, data or {}, config.data),
     ]
     if changes:

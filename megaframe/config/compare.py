@@ -22,6 +22,9 @@ TRAINING_ONLY = frozenset(
 )
 """Keys of the model that affect only its training; the same weights fit other values."""
 
+PLACES = frozenset({"checkpoint.resume", "data.phase", "train.stop_after"})
+"""Keys that say where a run, or a phase of it, begins and ends."""
+
 
 def find_differences(
     old: object, new: object, free: Collection[str], name: str = ""

@@ -72,6 +72,33 @@ def load_from_run(folder: Path, names: Collection[str] | None = None) -> RunConf
     return _validate_or_raise(used, reader.mistakes)
 
 
+def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return a config with `section.key=value` overrides applied. What follows from other keys
+    follows from their new values.
+
+    Raises:
+        UserError: With all mistakes.
+    """
+    nested = config.model_dump(mode="json", exclude_unset=True)
+    reader = ConfigReader()
+    table = reader.read_text(yaml.safe_dump(nested).encode(), "config")
+    table = merge_tables(table, reader.read_overrides(overrides))
+    return _validate_or_raise(table, reader.mistakes)
+
+
+def list_overridden_keys(overrides: Sequence[str]) -> frozenset[str]:
+    """Return the keys that `section.key=value` overrides name.
+
+    Raises:
+        UserError: With the mistakes of those that name none.
+    """
+    reader = ConfigReader()
+    table = reader.read_overrides(overrides)
+    if reader.mistakes:
+        raise UserError("; ".join(mistake.text for mistake in reader.mistakes))
+    return frozenset(table)
+
+
 def _validate_or_raise(table: ConfigTable, read_mistakes: Sequence[ConfigMistake]) -> RunConfig:
     config, mistakes = _validate(table)
     mistakes += read_mistakes

@@ -55,6 +55,10 @@ class OptimConfig(Section):
     decay: Positive | None = None
     """cosine, linear: step at which `min_lr` is reached (default: train.steps). wsd: length of the
     final decay in steps (default: a fifth of train.steps)."""
+    span: tuple[NonNegative, Positive] | None = None
+    """The steps over which the schedule runs, as [first, last]: warm-up and `decay` count from the
+    first, and the last takes the place of `train.steps`. Default: [0, train.steps], and for a phase
+    with keys of the learning rate (`data.phases`) that phase."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """adamw: decay of the running mean of gradients. lion: weight of that mean in the update
     direction."""

@@ -31,7 +31,7 @@ MAX_BYTES = 1_000_000
 MAX_FILES = 64
 MAX_MISTAKES = 100
 """Number of mistakes after which no more keys are read: the file is probably the wrong one."""
-_LENGTHS = ("train.steps", "data.epochs")
+_LENGTHS = ("train.steps", "data.epochs", "data.phases")
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = {
     _PREFIX + kind
@@ -126,21 +126,31 @@ class ConfigReader:
                 path, None, f"is larger than {MAX_BYTES} bytes; a config is a few thousand"
             )
             return {}
-        root = self._compose(raw, path)
+        return self.read_text(raw, path, chain)
+
+    def read_text(self, raw: bytes, origin: str, chain: tuple[str, ...] = ()) -> ConfigTable:
+        """Return the keys of a YAML text, which replace those of the files that it extends.
+
+        Args:
+            raw: The text.
+            origin: Where it is from, for messages; the path of its file, if it extends others.
+            chain: The files that led here through `extends`.
+        """
+        root = self._compose(raw, origin)
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            self._add_mistake(path, root, "a config must be made of sections, such as `train:`")
+            self._add_mistake(origin, root, "a config must be made of sections, such as `train:`")
             return {}
-        chain_with_file = (*chain, os.path.realpath(path))
+        chain_with_file = (*chain, os.path.realpath(origin))
         table: ConfigTable = {}
-        for name, node in self._list_items(root, path):
+        for name, node in self._list_items(root, origin):
             if name == "extends":
-                for base, base_node in self._read_bases(node, path):
+                for base, base_node in self._read_bases(node, origin):
                     table = merge_layers(
-                        table, self._read_base(base, base_node, path, chain_with_file)
+                        table, self._read_base(base, base_node, origin, chain_with_file)
                     )
-        return merge_layers(table, self._flatten(root, "", path, skip="extends"))
+        return merge_layers(table, self._flatten(root, "", origin, skip="extends"))
 
     def read_overrides(self, texts: Iterable[str]) -> ConfigTable:
         """Return the keys of `section.key=value` texts; a later text wins.

@@ -64,7 +64,11 @@ class TrainConfig(Section):
     """Length, batch, precision and recomputation of training."""
 
     steps: Positive = 1000
-    """Optimizer steps in the whole run. With `data.epochs` they follow from that."""
+    """Optimizer steps in the whole run. With `data.epochs` or `data.phases` they follow from
+    that."""
+    stop_after: Positive | None = None
+    """Step after which the run saves a checkpoint and ends, before `steps`; `checkpoint.resume`
+    continues it. Default: it goes on to `steps`, or to the end of its phase (`data.phases`)."""
     seq: Positive = 1024
     """Tokens per sample."""
     global_batch: Positive = 8
@@ -122,6 +126,11 @@ class TrainConfig(Section):
     """sample_every: divides the scores that a token is drawn by; 0 takes the likeliest token. What
     is drawn depends on `run.seed` and the step."""
 
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends, or is to be continued later."""
+        return min(self.steps, self.stop_after or self.steps)
+
 
 class KernelsConfig(Section):
     """Which implementation of each kernel runs."""
@@ -177,6 +186,31 @@ class DataSourceConfig(Section):
     `data.split`."""
 
 
+class PhaseConfig(Section):
+    """A part of a run, in which some keys have other values."""
+
+    tokens: Annotated[int, Field(gt=0, le=10**15)]
+    """Tokens that it trains on. It ends with the step that reaches them."""
+    name: str = ""
+    """Its name in messages. Default: its number."""
+    overrides: tuple[str, ...] = ()
+    """Keys with other values than in the rest of the config, as on a command line:
+    [train.seq=32768, model.rotary_base=5e6]. If there are keys of the learning rate (`optim.lr`,
+    `min_lr`, `schedule`, `warmup`, `decay`), its schedule runs over this phase alone (`optim.span`)
+    instead of the whole run, without warm-up unless they say otherwise."""
+
+
+class PhasePosition(Section):
+    """A phase of a run that has begun."""
+
+    number: Positive = 1
+    """Which of `data.phases` it is, from 1."""
+    step: NonNegative = 0
+    """Steps of the run before it."""
+    samples: NonNegative = 0
+    """Samples of these steps."""
+
+
 class DataConfig(Section):
     """The data, its splits, and what is masked."""
 
@@ -191,6 +225,13 @@ class DataConfig(Section):
     """Length of the run, in place of `train.steps`: as few steps as have this many times the
     training samples of all sources together. How often each source is seen follows from its weight.
     A resumed run counts what it has seen, also with another batch."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Parts of the run, one after the other, each with a length in tokens and values of its own for
+    some keys: sources, `train.seq`, rotary base, batch, learning rate, frozen parameters, layout
+    (docs/guides/long_context.md#phases). They take the place of `train.steps`. Between two of them
+    the run saves a checkpoint and continues from it, with all of its state."""
+    phase: PhasePosition | None = None
+    """The phase that the run is in. Decided by the run."""
     tokenizer: str | None = None
     """KIND:PATH with KIND sentencepiece, hf or tiktoken, or just `bytes`. The end of a document of
     a tokenizer.json is the `eos_token` of the tokenizer_config.json beside it; hf:PATH?eod=TOKEN

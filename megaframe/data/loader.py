@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -184,8 +185,12 @@ class Loader:
         """The number of samples of each source that has a share of the split, by its name."""
         return dict(zip(self._dataset.names, self._dataset.sizes.tolist(), strict=True))
 
-    def load(self, state: Mapping[str, Any]) -> list[str]:
+    def load(self, state: Mapping[str, Any], seq: int | None = None) -> list[str]:
         """Continue after the step that `state` belongs to.
+
+        Args:
+            state: What `state` was.
+            seq: Tokens per sample then. Default: as many as now.
 
         Returns:
             Lines for the run log; see `restore_sampler`.
@@ -198,7 +203,9 @@ class Loader:
             "use the tokenizer that the run began with, or start a new run from its weights "
             "(checkpoint.weights)",
         )
-        state_restored, notes = restore_sampler(state, self._sources, validation_paths)
+        now = self._config.train.seq
+        scale = Fraction(seq or now, now)
+        state_restored, notes = restore_sampler(state, self._sources, validation_paths, scale)
         self.close()
         self._tokenizer = tokenizer
         self._state_returned = self._state_read = state_restored

@@ -18,9 +18,11 @@ numbers that they got there, so that a run of such a version continues with the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from operator import itemgetter
@@ -34,6 +36,7 @@ from megaframe.errors import UserError
 
 T = TypeVar("T")
 _RESOLUTION = 2**40
+_SAME = Fraction(1)
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,10 @@ def number_same_names(paths: Iterable[str]) -> dict[str, int]:
 
 
 def restore_sampler(
-    state: Mapping[str, Any], sources: BlendSources, validation_paths: Iterable[str] = ()
+    state: Mapping[str, Any],
+    sources: BlendSources,
+    validation_paths: Iterable[str] = (),
+    scale: Fraction = _SAME,
 ) -> tuple[SamplerState, list[str]]:
     """Restore the state of a sampler for `sources`.
 
@@ -227,6 +233,8 @@ def restore_sampler(
         state: `SamplerState.state` of this version or an earlier one.
         sources: The sources of the training split.
         validation_paths: The paths of those of the validation split.
+        scale: Tokens of a sample then, as a multiple of those of one now. If it is another length,
+            each source continues after as many tokens as it has given, in a new order.
 
     Returns:
         The state, and lines for the run log.
@@ -247,6 +255,8 @@ def restore_sampler(
     if "numbers" not in state:  # of an earlier version, which numbered each split on its own
         numbers = {**number_same_names(validation_paths), **numbers}
         numbers = {path: number for path, number in numbers.items() if number}
+    # Rounded up: no sample that has been given in part is given again before all others.
+    consumed = {path: math.ceil(count * scale) for path, count in consumed.items()}
     counts = tuple(consumed.get(path, 0) for path in sources.paths)
     removed = {path: count for path, count in consumed.items() if path not in set(sources.paths)}
     blend = Blend.start(sources.weights, counts)
@@ -254,11 +264,16 @@ def restore_sampler(
     if new_paths:
         pairs = ", ".join(f"{old} is now {new}" for old, new in new_paths.items())
         notes.append(f"files of data.sources have moved, and are continued: {pairs}")
-    if weights == sources.map_by_path(sources.weights):
+    if scale != _SAME:
+        notes.append(
+            "the samples of all sources are cut anew for another train.seq: each source continues "
+            "after as many tokens as it has given, in a new order that may repeat some of them"
+        )
+    elif weights == sources.map_by_path(sources.weights):
         blend = replace(blend, base=tuple(base[path] for path in sources.paths))
     else:
         notes.append(_describe_change(weights, sources, state["samples"]))
-    notes += _describe_files(sizes, digests, sources)
+    notes += _describe_files(sizes if scale == _SAME else {}, digests, sources)
     return SamplerState(sources, blend, state["samples"], removed, numbers), notes
 
 

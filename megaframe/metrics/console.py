@@ -20,6 +20,7 @@ from rich.table import Table
 
 from megaframe.config import MetricsConfig, RunConfig, RunSection
 from megaframe.config.batch_ramp import count_samples
+from megaframe.config.phases import count_tokens_left
 from megaframe.extensions.sink import Line, Sink, TextSample
 from megaframe.io.output_files import OutputFiles
 from megaframe.io.regular_file import open_append
@@ -119,8 +120,8 @@ class ConsoleSink(Sink):
         seconds, tokens = zip(*(list(self._recent)[1:] or self._recent), strict=True)
         train, step = self._config.train, line["step"]
         seen = round(sum(line["sources"])) if "sources" in line else count_samples(train, step)
-        left = count_samples(train, train.steps - step, seen)
-        return left * train.seq * sum(seconds) / sum(tokens)
+        left = count_tokens_left(train, self._config.data, step, seen)
+        return left * sum(seconds) / sum(tokens)
 
     def _print(self, text: str, json_form: Mapping[str, Any] | None) -> None:
         """Log `text` and, depending on `metrics.console`, print it.

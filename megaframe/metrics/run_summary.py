@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megaframe.architecture.spec import ParamSpec, count_active_parameters, count_parameters
-from megaframe.config import TrainConfig
+from megaframe.config import DataConfig, TrainConfig
 from megaframe.config.batch_ramp import count_samples
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
@@ -17,6 +17,7 @@ from megaframe.layout import Layout
 
 def summarize_model(
     train: TrainConfig,
+    data: DataConfig,
     layout: Layout,
     specs: Sequence[ParamSpec],
     *,
@@ -27,6 +28,7 @@ def summarize_model(
 
     Args:
         train: What is trained.
+        data: With what.
         layout: Its layout.
         specs: Those of the whole model.
         start_step: Number of steps that the run has already done.
@@ -38,16 +40,20 @@ def summarize_model(
     count, active = count_parameters(specs), count_active_parameters(specs)
     used = "" if active == count else f", {active:,} active per token"
     left = count_samples(train, max(0, train.steps - start_step), samples_seen)
+    tokens, whole = (samples_seen + left) * train.seq, "the run"
+    if data.phase is not None:
+        tokens, whole = data.phases[data.phase.number - 1].tokens, "the phase"
     return (
         f"parameters  {count:,} in {len(specs)} tensors{used}",
         f"batch       {train.global_batch} samples, {train.global_batch * train.seq:,} tokens a "
-        f"step, {(samples_seen + left) * train.seq:,} in the run",
+        f"step, {tokens:,} in {whole}",
         f"layout      {layout}",
     )
 
 
 def make_opening_lines(
     train: TrainConfig,
+    data: DataConfig,
     mesh: Mesh,
     specs: Sequence[ParamSpec],
     sizes: Mapping[str, int],
@@ -59,6 +65,7 @@ def make_opening_lines(
 
     Args:
         train: What is trained.
+        data: With what.
         mesh: That of the run.
         specs: Those of the whole model.
         sizes: The number of training samples of each source.
@@ -66,15 +73,15 @@ def make_opening_lines(
         samples_seen: Samples of these steps.
     """
     parameters, batch, layout = summarize_model(
-        train, mesh.layout, specs, start_step=start_step, samples_seen=samples_seen
+        train, data, mesh.layout, specs, start_step=start_step, samples_seen=samples_seen
     )
     device = f"device      {_describe_device(mesh.device)}, in {train.precision}"
     count, sources = sum(sizes.values()), len(sizes)
-    data = (
+    tokens = (
         f"data        {count * train.seq:,} tokens: {count:,} samples of {train.seq} "
         f"in {sources} source{'s' if sources > 1 else ''}"
     )
-    return [parameters, device, data, batch, layout]
+    return [parameters, device, tokens, batch, layout]
 
 
 def _describe_device(device: torch.device) -> str:

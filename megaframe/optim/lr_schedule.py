@@ -13,13 +13,15 @@ def compute_learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
     """Return the learning rate of an update.
 
     Warm-up rises linearly and reaches `lr` at update `warmup`. inverse_sqrt falls from there as
-    sqrt(warmup / update) (Vaswani et al. 2017).
+    sqrt(warmup / update) (Vaswani et al. 2017). With `span` all of this counts from its first step.
 
     Args:
         optim: The schedule and its constants.
         update: Number of the update, from 0.
         steps: Updates of the whole run.
     """
+    if optim.span is not None:
+        update, steps = max(0, update - optim.span[0]), optim.span[1] - optim.span[0]
     # Update 0 has a rate above zero, and update `warmup` the full one.
     if update < optim.warmup:
         return optim.lr * (update + 1) / (optim.warmup + 1)

@@ -12,7 +12,7 @@ its run folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import CheckpointConfig, ParallelConfig, RunConfig, RunSection
 from megaframe.config.load import load_from_run
+from megaframe.config.phases import list_phase_keys, name_phase
 from megaframe.data.vocabulary_size import resolve_vocab
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
 from megaframe.distributed.mesh import read_local_world_size
@@ -30,6 +31,7 @@ from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.hardware.likely_cluster import find_cluster_for_device
 from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, resolve_axis_sizes
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.planner.advice import describe_decision
 from megaframe.planner.candidates import SEARCHED_KEYS, SearchSpace
 from megaframe.planner.constants import get_cluster_constants
@@ -38,6 +40,7 @@ from megaframe.planner.layout_search import search
 from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.resilience.elastic import fit_layout
+from megaframe.training.phases import decide_phases
 from megaframe.training.run_length import decide_steps, has_undecided_length
 from megaframe.validate.run import validate_config
 
@@ -84,6 +87,51 @@ def resolve_config(
     return config, Layout.from_parallel(config.parallel, world), notes
 
 
+def resolve_phases(
+    config: RunConfig, world: int, *, data: bool = True
+) -> list[tuple[RunConfig, Layout, list[str]]]:
+    """Return what `resolve_config` does for each phase that a run has left (`data.phases`), or for
+    the run if it has no phases, and check that all phases have the same parameters.
+
+    Args:
+        config: As for `resolve_config`.
+        world: As for `resolve_config`.
+        data: As for `resolve_config`.
+
+    Raises:
+        UserError: As `resolve_config`, with the name of the phase.
+    """
+    resolved = []
+    for phase in decide_phases(config):
+        try:
+            resolved.append(resolve_config(phase, world, data=data))
+        except UserError as error:
+            if phase.data.phase is None:
+                raise
+            raise UserError(f"{name_phase(phase.data, phase.data.phase.number)}: {error}") from None
+    _check_same_parameters([phase for phase, _, _ in resolved])
+    return resolved
+
+
+def _check_same_parameters(phases: Sequence[RunConfig]) -> None:
+    """Raise `UserError` for a phase whose model has not the parameters of the first one."""
+    keys = [key for key in list_phase_keys(phases[0].data) if key.startswith("model.")]
+    if not keys:
+        return
+    first, *others = (
+        {spec.name: spec.shape for spec in list_model_specs(phase)} for phase in phases
+    )
+    for phase, shapes in zip(phases[1:], others, strict=True):
+        for name in sorted(first.keys() | shapes.keys()):
+            if first.get(name) != shapes.get(name) and phase.data.phase is not None:
+                raise UserError(
+                    f"{name_phase(phase.data, phase.data.phase.number)} has other parameters than "
+                    f"the phases before: {name} has shape {shapes.get(name)} instead of "
+                    f"{first.get(name)}; leave {', '.join(sorted(keys))} as they are where they "
+                    "change parameters"
+                )
+
+
 def choose_by_stages(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     """Return the config with everything chosen that depends on the division into stages, and lines
     that say so. The config must have passed the checks for this number of ranks."""
@@ -102,7 +150,8 @@ def refuse_undecided(config: RunConfig) -> None:
         if _read_key(config, key) == value
     ]
     if has_undecided_length(config.data, config.train):
-        undecided.append(f"data.epochs={config.data.epochs:g}")
+        epochs = config.data.epochs
+        undecided.append("data.phases" if epochs is None else f"data.epochs={epochs:g}")
     if undecided:
         raise UserError(
             f"{', '.join(undecided)}: not decided, but a trainer needs values; "

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megaframe.architecture.pipeline import build_step_schedule, summarize_pipeline
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig, dump
+from megaframe.config.compare import PLACES, find_differences
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.metrics.run_summary import summarize_model
@@ -18,13 +19,19 @@ from megaframe.validate.invariance import describe_layout_dependence
 from megaframe.validate.run import find_warnings
 
 
-def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = None) -> str:
-    """Describe the run as text, without allocating its tensors.
+def describe_run(
+    config: RunConfig,
+    layout: Layout,
+    cluster: Cluster | None = None,
+    before: RunConfig | None = None,
+) -> str:
+    """Describe the run, or a phase of it, as text, without allocating its tensors.
 
     Args:
         config: The config of the run.
         layout: The layout of its ranks.
         cluster: The machine of the run; by default some GPUs in one node.
+        before: The config of the phase before, of which only what differs is repeated.
     """
     specs, train = list_model_specs(config), config.train
     microbatches = train.global_batch // (train.microbatch * layout.data)
@@ -33,8 +40,8 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
     default_node = layout.world if cluster is None or host else cluster.node
     node = config.parallel.node_size or default_node
     lines = [
-        dump(config),
-        *summarize_model(config.train, layout, specs),
+        dump(config) if before is None else _describe_changes(before, config),
+        *summarize_model(config.train, config.data, layout, specs),
         *format_parameter_groups(config, specs),
         *summarize_pipeline(config, schedule),
         *_format_memory_table(config, layout, schedule, host),
@@ -42,6 +49,16 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
         *describe_layout_dependence(config),
     ]
     return "\n".join(lines)
+
+
+def _describe_changes(before: RunConfig, config: RunConfig) -> str:
+    """Return the keys that differ from those of the phase before."""
+    lines = (
+        line.replace(" there, ", " before, ").replace(" here", " now")
+        for name in RunConfig.model_fields
+        for line in find_differences(getattr(before, name), getattr(config, name), PLACES, name)
+    )
+    return "\n".join(lines) + "\n"
 
 
 def _format_memory_table(

@@ -3,12 +3,14 @@ rank's part. `pretrain_gpt.py` and `megaframe.train` both come in here."""
 
 from __future__ import annotations
 
+import gc
+
 from megaframe.architecture.cuda_streams import count_streams
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import read_global_rank, read_world_size
 from megaframe.distributed.nccl_settings import configure_nccl
 from megaframe.resilience.signals import enable_flight_recorder
-from megaframe.training.auto_layout import resolve_config
+from megaframe.training.auto_layout import resolve_phases
 from megaframe.training.memory_check import check_memory
 from megaframe.training.restart import run_attempts
 
@@ -33,9 +35,12 @@ def train(config: RunConfig, *, force: bool = False) -> None:
     nccl = None
     if config.run.device != "cpu":
         nccl = configure_nccl(count_streams(config, world), graph=config.train.cuda_graph)
-    config, layout, notes = resolve_config(config, world)
-    if read_global_rank() >= layout.world:
-        return  # the layout that was chosen does not use this rank
-    notes += check_memory(config, layout, force=force)
+    phases = resolve_phases(config, world)
+    warnings = [check_memory(phase, layout, force=force) for phase, layout, _ in phases]
     enable_flight_recorder(config.run)
-    run_attempts(config, layout, notes, nccl)
+    for (phase, layout, notes), more in zip(phases, warnings, strict=True):
+        if read_global_rank() >= layout.world:
+            continue  # the layout that was chosen does not use this rank
+        if not run_attempts(phase, layout, [*notes, *more], nccl):
+            return  # a callback has ended the run
+        gc.collect()  # reference cycles would keep memory that the next phase needs

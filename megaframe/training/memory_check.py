@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megaframe.config import ParallelConfig, RunConfig, RunSection
+from megaframe.config.phases import list_phase_configs
 from megaframe.distributed.device import read_host_swap
 from megaframe.distributed.mesh import read_local_world_size, read_world_size
 from megaframe.errors import UserError
@@ -41,7 +42,9 @@ def plan_dry_run(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     """
     if gpus is None:
         launched = "WORLD_SIZE" in os.environ
-        return config, read_world_size() if launched else count_fewest_ranks(config.parallel)
+        phases = list_phase_configs(config)
+        fewest = max(count_fewest_ranks(phase.parallel) for phase in phases)
+        return config, read_world_size() if launched else fewest
     if gpus < 1:
         raise UserError(f"--gpus {gpus} is not a number of GPUs; use 1 or more")
     if config.run.device == "cpu":

@@ -36,8 +36,8 @@ def run_attempts(
     layout: Layout,
     notes: Sequence[str] = (),
     nccl: NcclSettings | None = None,
-) -> None:
-    """Run this rank's part of a training run to its end.
+) -> bool:
+    """Run this rank's part of a training run to its end, or to that of its phase.
 
     While it runs, the first rank has the locks of the folders that the run writes.
 
@@ -51,6 +51,9 @@ def run_attempts(
         notes: Lines to log when the run starts.
         nccl: What is set for groups over NCCL.
 
+    Returns:
+        Whether it may go on with the next phase; False if a callback has ended it.
+
     Raises:
         UserError: If another run has one of the folders, or files are not complete at the end.
         Exception: What `Mesh` and `Trainer` raise.
@@ -63,11 +66,12 @@ def run_attempts(
         allow_abort()  # torch's NCCL groups read it when they are made
     launcher, lock = LauncherProcess(), RunLock(list_written_folders(config.run, config.checkpoint))
     try:
-        missing = _train(config, layout, notes, nccl, launcher, lock)
+        missing, goes_on = _train(config, layout, notes, nccl, launcher, lock)
     finally:
         lock.release()
     if missing:
         raise UserError(f"training is done, but its files are not complete: {missing}")
+    return goes_on
 
 
 def _train(
@@ -77,8 +81,9 @@ def _train(
     nccl: NcclSettings | None,
     launcher: LauncherProcess,
     lock: RunLock,
-) -> str:
-    """Run all attempts. Returns what is missing in the files of the run; empty for nothing."""
+) -> tuple[str, bool]:
+    """Run all attempts. Returns what is missing in the files of the run, empty for nothing, and
+    whether no callback has ended the run."""
     restarts, last_step = 0, -1
     while True:
         mesh = Mesh(
@@ -104,7 +109,7 @@ def _train(
                 and restarts < config.faults.restarts
             ):
                 mesh.allow_restart(partial(_has_made_progress, mesh.progress, last_step))
-            return trainer.run()
+            return trainer.run(), not trainer.callbacks.stopping
         except (Exception, KeyboardInterrupt) as error:
             # Over NCCL, what was received when a transfer was ended may cause any error.
             ended = mesh.progress.transfers_ended and isinstance(error, Exception)

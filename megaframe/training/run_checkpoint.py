@@ -6,10 +6,11 @@ from step to step, and a `TrainState` with everything that is no tensor.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaframe.checkpoint import (
@@ -32,6 +33,7 @@ from megaframe.checkpoint.train_state import (
     read_train_state,
 )
 from megaframe.config import RunConfig
+from megaframe.config.phases import name_phase
 from megaframe.data.loader import Loader
 from megaframe.data_parallel.bucket import COMPRESSION_PREFIX
 from megaframe.errors import UnreadableFile, UserError
@@ -40,6 +42,8 @@ from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import find_frozen_names
 from megaframe.resilience.downtime import find_last_saved
 from megaframe.training.initialize_from import describe_loaded_weights, match_weights
+from megaframe.training.phases import find_phase
+from megaframe.training.run_position import RunPosition
 from megaframe.training.train_step import TrainStep
 
 
@@ -113,7 +117,7 @@ class RunCheckpoint:
         if error_text:
             return self.restore(self._checkpointer.open_previous(source, error_text))
         self._optimizer.load_state(restored.state.optimizer)
-        data_notes = self._loader.load(restored.state.data)
+        data_notes = self._loader.load(restored.state.data, restored.state.config.train.seq)
         return Restored(restored.step, restored.state, (*restored.notes, *data_notes))
 
     def start_save(
@@ -170,6 +174,7 @@ class RunCheckpoint:
         with source as checkpoint:
             state = read_train_state(checkpoint)
             check_same_run(state.config, config, checkpoint.path, state.extensions, state.data)
+            self._enter_phase(checkpoint, state)
             slices = self.list_slices(owned_only=False)
             saved = checkpoint.tensors
             residuals = [part for part in self.list_compression_slices() if part.name in saved]
@@ -188,6 +193,27 @@ class RunCheckpoint:
                 text = "the residual of gradient compression is dropped: it belongs to another "
                 notes.insert(0, text + "layout")
             return Restored(checkpoint.step, state, tuple(notes))
+
+    def _enter_phase(self, checkpoint: Checkpoint, state: TrainState) -> None:
+        """Forget the losses of a checkpoint that was saved in an earlier phase: with other data and
+        another learning rate, a higher one is no spike.
+
+        Raises:
+            UserError: If the checkpoint is not followed by the phase of this config, because later
+                checkpoints cannot be read.
+        """
+        data = self._config.data
+        if data.phase is None or data.phase == state.config.data.phase:
+            return
+        follows = find_phase(data, RunPosition(checkpoint.step, 0, state.config)).number
+        if follows != data.phase.number:
+            raise UserError(
+                f"{checkpoint} is of {name_phase(data, follows)}, and this is "
+                f"{name_phase(data, data.phase.number)}; to train again from there, use "
+                f"checkpoint.resume={checkpoint.path}"
+            )
+        state.history = replace(state.history, losses=())
+        state.loss = math.nan
 
     def _load_initial_weights(self) -> None:
         """Load the weights of `checkpoint.weights`, if it is set, over the initial ones."""

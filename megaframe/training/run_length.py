@@ -1,4 +1,4 @@
-"""The length of a run that is given in epochs (`data.epochs`), as a number of steps.
+"""The length of a run that is given in epochs (`data.epochs`) or phases, as a number of steps.
 
 It is decided before anything else of a run, from the sizes of its token files and the batch of each
 step. A resumed run counts from its checkpoint: the samples that it has seen, whatever their batch
@@ -9,28 +9,20 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
-from megaframe.checkpoint import find_checkpoint, open_checkpoint, resolve_checkpoint_folder
-from megaframe.checkpoint.train_state import read_train_state
 from megaframe.config import DataConfig, RunConfig, TrainConfig
 from megaframe.config.batch_ramp import count_samples, count_steps
 from megaframe.config.section import MOST
 from megaframe.data.blended_dataset import BlendedDataset
 from megaframe.errors import UserError
+from megaframe.training.phases import decide_phases, describe_phase
+from megaframe.training.run_position import find_position
 from megaframe.validate.train import MOST_MICROBATCHES
 
 
-class RunPosition(NamedTuple):
-    """Where a run begins: after `step` steps, which had `samples` samples."""
-
-    step: int
-    samples: int
-
-
 def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, list[str]]:
-    """Return the config with `train.steps` decided if `data.epochs` is set, and a line that says
-    how long the run is.
+    """Return the config with `train.steps` decided if `data.epochs` or `data.phases` is set, and
+    lines that say how long the run is. With phases it is the config of the one that the run is in.
 
     Args:
         config: The run.
@@ -40,6 +32,9 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
         UserError: `train.steps` is given and is another number, or the sizes of the token files
             cannot be read.
     """
+    if config.data.phases:
+        config = decide_phases(config)[0]
+        return config, describe_phase(config.train, config.data)
     epochs, train = config.data.epochs, config.train
     if epochs is None or _has_wrong_ramp(config.train) or (data and not config.data.sources):
         return config, []  # the checks of a config say what is wrong
@@ -49,7 +44,7 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
     dataset = BlendedDataset(config.model, config.train, config.data, "train", config.run.seed)
     # As a decimal: 0.1 epochs of 1,000 samples are 100.
     samples = -int(-(Fraction(repr(epochs)) * int(dataset.sizes.sum())) // 1)
-    start = _find_start(config)
+    start = find_position(config)
     steps = max(1, start.step + count_steps(train, samples - start.samples, start.samples))
     after = f" after the {start.samples:,} of {start.step:,} steps before" if start.step else ""
     taken = f"data.epochs={epochs:g}, {samples:,} samples, takes {steps:,} steps{after}"
@@ -65,8 +60,10 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
 
 
 def has_undecided_length(data: DataConfig, train: TrainConfig) -> bool:
-    """Return whether `data.epochs` is set and `train.steps` does not follow from it yet."""
-    return data.epochs is not None and "steps" not in train.model_fields_set
+    """Return whether `data.epochs` or `data.phases` is set, and what follows from it is not decided
+    yet."""
+    undecided = data.epochs is not None and "steps" not in train.model_fields_set
+    return undecided or (bool(data.phases) and data.phase is None)
 
 
 def _has_wrong_ramp(train: TrainConfig) -> bool:
@@ -91,22 +88,6 @@ def _describe_missing_files(data: DataConfig, given: int | None) -> str:
             "not here; give the number: train.steps=N"
         )
     return f"{name} is taken for train.steps={given}, as the token files are not here"
-
-
-def _find_start(config: RunConfig) -> RunPosition:
-    """Return where the run begins: at the checkpoint that `checkpoint.resume` asks for, if there is
-    one."""
-    resume = config.checkpoint.resume
-    root = resolve_checkpoint_folder(config.run, config.checkpoint)
-    # The manager of checkpoints looks for it again, and notes what is wrong.
-    path = find_checkpoint(root, resume, lambda text: None) if resume else None
-    if path is None:
-        return RunPosition(0, 0)
-    with open_checkpoint(path) as checkpoint:
-        samples = read_train_state(checkpoint).data.get("samples")
-        if type(samples) is not int or not 0 <= samples < 1 << 53:
-            return RunPosition(checkpoint.step, 0)  # the loader refuses it, and says what it lacks
-        return RunPosition(checkpoint.step, samples)
 
 
 def _describe_passes(dataset: BlendedDataset, samples: int) -> str:

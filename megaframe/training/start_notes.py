@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaframe.architecture.pipeline import summarize_pipeline
-from megaframe.config import RunConfig
+from megaframe.config import DataConfig, RunConfig
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.metrics import MetricsLogger
 from megaframe.schedule import Schedule
@@ -62,7 +62,12 @@ def log_start(
     if step >= config.train.steps:
         logger.note(
             f"the run is finished: step {step} of train.steps={config.train.steps}; to train "
-            f"longer, raise {'data.epochs' if config.data.epochs else 'train.steps'}"
+            f"longer, {_say_how_to_train_longer(config.data)}"
+        )
+    elif step >= config.train.last_step:
+        logger.note(
+            f"the run is at step {step}, and train.stop_after={config.train.stop_after} stops it "
+            "there; leave it out to go on"
         )
     if config.optim.offload and mesh.device.type == "cpu":
         logger.note("optim.offload=true has no effect on a CPU")
@@ -71,3 +76,9 @@ def log_start(
     node = config.parallel.node_size or read_local_world_size()
     for line in (*find_warnings(config, mesh.layout, node), *describe_layout_dependence(config)):
         logger.note(line)
+
+
+def _say_how_to_train_longer(data: DataConfig) -> str:
+    if data.phases:
+        return "add another to data.phases"
+    return f"raise {'data.epochs' if data.epochs else 'train.steps'}"

@@ -87,6 +87,7 @@ class StepMetrics:
             opening=[
                 *make_opening_lines(
                     config.train,
+                    config.data,
                     mesh,
                     specs,
                     loader.sizes,

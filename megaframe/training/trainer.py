@@ -15,6 +15,7 @@ from megaframe.checkpoint.manager import CheckpointManager
 from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter
 from megaframe.checkpoint.train_state import TrainState, list_loaded_extensions
 from megaframe.config import RunConfig, dump
+from megaframe.config.phases import name_phase
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import barrier
@@ -200,7 +201,7 @@ class Trainer:
             try:
                 while not self._is_over() or self._judge_last_steps():
                     self._run_step()
-                self.checkpointer.finish(self.metrics.note, leaving=not self._is_at_end())
+                self.checkpointer.finish(self.metrics.note, leaving=not self.is_at_end)
                 barrier(self.mesh.world)
                 self.callbacks.finish()
             except torch.OutOfMemoryError as error:
@@ -208,21 +209,27 @@ class Trainer:
                 raise explain_out_of_memory(self.mesh.rank, memory, device, self.folder) from error
             finally:
                 self.loader.close()
-        early_end = [] if self._is_at_end() else self._describe_early_end()
+        is_done = self.step >= self.config.train.steps
+        early_end = [] if is_done else self._describe_early_end()
         missing = self.metrics.close([*self._step_metrics.noise.summarize(), *early_end])
-        if self.fault_handler.exit_signal and not self._is_at_end():
+        if self.fault_handler.exit_signal and not is_done:
             raise SystemExit(exit_status(self.fault_handler.exit_signal))
         return "; ".join([*missing, *self.checkpointer.list_missing()])
 
     def _describe_early_end(self) -> list[tuple[str, str]]:
-        """Return what the summary says about a run that a signal or a callback has ended."""
+        """Return what the summary says about a run that has ended before its last step."""
         number, steps = self.fault_handler.exit_signal, self.config.train.steps
         if number:
             name = signal.Signals(number).name
             rows = [("cut short", f"by {name} after step {self.step} of {steps}")]
-        else:
+        elif self.callbacks.stopping:
             why = self.callbacks.describe_stop()
             rows = [("stopped", f"after step {self.step} of {steps} {why}")]
+        elif self.config.data.phase is not None:
+            phase = name_phase(self.config.data, self.config.data.phase.number)
+            return [("ended", f"{phase} after step {self.step} of {steps}")]
+        else:
+            rows = [("stopped", f"after step {self.step} of {steps}, by train.stop_after")]
         if self.checkpointer.choose_writer(self.step, leaving=True) is None:
             return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
         return [*rows, ("continue with", resume_command())]
@@ -235,7 +242,7 @@ class Trainer:
 
     def _is_over(self) -> bool:
         """Return whether no steps are left, or the run must leave."""
-        return self._is_leaving() or self._is_at_end()
+        return self._is_leaving() or self.is_at_end
 
     def _judge_last_steps(self) -> bool:
         """Write the lines of the last steps, and act on what they say. Returns whether the run has
@@ -246,8 +253,10 @@ class Trainer:
         """Return whether a signal or a callback ends the run before its last step."""
         return bool(self.fault_handler.exit_signal) or self.callbacks.stopping
 
-    def _is_at_end(self) -> bool:
-        return self.step >= self.config.train.steps
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no steps are left, of the run or of its phase."""
+        return self.step >= self.config.train.last_step
 
     def _run_step(self) -> None:
         """Run one step and what follows it: an evaluation, the judgement of finished steps, a
@@ -289,10 +298,10 @@ class Trainer:
                 self._save(writer)
 
     def _is_due(self, interval: int) -> bool:
-        """Return whether something is due that is done every `interval` steps and at the end; 0 is
-        never."""
+        """Return whether something is due that is done every `interval` steps and at the end, of a
+        phase as well; 0 is never."""
         return bool(interval) and (
-            self.step % interval == 0 or self.step == self.config.train.steps
+            self.step % interval == 0 or self.step == self.config.train.last_step
         )
 
     def _train_step(self) -> None:
@@ -302,7 +311,7 @@ class Trainer:
         with metrics.time("data"):
             batch, valid = self.batches.take_next(self.fault_handler.is_skipped)
             microbatches = [move_to_device(microbatch, device) for microbatch in batch.microbatches]
-            if self.step + 1 < self.config.train.steps:
+            if self.step + 1 < self.config.train.last_step:
                 self.batches.look_ahead()
         with metrics.time("compute"):
             # Without any valid token all gradients are zero, whatever divides them.

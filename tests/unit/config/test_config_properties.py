@@ -22,6 +22,7 @@ from megaframe.config.keys import find_nearest_keys, get_config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.registry import is_part
+from megaframe.config.schema import PhaseConfig, PhasePosition
 from megaframe.config.section import MOST
 from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError
@@ -65,7 +66,7 @@ def make_strategy(annotation, bounds=()):
         return st.tuples(*map(make_strategy, args)).map(list)
     if annotation is BlockConfig:
         return BLOCKS
-    if annotation in (QueryScaleConfig, RotaryScalingConfig):
+    if annotation in (PhaseConfig, PhasePosition, QueryScaleConfig, RotaryScalingConfig):
         return section(annotation)
     if annotation is DataSourceConfig:
         return st.fixed_dictionaries({"path": TEXT}, optional={"weight": st.floats(1e-3, 1e3)})
@@ -222,6 +223,7 @@ def test_an_unknown_key_suggests_a_known_one_or_none(name):
             known = {
                 *get_config_keys(),
                 *(f"data.sources.{field}" for field in DataSourceConfig.model_fields),
+                *(f"data.phases.{field}" for field in PhaseConfig.model_fields),
                 *(f"model.blocks.{field}" for field in BlockConfig.model_fields),
             }
             known |= {

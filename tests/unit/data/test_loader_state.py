@@ -222,6 +222,20 @@ def test_another_cut_of_a_source_is_said(paths):
     assert f"{paths[0]}: 51, before 25" in note
 
 
+def test_samples_of_another_length_continue_after_as_many_tokens(paths):
+    """Also of a source that is not in the blend now, and comes back with the old length."""
+    state = take(Loader(make_config(paths[:2]), 0, 1), 3)[-1].state
+    first, second = (state["consumed"][path] for path in paths[:2])
+    longer = Loader(make_config(paths[:1], train={"seq": 24}), 0, 1)
+    notes = longer.load(state, seq=8)
+    assert longer.consumed == (-(-first // 3),)
+    assert sum("cut anew for another train.seq" in note for note in notes) == 1
+    back = Loader(make_config(paths[:2]), 0, 1)
+    back.load(longer.state, seq=24)
+    assert back.consumed == (-(-first // 3) * 3, -(-second // 3) * 3)
+    assert back.state["samples"] == state["samples"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

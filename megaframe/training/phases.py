@@ -1,0 +1,106 @@
+"""The phase that a run is in (`data.phases`): its config, and where it and the run end.
+
+A phase is a run of its own that continues the checkpoint of the one before, under a config that
+differs in what the phase changes. So whatever a resumed run may change, a phase may change too.
+"""
+
+from __future__ import annotations
+
+from megaframe.config import RunConfig
+from megaframe.config.batch_ramp import count_samples, count_steps
+from megaframe.config.phases import give_own_learning_rate, make_phase_config, name_phase
+from megaframe.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    PhasePosition,
+    TrainConfig,
+)
+from megaframe.errors import UserError
+from megaframe.training.run_position import RunPosition, find_position
+
+
+def decide_phases(config: RunConfig) -> list[RunConfig]:
+    """Return the configs of the phase that a run is in and of those after it. Each says where its
+    phase and the run end; all but the first continue from the newest checkpoint.
+
+    Args:
+        config: The whole run. The config of one phase is returned as it is.
+
+    Raises:
+        UserError: A phase has keys or values that cannot be, or the lengths of the run contradict
+            each other.
+    """
+    if config.data.phase is not None or not config.data.phases:
+        return [config]
+    _check_phases(config.data, config.checkpoint)
+    position = find_position(config)
+    first = find_phase(config.data, position)
+    configs, place = [], first
+    for number in range(first.number, len(config.data.phases) + 1):
+        phase = make_phase_config(config, number)
+        if number > first.number:
+            place = PhasePosition(number=number, step=position.step, samples=position.samples)
+            phase = phase.replace(checkpoint={"resume": "latest"})
+        position = _find_end(phase, place, position)
+        configs.append(_set_place(phase, place, position.step))
+    given, total = config.train.steps, position.step
+    if "steps" in config.train.model_fields_set and given != total:
+        raise UserError(
+            f"train.steps={given} and data.phases disagree: they take {total:,} steps; leave "
+            "train.steps out"
+        )
+    return [phase.replace(train={"steps": total}) for phase in configs]
+
+
+def find_phase(data: DataConfig, position: RunPosition) -> PhasePosition:
+    """Return the phase that the step after a position belongs to.
+
+    Args:
+        data: The section of the whole run.
+        position: Its checkpoint, which says in which phase it was saved, or its first step.
+    """
+    saved = position.config
+    if saved is None or saved.data.phase is None:
+        return PhasePosition()
+    number, end = saved.data.phase.number, saved.train.stop_after or saved.train.steps
+    if position.step < end or number >= len(data.phases):
+        return saved.data.phase
+    return PhasePosition(number=number + 1, step=position.step, samples=position.samples)
+
+
+def describe_phase(train: TrainConfig, data: DataConfig) -> list[str]:
+    """Return a line about the phase of a config; none without phases."""
+    if data.phase is None:
+        return []
+    name, end = name_phase(data, data.phase.number), train.stop_after or train.steps
+    return [f"{name}: steps {data.phase.step + 1:,} to {end:,} of {train.steps:,}"]
+
+
+def _set_place(phase: RunConfig, place: PhasePosition, end: int) -> RunConfig:
+    """Return the config of a phase with what follows from its place in the run. end: its last
+    step."""
+    number, is_last = place.number, place.number == len(phase.data.phases)
+    phase = give_own_learning_rate(phase, number, (place.step, end))
+    return phase.replace(data={"phase": place}, train={"stop_after": None if is_last else end})
+
+
+def _find_end(phase: RunConfig, place: PhasePosition, position: RunPosition) -> RunPosition:
+    """Return the end of a phase, which begins at `place`, of a run that is at `position`."""
+    train, seen = phase.train, position.samples
+    samples = -(-phase.data.phases[place.number - 1].tokens // train.seq)
+    steps = count_steps(train, place.samples + samples - seen, seen)
+    return RunPosition(position.step + steps, seen + count_samples(train, steps, seen))
+
+
+def _check_phases(data: DataConfig, checkpoint: CheckpointConfig) -> None:
+    """Raise `UserError` if the phases contradict other keys."""
+    if data.epochs is not None:
+        raise UserError(
+            f"data.epochs={data.epochs:g} and data.phases both say how long the run is; leave one "
+            "of them out"
+        )
+    if len(data.phases) > 1 and not checkpoint.every:
+        raise UserError(
+            "checkpoint.every=0 saves no checkpoint, but each of data.phases continues from that "
+            "of the one before; use checkpoint.every=1000, or another number above 0"
+        )
