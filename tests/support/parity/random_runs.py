@@ -42,7 +42,8 @@ NOT_PROMISED = {
 NOT_DRAWN = {
     "parallel": {"auto", "cluster", "symmetric_memory", "timeout"},
     "train": {
-        *("steps", "compile", "cuda_graph", "batch_ramp", "eval_every", "eval_samples"),
+        *("steps", "stop_after", "compile", "cuda_graph", "batch_ramp"),
+        *("eval_every", "eval_samples"),
         *("sample_every", "sample_prompts", "sample_tokens", "sample_temperature"),
     },
     "model": {"init_std", "emulate", "family", "blocks", "latent", "moe"},
