@@ -44,6 +44,13 @@ PUBLISHED = {
     "gemma3-27b": 27_009_346_304,
     "lfm2-1.2b": 1_170_340_608,
     "granite-3.1-1b-a400m": 1_334_628_352,
+    "falcon-h1-0.5b": 521_411_104,
+    "granite-4.0-h-small": 32_207_337_984,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,
+    "mimo-v2-flash": 308_778_768_832,
+    "kimi-linear-48b-a3b": 49_122_675_072,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "lfm3-1.7b": 1_728_801_536,
 }
 
 # Billions of parameters that are active for a token, as the authors report them.
@@ -56,6 +63,7 @@ ACTIVE = {
     "deepseek-v3": 37,
     "kimi-k2": 32.6,
     "llama4-scout": 17,
+    "nemotron-3-nano-30b-a3b": 3.6,
 }
 
 
