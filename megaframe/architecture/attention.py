@@ -128,7 +128,8 @@ class SoftmaxAttention(MixerDescription):
     def output(self) -> LinearSpec:
         """From the heads back to the stream."""
         inputs = (self.heads, self.value_width)
-        return LinearSpec(inputs, (self.hidden,), self.output_std, split=1, bias=self.bias)
+        output = LinearSpec(inputs, (self.hidden,), self.output_std, split=1, bias=self.bias)
+        return self.adapt("output", output)
 
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return the scores, and the weighted sums of values."""
@@ -329,14 +330,16 @@ class AttentionDescription(SoftmaxAttention):
         parts: tuple[int, ...] = (self.heads_per_group, 1, 1)
         if self.value_dim != self.head_dim:
             group, parts = (sum(self.group_widths),), self.group_widths
-        return LinearSpec(
+        qkv = LinearSpec(
             (self.hidden,),
             (self.kv_heads, *group),
             self.init_std,
             split=0,
             bias=self.qkv_bias,
             fused={1: parts},
+            matrices=("query", "key", "value"),
         )
+        return self.adapt("qkv", qkv, "stream")
 
     @property
     def qk_norms(self) -> Mapping[str, NormDescription]:
@@ -371,7 +374,8 @@ class AttentionDescription(SoftmaxAttention):
         if not self.gate_width:
             return None
         outputs = (self.heads, self.gate_width)
-        return LinearSpec((self.hidden,), outputs, self.init_std, split=0)
+        gate = LinearSpec((self.hidden,), outputs, self.init_std, split=0)
+        return self.adapt("gate", gate, "stream")
 
     @property
     def sinks(self) -> SinksDescription | None:
@@ -435,7 +439,7 @@ class AttentionDescription(SoftmaxAttention):
         of_heads = self.heads + groups
         norms = {"head": of_heads, "l2": of_heads, "whole": 2 * tensor}.get(self.qk_norm, 0)
         elements += 2 * of_heads * self.qk_norm.startswith("layernorm")
-        return SavedActivations(elements, self.heads + norms)
+        return SavedActivations(elements, self.heads + norms) + self.saved_by_adapters
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. The gates use the same rows as

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from megaframe.architecture.activation import describe_activation
@@ -215,7 +215,11 @@ class BlockDescription:
         )
         if recompute == "selective" and self.norms_before and self.norm.recomputes:
             # Each product of the input normalises it again, into memory of its own.
-            rows = sum(layer.input_products - 1 for layer in layers if not layer.keeps_normed_input)
+            rows = sum(
+                layer.input_products - 1 + layer.adapter_input_products
+                for layer in layers
+                if not layer.keeps_normed_input
+            )
         else:  # layers that start from the same rows keep them once
             shares = in_parallel and (self.shares_norm or not self.norms_before)
             groups = together if shares else apart
@@ -261,18 +265,25 @@ def _count_repeated(groups: Iterable[Iterable[bool]]) -> int:
 @lru_cache(maxsize=4096)
 def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
     """Return the block of a layer. Predictors' blocks are numbered after the last layer."""
-    block = find_block_config(model, layer)
+    block, adapters = find_block_config(model, layer), model.adapters
+    if adapters is not None and adapters.layers is not None and layer not in adapters.layers:
+        adapters = None
     # GPT-2's initialisation: outputs into the stream shrink with the number of layers.
     output_std = model.init_std / math.sqrt(_count_halves(model))
+    feed_forward = _describe_feed_forward(model, block.feed_forward, output_std)
+    mixer, second_mixer = (
+        replace(_describe_mixer(model, each, output_std), adapters=adapters)
+        for each in (block.mixer, block.second_mixer)
+    )
     return BlockDescription(
-        _describe_mixer(model, block.mixer, output_std),
-        _describe_feed_forward(model, block.feed_forward, output_std),
+        mixer,
+        replace(feed_forward, adapters=adapters),
         describe_norm(model),
         block.norms,
         block.parallel,
         block.residual_scale,
         model.dropout > 0,
-        _describe_mixer(model, block.second_mixer, output_std),
+        second_mixer,
     )
 
 

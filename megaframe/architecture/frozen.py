@@ -14,5 +14,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def is_frozen(patterns: Sequence[str], name: str) -> bool:
-    """Return whether any of the patterns is one of the parameter's name."""
-    return any(compile_pattern(pattern).fullmatch(name) for pattern in patterns)
+    """Return whether any of the patterns is one of the parameter's name. One that begins with `!`
+    is one of all names that the rest of it does not match."""
+    return any(
+        (compile_pattern(pattern.removeprefix("!")).fullmatch(name) is None)
+        == pattern.startswith("!")
+        for pattern in patterns
+    )

@@ -102,8 +102,17 @@ class GatedDeltaNetDescription(MixerDescription):
     def input(self) -> LinearSpec:
         """From the stream to all that makes the heads."""
         outputs = (self.key_heads, sum(self.widths))
-        fused = {1: tuple(width for width in self.widths if width)}
-        return LinearSpec((self.hidden,), outputs, self.init_std, split=0, fused=fused)
+        names = ("query", "key", "value", "gate", "strength", "decay")
+        widths = {n: width for n, width in zip(names, self.widths, strict=True) if width}
+        product = LinearSpec(
+            (self.hidden,),
+            outputs,
+            self.init_std,
+            split=0,
+            fused={1: tuple(widths.values())},
+            matrices=tuple(widths),
+        )
+        return self.adapt("input", product, "stream")
 
     @property
     def latents(self) -> Mapping[str, tuple[int, int]]:
@@ -118,13 +127,19 @@ class GatedDeltaNetDescription(MixerDescription):
     def down(self) -> LinearSpec:
         """From the stream to the latents."""
         ranks = tuple(rank for rank, _ in self.latents.values())
-        return LinearSpec((self.hidden,), (sum(ranks),), self.init_std, fused={0: ranks})
+        fused, names = {0: ranks}, tuple(self.latents)
+        product = LinearSpec(
+            (self.hidden,), (sum(ranks),), self.init_std, fused=fused, matrices=names
+        )
+        return self.adapt("down", product, "stream")
 
     @property
     def ups(self) -> Mapping[str, LinearSpec]:
         """From the latents to the decays of channels, and to the gates."""
         return {
-            name: LinearSpec((rank,), (self.key_heads, width), self.init_std, split=0)
+            name: self.adapt(
+                name, LinearSpec((rank,), (self.key_heads, width), self.init_std, split=0)
+            )
             for name, (rank, width) in self.latents.items()
         }
 
@@ -132,7 +147,8 @@ class GatedDeltaNetDescription(MixerDescription):
     def output(self) -> LinearSpec:
         """From the heads back to the stream."""
         inputs = (self.key_heads, self.per_group * self.value_dim)
-        return LinearSpec(inputs, (self.hidden,), self.output_std, split=1)
+        output = LinearSpec(inputs, (self.hidden,), self.output_std, split=1)
+        return self.adapt("output", output)
 
     @property
     def convolution(self) -> ConvolutionDescription:
@@ -168,7 +184,7 @@ class GatedDeltaNetDescription(MixerDescription):
         between them is computed again."""
         latents = [self.down, *self.ups.values()] if self.latents else []
         made = sum(product.results for product in (self.input, *latents))
-        return SavedActivations(made + self.output.terms)
+        return SavedActivations(made + self.output.terms) + self.saved_by_adapters
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products, of which `down` uses the same

@@ -43,14 +43,16 @@ class GatedShortConvolutionDescription(MixerDescription):
         """From the stream to the gate before the convolution, the gate after it, and what it sees.
         They are separate along dim 0, so that a tensor shard of dim 1 has the same channels of
         all."""
-        return LinearSpec(
+        product = LinearSpec(
             (self.hidden,),
             (3, self.hidden),
             self.init_std,
             split=1,
             bias=self.bias,
             fused={0: (1, 1, 1)},
+            matrices=("gate_before", "gate_after", "channels"),
         )
+        return self.adapt("input", product, "stream")
 
     @property
     def convolution(self) -> ConvolutionDescription:
@@ -61,7 +63,8 @@ class GatedShortConvolutionDescription(MixerDescription):
     def output(self) -> LinearSpec:
         """From the channels back to the stream."""
         outputs = (self.hidden,)
-        return LinearSpec((self.hidden,), outputs, self.output_std, split=1, bias=self.bias)
+        product = LinearSpec((self.hidden,), outputs, self.output_std, split=1, bias=self.bias)
+        return self.adapt("output", product)
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
@@ -71,7 +74,8 @@ class GatedShortConvolutionDescription(MixerDescription):
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the result of the first product, and the input of the second one. What is between
         them is computed again."""
-        return SavedActivations(self.input.results + self.output.terms)
+        saved = SavedActivations(self.input.results + self.output.terms)
+        return saved + self.saved_by_adapters
 
     @property
     def widest(self) -> int:

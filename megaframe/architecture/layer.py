@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
+from megaframe.architecture.low_rank import InputKind, is_target
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.architecture.window import Window
+from megaframe.config.adapters import AdaptersConfig
 from megaframe.config.blocks import QueryScaleConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or
+
+Linear = TypeVar("Linear", bound=LinearSpec)
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,18 @@ class HasParameters(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
 class LayerDescription(ABC):
     """One mixer of tokens, or one feed-forward layer. A frozen dataclass of plain numbers, so that
-    layers of the same kind are equal."""
+    layers of the same kind are equal.
 
-    name: str
+    Attributes:
+        adapters: What is added to its matrices; None for nothing.
+    """
+
+    adapters: AdaptersConfig | None = None
+
+    name: ClassVar[str]
     """Of the layer within a block."""
     keeps_normed_input = False
     """Whether it normalises its input for several uses, so that recompute cannot leave the norm to
@@ -159,16 +170,62 @@ class LayerDescription(ABC):
         """
         raise NotImplementedError
 
+    def adapt(self, part: str, linear: Linear, inputs: InputKind = "kept") -> Linear:
+        """Return a product with the adapters that the config gives its matrices.
+
+        Args:
+            part: Its name in the layer.
+            linear: The product without adapters.
+            inputs: What it multiplies.
+        """
+        config = self.adapters
+        if config is None:
+            return linear
+        adapters = []
+        for name, place in linear.list_matrices():
+            target = ".".join(filter(None, (self.name, part, name)))
+            if is_target(config, target):
+                adapters.append(
+                    replace(
+                        place,
+                        name=name,
+                        rank=config.rank,
+                        scale=config.alpha / config.rank,
+                        dropout=config.dropout,
+                        inputs=inputs,
+                        target=target,
+                    )
+                )
+        return replace(linear, adapters=tuple(adapters))
+
     @property
     def linears(self) -> list[LinearSpec]:
         """All products with weights, in order of use."""
         linears: list[LinearSpec] = []
         for part in self.parts.values():
             if isinstance(part, LinearSpec):
-                linears.append(part)
+                linears += part.products
             elif isinstance(part, LayerDescription):
                 linears += part.linears
         return linears
+
+    @property
+    def adapted_linears(self) -> list[LinearSpec]:
+        """The products that adapters add to."""
+        return [linear for linear in self.linears if linear.adapters]
+
+    @property
+    def adapter_input_products(self) -> int:
+        """Number of products of adapters that multiply the layer's own input."""
+        adapters = (adapter for linear in self.adapted_linears for adapter in linear.adapters)
+        # With dropout what they multiply is another tensor in any case.
+        return sum(adapter.inputs == "stream" and not adapter.dropout for adapter in adapters)
+
+    @property
+    def saved_by_adapters(self) -> SavedActivations:
+        """What a forward pass keeps for the adapters: the numbers between A and B. The inputs of A
+        are kept already, and dropped elements are drawn again."""
+        return SavedActivations(sum(linear.saved_by_adapters for linear in self.adapted_linears))
 
     @property
     def matrix_elements(self) -> int:
@@ -202,7 +259,11 @@ class LayerDescription(ABC):
         not normalised again by each product."""
         tensor = parallel.tensor
         saved_elements = (linear.count_kept_for_weights(tensor) for linear in self.linears)
-        return SavedActivations(values=sum(saved_elements))
+        shared_elements = (
+            linear.count_shared_by_adapters(tensor, recompute=recompute == "selective")
+            for linear in self.adapted_linears
+        )
+        return SavedActivations(values=sum(saved_elements) - sum(shared_elements))
 
     @property
     def tensor_traffic(self) -> TensorTraffic:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.low_rank import Adapter
 from megaframe.architecture.spec import Constant, Normal, ParamSpec
 
 Number = Any
@@ -33,6 +34,8 @@ class LinearSpec:
             multiplies its own rows, without communication.
         bias: Whether there is one; it starts at 0.
         fused: {dim along which the weight is several matrices: their sizes}.
+        matrices: The names of these matrices, in order.
+        adapters: Products of low rank that are added to matrices of the weight.
     """
 
     inputs: tuple[int, ...]
@@ -41,6 +44,8 @@ class LinearSpec:
     split: int | None = None
     bias: bool = False
     fused: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    matrices: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def terms(self) -> int:
@@ -68,12 +73,21 @@ class LinearSpec:
         return self.split is not None and not self.is_column
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the specs of the weight, of the bias if there is one, and of all adapters."""
+        yield from self.declare_own_parameters(name)
+        for adapter in self.adapters:
+            for factor, factor_name in zip(
+                self.make_factors(adapter), adapter.name_factors(name), strict=True
+            ):
+                yield from factor.declare_own_parameters(factor_name)
+
+    def declare_own_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of the weight and, if there is one, of the bias."""
         axes = {} if self.split is None else {self.split: "tensor"}
         yield ParamSpec(
             f"{name}.weight",
             (*self.outputs, *self.inputs),
-            Normal(self.std),
+            _draw(self.std),
             role="matrix",
             decay=True,
             axes=axes,
@@ -84,6 +98,40 @@ class LinearSpec:
             # Only a column linear divides its bias: that of a row linear is added to complete sums.
             axes = axes if self.is_column else {}
             yield ParamSpec(f"{name}.bias", self.outputs, Constant(0.0), role="bias", axes=axes)
+
+    def list_matrices(self) -> Iterator[tuple[str, Adapter]]:
+        """Yield the name of each matrix of the weight, empty if it is the only one, and an adapter
+        of rank 0 at its place."""
+        for dim, sizes in self.fused.items():
+            names = self.matrices or tuple(map(str, range(len(sizes))))
+            for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+                yield name, Adapter(dim=dim, start=sum(sizes[:index]), size=size)
+        if not self.fused:
+            yield "", Adapter(size=self.outputs[0])
+
+    def make_factors(self, adapter: Adapter) -> tuple[LinearSpec, LinearSpec]:
+        """Return the two products of an adapter: from the inputs to `rank` numbers per row, and
+        from these to the outputs. The rows of these numbers are divided over tensor ranks like
+        those of the stream, so they alone travel: the second product is a column linear where this
+        one is, and the first one a row linear."""
+        outputs = list(self.outputs)
+        outputs[adapter.dim] = adapter.size
+        bare = replace(self, matrices=(), adapters=(), fused={}, bias=False)
+        # The variance of the values that peft draws: uniform within 1 / sqrt(inputs).
+        std = (3 * self.terms) ** -0.5
+        first = None if self.split is None or self.is_column else self.split - len(outputs) + 1
+        down = replace(bare, outputs=(adapter.rank,), std=std, split=first)
+        last = self.split if self.is_column else None
+        inputs, starts = (adapter.rank,), 0.0
+        up = replace(bare, inputs=inputs, outputs=tuple(outputs), std=starts, split=last)
+        return down, up
+
+    @property
+    def products(self) -> Iterator[LinearSpec]:
+        """The product and those of its adapters, in order of use."""
+        yield self
+        for adapter in self.adapters:
+            yield from self.make_factors(adapter)
 
     def compute_local_sizes(self, tensor: Number) -> tuple[Number, Number]:
         """Return the results and the terms of one of `tensor` ranks. If there are fewer items than
@@ -105,6 +153,31 @@ class LinearSpec:
         )
 
     @property
+    def saved_by_adapters(self) -> int:
+        """Elements per token that a forward pass keeps for the adapters."""
+        return sum(adapter.rank for adapter in self.adapters)
+
+    def count_shared_by_adapters(self, tensor: int, *, recompute: bool) -> Number:
+        """Return the elements per token, summed over tensor ranks, that a weight pass needs for the
+        adapters and keeps for the weight itself: the inputs, and the gradients of the results if
+        those of the matrix are a view of them.
+
+        Args:
+            tensor: Number of tensor ranks.
+            recompute: Whether norms and activations are computed again for each product.
+        """
+        results, terms = self.compute_local_sizes(tensor)
+        shared: Number = 0
+        for adapter in self.adapters:
+            if not (adapter.dropout or (recompute and adapter.inputs == "computed")):
+                shared += terms * tensor if self.is_row else terms
+            before = math.prod(self.outputs[: adapter.dim])
+            if before <= tensor or adapter.size * math.prod(self.outputs[adapter.dim + 1 :]) == 1:
+                own = results * adapter.size / self.outputs[adapter.dim]
+                shared += own * tensor if self.is_column else own
+        return shared
+
+    @property
     def tensor_traffic(self) -> TensorTraffic:
         """What the rows of a token move over the tensor axis.
 
@@ -117,6 +190,10 @@ class LinearSpec:
         if self.is_row:
             return TensorTraffic(self.results, self.results, self.results)
         return TensorTraffic(0, 0, 0)
+
+
+def _draw(std: float) -> Normal | Constant:
+    return Normal(std) if std else Constant(0.0)
 
 
 @dataclass(frozen=True)
@@ -161,17 +238,17 @@ class GroupedLinearSpec(LinearSpec):
     experts: int = 1
     top_k: int = 1
 
-    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_own_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of the weights and, if there are any, of the biases."""
-        assert self.split is not None
+        divided = {} if self.split is None else {self.split + 1: "expert_tensor"}
         token_share = Fraction(self.top_k, self.experts)
         yield ParamSpec(
             f"{name}.weight",
             (self.experts, *self.outputs, *self.inputs),
-            Normal(self.std),
+            _draw(self.std),
             role="matrix",
             decay=True,
-            axes={0: "expert", self.split + 1: "expert_tensor"},
+            axes={0: "expert", **divided},
             inputs=len(self.inputs),
             fused={
                 0: (1,) * self.experts,  # one matrix per expert
@@ -185,7 +262,7 @@ class GroupedLinearSpec(LinearSpec):
                 (self.experts, *self.outputs),
                 Constant(0.0),
                 role="bias",
-                axes={0: "expert", 1 + self.split * self.is_column: "expert_tensor"},
+                axes={0: "expert", 1 + (self.split or 0) * self.is_column: "expert_tensor"},
                 token_share=token_share,
             )
 

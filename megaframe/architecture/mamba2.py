@@ -141,20 +141,25 @@ class Mamba2Description(MixerDescription):
     def input(self) -> LinearSpec:
         """From the stream to all that makes the groups."""
         outputs = (self.groups, sum(self.widths))
-        return LinearSpec(
+        product = LinearSpec(
             (self.hidden,),
             outputs,
             self.init_std,
             split=0,
             bias=self.input_bias,
             fused={1: self.widths},
+            matrices=("gate", "input", "key", "query", "step"),
         )
+        return self.adapt("input", product, "stream")
 
     @property
     def output(self) -> LinearSpec:
         """From the heads back to the stream."""
         inputs, stream = (self.groups, self.width), (self.hidden,)
-        return LinearSpec(inputs, stream, self.output_std, split=len(stream), bias=self.output_bias)
+        product = LinearSpec(
+            inputs, stream, self.output_std, split=len(stream), bias=self.output_bias
+        )
+        return self.adapt("output", product)
 
     @property
     def convolution(self) -> ConvolutionDescription:
@@ -196,7 +201,8 @@ class Mamba2Description(MixerDescription):
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the result of the first product, and the input of the second one. All that is
         between them is computed again."""
-        return SavedActivations(self.input.results + self.output.terms)
+        saved = SavedActivations(self.input.results + self.output.terms)
+        return saved + self.saved_by_adapters
 
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return those of the chunks of a sample: queries with keys, the scores with the inputs,

@@ -63,24 +63,30 @@ class LatentAttentionDescription(SoftmaxAttention):
     def down(self) -> LinearSpec:
         """From the stream to the latents."""
         width = (sum(self.latents),)
-        return LinearSpec((self.hidden,), width, self.init_std, fused={0: self.latents})
+        matrices = ("query", "kv", "shared_key")[-len(self.latents) :]
+        fused = {0: self.latents}
+        down = LinearSpec((self.hidden,), width, self.init_std, fused=fused, matrices=matrices)
+        return self.adapt("down", down, "stream")
 
     @property
     def query(self) -> LinearSpec:
         """The queries of all heads, the part for the shared one first."""
         inputs = (self.query_rank or self.hidden,)
-        return LinearSpec(inputs, (self.heads, self.query_width), self.init_std, split=0)
+        query = LinearSpec(inputs, (self.heads, self.query_width), self.init_std, split=0)
+        return self.adapt("query", query, "computed" if self.query_rank else "stream")
 
     @property
     def kv(self) -> LinearSpec:
         """The part of the keys that is not rotated, and the values, of all heads."""
-        return LinearSpec(
+        kv = LinearSpec(
             (self.kv_rank,),
             (self.heads, self.head_dim + self.value_dim),
             self.init_std,
             split=0,
             fused={1: (self.head_dim, self.value_dim)},
+            matrices=("key", "value"),
         )
+        return self.adapt("kv", kv, "computed")
 
     @property
     def query_norm(self) -> RMSNormDescription | None:
@@ -115,6 +121,7 @@ class LatentAttentionDescription(SoftmaxAttention):
         """Return the latents, what attention keeps, and unless they are recomputed the normalised
         latents with a statistic for each."""
         saved = self.count_saved_by_heads(parallel) + SavedActivations(sum(self.latents))
+        saved = saved + self.saved_by_adapters
         if recompute == "selective":
             return saved
         norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]

@@ -55,21 +55,25 @@ class MLPDescription(FeedForwardDescription):
         has the same outputs of both."""
         if not self.gated:
             outputs = (self.width,)
-            return LinearSpec((self.hidden,), outputs, self.init_std, split=0, bias=self.up_bias)
-        return LinearSpec(
+            up = LinearSpec((self.hidden,), outputs, self.init_std, split=0, bias=self.up_bias)
+            return self.adapt("up", up, "stream")
+        up = LinearSpec(
             (self.hidden,),
             (2, self.width),
             self.init_std,
             split=1,
             bias=self.up_bias,
             fused={0: (1, 1)},
+            matrices=("gate", "up"),
         )
+        return self.adapt("up", up, "stream")
 
     @property
     def down(self) -> LinearSpec:
         """The second product."""
         outputs = (self.hidden,)
-        return LinearSpec((self.width,), outputs, self.output_std, split=1, bias=self.down_bias)
+        down = LinearSpec((self.width,), outputs, self.output_std, split=1, bias=self.down_bias)
+        return self.adapt("down", down, "computed")
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
@@ -82,7 +86,7 @@ class MLPDescription(FeedForwardDescription):
         """Return the values before the activation, and unless recomputed those after it and what
         it keeps."""
         after = self.width * (1 + self.activation.saved) * (recompute != "selective")
-        return SavedActivations(self.up.results + after)
+        return SavedActivations(self.up.results + after) + self.saved_by_adapters
 
     @property
     def inner_elements(self) -> float:

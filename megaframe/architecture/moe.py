@@ -4,7 +4,7 @@ node share them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import comb, gcd
 
@@ -127,6 +127,7 @@ class MoEDescription(FeedForwardDescription):
             split=1 if gated else 0,
             bias=self.moe.expert_bias,
             fused={0: (1, 1)} if gated else {},
+            matrices=("gate", "up") if gated else (),
             experts=self.moe.experts,
             top_k=self.moe.top_k,
         )
@@ -139,6 +140,7 @@ class MoEDescription(FeedForwardDescription):
             experts=self.moe.experts,
             top_k=self.moe.top_k,
         )
+        up, down = self.adapt("experts.up", up), self.adapt("experts.down", down)
         return ExpertsDescription(up, down)
 
     @property
@@ -154,6 +156,7 @@ class MoEDescription(FeedForwardDescription):
             down_bias=self.bias,
             init_std=self.init_std,
             output_std=self.output_std,
+            adapters=self.adapters,
         )
 
     @property
@@ -180,8 +183,8 @@ class MoEDescription(FeedForwardDescription):
         experts, shared, gate = self.experts, self.shared, self.shared_gate
         return [
             self.router.matrix,
-            experts.up,
-            experts.down,
+            *experts.up.products,
+            *experts.down.products,
             *([] if shared is None else shared.linears),
             *([] if gate is None else [gate]),
         ]
@@ -297,11 +300,18 @@ class MoEDescription(FeedForwardDescription):
         moe, hidden, copies = self.moe, self.hidden, parallel.expert_tensor
         experts = self.experts
         per_choice = 2 * copies * hidden + experts.up.results + self.width
+        for adapter in (*experts.up.adapters, *experts.down.adapters):
+            # The numbers between its products and their gradients; of one matrix among several
+            # also the gradient of its results.
+            per_choice += 2 * copies * adapter.rank + self.width * bool(adapter.name)
         elements = hidden + moe.top_k * per_choice
         shared = self.shared
         if shared is not None:
             # Its input is that of the router, unless jitter made another one of it.
             elements += shared.up.results + shared.width + hidden * (1 + (moe.jitter > 0))
+            parts = shared, replace(shared, adapters=None)
+            adapted, plain = (part.count_saved_for_weights(parallel, recompute) for part in parts)
+            elements += adapted.values - plain.values
         elements += self.shared_gate is not None  # its input is that of the shared MLP
         return SavedActivations(elements, moe.experts)
 

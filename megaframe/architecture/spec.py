@@ -170,7 +170,9 @@ class ParamSpec:
         # Tokens come to experts from all ranks, so only the replicas of an expert are left to sum
         # over.
         if any(axis in EXPERT_AXES for axis in self.axes.values()):
-            return ("expert_data",)
+            # What ranks that divide an expert's width all have, each computes a part of.
+            whole = "expert_tensor" not in self.axes.values() and sizes["expert_tensor"] > 1
+            return ("expert_data", "expert_tensor") if whole else ("expert_data",)
         for dim, axis in self.axes.items():
             if axis == "tensor":
                 # Ranks with the same piece each see the gradient of some of the query heads.

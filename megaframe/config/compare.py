@@ -12,6 +12,7 @@ TRAINING_ONLY = frozenset(
     {
         "model.family",
         "model.dropout",
+        "model.adapters.dropout",
         "model.init_std",
         "model.moe.balance_rate",
         "model.moe.balance_loss",

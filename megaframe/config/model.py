@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megaframe.config.adapters import AdaptersConfig
 from megaframe.config.blocks import BlockConfig, QKNorm, RotaryScalingConfig
 from megaframe.config.parts import Activation, ActivationPart, NormPart
 from megaframe.config.registry import Extensible
@@ -186,6 +187,8 @@ class ModelConfig(Section):
     and token, never on the layout."""
     moe: MoEConfig | None = None
     """Mixture of experts in place of the MLP. Default: none."""
+    adapters: AdaptersConfig | None = None
+    """Low-rank adapters, which are trained in place of all other parameters. Default: none."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 * layers)."""
     parametrisation: Literal["standard", "mup"] = "standard"

@@ -79,7 +79,8 @@ class OptimConfig(Section):
     groups: ParameterGroupsConfig = ParameterGroupsConfig()
     """Learning rates and weight decays per kind of parameter."""
     frozen: tuple[str, ...] = ()
-    """Names of parameters that are not trained; `*` matches anything, as in `blocks.0.*`."""
+    """Names of parameters that are not trained; `*` matches anything, as in `blocks.0.*`, and `!`
+    before a pattern means all that it does not match, as in `!head.*`."""
     state: Literal["master", "bf16", "int8"] = "master"
     """Type of the optimizer's running averages: that of the master weights, or fewer bits with
     stochastic rounding, which keeps the averages unbiased."""

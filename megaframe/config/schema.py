@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megaframe.config.adapters import FROZEN_BASE
 from megaframe.config.model import ModelConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
@@ -401,6 +402,13 @@ class RunConfig(Section):
     """What is measured and where it is shown."""
     faults: FaultToleranceConfig = FaultToleranceConfig()
     """How to handle hangs, non-finite numbers and lost ranks."""
+
+    @property
+    def frozen_patterns(self) -> tuple[str, ...]:
+        """Patterns of the names of parameters that are not trained: those of `optim.frozen`, and
+        with adapters all but theirs."""
+        adapted = self.model.adapters is not None
+        return (*self.optim.frozen, FROZEN_BASE) if adapted else self.optim.frozen
 
     def replace(self, **sections: Mapping[str, object]) -> RunConfig:
         """Return a copy with other values, which are not checked, of some keys of these sections.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.device import copy_to_device
+from megaframe.tensor_parallel.axis import RowPartition
 
 _BITS = 31
 
@@ -51,15 +52,18 @@ class DropoutKeys:
 class Dropout:
     """The dropout masks of one microbatch."""
 
-    def __init__(self, rate: float, keys: DropoutKeys, token_T: Tensor) -> None:
+    def __init__(
+        self, rate: float, keys: DropoutKeys, token_T: Tensor, first_channel: int = 0
+    ) -> None:
         """Prepare the masks.
 
         Args:
             rate: Probability with which an element becomes 0.
             keys: Of the current step.
             token_T: Number of each row's token in the run, int64 [T].
+            first_channel: Number of the first column, if rows are some of the columns.
         """
-        self.rate, self._keys = rate, keys
+        self.rate, self._keys, self._first_channel = rate, keys, first_channel
         self._token_T1 = token_T[:, None]
 
     def __call__(self, x_TC: Tensor, place: str) -> Tensor:
@@ -90,10 +94,32 @@ class Dropout:
         return keep.to(like_TC.dtype) / (1.0 - self.rate)
 
     def _draw_bits(self, like_TC: Tensor, place: str) -> Tensor:
-        channel = torch.arange(like_TC.shape[-1], device=like_TC.device)
+        first, width = self._first_channel, like_TC.shape[-1]
+        channel = torch.arange(first, first + width, device=like_TC.device)
         # The first hash is one per row, [T, 1]; the second one per element, [T, C].
         token = _mix(self._token_T1 ^ self._keys.get(place, like_TC.device))
         return _mix(token + channel) & ((1 << _BITS) - 1)
+
+
+class AdapterDropout:
+    """The dropout masks of the inputs of adapters in one microbatch (`InputDropout`)."""
+
+    def __init__(self, rate: float, keys: DropoutKeys, rows: RowPartition, token_T: Tensor) -> None:
+        """Prepare the masks.
+
+        Args:
+            rate: Probability with which an element becomes 0.
+            keys: Of the current step.
+            rows: Which rows this tensor rank has.
+            token_T: Number of each token in the run, int64 [T].
+        """
+        self._rate, self._keys, self._rows, self._token_T = rate, keys, rows, token_T
+
+    def __call__(self, x: Tensor, place: str, first: int, *, all_rows: bool) -> Tensor:
+        """Return x with elements set to 0 with probability `rate` and the rest scaled up."""
+        select = self._rows.pad if all_rows else self._rows.select
+        token_T = select(self._token_T)
+        return Dropout(self._rate, self._keys, token_T, first)(x, place)
 
 
 class _Drop(torch.autograd.Function):

@@ -27,7 +27,7 @@ from megaframe.data.microbatch import IGNORE, Microbatch, divide_zigzag
 from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
-from megaframe.model.dropout import Dropout, DropoutKeys
+from megaframe.model.dropout import AdapterDropout, Dropout, DropoutKeys
 from megaframe.model.moe.top_k import choose_experts
 from megaframe.model.query_scale import compute_query_scales
 from megaframe.model.rotary import Rotary
@@ -145,6 +145,7 @@ class MicrobatchInputs:
         rotary: Rotate queries and keys, for each kind of rotation in the model.
         query_scales: The factors of queries, for each kind in the model.
         dropout: Dropout masks of this rank's rows; None if nothing is random in this pass.
+        adapter_dropout: Those of the inputs of adapters; None if nothing of them is dropped.
         gradient_scale: Factor of the gradients of losses, fp64 scalar; None in evaluation.
         label_weights_T: Weights of the labels; None for 1.
     """
@@ -161,6 +162,7 @@ class MicrobatchInputs:
     rotary: Mapping[RotaryDescription, Rotary] = field(default_factory=dict)
     query_scales: Mapping[QueryScaleConfig, Tensor] = field(default_factory=dict)
     dropout: Dropout | None = None
+    adapter_dropout: AdapterDropout | None = None
     gradient_scale: Tensor | None = None
     label_weights_T: Tensor | None = None
 
@@ -245,7 +247,7 @@ def make_microbatch_inputs(
     """
     batch, length = microbatch.tokens_BS.shape
     rows = RowPartition(batch * length, setup.tensor.group.size, setup.tensor.group.index)
-    dropout = None
+    dropout = adapter_dropout = None
     mixers = list_mixers(model) if mixers is None else mixers
     positions_BS, sample_length = get_token_positions(microbatch), microbatch.whole or length
     rotary = {
@@ -264,6 +266,8 @@ def make_microbatch_inputs(
         # it.
         token_T = (microbatch.samples_B[:, None] * sample_length + positions).flatten()
         dropout = Dropout(model.dropout, dropout_keys, rows.select(token_T))
+        if model.adapters is not None and model.adapters.dropout:
+            adapter_dropout = AdapterDropout(model.adapters.dropout, dropout_keys, rows, token_T)
     return MicrobatchInputs(
         batch,
         length,
@@ -277,6 +281,7 @@ def make_microbatch_inputs(
         rotary,
         query_scales,
         dropout,
+        adapter_dropout,
         gradient_scale,
         None if microbatch.weights_BS is None else microbatch.weights_BS.flatten(),
     )

@@ -17,6 +17,7 @@ from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.parametrisation import compute_learning_rate_scale
 from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
+from megaframe.config.adapters import FROZEN_BASE
 from megaframe.config.part_calls import call_part, describe_method
 from megaframe.config.parts import OptimizerPart
 from megaframe.config.registry import get_part_name
@@ -262,14 +263,14 @@ def find_frozen_names(config: RunConfig) -> frozenset[str]:
     Raises:
         UserError: If a pattern matches none, or if no parameter is left to train.
     """
-    patterns = config.optim.frozen
+    patterns = config.frozen_patterns
     if not patterns:
         return frozenset()
     names = [spec.name for spec in list_model_specs(config)]
     frozen: set[str] = set()
     for pattern in patterns:
         matches = [name for name in names if is_frozen([pattern], name)]
-        if not matches:
+        if not matches and pattern != FROZEN_BASE:
             near = get_close_matches(pattern, names, 3, 0.0)
             raise UserError(
                 f"optim.frozen={pattern} matches none of the {len(names)} parameters; "

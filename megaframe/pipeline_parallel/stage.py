@@ -41,7 +41,12 @@ from megaframe.pipeline_parallel.activation_offload import (
     take_last_input,
 )
 from megaframe.pipeline_parallel.stage_pass import StagePass
-from megaframe.tensor_parallel.deferred_gradients import DeferredGradient, DeferredGradientQueue
+from megaframe.tensor_parallel.deferred_gradients import (
+    DeferredGradient,
+    DeferredGradientQueue,
+    DeferredGradients,
+    InputDropout,
+)
 
 _NO_SHARDING = NoSharding()
 _ALWAYS_HERE = nullcontext()
@@ -105,7 +110,8 @@ class Stage:
         self.post_process = chunk.post_process
         self.precision = PRECISIONS[config.train.precision]
         self._sharding, self._chunk = sharding, chunk
-        moe, drops = config.model.moe, config.model.dropout > 0
+        moe, adapters = config.model.moe, config.model.adapters
+        drops = config.model.dropout > 0 or (adapters is not None and adapters.dropout > 0)
         random = drops or (moe is not None and moe.jitter > 0)
         self.keys = DropoutKeys(config.run.seed) if random else None
         # Added by a forward, removed by the backward (or by W, if backwards are split).
@@ -165,7 +171,8 @@ class Stage:
             The output for the next stage, [rows, hidden]; on the last stage the loss sum over valid
             tokens, fp64 scalar.
         """
-        inputs, state = self.make_inputs(microbatch, self.keys, scale), self.make_pass_state()
+        inputs = self.make_inputs(microbatch, self.keys, scale)
+        state = self.make_pass_state(inputs.adapter_dropout)
         activations = self._activations[stage_pass.microbatch_index] = StageActivations(
             inputs, state
         )
@@ -395,11 +402,16 @@ class Stage:
         dtype = self.precision.compute
         return make_microbatch_inputs(self.config.model, self.setup, microbatch, dtype, keys, scale)
 
-    def make_pass_state(self) -> PassState:
-        """Return the mutable objects of the passes of one microbatch."""
+    def make_pass_state(self, dropout: InputDropout | None = None) -> PassState:
+        """Return the mutable objects of the passes of one microbatch.
+
+        Args:
+            dropout: Drops inputs of adapters; None if nothing is dropped.
+        """
         sharding = self._sharding
         boundary = BlockBoundary(sharding.gather_second_half if sharding.gathers else None)
-        return PassState(self._statistics, self._workspace, boundary)
+        deferred = DeferredGradients(dropout)
+        return PassState(self._statistics, self._workspace, boundary, deferred)
 
 
 def build_whole_model(config: RunConfig) -> Stage:

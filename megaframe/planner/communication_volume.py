@@ -134,7 +134,7 @@ def _compute_data_bytes(
     ranks, zero = layout.data_shard * layout.context, config.parallel.zero
     width = DTYPE_BYTES[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
-    patterns = config.optim.frozen
+    patterns = config.frozen_patterns
     parameters, trained = (
         count_rank_parameters(config.model, config.train, layout, plans, frozen)
         for frozen in ((), patterns)

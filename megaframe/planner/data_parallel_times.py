@@ -103,7 +103,7 @@ def compute_block_load(machine: Machine, layer: int) -> ParameterLoad:
             results, terms = linear.compute_local_sizes(sizes.tensor)
             dense = dense + results * terms
     total, longest = estimate_layer_muon_seconds(machine, layer)
-    share = compute_trained_share(model, machine.config.optim.frozen, layer)
+    share = compute_trained_share(model, machine.config.frozen_patterns, layer)
     exchanged = np.where(sizes.zero == 3, 1.0, share) if share < 1 else 1.0
     return ParameterLoad(
         dense * exchanged,

@@ -63,7 +63,7 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     if machine.software.parallel_block and not experts_per_token:
         linears, traffic = _join_parallel_linears(linears), traffic // 2
     products = sum((_estimate_linear_times(machine, linear) for linear in linears), PassTimes())
-    share = compute_trained_share(model, machine.config.optim.frozen, layer)
+    share = compute_trained_share(model, machine.config.frozen_patterns, layer)
     products = replace(products, weight=products.weight * share)
     if experts_per_token:
         products = products + _estimate_permutation_times(machine, experts_per_token)

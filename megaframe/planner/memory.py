@@ -451,6 +451,6 @@ def compute_rank_memory(
         rank_plans,
         schedule.ranks[rank],
         layout.expert_shard,
-        trained=count_rank_parameters(*of_rank, config.optim.frozen),
+        trained=count_rank_parameters(*of_rank, config.frozen_patterns),
         host=host,
     )

@@ -267,12 +267,12 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
 def _compute_trained_share(config: RunConfig) -> float:
     """Return the share of the model's parameters that is not frozen. Every rank is assumed to have
     that of the model."""
-    if not config.optim.frozen:
+    if not config.frozen_patterns:
         return 1.0
     plans = [StagePlan(0, 1, range(config.model.layers))]
     trained, every = (
         count_rank_parameters(config.model, config.train, Layout(), plans, patterns).total
-        for patterns in (config.optim.frozen, ())
+        for patterns in (config.frozen_patterns, ())
     )
     return trained / max(1, every)
 

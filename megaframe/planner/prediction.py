@@ -155,7 +155,7 @@ def estimate_step(machine: Machine, schedule: Schedule) -> dict[str, float]:
 
 def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
     """Return `function` of every layer, called once for each kind of layer."""
-    kinds = list_layer_kinds(machine.config.model, machine.config.optim.frozen)
+    kinds = list_layer_kinds(machine.config.model, machine.config.frozen_patterns)
     by_kind = {kind: function(machine, kinds.index(kind)) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]
 
@@ -361,7 +361,7 @@ def explain_step(
             f"a {cluster.chip.name} has no products of 8 bits, so train.fp8={config.train.fp8} is "
             f"emulated there, and planned as products in {config.train.precision}"
         )
-    if config.optim.frozen:
+    if config.frozen_patterns:
         yield (
             "what optim.frozen names is planned without gradients, optimizer state and products of "
             "weight gradients; its tables are exchanged as if they were trained"

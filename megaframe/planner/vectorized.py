@@ -106,7 +106,7 @@ def _estimate_round(
 
 def _compute_mean_block(machine: Machine) -> tuple[CostBreakdown, ParameterLoad]:
     """Return the mean costs and parameters of a layer."""
-    kinds = list_layer_kinds(machine.config.model, machine.config.optim.frozen)
+    kinds = list_layer_kinds(machine.config.model, machine.config.frozen_patterns)
     times, load = CostBreakdown(PassTimes()), ParameterLoad()
     for kind, number in Counter(kinds).items():
         layer, share = kinds.index(kind), number / len(kinds)

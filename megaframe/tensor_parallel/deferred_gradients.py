@@ -4,7 +4,7 @@ may therefore compute later (W of zero-bubble schedules, Qi et al. 2023)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -23,12 +23,33 @@ class DeferredGradient(NamedTuple):
     fetch: Callable[[], Pending[Tensor]] | None
 
 
+class InputDropout(Protocol):
+    """Drops inputs of products of low rank."""
+
+    def __call__(self, x: Tensor, place: str, first: int, *, all_rows: bool) -> Tensor:
+        """Return x with some elements 0 and the others scaled up.
+
+        Args:
+            x: Rows of the microbatch.
+            place: Name of what they are inputs of, on which the mask depends.
+            first: Number of the first column among all inputs.
+            all_rows: Whether these are the rows of all tensor ranks, and not only this rank's.
+        """
+        ...
+
+
 class DeferredGradients:
     """The weight gradients of one microbatch's backward pass. They are computed at once, or with
-    `deferring` kept until they are taken."""
+    `deferring` kept until they are taken.
 
-    def __init__(self) -> None:
-        self.deferring = False
+    Attributes:
+        deferring: Whether they are kept.
+        dropout: Drops inputs of adapters in this microbatch; None if nothing is dropped. It lies
+            here because linears need nothing else of a microbatch.
+    """
+
+    def __init__(self, dropout: InputDropout | None = None) -> None:
+        self.deferring, self.dropout = False, dropout
         self._deferred: list[DeferredGradient] = []
 
     def add(

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.low_rank import Adapter
 from megaframe.distributed.collectives import Pending, all_gather
 from megaframe.ops.autograd import backward, get_direct_apply
 from megaframe.ops.kernel_dispatch import Kernels
@@ -26,7 +29,7 @@ from megaframe.tensor_parallel.chunked_collectives import (
     scatter_chunks,
     wait_for_rows,
 )
-from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
+from megaframe.tensor_parallel.deferred_gradients import DeferredGradients, InputDropout
 
 Elementwise = Callable[[Tensor, Kernels], Tensor]
 """A cheap operation before a matrix product: a norm or an activation, computed with these
@@ -48,15 +51,16 @@ class Linear(Module):
             spec: What it declares.
             tensor: The tensor ranks, and how products are computed.
         """
-        weight, *bias = map(Parameter, spec.declare_parameters(name))
+        weight, *bias = map(Parameter, spec.declare_own_parameters(name))
         self.weight = weight
         self.bias: Parameter | None = bias[0] if bias else None
-        self.tensor = tensor
+        self.tensor, self.spec = tensor, spec
         self._outputs = len(spec.outputs)
         self._viewed = self._matrix = self.weight.value
         self.is_local = spec.split is None or tensor.group.size == 1
         """Whether this rank computes the product of its rows alone."""
         self.column = spec.is_column
+        self.adapters = [LowRankAdapter(name, spec, place, tensor) for place in spec.adapters]
 
     def __call__(
         self, x: Tensor, deferred: DeferredGradients, before: Elementwise | None = None
@@ -75,7 +79,10 @@ class Linear(Module):
         if before is not None and not self.tensor.recompute:
             # Outside of `_Linear`, so that autograd keeps what its backward pass needs.
             x, before = before(x, self.tensor.kernels), None
-        return _apply_linear(x, self, deferred, before)
+        y = _apply_linear(x, self, deferred, before)
+        for adapter in self.adapters:
+            y = adapter.add_to(y, x, self.weight.box.shape[: self._outputs], deferred, before)
+        return y
 
     @property
     def matrix(self) -> Tensor:
@@ -96,6 +103,99 @@ class Linear(Module):
         """Add the gradient of the bias, if there is one."""
         if self.bias is not None:
             self.bias.add(dy_TO.sum(0).view(self.bias.box.shape))
+
+
+class LowRankAdapter(Module):
+    """What is added to the results of one matrix of a linear layer: scale B A x.
+
+    Both products are linear layers themselves, so only the few numbers per row between them travel
+    between tensor ranks, in one part.
+    """
+
+    def __init__(self, name: str, spec: LinearSpec, place: Adapter, tensor: TensorParallel) -> None:
+        """Make both factors.
+
+        Args:
+            name: Of the linear layer in the model.
+            spec: What that declares.
+            place: Which adapter this is.
+            tensor: The tensor ranks, and how products are computed.
+        """
+        tensor = replace(tensor, chunks=1, symmetric=False, fp8=None)
+        self.place, self.name = place, place.name_factors(name)[0]
+        self.a, self.b = (
+            Linear(factor_name, factor, tensor)
+            for factor, factor_name in zip(
+                spec.make_factors(place), place.name_factors(name), strict=True
+            )
+        )
+        self._first_input = len(self.a.spec.outputs)
+
+    def add_to(
+        self,
+        y: Tensor,
+        x: Tensor,
+        outputs: tuple[int, ...],
+        deferred: DeferredGradients,
+        before: Elementwise | None,
+    ) -> Tensor:
+        """Return the results of the linear layer with what this adds to them.
+
+        Args:
+            y: The results, which are overwritten.
+            x: Input of the linear layer.
+            outputs: Dims of this rank's results.
+            deferred: That of the linear layer,
+            before: and its norm or activation.
+        """
+        place = self.place
+        if place.dropout and deferred.dropout is not None:
+            before = partial(self._drop, before, deferred.dropout)
+        low = _apply_linear(x, self.a, deferred, before)
+        low = low if place.scale == 1.0 else low * place.scale
+        return _apply_addition(y, _apply_linear(low, self.b, deferred, None), outputs, place)
+
+    def _drop(
+        self, before: Elementwise | None, dropout: InputDropout, x: Tensor, kernels: Kernels
+    ) -> Tensor:
+        """Return the inputs of A with some of them 0, the same under every layout."""
+        x = x if before is None else before(x, kernels)
+        box = self.a.weight.box
+        # A row linear has some of the inputs of all rows; any other one all inputs of its own rows.
+        first = box.offset[self._first_input] * math.prod(box.shape[self._first_input + 1 :])
+        divided = self.a.spec.is_row and not self.a.is_local
+        return dropout(x, self.name, first, all_rows=divided)
+
+
+class _Addition(torch.autograd.Function):
+    """Adds to the results of one of the matrices of a weight, in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_TO: Tensor, added: Tensor, outputs: tuple[int, ...], place: Adapter
+    ) -> Tensor:
+        ctx.outputs, ctx.place = outputs, place
+        part = _select_part(y_TO, outputs, place)
+        part.add_(added.view(part.shape))
+        ctx.mark_dirty(y_TO)
+        return y_TO
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (dy,) = gradients
+        part = _select_part(dy, ctx.outputs, ctx.place)
+        # The matrix's own part is copied, unless it is all of the gradient.
+        return dy, part.reshape(len(dy), -1), None, None
+
+
+_apply_addition = get_direct_apply(_Addition)
+
+
+def _select_part(y_TO: Tensor, outputs: tuple[int, ...], place: Adapter) -> Tensor:
+    """Return the results of one matrix, as a view [T, ...]."""
+    y = y_TO.view(len(y_TO), *outputs)
+    # Of the only matrix tensor ranks may have some outputs: those that there are.
+    return y.narrow(place.dim + 1, place.start, place.size) if place.name else y
 
 
 class _Linear(torch.autograd.Function):

@@ -23,7 +23,7 @@ from megaframe.errors import UserError
 
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
 """In the names of experts' parameters, and of the dense parameters that they are copied from."""
-_NO_WEIGHTS = ("mtp_depth", "rotary_base", "rotary_scaling", "window", "moe.balance")
+_NO_WEIGHTS = ("mtp_depth", "rotary_base", "rotary_scaling", "window", "moe.balance", "adapters")
 _MAY_DIFFER = TRAINING_ONLY | {f"model.{key}" for key in _NO_WEIGHTS}
 """Config keys of the model that may differ from the checkpoint's, so that training can continue for
 example with longer samples. No weight depends on them but those of predictors, which can start from

@@ -99,7 +99,7 @@ def measure_parts(config: RunConfig, mesh: Mesh) -> PartWorks:
         metrics={"gradient_noise_every": 0},
     )
     setup = build_layer_setup(plain, mesh, lambda line: None)
-    kinds = list_layer_kinds(config.model, config.optim.frozen)
+    kinds = list_layer_kinds(config.model, config.frozen_patterns)
     firsts = [kinds.index(kind) for kind in kinds]
     plans = {layer: StagePlan(1, 3, range(layer, layer + 1)) for layer in sorted({*firsts})}
     ends = StagePlan(0, 3, range(0)), StagePlan(2, 3, range(0))

@@ -313,6 +313,8 @@ def _make_expert_parallel(
     if model.moe is None:
         return ExpertParallel()
     mesh.add_groups(EXPERT_SETS)
+    if model.adapters is not None and mesh.layout.expert_tensor > 1:
+        mesh.add_groups([("expert_shard", "expert_tensor")])
     near = count_near_experts(parallel, parallel.node_size or read_local_world_size())
     return ExpertParallel(
         mesh.group("expert"),

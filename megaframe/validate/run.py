@@ -8,6 +8,7 @@ from __future__ import annotations
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout, resolve_axis_sizes
+from megaframe.validate.adapters import find_adapter_mistakes
 from megaframe.validate.blocks import find_block_mistakes
 from megaframe.validate.checkpoint import (
     find_best_mistakes,
@@ -84,6 +85,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *find_chunk_mistakes(config.parallel, config.train),
         *find_expert_mistakes(config.model, config.parallel),
         *(find_context_mistakes(config.model, config.parallel) if not block_mistakes else ()),
+        *(find_adapter_mistakes(config.model) if not block_mistakes else ()),
         *find_mtp_mistakes(config.model, config.train),
         *find_vocabulary_mistakes(config.model, config.data),
         *(find_batch_mistakes(config.train, sizes["data"]) if not axis_mistakes else ()),

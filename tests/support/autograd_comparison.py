@@ -15,7 +15,7 @@ channels or 12 tokens are added up, then 37 words, and 36 tokens of a weight's g
 
 
 def list_matrices(module):
-    return [p for p in module.parameters() if p.spec.role == "matrix"]
+    return [p for p in module.parameters() if p.spec.role == "matrix" and not p.frozen]
 
 
 def compute_gradients(build, microbatch, train):

@@ -22,6 +22,11 @@ from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.activation import activate, recompute_activation
 from megaframe.model.layer_inputs import LayerSetup
+from megaframe.model.moe.expert_adapters import (
+    get_matrices,
+    iterate_matrices,
+    make_expert_adapters,
+)
 from megaframe.model.pass_state import PassState
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.matmul import multiply_into
@@ -44,8 +49,10 @@ class Experts(Module):
         self.scales_inputs = description.moe.scale_inputs
         self.get_row_multiple = setup.routines.get_row_multiple
         specs = description.experts
-        self.up, *up_bias = map(Parameter, specs.up.declare_parameters(f"{name}.up"))
-        self.down, *down_bias = map(Parameter, specs.down.declare_parameters(f"{name}.down"))
+        self.up, *up_bias = map(Parameter, specs.up.declare_own_parameters(f"{name}.up"))
+        self.up_adapters = make_expert_adapters(f"{name}.up", specs.up)
+        self.down, *down_bias = map(Parameter, specs.down.declare_own_parameters(f"{name}.down"))
+        self.down_adapters = make_expert_adapters(f"{name}.down", specs.down)
         self.up_bias: Parameter | None = up_bias[0] if up_bias else None
         self.down_bias: Parameter | None = down_bias[0] if down_bias else None
 
@@ -87,7 +94,7 @@ class _Experts(torch.autograd.Function):
         expert_rows: ExpertRows,
         state: PassState,
     ) -> Tensor:
-        up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
+        up_EOH, down_EHF = get_matrices(experts.up), get_matrices(experts.down)
         slices, scaled = (
             _divide(x_AH, up_EOH, down_EHF, expert_rows, experts),
             experts.scales_inputs,
@@ -101,11 +108,15 @@ class _Experts(torch.autograd.Function):
             up = piece.multiply(x_nH, up_EOH[piece.experts])
             if experts.up_bias is not None:
                 up += piece.select_bias(experts.up_bias, len(up))
+            for adapter in experts.up_adapters:
+                adapter.add_to(up, x_nH, piece)
             active = activate(experts.activation, up, experts.tensor.kernels)
             # Gates are multiplied in before the second product. The outputs of experts then only
             # have to be summed, and are not kept.
             active = active if scaled else active.mul_(gates_n1)
             piece.multiply_into(out_nH, active, down_EHF[piece.experts])
+            for adapter in experts.down_adapters:
+                adapter.add_to(out_nH, active, piece)
             if experts.down_bias is not None:
                 columns = _find_columns(experts.down_bias)
                 bias = piece.select_bias(experts.down_bias, len(out_nH))
@@ -121,7 +132,7 @@ class _Experts(torch.autograd.Function):
         (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
         experts, last, state = ctx.experts, ctx.last, ctx.state
         scaled = experts.scales_inputs
-        up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
+        up_EOH, down_EHF = get_matrices(experts.up), get_matrices(experts.down)
         dx_NH = _allocate_rows(ctx.slices, gates_N, x_AH, state)
         dgates_N = torch.empty_like(gates_N)
         for piece, up in zip(ctx.slices, ups, strict=True):
@@ -129,6 +140,7 @@ class _Experts(torch.autograd.Function):
             if scaled:  # elsewhere gates of zero keep copies out of all gradients
                 dy_nH[len(dy_nH) - piece.copies :] = 0
             d_inner = piece.compute_input_gradient(dy_nH, down_EHF[piece.experts])
+            d_lows = [a.add_input_gradient(d_inner, dy_nH, piece) for a in experts.down_adapters]
             active, activation_backward = recompute_activation(
                 experts.activation, up, experts.tensor.kernels
             )
@@ -148,23 +160,22 @@ class _Experts(torch.autograd.Function):
             if experts.up_bias is not None:
                 piece.add_bias_gradient(experts.up_bias, d_up)
             inner = active if scaled else active.mul_(gates_n1)
+            for adapter, d_low in zip(experts.down_adapters, d_lows, strict=True):
+                adapter.add_weight_gradients(dy_nH, d_low, inner, piece, state.deferred)
             piece.write_input_gradient(dx_nH, d_up, up_EOH[piece.experts])
+            d_lows = [a.add_input_gradient(dx_nH, d_up, piece) for a in experts.up_adapters]
             # Selected again: x is kept once, as it arrived, and not once per choice.
             x_nH = last.forward_slice(x_AH, piece.rows, piece.copies)
             if scaled:
                 piece.write_gate_gradient(dgates_N, dx_nH, x_nH)
                 dx_nH.mul_(gates_n1)
                 x_nH.mul_(gates_n1)
+            for adapter, d_low in zip(experts.up_adapters, d_lows, strict=True):
+                adapter.add_weight_gradients(d_up, d_low, x_nH, piece, state.deferred)
             state.deferred.add(partial(piece.add_weight_gradient, experts.up, d_up, x_nH))
             state.deferred.add(partial(piece.add_weight_gradient, experts.down, dy_nH, inner))
         dx_AH = last.transpose(dx_NH[: len(gates_N)]).wait()
         return dx_AH, dgates_N, None, None, None, None
-
-
-def _get_matrices(weight: Parameter) -> Tensor:
-    """Return the value of the weight as [experts, outputs, inputs]."""
-    value = weight.value
-    return value.view(value.shape[0], -1, value.shape[-1])
 
 
 def _find_columns(bias: Parameter) -> slice:
@@ -297,9 +308,10 @@ def _divide(
 ) -> list[_ExpertSlice]:
     """Return all rows as one slice if that can be multiplied at once, else those of each expert
     that has any."""
-    tensor = experts.tensor
+    tensor, adapters = experts.tensor, (*experts.up_adapters, *experts.down_adapters)
     if all(
-        _can_multiply_at_once(x_AH, matrices, expert_rows.ends_E, tensor) for matrices in (up, down)
+        _can_multiply_at_once(x_AH, matrices, expert_rows.ends_E, tensor)
+        for matrices in (up, down, *iterate_matrices(adapters))
     ):
         return [_ExpertSlice(tensor, slice(None), slice(None), expert_rows.ends_E)]
     slices, start, multiple = [], 0, experts.get_row_multiple(x_AH)

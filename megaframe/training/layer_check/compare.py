@@ -12,6 +12,7 @@ from typing import Any
 from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
 from megaframe.architecture.embedding import HeadDescription, describe_embedding, describe_head
+from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.layer import HasParameters, LayerDescription, MixerDescription
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.moe import count_near_experts
@@ -195,13 +196,13 @@ class _Comparison:
                     pieces = 2 * layout.context
             products = mixer.list_batched_products(-(-seq // pieces))
             flops += sum(product.flops for product in products) * pieces
-        passes = 3 if isinstance(description, HeadDescription) else 1
+        passes = self._count_head_passes() if isinstance(description, HeadDescription) else 1
         samples = self.config.train.microbatch * layout.data
         self._compare(
             "FLOPs of a forward pass",
             round(
                 sum(
-                    2.0 * self._tokens * passes * _count_elements(linear, layout.tensor)
+                    2.0 * self._tokens * passes * _count_elements(linear, layout)
                     for linear in description.linears
                 )
                 + flops * samples
@@ -210,6 +211,12 @@ class _Comparison:
             "linears",
             "list_batched_products",
         )
+
+    def _count_head_passes(self) -> int:
+        """Return the products of the head with its loss: the logits, and their gradients."""
+        tied = self.config.model.tie_embeddings
+        weight = "embedding.tokens.weight" if tied else "head.weight"
+        return 2 if is_frozen(self.config.frozen_patterns, weight) else 3
 
     def _compare_traffic(self) -> None:
         forward, backward, split = self._describe_traffic()
@@ -287,13 +294,15 @@ def _list_mixers(description: Any) -> tuple[MixerDescription, ...]:
     return (description,) if isinstance(description, MixerDescription) else ()
 
 
-def _count_elements(linear: LinearSpec, tensor: int) -> float:
+def _count_elements(linear: LinearSpec, layout: Layout) -> float:
     """Return the elements of the weight that one token is multiplied by, with what neighbouring
     ranks both have."""
-    if linear.split is None or isinstance(linear, GroupedLinearSpec):
+    if isinstance(linear, GroupedLinearSpec):  # all of these ranks have the rows of an expert
+        return linear.elements * (layout.expert_tensor if linear.split is None else 1)
+    if linear.split is None:
         return linear.elements
-    results, terms = linear.compute_local_sizes(tensor)
-    return float(results * terms * tensor)
+    results, terms = linear.compute_local_sizes(layout.tensor)
+    return float(results * terms * layout.tensor)
 
 
 def _locate(description: Any, member: str) -> str:

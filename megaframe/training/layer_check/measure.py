@@ -191,7 +191,7 @@ class _Measuring:
 
     def _measure(self, part: _RunnablePart) -> LayerMeasurement:
         self._sharded.start_step()
-        leaf, state = self._make_leaf(), self._stage.make_pass_state()
+        leaf, state = self._make_leaf(), self._stage.make_pass_state(self._inputs.adapter_dropout)
         known, storages = self._known | {_find_storage(leaf)}, {}
 
         def keep(value: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class _Measuring:
         backward(output, torch.randn_like(output) if gradient is None else gradient)
         backward_bytes = self._mesh.take_traffic()
         with FlopCounterMode(display=False) as counter, self._attention.compute_all_scores():
-            state = self._stage.make_pass_state()
+            state = self._stage.make_pass_state(self._inputs.adapter_dropout)
             output, gradient = part.run(self._make_leaf(), state)
             flops = counter.get_total_flops()
         self._mesh.take_traffic()

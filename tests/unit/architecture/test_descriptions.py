@@ -192,6 +192,32 @@ MODELS |= {
             }
         ],
     },
+    "adapters": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
+        "adapters": {"rank": 3, "alpha": 6.0},
+    },
+    "adapters of few": {
+        **{"bias": True, "dropout": 0.1},
+        "adapters": {"rank": 2, "dropout": 0.2, "targets": ("value", "down")},
+    },
+    "adapters of latents": {"latent": LATENT, "adapters": {"rank": 3}},
+    "adapters of other mixers": {
+        "blocks": [
+            {"mixer": KIMI},
+            {"mixer": MAMBA},
+            {"mixer": "gated_short_convolution"},
+        ],
+        "layers": 3,
+        "adapters": {"rank": 3},
+    },
+    "adapters of experts": {
+        **{
+            "norm": "rmsnorm",
+            "activation": "swiglu",
+            "moe": {"experts": 4, "ffn": 10, "shared": 1},
+        },
+        "adapters": {"rank": 3, "alpha": 6.0},
+    },
     "norms after rotation": {
         "kv_heads": 2,
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": norm}} for norm in ("head", "whole")],

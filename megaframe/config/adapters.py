@@ -1,0 +1,31 @@
+"""Adapters of frozen matrices: keys of `model.adapters`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megaframe.config.section import NonNegative, Positive, Section
+
+FROZEN_BASE = "!*.adapters.*"
+"""Pattern of the names of all parameters but those of adapters."""
+
+
+class AdaptersConfig(Section):
+    """Low-rank adapters (LoRA, Hu et al. 2021): to a frozen matrix W the product alpha / rank B A
+    is added, and only A and B are trained and saved."""
+
+    rank: Positive = 8
+    """Rank of the product: outputs of A, inputs of B."""
+    alpha: Annotated[float, Field(gt=0)] = Field(default_factory=lambda values: values["rank"])
+    """The product is multiplied by alpha / rank. Default: `rank`, a factor of 1."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the inputs of A; the mask depends only on seed, step, matrix and token. Not for
+    experts, whose tokens come from many samples."""
+    targets: tuple[str, ...] = ("*",)
+    """The matrices that get an adapter, by their names within a block: `attention.qkv.query`, or
+    what follows a dot of it, `query`; `*` matches anything. Default: all of the blocks' mixers,
+    MLPs and experts."""
+    layers: tuple[NonNegative, ...] | None = None
+    """The layers that have adapters. Default: all."""

@@ -1,0 +1,84 @@
+"""Checks of adapters: what they are to be added to must be there, and larger than they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+
+from megaframe.architecture.block import describe_block
+from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
+from megaframe.architecture.low_rank import Adapter, is_target, matches
+from megaframe.config.adapters import AdaptersConfig
+from megaframe.config.model import ModelConfig
+from megaframe.errors import join_or
+
+_EVERY = AdaptersConfig(rank=1)
+
+
+def find_adapter_mistakes(model: ModelConfig) -> Iterator[str]:
+    """Yield a message for each mistake in `model.adapters`."""
+    adapters = model.adapters
+    if adapters is None:
+        return
+    if model.emulate is not None:
+        yield (
+            "model.adapters has nothing to be added to in the blocks of model.emulate, which have "
+            "no weights; leave one of them out"
+        )
+        return
+    last = model.layers + model.mtp_depth - 1
+    beyond = [layer for layer in adapters.layers or () if layer > last]
+    if beyond:
+        yield (f"model.adapters.layers={beyond[0]} is not a layer of this model; use 0 to {last}")
+        return
+    matrices = _list_matrices(model)
+    for pattern in adapters.targets:
+        if not any(matches(pattern, name) for name in matrices):
+            last_parts = {name.rpartition(".")[2]: None for name in matrices}
+            near = get_close_matches(pattern, [*matrices, *last_parts], 3, 0.0)
+            yield (
+                f"model.adapters.targets={pattern} matches none of the {len(matrices)} kinds of "
+                f"matrices; the nearest are {join_or(near)}"
+            )
+    if not adapters.targets:
+        yield (
+            "model.adapters.targets=[] leaves nothing to train; use names such as "
+            f"{join_or([*matrices][:3])}, or '*'"
+        )
+    yield from _find_wrong_targets(adapters, matrices)
+
+
+def _find_wrong_targets(
+    adapters: AdaptersConfig, matrices: Mapping[str, tuple[LinearSpec, Adapter]]
+) -> Iterator[str]:
+    """Yield a message for each matrix that cannot have these adapters."""
+    for name, (linear, adapter) in matrices.items():
+        if not is_target(adapters, name):
+            continue
+        _, up = linear.make_factors(adapter)
+        outputs, inputs = math.prod(up.outputs), linear.terms
+        if adapters.rank > min(outputs, inputs):
+            yield (
+                f"model.adapters.rank={adapters.rank} is above that of {name}, a matrix of "
+                f"{outputs} x {inputs}; use {min(outputs, inputs)} or less, or leave it out of "
+                "model.adapters.targets"
+            )
+        if adapters.dropout and isinstance(linear, GroupedLinearSpec):
+            yield (
+                f"model.adapters.dropout={adapters.dropout:g} is not for experts, which "
+                f"model.adapters.targets={','.join(adapters.targets)} names with {name}; use "
+                "dropout=0, or other targets"
+            )
+
+
+def _list_matrices(model: ModelConfig) -> dict[str, tuple[LinearSpec, Adapter]]:
+    """Return the matrices of the model that may have adapters, by name within a block."""
+    matrices: dict[str, tuple[LinearSpec, Adapter]] = {}
+    for layer in range(model.layers + model.mtp_depth):
+        for half in describe_block(model, layer).layers:
+            for linear in replace(half, adapters=_EVERY).adapted_linears:
+                for adapter in linear.adapters:
+                    matrices.setdefault(adapter.target, (linear, adapter))
+    return matrices

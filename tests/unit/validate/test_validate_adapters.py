@@ -1,0 +1,38 @@
+"""What is refused of adapters, each with both numbers and what is valid."""
+
+import pytest
+from config_refusals import list_refusals
+
+MODEL = ["model.hidden=64", "model.heads=4", "model.layers=3"]
+MOE = "model.moe={experts: 4, ffn: 8}"
+REFUSALS = [
+    (
+        ["model.adapters.targets=[q_proj]"],
+        ["targets=q_proj matches none of the 6 kinds of matrices"],
+    ),
+    (["model.adapters.targets=[querry]"], ["targets=querry", "nearest are", "query"]),
+    (["model.adapters.rank=65"], ["rank=65 is above", "query, a matrix of 64 x 64"]),
+    (["model.adapters.layers=[1,3]"], ["layers=3 is not a layer", "use 0 to 2"]),
+    (["model.adapters.targets=[]"], ["targets=[] leaves nothing to train"]),
+    ([MOE, "model.adapters.dropout=0.1"], ["dropout=0.1 is not for experts", "moe.experts.up"]),
+    ([MOE, "model.adapters.rank=9"], ["rank=9 is above", "a matrix of 8 x 64; use 8 or less"]),
+    (["model.adapters.rank=2", "model.emulate.forward=1"], ["model.emulate"]),
+]
+
+
+@pytest.mark.parametrize(("keys", "texts"), REFUSALS)
+def test_what_cannot_be_adapted_is_refused(keys, texts):
+    message = "\n".join(list_refusals(*MODEL, *keys))
+    assert all(text in message for text in texts), message
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["model.adapters.rank=64"],
+        ["model.adapters.targets=[query, 'mlp.*']", "model.adapters.layers=[0]"],
+        [MOE, "model.adapters.dropout=0.1", "model.adapters.targets=['attention.*']"],
+    ],
+)
+def test_what_can_be_adapted_passes(keys):
+    assert not list_refusals(*MODEL, *keys)
