@@ -38,6 +38,7 @@ from megaframe.checkpoint import (
     parse_path,
 )
 from megaframe.checkpoint.inspect import compare_checkpoints, describe_folder, find_damage
+from megaframe.checkpoint.merged import open_model
 from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.checkpoint.starting_weights import StartingWeights
 from megaframe.config import RunConfig
@@ -181,7 +182,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
     """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
     from megaframe.checkpoint.convert.huggingface.model_folder import export_model
 
-    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+    with open_model(locate_checkpoint(arguments.path, "path")) as checkpoint:
         notes = export_model(
             checkpoint, Path(arguments.to), arguments.dtype, arguments.tokenizer, arguments.family
         )
@@ -204,7 +205,7 @@ def average(arguments: argparse.Namespace) -> int:
 
     with ExitStack() as opened:
         checkpoints = [
-            opened.enter_context(open_checkpoint(locate_checkpoint(path, "path")))
+            opened.enter_context(open_model(locate_checkpoint(path, "path")))
             for path in (arguments.path, *arguments.others)
         ]
         return _print_written(
@@ -220,7 +221,7 @@ def select_layers(arguments: argparse.Namespace) -> int:
     from megaframe.checkpoint.surgery import select_layers
 
     layers = list(_read_ranges(arguments.layers))
-    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+    with open_model(locate_checkpoint(arguments.path, "path")) as checkpoint:
         return _print_written(select_layers(checkpoint, parse_path(arguments.to), layers))
 
 
@@ -229,7 +230,7 @@ def grow_vocabulary(arguments: argparse.Namespace) -> int:
     step 0."""
     from megaframe.checkpoint.surgery import grow_vocabulary
 
-    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+    with open_model(locate_checkpoint(arguments.path, "path")) as checkpoint:
         return _print_written(
             grow_vocabulary(checkpoint, parse_path(arguments.to), arguments.vocab)
         )

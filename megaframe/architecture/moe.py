@@ -62,10 +62,15 @@ class ExpertsDescription:
     up: GroupedLinearSpec
     down: GroupedLinearSpec
 
+    @property
+    def parts(self) -> Mapping[str, GroupedLinearSpec]:
+        """Both, by name."""
+        return {"up": self.up, "down": self.down}
+
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of both."""
-        yield from self.up.declare_parameters(f"{name}.up")
-        yield from self.down.declare_parameters(f"{name}.down")
+        for part_name, part in self.parts.items():
+            yield from part.declare_parameters(f"{name}.{part_name}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,8 +49,8 @@ class Checkpoint:
 
     def __init__(self, path: StorePath, manifest: Manifest, file: ReadHandle | IO[bytes]) -> None:
         self.path = path
-        self._manifest = manifest
-        self._file = file
+        self.manifest = manifest
+        self.file = file
 
     def __str__(self) -> str:
         return str(self.path)
@@ -58,18 +58,18 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """The step after which the checkpoint was saved."""
-        return self._manifest.step
+        return self.manifest.step
 
     @property
     def state(self) -> Mapping[str, JsonValue]:
         """The state of the run, as JSON values."""
-        return self._manifest.state
+        return self.manifest.state
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
         """The saved tensors by name. `.shape` is that of the whole logical tensor; `.dtype` is a
         name such as `F32`."""
-        return self._manifest.tensors
+        return self.manifest.tensors
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -84,7 +84,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the checkpoint; a writer may delete it from now on."""
-        self._file.close()
+        self.file.close()
 
     def load(self, slices: Sequence[Slice], unshared: Collection[tuple[str, Box]] = ()) -> None:
         """Fill the slices' tensors in place, converting to their dtypes.
@@ -157,7 +157,7 @@ class Checkpoint:
         buffers = allocate_buffers(chain.from_iterable(requests.values()))
         for (file, sole_reader), slices in requests.items():
             with ShardReader(
-                self.path / file, self._manifest.files[file], sole_reader=sole_reader
+                self.path / file, self.manifest.files[file], sole_reader=sole_reader
             ) as reader:
                 for (name, _, saved_slice), contents in reader.read_slices(slices, buffers):
                     yield name, saved_slice, contents

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
+from megaframe.checkpoint.merged import BaseWeights
 from megaframe.config import RunConfig
 from megaframe.config.compare import PLACES, TRAINING_ONLY, find_differences
 from megaframe.config.migration import upgrade_keys
@@ -56,6 +57,7 @@ class TrainState(BaseModel):
         extensions: The extensions that the run had loaded, and the hashes of their sources.
         callbacks: What the callbacks of the run remember, by name.
         gradient_noise: What was measured of the noise of gradients.
+        base: What the adapters in the checkpoint belong to, if it has no other weights.
         routines: What multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
             checkpoints of versions that did not record it.
     """
@@ -73,6 +75,7 @@ class TrainState(BaseModel):
     extensions: dict[str, str] = {}
     callbacks: dict[str, dict[str, JsonValue]] = {}
     gradient_noise: NoiseAverages = NoiseAverages()
+    base: BaseWeights | None = None
 
 
 def make_initial_train_state(config: RunConfig) -> TrainState:

@@ -176,7 +176,7 @@ class ShardedParameters:
         """Yield for each router on this rank the name of its balance parameter, the load [E] of its
         experts in the last step over all ranks, and the parameter's value [E]."""
         for bucket in self.buckets:
-            if bucket.parameters[0].spec.role == "balance":
+            if bucket.trained and bucket.parameters[0].spec.role == "balance":
                 loads = bucket.iterate_pieces(bucket.grad_sums, bucket.master_span)
                 values = bucket.iterate_pieces(bucket.weights, bucket.master_span)
                 for (parameter, _, load_E), (*_, value_E) in zip(loads, values, strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice, StorePath, locate_checkpoint, open_checkpoint
+from megaframe.checkpoint.merged import open_model
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig
 from megaframe.data.token_file_record import (
@@ -52,7 +53,7 @@ def load_stage(
         UserError: There is no checkpoint, or with `ema`, no average.
     """
     path = locate_checkpoint(location, "--checkpoint")
-    with open_checkpoint(path) as checkpoint:
+    with open_model(path) as checkpoint:
         state = read_train_state(checkpoint)
         config = state.config
         if precision is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.checkpoint.manifest import DTYPES
+from megaframe.checkpoint.merged import is_of_base
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.keys import format_value
@@ -56,7 +57,7 @@ def match_weights(
     for name, spec, box, tensor in weights:
         if name in checkpoint.tensors:
             slices.append(Slice(name, spec.shape, box.offset, tensor))
-        elif _EXPERTS in name:
+        elif _EXPERTS in name and is_of_base(name):
             slices += _slice_dense_mlp(spec, box, tensor, config.model.ffn)
     return slices
 

@@ -13,15 +13,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megaframe.architecture.spec import count_parameters
 from megaframe.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     Slice,
     find_checkpoint,
     locate_checkpoint,
-    open_checkpoint,
 )
 from megaframe.checkpoint.manager import CheckpointManager
+from megaframe.checkpoint.merged import (
+    BaseWeights,
+    is_of_base,
+    open_base,
+    open_model,
+    record_base,
+)
 from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter
 from megaframe.checkpoint.train_state import (
     TrainState,
@@ -73,6 +80,7 @@ class RunCheckpoint:
 
     Attributes:
         initial_notes: Lines about the weights that a new run began with.
+        base: What its adapters belong to, if only they are saved.
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class RunCheckpoint:
         self._parameters, self._optimizer = train_step.sharded_parameters, train_step.optimizer
         self._folder = Path(config.run.dir)
         self.initial_notes: tuple[str, ...] = ()
+        self.base: BaseWeights | None = None
 
     def restore_or_initialize(self, source: Checkpoint | None) -> Restored | None:
         """Continue from a checkpoint, or draw the initial weights if there is none.
@@ -138,7 +147,11 @@ class RunCheckpoint:
             note: Called with lines to show.
             time_save: Returns a context whose time is counted as waiting for the save.
         """
-        slices = self.list_slices(owned_only=True)
+        slices = [
+            part
+            for part in self.list_slices(owned_only=True)
+            if self.base is None or not is_of_base(part.name)
+        ]
         residuals = self.list_compression_slices()
         tensors, values = [*slices, *residuals], state.model_dump(mode="json")
         self._checkpointer.start_save(writer, step, tensors, values, note)
@@ -176,7 +189,10 @@ class RunCheckpoint:
             check_same_run(state.config, config, checkpoint.path, state.extensions, state.data)
             self._enter_phase(checkpoint, state)
             slices = self.list_slices(owned_only=False)
-            saved = checkpoint.tensors
+            if state.base is not None:
+                self._load_base(state.base, [p for p in slices if is_of_base(p.name)], checkpoint)
+                slices = [part for part in slices if not is_of_base(part.name)]
+            self.base, saved = state.base, checkpoint.tensors
             residuals = [part for part in self.list_compression_slices() if part.name in saved]
             owned = {(part.name, part.box) for part in self.list_slices(owned_only=True)}
             moments = self._optimizer.list_moments()
@@ -215,12 +231,18 @@ class RunCheckpoint:
         state.history = replace(state.history, losses=())
         state.loss = math.nan
 
+    def _load_base(self, base: BaseWeights, slices: list[Slice], owner: Checkpoint) -> None:
+        """Load the weights that the adapters of a checkpoint belong to."""
+        with open_base(base, self._config.checkpoint.weights or "", owner) as checkpoint:
+            checkpoint.load(slices)
+
     def _load_initial_weights(self) -> None:
         """Load the weights of `checkpoint.weights`, if it is set, over the initial ones."""
         location = self._config.checkpoint.weights
         if not location:
             return
-        with open_checkpoint(locate_checkpoint(location, "checkpoint.weights")) as checkpoint:
+        path = locate_checkpoint(location, "checkpoint.weights")
+        with open_model(path) as checkpoint:
             saved = read_train_state(checkpoint).config
             # Optimizer state has names of its own; only the master weights bear the spec's.
             weights = (
@@ -230,7 +252,18 @@ class RunCheckpoint:
             checkpoint.load(match_weights(weights, checkpoint, saved, self._config))
             seconds = time.perf_counter() - start
             specs = list_model_specs(self._config)
-            self.initial_notes = (describe_loaded_weights(specs, checkpoint, seconds),)
+            notes = [describe_loaded_weights(specs, checkpoint, seconds)]
+            # What the base lacks has initial values, which only a whole checkpoint keeps.
+            names = (spec.name for spec in specs if is_of_base(spec.name))
+            lacking = any(name not in checkpoint.tensors for name in names)
+        if self._config.model.adapters is not None and not lacking:
+            self.base = record_base(path)
+            trained = count_parameters(spec for spec in specs if not is_of_base(spec.name))
+            notes.append(
+                f"checkpoints hold {trained:,} of {count_parameters(specs):,} parameters: those of "
+                f"adapters, which belong to {self.base.path} ({self.base.fingerprint})"
+            )
+        self.initial_notes = tuple(notes)
 
     def _refuse_to_begin_again(self) -> None:
         """Raise `UserError` if this run has saved a checkpoint, because none was found to resume

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from megaframe.architecture.frozen import is_frozen
 from megaframe.config import RunConfig
 from megaframe.data.loader import Loader, StepBatch
 from megaframe.distributed.collectives import all_reduce
@@ -70,9 +71,10 @@ class StepMetrics:
         self._loss = torch.full((), math.nan, dtype=torch.float64, device=mesh.device)
         self._is_loss_missing = False
         self._grad_norm: Tensor | None = None
-        specs = list_model_specs(config)
+        specs, frozen = list_model_specs(config), config.frozen_patterns
         self._experts: ExpertLoadMetrics | None = None
-        if config.model.moe is not None:
+        # The loads of experts are the gradients of these parameters, which frozen ones have not.
+        if any(spec.role == "balance" and not is_frozen(frozen, spec.name) for spec in specs):
             self._experts = ExpertLoadMetrics(
                 config.model, config.metrics, specs, mesh.layout.expert
             )

@@ -352,6 +352,7 @@ class Trainer:
             extensions=list_loaded_extensions(),
             callbacks=self.callbacks.state(),
             gradient_noise=self._step_metrics.noise.averages,
+            base=self._checkpoint.base,
         )
         self._checkpoint.start_save(
             writer, self.step, state, self.metrics.note, self.fault_handler.time_save

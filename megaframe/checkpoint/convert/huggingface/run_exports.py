@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from megaframe.checkpoint.convert.huggingface.families import find_fitting_families
 from megaframe.checkpoint.convert.huggingface.folder_export import plan_export, write_model_config
-from megaframe.checkpoint.load import open_checkpoint
+from megaframe.checkpoint.merged import open_model
 from megaframe.checkpoint.stores.store import (
     CHECKPOINT_NAME,
     StorePath,
@@ -45,14 +45,15 @@ class RunExports:
 
     def __init__(self, config: RunConfig, root: StorePath, rank: int, world: int) -> None:
         assert isinstance(root, Path)  # `validate_config` refuses URLs
-        if config.model.family is None:
-            fitting = find_fitting_families(config.model)
+        model = config.model.model_copy(update={"adapters": None})  # exports have their sums
+        if model.family is None:
+            fitting = find_fitting_families(model)
             which = f"{join_or(fitting)} computes" if fitting else "no family computes"
             raise UserError(
                 "checkpoint.huggingface_every needs model.family, which names the family of "
                 f"transformers to write; {which} the same as this model"
             )
-        write_model_config(config.model, config.train, None)
+        write_model_config(model, config.train, None)
         self._root, self._rank, self._world = root, rank, world
         self._tokenizer = config.data.tokenizer
         self._every, self._last = config.checkpoint.huggingface_every, config.train.steps
@@ -82,7 +83,7 @@ class RunExports:
             UserError: If the checkpoint cannot be read, or a file not written.
         """
         draft = self._make_draft_path(step, attempt)
-        with open_checkpoint(self._root / format_checkpoint_name(step)) as checkpoint:
+        with open_model(self._root / format_checkpoint_name(step)) as checkpoint:
             export = plan_export(checkpoint, None, self._tokenizer, None)
             try:
                 export.write_weights(draft, self._rank, self._world)

@@ -1,0 +1,234 @@
+"""Checkpoints of adapters, and what they stand for: the model that their base is with them.
+
+A run with adapters that began from a checkpoint saves only what it trains, with the place and the
+fingerprint of that base. Whoever wants weights opens such a checkpoint by `open_model`, which reads
+like one of a model without adapters: each weight is that of the base plus scale B A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from megaframe.architecture.adapted_weights import list_adapted_weights
+from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
+from megaframe.architecture.low_rank import Adapter
+from megaframe.checkpoint.folder import locate_checkpoint
+from megaframe.checkpoint.load import Checkpoint, open_checkpoint
+from megaframe.checkpoint.manifest import SAVED_TENSORS, compute_checksum
+from megaframe.checkpoint.slices import Box, Slice, intersect
+from megaframe.checkpoint.stores.store import StorePath, parse_path
+from megaframe.config import ModelConfig
+from megaframe.errors import UserError
+
+_OTHERS = "optimizer."
+"""Prefix of tensors that are no weights."""
+_MOST_BASES = 8
+"""Checkpoints of adapters that are each the base of the next one, at most."""
+
+
+class BaseWeights(BaseModel):
+    """The weights that adapters belong to.
+
+    Attributes:
+        path: The checkpoint, as it was found.
+        fingerprint: Digest of its tensors.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    fingerprint: str
+
+
+def record_base(path: StorePath) -> BaseWeights:
+    """Return what a checkpoint of adapters says of the checkpoint that they belong to.
+
+    Raises:
+        UserError: If it cannot be opened.
+    """
+    with open_checkpoint(path) as checkpoint:
+        where = str(path.absolute()) if isinstance(path, Path) else str(path)
+        return BaseWeights(path=where, fingerprint=compute_fingerprint(checkpoint))
+
+
+def compute_fingerprint(checkpoint: Checkpoint) -> str:
+    """Return a digest of the tensors of a checkpoint, and of what their base is: it follows from
+    the checksums that the manifest has of all bytes."""
+    tensors = SAVED_TENSORS.dump_json(dict(checkpoint.tensors))
+    return compute_checksum(tensors + repr(checkpoint.state.get("base")).encode())
+
+
+def open_base(base: BaseWeights, location: str, owner: object, depth: int = 0) -> Checkpoint:
+    """Open the checkpoint that adapters belong to, as a model.
+
+    Args:
+        base: Which one it is.
+        location: Where it is if it is no longer at its path, such as `checkpoint.weights`; may be
+            empty.
+        owner: The checkpoint of the adapters, for messages.
+        depth: How many checkpoints of adapters this is the base of.
+
+    Raises:
+        UserError: If it is not there, or is another one.
+    """
+    path = parse_path(base.path)
+    try:
+        checkpoint = open_checkpoint(path)
+    except UserError as error:
+        if not location:
+            raise UserError(f"{owner} holds adapters of {base.path}: {error}") from None
+        path = locate_checkpoint(location, "checkpoint.weights")
+        checkpoint = open_checkpoint(path)
+    try:
+        fingerprint = compute_fingerprint(checkpoint)
+        if fingerprint != base.fingerprint:
+            raise UserError(
+                f"{owner} holds adapters of {base.path} with the fingerprint {base.fingerprint}, "
+                f"and {path} has {fingerprint}: it is another base"
+            )
+        return merge_adapters(checkpoint, depth)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def open_model(path: StorePath) -> Checkpoint:
+    """Open a checkpoint for its weights. One with adapters reads like the model that the base is
+    with them, without adapters and without optimizer state.
+
+    Raises:
+        UserError: If it or its base cannot be opened, or the base is another one.
+    """
+    checkpoint = open_checkpoint(path)
+    try:
+        return merge_adapters(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def merge_adapters(checkpoint: Checkpoint, depth: int = 0) -> Checkpoint:
+    """Return the model that an open checkpoint stands for: itself, if it has no adapters.
+
+    Args:
+        checkpoint: Is closed with what is returned.
+        depth: How many checkpoints of adapters this is the base of.
+
+    Raises:
+        UserError: If its base cannot be opened, or is another one.
+    """
+    config: Any = checkpoint.state.get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict) or not model.get("adapters"):
+        return checkpoint
+    if depth >= _MOST_BASES:
+        raise UserError(f"{checkpoint}: more than {_MOST_BASES} checkpoints of adapters in a row")
+    base = checkpoint
+    if (given := checkpoint.state.get("base")) is not None:
+        weights = config.get("checkpoint", {}).get("weights") or ""
+        base = open_base(BaseWeights.model_validate(given), weights, checkpoint, depth + 1)
+    return _MergedCheckpoint(checkpoint, base, ModelConfig.model_validate(model))
+
+
+class _MergedCheckpoint(Checkpoint):
+    """A base with adapters, as one model."""
+
+    def __init__(self, adapters: Checkpoint, base: Checkpoint, model: ModelConfig) -> None:
+        self._adapters, self._base = adapters, base
+        self._linears = list_adapted_weights(model)
+        tensors = {name: tensor for name, tensor in base.tensors.items() if is_of_base(name)}
+        manifest = adapters.manifest.model_copy(
+            update={"state": _leave_out_adapters(adapters.state), "tensors": tensors}
+        )
+        super().__init__(adapters.path, manifest, adapters.file)
+
+    def close(self) -> None:
+        """Close both checkpoints."""
+        self._adapters.close()
+        self._base.close()
+
+    @torch.no_grad()
+    def load(self, slices: Sequence[Slice], unshared: Collection[tuple[str, Box]] = ()) -> None:
+        """Fill the slices' tensors in place, as `Checkpoint.load` does, with what adapters add."""
+        self._require(slices)
+        self._base.load(slices, unshared)
+        for target in slices:
+            linear = self._linears.get(target.name)
+            if linear is not None and target.tensor.numel():
+                self._add(target, linear)
+
+    def _add(self, target: Slice, linear: LinearSpec) -> None:
+        """Add the products of all adapters of a weight to one slice of it."""
+        # In at least fp32: the sum is rounded once, to the type of the slice.
+        dtype = torch.promote_types(target.tensor.dtype, torch.float32)
+        name = target.name.removesuffix(".weight")
+        total = torch.empty(target.tensor.shape, dtype=dtype)
+        self._base.load([Slice(target.name, target.shape, target.offset, total)])
+        for adapter in linear.adapters:
+            part = _find_part(target, linear, adapter)
+            if part is not None:
+                box, down, up = part
+                sizes = tuple(zip((down, up), adapter.name_factors(name), strict=True))
+                a, b = (
+                    Slice(f"{factor_name}.weight", shape, offset, torch.empty(size, dtype=dtype))
+                    for (shape, offset, size), factor_name in sizes
+                )
+                self._adapters.load([a, b])
+                lead = a.tensor.shape[: isinstance(linear, GroupedLinearSpec)]
+                product = b.tensor.reshape(*lead, -1, adapter.rank) @ a.tensor.reshape(
+                    *lead, adapter.rank, -1
+                )
+                index = tuple(
+                    slice(start - first, start - first + size)
+                    for first, start, size in zip(target.offset, *box, strict=True)
+                )
+                total[index] += adapter.scale * product.view(box[1])
+        target.tensor.copy_(total)
+
+
+_Part = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Shape of a factor, offset and size of a box of it."""
+
+
+def _find_part(
+    target: Slice, linear: LinearSpec, adapter: Adapter
+) -> tuple[Box, _Part, _Part] | None:
+    """Return the box of a weight that an adapter adds to within a slice, and the boxes of A and B
+    that it is the product of; None if it adds nothing there."""
+    down, up = linear.make_factors(adapter)
+    lead = int(isinstance(linear, GroupedLinearSpec))
+    dim, outputs = lead + adapter.dim, lead + len(linear.outputs)
+    start, size = [0] * len(target.shape), [*target.shape]
+    start[dim], size[dim] = adapter.start, adapter.size
+    box = intersect(target.box, (tuple(start), tuple(size)))
+    if box is None:
+        return None
+    offset, shape = box
+    whole = target.shape[:lead]
+    rank = (adapter.rank,)
+    b_offset = [*offset[:outputs], 0]
+    b_offset[dim] -= adapter.start
+    a = (
+        (*whole, *down.outputs, *down.inputs),
+        (*offset[:lead], 0, *offset[outputs:]),
+        (*shape[:lead], *rank, *shape[outputs:]),
+    )
+    b = ((*whole, *up.outputs, *up.inputs), tuple(b_offset), (*shape[:outputs], *rank))
+    return box, a, b
+
+
+def _leave_out_adapters(state: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the state of a run as if its model had no adapters and no base."""
+    config: Any = state["config"]
+    plain = {**config, "model": {**config["model"], "adapters": None}}
+    return {**state, "config": plain, "base": None}
+
+
+def is_of_base(name: str) -> bool:
+    """Return whether a tensor of a run with adapters is a weight of their base."""
+    return not name.startswith(_OTHERS) and ".adapters." not in name
