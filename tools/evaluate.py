@@ -134,12 +134,12 @@ def _on_tasks(
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
         os.environ.setdefault(name, "1")  # must be set before the libraries are imported
-    from megaframe.inference.lm_eval import TaskOptions, evaluate_tasks
+    from megaframe.inference.lm_eval import LocalModel, TaskOptions, evaluate_tasks
 
     names = arguments.tasks.split(",")
     tasks = TaskOptions(names, arguments.include, arguments.shots, arguments.limit)
     tokenizer = load_run_tokenizer(config.data, config.model, arguments.tokenizer, record)
-    results = evaluate_tasks(stage, tokenizer, tasks, context=context, batch=arguments.batch)
+    results = evaluate_tasks(LocalModel(stage, context, arguments.batch), tokenizer, tasks)
     if not arguments.json:
         for task, metrics in results.items():
             for name, value in metrics.items():

@@ -339,6 +339,23 @@ class MetricsConfig(Section):
     """Dense peak of one device in TFLOP/s. Default: known chips by name; a CPU is measured."""
 
 
+class EvaluateConfig(Section):
+    """Tasks of lm-evaluation-harness that a model is scored on while it trains."""
+
+    tasks: tuple[str, ...] = ()
+    """Names of tasks or groups. All ranks answer them together, so any layout works. Their data
+    must be on the machine. Needs `data.tokenizer` and `pip install 'megaframe[evaluate]'`."""
+    every: Positive = 1000
+    """Steps between evaluations on `tasks`, also at the end."""
+    folder: str | None = None
+    """Folder of YAML files that define tasks. They can name Python code to run: only use files from
+    sources you trust. Default: the tasks of the harness."""
+    shots: NonNegative | None = None
+    """Examples before each question. Default: as many as a task says."""
+    limit: Positive | None = None
+    """Questions of each task. Default: all."""
+
+
 class FaultToleranceConfig(Section):
     """How faults are detected, and what a run does about them."""
 
@@ -398,6 +415,8 @@ class RunConfig(Section):
     """Which kernel computes each function that has a fast implementation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Tasks on which the model is scored."""
     metrics: MetricsConfig = MetricsConfig()
     """What is measured and where it is shown."""
     faults: FaultToleranceConfig = FaultToleranceConfig()

@@ -42,6 +42,11 @@ PANELS = (
     Panel(
         "evaluation_sources", "Evaluation by source", "lines", ("eval_losses/",), "nats per token",
     ),
+    Panel(
+        "evaluation_source_bits", "Evaluation by source in bits", "lines",
+        ("eval_bits_per_byte_of/",), "bits per byte",
+    ),
+    Panel("tasks", "Scores of tasks", "lines", ("eval_tasks/",)),
     Panel("lr", "Learning rate", "lines", ("lr",)),
     Panel("grad_norm", "Gradient norm", "lines", ("grad_norm",), log=True),
     Panel(

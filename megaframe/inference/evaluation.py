@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaframe.architecture.output_head import count_rows_per_chunk
-from megaframe.config import DataConfig, ModelConfig, TrainConfig
+from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.data.blended_dataset import BlendedDataset, find_document_end
 from megaframe.data.gpt_dataset import locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
@@ -34,6 +34,7 @@ from megaframe.data.text_bytes import TextBytes
 from megaframe.data.token_file_record import TokenizerRecord, check_same_tokenizer, read_record
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
+from megaframe.model.layer_inputs import move_to_device
 from megaframe.pipeline_parallel.stage import Stage
 
 _ENCODED_AT_ONCE = 256
@@ -173,24 +174,54 @@ def score(
         UserError: The stride is outside of 1 to `context`, the context is longer than the learned
             positions of the model, or token ids are outside of the vocabulary.
     """
-    _check_sequences(stage, passages, context, stride)
+    _check_sequences(stage.config, passages, context, stride)
     device = stage.parameters()[0].value.device
+    if stage.config.train.fp8 != "none":
+        batch = 1  # a scale of 8 bits may follow from all rows and their padding
+
+    def compute(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        return compute_log_probabilities(stage, move_to_device(microbatch, device))
+
+    return score_by(
+        compute, passages, context=context, stride=stride, batch=batch, data=data, report=report
+    )
+
+
+def score_by(
+    compute: Callable[[Microbatch], tuple[Tensor, Tensor]],
+    passages: Sequence[TokenSequence],
+    *,
+    context: int,
+    stride: int,
+    batch: int,
+    data: DataConfig | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> list[Score]:
+    """Return the score of each passage, as `score` does, by any model.
+
+    Args:
+        compute: As `compute_log_probabilities` of the model, for microbatches on the host.
+        passages: As for `score`, and the other arguments as well. They are not checked.
+        context: See `passages`.
+        stride: See `passages`.
+        batch: See `passages`.
+        data: See `passages`.
+        report: See `passages`.
+    """
     windows = [
         (number, window)
         for number, passage in enumerate(passages)
         for window in split_windows(passage, context, stride)
     ]
-    if stage.config.train.fp8 != "none":
-        batch = 1  # a scale of 8 bits may follow from all rows and their padding
     # Windows of similar length go into the same batch, to keep padding small.
     windows.sort(key=lambda pair: pair[1].begin - pair[1].end)
     scores = [Score()] * len(passages)
     done, total = 0, sum(window.end - window.first for _, window in windows)
     for start in range(0, len(windows), batch):
         batch_windows = windows[start : start + batch]
-        microbatch = _make_microbatch([(passages[n], w) for n, w in batch_windows], data, device)
-        labels = microbatch.labels_BS.cpu().numpy()
-        likelihoods, greedy = compute_log_probabilities(stage, microbatch)
+        microbatch = _make_microbatch([(passages[n], w) for n, w in batch_windows], data)
+        labels = microbatch.labels_BS.numpy()
+        likelihoods, greedy = compute(microbatch)
         counts = (labels != IGNORE).sum(1).tolist()
         parts = zip(likelihoods.cpu().split(counts), greedy.cpu().split(counts), strict=True)
         for (number, window), row, (nats, best) in zip(batch_windows, labels, parts, strict=True):
@@ -213,12 +244,12 @@ def _count_text_bytes(passage: TokenSequence, window: Window, counted_S: NDArray
 
 
 def _check_sequences(
-    stage: Stage, passages: Sequence[TokenSequence], context: int, stride: int
+    config: RunConfig, passages: Sequence[TokenSequence], context: int, stride: int
 ) -> None:
     if not 1 <= stride <= context:
         raise UserError(f"stride {stride}: takes 1 to {context}, the tokens of a window")
     for passage in passages:
-        check_ids(stage.config.model, stage.config.train, passage.tokens, context)
+        check_ids(config.model, config.train, passage.tokens, context)
 
 
 def check_ids(
@@ -248,7 +279,7 @@ def check_ids(
 
 
 def _make_microbatch(
-    rows: Sequence[tuple[TokenSequence, Window]], data: DataConfig | None, device: torch.device
+    rows: Sequence[tuple[TokenSequence, Window]], data: DataConfig | None
 ) -> Microbatch:
     """Stack windows into a microbatch with inputs [W, S]. Padding comes after a window's tokens,
     where none of them attends to it, and has no label."""
@@ -267,7 +298,7 @@ def _make_microbatch(
     numbers = number_documents(beginnings_WT[:, :-1]) if options.reset_attention else None
     places = locate_documents(beginnings_WT[:, :-1]) if options.reset_positions else None
     tokens, labels, samples, restarted, apart = (
-        None if array is None else torch.from_numpy(array).to(device)
+        None if array is None else torch.from_numpy(array)
         for array in (tokens_WS, labels_WS, np.arange(shape[0]), places, numbers)
     )
     assert tokens is not None and labels is not None and samples is not None

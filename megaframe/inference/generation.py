@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -271,7 +271,29 @@ def sample_batch(
     """
     head = stage.head
     assert head is not None, "the whole model has a head"
-    reader, waiting = SampleReader(stage, context), deque(range(len(requests)))
+    reader = SampleReader(stage, context)
+
+    def predict(samples: Mapping[int, Sequence[int]]) -> Tensor:
+        return head.compute_logits(reader.compute_last(samples)).cpu()
+
+    yield from sample_by(predict, requests, batch=batch)
+
+
+def sample_by(
+    predict: Callable[[Mapping[int, Sequence[int]]], Tensor],
+    requests: Sequence[SampleRequest],
+    *,
+    batch: int,
+) -> Iterator[SampledIds]:
+    """Yield samples, as `sample_batch` does, by any model.
+
+    Args:
+        predict: Returns the scores of the next id of samples, whose ids it is given by their
+            number: [samples, V], on the host.
+        requests: The samples, which begin in this order.
+        batch: Samples at a time, at most.
+    """
+    waiting = deque(range(len(requests)))
     growing: dict[int, list[int]] = {}
     generators: dict[int, torch.Generator] = {}
     while waiting or growing:
@@ -279,7 +301,7 @@ def sample_batch(
             number = waiting.popleft()
             growing[number] = [*requests[number].start]
             generators[number] = torch.Generator().manual_seed(requests[number].seed)
-        logits_BV = head.compute_logits(reader.compute_last(growing)).cpu()
+        logits_BV = predict(growing)
         for (number, ids), logits_V in zip([*growing.items()], logits_BV, strict=True):
             request = requests[number]
             ids.append(request.sampling.choose(logits_V, generators[number]))

@@ -6,11 +6,15 @@ parts of the package: scoring of windows (`evaluation.py`) and sampling (`genera
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -19,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.inference.evaluation import Score, TokenSequence, score
-from megaframe.inference.generation import SampleRequest, SamplingOptions, sample_batch
+from megaframe.inference.generation import SampledIds, SampleRequest, SamplingOptions, sample_batch
 from megaframe.io.progress import Progress
 from megaframe.pipeline_parallel.stage import Stage
 
@@ -44,22 +48,61 @@ class TaskOptions:
     limit: int | None = None
 
 
-class HarnessModel(TemplateLM):
-    """The whole model on one rank, with the interface of the harness.
+class TaskModel(Protocol):
+    """What tasks ask of a model."""
 
-    A text without a prefix is predicted from an end-of-document token, as in training.
+    def score(self, passages: Sequence[TokenSequence]) -> list[Score]:
+        """Return the score of each passage. Context that does not fit into a window is cut off at
+        its beginning."""
 
-    Args:
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[SampledIds]:
+        """Yield samples as each gets a new id."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The whole model on one rank.
+
+    Attributes:
         stage: The model, as one stage.
-        tokenizer: The tokenizer of its data.
         context: Tokens of a window.
         batch: Windows that are scored, and texts that are generated, at once.
     """
 
-    def __init__(self, stage: Stage, tokenizer: Tokenizer, *, context: int, batch: int) -> None:
+    stage: Stage
+    context: int
+    batch: int
+
+    def score(self, passages: Sequence[TokenSequence]) -> list[Score]:
+        """Return the score of each passage; see `TaskModel`."""
+        with Progress("tasks") as progress:
+            return score(
+                self.stage,
+                passages,
+                context=self.context,
+                stride=self.context,
+                batch=self.batch,
+                report=progress.report,
+            )
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[SampledIds]:
+        """Yield samples as each gets a new id."""
+        return sample_batch(self.stage, requests, context=self.context, batch=self.batch)
+
+
+class HarnessModel(TemplateLM):
+    """A model with the interface of the harness.
+
+    A text without a prefix is predicted from an end-of-document token, as in training.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer of its data.
+    """
+
+    def __init__(self, model: TaskModel, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self._stage, self._tokenizer = stage, tokenizer
-        self._context, self._batch = context, batch
+        self._model, self._tokenizer = model, tokenizer
 
     @property
     def eot_token_id(self) -> int:
@@ -89,7 +132,7 @@ class HarnessModel(TemplateLM):
         passages = [
             TokenSequence(np.array(before + ids), len(before)) for _, before, ids in requests
         ]
-        scores = self._score(passages)
+        scores = self._model.score(passages)
         return [(-result.nats, result.greedy) for result in scores]
 
     def loglikelihood_rolling(
@@ -100,7 +143,7 @@ class HarnessModel(TemplateLM):
         encoded = [self._tokenizer.encode(text) for text in texts]
         return [
             -result.nats
-            for result in self._score(
+            for result in self._model.score(
                 [TokenSequence(np.array([self.eot_token_id, *ids])) for ids in encoded]
             )
         ]
@@ -109,23 +152,11 @@ class HarnessModel(TemplateLM):
         """Continue each text up to the first stop string of the task or the end of document."""
         asked = [self._make_request(*request.args) for request in requests]
         texts = [""] * len(asked)
-        for step in sample_batch(self._stage, asked, context=self._context, batch=self._batch):
+        for step in self._model.sample(asked):
             if step.is_last:
                 (_, options), start = requests[step.number].args, asked[step.number].start
                 texts[step.number] = self._cut(step.ids, start, options)
         return texts
-
-    def _score(self, passages: list[TokenSequence]) -> list[Score]:
-        context = self._context
-        with Progress("tasks") as progress:
-            return score(
-                self._stage,
-                passages,
-                context=context,
-                stride=context,
-                batch=self._batch,
-                report=progress.report,
-            )
 
     def _make_request(self, prompt: str, options: Mapping[str, Any]) -> SampleRequest:
         """Return what a task asks for: to continue a text up to the first stop string."""
@@ -158,38 +189,65 @@ def _list_ends(options: Mapping[str, Any]) -> list[str]:
     return [end for end in ([ends] if isinstance(ends, str) else ends) if end]
 
 
-def evaluate_tasks(
-    stage: Stage, tokenizer: Tokenizer, tasks: TaskOptions, *, context: int, batch: int
-) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each task, with the harness's names.
+@contextmanager
+def _as_single_process() -> Iterator[None]:
+    """Let the harness run in a process of many. It returns results only where `LOCAL_RANK` is 0,
+    and seeds the generators of random numbers, whose states are restored."""
+    states = random.getstate(), np.random.get_state()
+    local_rank = os.environ.pop("LOCAL_RANK", None)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if local_rank is not None:
+            os.environ["LOCAL_RANK"] = local_rank
+
+
+def find_tasks(tasks: TaskOptions) -> TaskManager:
+    """Return the harness's list of tasks, which has those that are asked for.
 
     Args:
-        stage: The model, as one stage.
-        tokenizer: The tokenizer of its data.
-        tasks: Which tasks, and how many questions.
-        context: Tokens of a window.
-        batch: Windows that are scored at once.
+        tasks: Which they are.
 
     Raises:
-        UserError: For tasks that the harness does not know and for tasks whose data is not on this
-            machine.
+        UserError: The harness does not know one of them.
     """
     manager = TaskManager(include_path=tasks.folder, include_defaults=tasks.folder is None)
     known_tasks = set(manager.all_tasks)
     unknown_tasks = [name for name in tasks.names if name not in known_tasks]
     if unknown_tasks:
         available = ", ".join(sorted(known_tasks)[:20]) or "none"
-        raise UserError(f"--tasks {','.join(unknown_tasks)}: no such task; there are: {available}")
-    model = HarnessModel(stage, tokenizer, context=context, batch=batch)
+        raise UserError(f"tasks {','.join(unknown_tasks)}: no such task; there are: {available}")
+    return manager
+
+
+def evaluate_tasks(
+    model: TaskModel, tokenizer: Tokenizer, tasks: TaskOptions
+) -> dict[str, dict[str, Any]]:
+    """Return the metrics of each task, with the harness's names.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer of its data.
+        tasks: Which tasks, and how many questions.
+
+    Raises:
+        UserError: For tasks that the harness does not know and for tasks whose data is not on this
+            machine.
+    """
+    manager = find_tasks(tasks)
     try:
-        results = simple_evaluate(
-            model,
-            tasks=list(tasks.names),
-            num_fewshot=tasks.shots,
-            limit=tasks.limit,
-            task_manager=manager,
-            log_samples=False,
-        )
+        with _as_single_process():
+            results = simple_evaluate(
+                HarnessModel(model, tokenizer),
+                tasks=list(tasks.names),
+                num_fewshot=tasks.shots,
+                limit=tasks.limit,
+                task_manager=manager,
+                log_samples=False,
+            )
     except (OSError, ConnectionError, ValueError) as error:
-        raise UserError(f"--tasks {','.join(tasks.names)}: {error}") from error
+        raise UserError(f"tasks {','.join(tasks.names)}: {error}") from error
     return {} if results is None else results["results"]

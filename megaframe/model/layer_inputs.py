@@ -9,7 +9,8 @@ block, so they are made once and passed to every block.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from megaframe.context_parallel.axis import ContextParallel
 from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch, divide_zigzag
 from megaframe.distributed.collectives import ALONE, Group
+from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.model.dropout import AdapterDropout, Dropout, DropoutKeys
@@ -342,3 +344,13 @@ def _make_masks(
         )
         for window, mask in masks.items()
     }
+
+
+def move_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """Return the microbatch with its tensors on a device."""
+    tensors: dict[str, Any] = {
+        name: copy_to_device(value, device)
+        for name, value in vars(microbatch).items()
+        if isinstance(value, Tensor)
+    }
+    return replace(microbatch, **tensors)

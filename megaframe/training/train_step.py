@@ -19,6 +19,7 @@ from torch import Tensor
 from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.block import count_kv_copies
 from megaframe.architecture.moe import count_near_experts
+from megaframe.architecture.output_head import count_rows_per_chunk
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -253,6 +254,49 @@ class TrainStep:
             The logits, in at least fp32, [rows, vocabulary]; None on ranks without the head. They
             are right on the first data rank; the others need not have any.
         """
+        x = self._compute_hidden_rows(microbatches, rows, counts=not self._mesh.coordinate["data"])
+        return None if x is None else self._compute_logits(x)
+
+    def score(
+        self, microbatches: Sequence[Microbatch], labels_R: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Score given tokens at some positions, without gradients. All ranks must call this, with
+        the same number of microbatches.
+
+        Args:
+            microbatches: Whole samples. The label of a position is its row of the result, and
+                `IGNORE` where none is asked for. Ranks with other samples have other rows.
+            labels_R: The token to score in each row.
+
+        Returns:
+            The log-probability of each token, in at least fp32 [R], and whether no other is more
+            likely, bool [R]; None on ranks without the head.
+        """
+        x = self._compute_hidden_rows(microbatches, len(labels_R))
+        if x is None:
+            return None
+        head = self.stages[len(self.rank_of) - 1].head
+        assert head is not None
+        chunk = count_rows_per_chunk(head.weight.spec.shape[0], host=x.device.type == "cpu")
+        likelihoods, greedy = [], []
+        for piece, labels in zip(x.split(chunk), labels_R.split(chunk), strict=True):
+            logits_RV = self._compute_logits(piece)
+            at_label = logits_RV.gather(1, labels[:, None])[:, 0]
+            likelihoods.append(at_label - logits_RV.logsumexp(-1))
+            greedy.append(at_label >= logits_RV.amax(-1))
+        return torch.cat(likelihoods), torch.cat(greedy)
+
+    def _compute_hidden_rows(
+        self, microbatches: Sequence[Microbatch], rows: int, *, counts: bool = True
+    ) -> Tensor | None:
+        """Return the stream after the last block at the positions with a label, which is the row of
+        the result, [rows, hidden]; None on ranks without the head.
+
+        Args:
+            microbatches: Whole samples of this rank.
+            rows: Number of rows of all ranks.
+            counts: Whether those of this rank count.
+        """
         plan = self._plan_schedule(len(microbatches), False)
         parts = self._select_context_parts(microbatches)
         hidden_by_microbatch = self._executor.compute_hidden(plan.schedule, parts)
@@ -262,19 +306,24 @@ class TrainStep:
         tensor, compute = mesh.group("tensor"), stage.precision.compute
         wide = torch.promote_types(compute, torch.float32)
         x = torch.zeros(rows, stage.config.model.hidden, dtype=wide, device=mesh.device)
-        for index, hidden in hidden_by_microbatch.items() if not mesh.coordinate["data"] else ():
+        for index, hidden in hidden_by_microbatch.items() if counts else ():
             labels = parts[index].labels_BS.flatten()
             own = RowPartition(len(labels), tensor.size, tensor.index).select(labels, IGNORE)
             asked = (own != IGNORE).nonzero().flatten()
             x[own[asked]] = hidden[asked].to(wide)
         # Each row comes from one rank, so sums with the zeros of all others are exact.
-        x = all_reduce(x, mesh.group("data_shard", "context", "tensor")).wait().to(compute)
-        own_logits = stage.compute_logits(x)
+        return all_reduce(x, mesh.group("data_shard", "context", "tensor")).wait().to(compute)
+
+    def _compute_logits(self, x_RH: Tensor) -> Tensor:
+        """Return the logits of rows of the stream, of the whole vocabulary, in at least fp32
+        [R, V]. All tensor ranks of the last stage must call this."""
+        stage = self.stages[len(self.rank_of) - 1]
+        own_logits = stage.compute_logits(x_RH)
         assert stage.head is not None
         weight = stage.head.weight
-        logits = own_logits.new_zeros(rows, weight.spec.shape[0])
+        logits = own_logits.new_zeros(len(x_RH), weight.spec.shape[0])
         logits[:, weight.box.offset[0] :][:, : own_logits.shape[1]] = own_logits
-        return all_reduce(logits, tensor).wait()
+        return all_reduce(logits, self._mesh.group("tensor")).wait()
 
     def _select_context_parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return this context rank's part of each microbatch."""

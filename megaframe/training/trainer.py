@@ -32,6 +32,7 @@ from megaframe.metrics import StepTimer
 from megaframe.metrics.memory import explain_out_of_memory
 from megaframe.metrics.sinks import set_metrics_aside
 from megaframe.model.autotune import tune
+from megaframe.model.layer_inputs import move_to_device
 from megaframe.resilience.downtime import DowntimeLedger
 from megaframe.resilience.launcher import LauncherProcess
 from megaframe.resilience.recovery import FaultHandler
@@ -48,9 +49,10 @@ from megaframe.training.measured_stages import decide_stages
 from megaframe.training.run_checkpoint import Restored, RunCheckpoint
 from megaframe.training.start_notes import log_start
 from megaframe.training.step_metrics import StepMetrics
+from megaframe.training.task_evaluation import TaskEvaluator
 from megaframe.training.text_samples import TextSampler
 from megaframe.training.train_step import StepResult, TrainStep
-from megaframe.training.validation import Validator, move_to_device
+from megaframe.training.validation import Validator
 
 
 class Trainer:
@@ -135,6 +137,9 @@ class Trainer:
         )
         self._validator = Validator(config.train, mesh, self.loader, self.train_step.evaluate)
         self._evaluated: tuple[int, float | None] = (-1, None)
+        self._task_evaluator: TaskEvaluator | None = None
+        if config.evaluate.tasks:
+            self._task_evaluator = TaskEvaluator(config, mesh, self.train_step)
         self._text_sampler: TextSampler | None = None
         if config.train.sample_every:
             self._text_sampler = TextSampler(config, mesh, self.train_step)
@@ -266,12 +271,7 @@ class Trainer:
         self.callbacks.before_step(self.step + 1)
         faults.begin(f"step {self.step + 1}")
         self._train_step()
-        if self._is_due(config.train.eval_every):
-            faults.begin(f"the evaluation after step {self.step}")
-            with self.metrics.time("evaluation"):
-                values = self._validator.evaluate(self.metrics, self.step)
-            self._evaluated = self.step, values.get("eval_loss")
-            self.callbacks.after_evaluation(values)
+        self._run_evaluations()
         if self._text_sampler is not None and self._is_due(config.train.sample_every):
             faults.begin(f"the samples after step {self.step}")
             with self.metrics.time("sampling"):
@@ -296,6 +296,23 @@ class Trainer:
             faults.begin(f"the save after step {self.step}")
             with faults.time_save():
                 self._save(writer)
+
+    def _run_evaluations(self) -> None:
+        """Evaluate on the validation split and on tasks, if the last step is one of theirs."""
+        config, values = self.config, {}
+        on_split, tasks = self._is_due(config.train.eval_every), self._task_evaluator
+        if on_split:
+            self.fault_handler.begin(f"the evaluation after step {self.step}")
+            with self.metrics.time("evaluation"):
+                values = self._validator.evaluate(self.metrics, self.step)
+            self._evaluated = self.step, values.get("eval_loss")
+        on_tasks = tasks is not None and self._is_due(config.evaluate.every)
+        if tasks is not None and on_tasks:
+            self.fault_handler.begin(f"the tasks after step {self.step}")
+            with self.metrics.time("evaluation"):
+                values |= tasks.evaluate(self.metrics, self.step)
+        if on_split or on_tasks:
+            self.callbacks.after_evaluation(values)
 
     def _is_due(self, interval: int) -> bool:
         """Return whether something is due that is done every `interval` steps and at the end, of a

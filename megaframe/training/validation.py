@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +12,9 @@ from megaframe.config import TrainConfig
 from megaframe.data.loader import Loader, ValidationBatch
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
-from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics import MetricsLogger
+from megaframe.model.layer_inputs import move_to_device
 
 
 class Validator:
@@ -42,8 +40,9 @@ class Validator:
         self._is_loss_missing = False
 
     def evaluate(self, logger: MetricsLogger, step: int) -> dict[str, float]:
-        """Record loss, perplexity and bits per byte on the validation split, and the loss of each
-        source if there are several. Returns what is recorded, which is the same on all ranks."""
+        """Record loss, perplexity and bits per byte on the validation split, and loss and bits per
+        byte of each source if there are several. Returns what is recorded, which is the same on all
+        ranks."""
         batches = [*self._loader.iterate_validation(self._samples)]
         totals_M3 = self._sum_totals(batches)
         nats, tokens, size = totals_M3.sum(0).tolist()
@@ -65,9 +64,11 @@ class Validator:
             before = totals_of_source.get(source)
             totals_of_source[source] = totals if before is None else before + totals
         for source, totals in totals_of_source.items() if len(totals_of_source) > 1 else ():
-            nats, tokens, _ = totals.tolist()
+            nats, tokens, size = totals.tolist()
             if tokens:
                 values[f"eval_losses/{source}"] = nats / tokens
+            if size:
+                values[f"eval_bits_per_byte_of/{source}"] = nats / math.log(2) / size
         for name, value in values.items():
             logger.record(name, value, "last")
         return values
@@ -86,13 +87,3 @@ class Validator:
                 totals[1] = batch.microbatch.sum_label_weights()
                 totals[2] = batch.text_bytes
         return all_reduce(totals_M3, self._mesh.world).wait().cpu()
-
-
-def move_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Return the microbatch with its tensors on a device."""
-    tensors: dict[str, Any] = {
-        name: copy_to_device(value, device)
-        for name, value in vars(microbatch).items()
-        if isinstance(value, Tensor)
-    }
-    return replace(microbatch, **tensors)

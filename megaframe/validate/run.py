@@ -44,6 +44,7 @@ from megaframe.validate.train import (
     find_loss_mistakes,
     find_precision_mistakes,
     find_sample_mistakes,
+    find_task_mistakes,
 )
 
 
@@ -99,6 +100,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *find_precision_mistakes(config.train),
         *find_loss_mistakes(config.train, config.kernels),
         *find_sample_mistakes(config.train, config.data),
+        *find_task_mistakes(config.evaluate, config.data),
         *(find_graph_mistakes(config, sizes) if not axis_mistakes else ()),
         *(find_gradient_noise_mistakes(config, sizes) if not axis_mistakes else ()),
         *find_parametrisation_mistakes(config.model, config.optim),

@@ -10,6 +10,7 @@ from megaframe.config.parts import LossPart
 from megaframe.config.schema import (
     BatchRampConfig,
     DataConfig,
+    EvaluateConfig,
     KernelsConfig,
     TrainConfig,
 )
@@ -74,6 +75,16 @@ def find_sample_mistakes(train: TrainConfig, data: DataConfig) -> Iterator[str]:
         yield (
             f"{name} has nothing to continue: train.sample_prompts=[] is empty; use "
             "train.sample_prompts=[''] to begin new documents, or train.sample_every=0"
+        )
+
+
+def find_task_mistakes(evaluate: EvaluateConfig, data: DataConfig) -> Iterator[str]:
+    """Yield what an evaluation on tasks lacks."""
+    if evaluate.tasks and data.tokenizer is None:
+        yield (
+            f"evaluate.tasks={format_value(evaluate.tasks)} asks in text, and data.tokenizer is "
+            "not set; name the tokenizer of the token files (KIND:PATH, or bytes), or use "
+            "evaluate.tasks=[]"
         )
 
 

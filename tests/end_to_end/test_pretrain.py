@@ -92,7 +92,8 @@ def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
 
     def evaluate_run(ranks, name, *sources, **changes):
         folder = tmp_path / name
-        changes = {"train__eval_samples": 42, **changes}
+        text = {"model__vocab": 257, "data__tokenizer": "bytes"}
+        changes = {"train__eval_samples": 42, **text, **changes}
         keys = overrides(run__dir=folder, train__eval_every=6, **changes)
         listed_sources = ", ".join(f"{{path: {path}, split: {split}}}" for path, split in sources)
         pool.run(ranks, train, [*keys, f"data.sources=[{listed_sources}]"])
@@ -102,13 +103,16 @@ def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
     single = evaluate_run(1, "one", trained, held_out)
     assert single["eval_losses"].keys() == {"tokens", "other"}
     assert single["eval_loss"] == near(sum(single["eval_losses"].values()) / 2, 4)
+    of_bytes = {name: loss / math.log(2) for name, loss in single["eval_losses"].items()}
+    assert single["eval_bits_per_byte_of"] == near(of_bytes, 4)  # each token is a byte
     unsplit = evaluate_run(1, "alone", trained, train__eval_samples=21)
     assert "eval_losses" not in unsplit
     assert unsplit["eval_loss"] == promised(single["eval_losses"]["tokens"])
     for axis in axes:
         changes = {f"parallel__{axis}": 2, "train__microbatch": 1}
         other = evaluate_run(2, axis, trained, held_out, **changes)
-        assert other["eval_losses"] == promised(single["eval_losses"])
+        for name in ("eval_losses", "eval_bits_per_byte_of"):
+            assert other[name] == promised(single[name])
         assert other["eval_loss"] == promised(single["eval_loss"])
 
 

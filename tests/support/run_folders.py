@@ -38,6 +38,8 @@ def make_lines(steps, ranks=4, stages=2, ranks_every=10, start=0, seed=0):
             line["resumed_after"] = 19
         if ranks_every and step % ranks_every == 0:
             line["eval_loss"], line["eval_losses"] = 3.0, {"web": 2.5, "code": 3.5}
+            line["eval_bits_per_byte_of"] = {"web": 0.9, "code": 1.3}
+            line["eval_tasks"] = {"colours": {"acc": 0.25}}
             line["eval_bits_per_byte"] = 1.5
             line["gradient_noise"] = {"critical_batch": 1e6 + step}
             work = [0.5 + 0.2 * (rank == 1) for rank in range(ranks)]

@@ -68,8 +68,7 @@ def test_what_has_no_key_has_a_reason(program):
             key
             for key in list_keys(reason)
             if key.partition(".")[0] in RunConfig.model_fields
-            and "_data.py" not in reason
-            and key != "metrics.jsonl"
+            and not key.endswith((".py", ".jsonl"))
         ]
         assert {*keys} <= {*get_config_keys()}, reason
         assert name not in SETTINGS_ELSEWHERE[program]

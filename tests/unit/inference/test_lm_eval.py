@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from evaluation_runs import run
+from harness_tasks import QUESTIONS, TEXTS, write_tasks
 from tolerances import near
 
 from megaframe.checkpoint import parse_path
@@ -16,46 +17,11 @@ from megaframe.inference.generation import load_stage
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'megaframe[evaluate]'")
 
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: {kind}
-doc_to_text: "{text}"
-doc_to_target: "{target}"
-{more}
-"""
-QUESTIONS = [
-    {"q": f"question {n}:", "options": [f"yes {n}", f"no, not {n * n}", "maybe"], "answer": n % 3}
-    for n in range(12)
-]
-TEXTS = ["one text", "and a longer one, which takes more than one window of the model", "é"]
-
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     """Return a folder with three tasks: multiple choice, scoring of texts, and generation."""
-    folder = tmp_path_factory.mktemp("tasks")
-    for name, rows in (("questions", QUESTIONS), ("texts", [{"t": text} for text in TEXTS])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    choose = "doc_to_choice: options\nmetric_list: [{metric: acc}]"
-    rolling = "metric_list: [{metric: bits_per_byte}, {metric: byte_perplexity}]"
-    generate = (
-        'generation_kwargs: {until: ["e"], max_gen_toks: 5, do_sample: false}\n'
-        "metric_list: [{metric: exact_match}]"
-    )
-    for name, file, kind, text, target, options in (
-        ("choose", "questions", "multiple_choice", "{{q}}", "{{answer}}", choose),
-        ("roll", "texts", "loglikelihood_rolling", "", "{{t}}", rolling),
-        ("generate", "questions", "generate_until", "{{q}}", "yes", generate),
-    ):
-        file = folder / f"{file}.jsonl"
-        task_text = TASK.format(
-            name=name, file=file, kind=kind, text=text, target=target, more=options
-        )
-        (folder / f"{name}.yaml").write_text(task_text)
-    return folder
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 def test_tasks_from_local_files_give_what_our_own_scores_give(
@@ -92,10 +58,10 @@ def test_an_unknown_task_is_named_with_those_that_are_there(saved_run, tasks, mo
 
 
 def test_a_text_is_generated_up_to_the_end_that_a_task_names(saved_run):
-    from megaframe.inference.lm_eval import HarnessModel
+    from megaframe.inference.lm_eval import HarnessModel, LocalModel
 
     _, stage = load_stage(parse_path(str(saved_run)))
-    model = HarnessModel(stage, load_tokenizer("bytes"), context=16, batch=2)
+    model = HarnessModel(LocalModel(stage, context=16, batch=2), load_tokenizer("bytes"))
 
     def generate(*options):
         asked = [("some", {"max_gen_toks": 8, **keys}) for keys in options]
