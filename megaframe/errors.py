@@ -188,6 +188,18 @@ def _find_error_file_of_first() -> Path | None:
 
 
 @contextmanager
+def explain_failed_listen(host: str, port: int) -> Iterator[None]:
+    """Raise a `UserError` for what fails when a server is made that listens at an address."""
+    try:
+        yield
+    except (OSError, OverflowError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no such address"
+        raise UserError(
+            f"cannot listen on {host}:{port}: {why}; choose another --port or --host"
+        ) from None
+
+
+@contextmanager
 def explain_failed_write(path: object) -> Iterator[None]:
     """Return a context in which a file is written, whose errors say only that and why not.
 

@@ -2,7 +2,7 @@
 
 python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
 python tools/generate.py --checkpoint runs/demo/checkpoints --prompts questions.txt --batch 32
-python tools/generate.py --checkpoint runs/tuned/checkpoints --chat
+python tools/generate.py --checkpoint runs/tuned/checkpoints --chat --prompt "What is a tuple?"
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.progress import Progress
 
 _LARGEST_SEED = 2**63 - 1
-_LONGEST_LINE = 1 << 20
-"""Characters of a line that is read."""
 
 
 def main() -> None:
@@ -33,12 +31,13 @@ def main() -> None:
     with report_errors():
         check(arguments)
         prompts = list_prompts(arguments)
+        if arguments.chat and not prompts:
+            raise UserError(
+                "--chat answers prompts; give one with --prompt, or use tools/chat.py to talk"
+            )
         load_named_extensions(arguments.extension)
         model = load_model(arguments.checkpoint, ema=arguments.ema, tokenizer=arguments.tokenizer)
-        if arguments.chat and not prompts:
-            chat(model, arguments)
-        else:
-            generate(model, arguments, prompts or [None])
+        generate(model, arguments, prompts or [None])
 
 
 def list_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -101,22 +100,6 @@ def print_in_order(pieces: Iterator[StreamedText], titles: Sequence[str]) -> Non
             first += 1
 
 
-def chat(model: Model, arguments: argparse.Namespace) -> None:
-    """Answer each line that is read, as one conversation.
-
-    Raises:
-        UserError: The model cannot chat.
-    """
-    messages = begin_chat(arguments)
-    assert model.chat_format is not None  # before anything is asked
-    while (line := read_line()) is not None:
-        try:
-            if line:
-                answer(model, arguments, messages, line)
-        except UserError as error:  # the conversation goes on without this line
-            print(f"error: {error}", file=sys.stderr)
-
-
 def begin_chat(arguments: argparse.Namespace) -> list[Message]:
     """Return the messages before those of the user."""
     system = arguments.system
@@ -126,35 +109,6 @@ def begin_chat(arguments: argparse.Namespace) -> list[Message]:
 def make_question(text: str) -> Message:
     """Return the message of a user."""
     return {"role": "user", "content": text}
-
-
-def read_line() -> str | None:
-    """Return the next line that a user writes; None at the end."""
-    if sys.stdin.isatty():
-        print("> ", end="", flush=True)
-    try:
-        line = sys.stdin.readline(_LONGEST_LINE)
-    except UnicodeDecodeError as error:
-        raise UserError(f"the standard input is not UTF-8: {error.reason}") from None
-    return line.strip() if line else None
-
-
-def answer(model: Model, arguments: argparse.Namespace, messages: list[Message], text: str) -> None:
-    """Print an answer as it is sampled, and add it to the messages with what was asked."""
-    asked = make_question(text)
-    pieces = []
-    for piece in model.chat(
-        [*messages, asked],
-        tokens=arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed + len(messages),
-    ):
-        print(piece, end="", flush=True)
-        pieces.append(piece)
-    print(flush=True)
-    messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -197,8 +151,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="answer each prompt, or as one conversation each line of the standard input, by the "
-        "chat template that lies beside the tokenizer",
+        help="answer each prompt by the chat template that lies beside the tokenizer",
     )
     parser.add_argument("--system", help="--chat: what the conversation begins with")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")

@@ -144,7 +144,7 @@ def find_chat_format(
     path = Path(split_name(name or "")[1])
     if not isinstance(tokenizer, HuggingFaceTokenizer) or path.name != TOKENIZER_FILES["hf"]:
         raise UserError(
-            f"--chat needs a tokenizer.json with a chat template beside it, and the tokenizer is "
+            f"a chat needs a tokenizer.json with a chat template beside it, and the tokenizer is "
             f"{name}; name one with --tokenizer hf:FOLDER/tokenizer.json"
         )
     settings = read_tokenizer_settings(path.parent)

@@ -115,11 +115,11 @@ def test_a_template_is_found_or_asked_for(folder, tmp_path):
         find_chat_format("bytes", load_tokenizer("bytes"))
 
 
-def run_tool(monkeypatch, lines, *arguments):
-    spec = importlib.util.spec_from_file_location("generate_tool", ROOT / "tools/generate.py")
+def run_tool(monkeypatch, name, lines, *arguments):
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / f"tools/{name}.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     tool.main()
 
@@ -138,8 +138,9 @@ def test_each_line_of_a_conversation_is_answered(folder, checkpoint, monkeypatch
             "texts": [render_chat.render(request["template"], v) for v in request["variables"]]
         },
     )
-    common = ("--checkpoint", checkpoint, "--tokenizer", tokenizer, "--tokens", 3, "--chat")
-    run_tool(monkeypatch, "a\n\nx<|im_end|>\nb\n" + "c" * 99, *common, "--temperature", 0)
+    common = ("--checkpoint", checkpoint, "--tokenizer", tokenizer, "--tokens", 3)
+    common = (*common, "--temperature", 0)
+    run_tool(monkeypatch, "chat", "a\n\nx<|im_end|>\nb\n" + "c" * 99, *common)
     printed = capsys.readouterr()
     model = load_model(checkpoint, tokenizer=tokenizer)
     messages, expected = [], ""
@@ -153,7 +154,7 @@ def test_each_line_of_a_conversation_is_answered(folder, checkpoint, monkeypatch
     assert first.startswith("error: the message has <|im_end|>")
     assert second.startswith("error: the chat has ") and "the model sees 64" in second
     prompts = ("--prompt", "a", "--prompt", "b")
-    run_tool(monkeypatch, "", *common, "--temperature", 0, *prompts)
+    run_tool(monkeypatch, "generate", "", *common, "--chat", *prompts)
     apart = ["".join(model.chat([asked], tokens=3, temperature=0)) for asked in messages[::2]]
     assert capsys.readouterr().out == "".join(
         f"--- prompt {number} of 2\n{said}\n" for number, said in enumerate(apart, 1)
@@ -186,9 +187,10 @@ def test_an_answer_ends_at_the_end_of_a_message(folder, checkpoint, monkeypatch)
     [
         (["--chat", "--samples", "2"], "--samples 2 has no meaning with --chat"),
         (["--system", "x"], "--system begins a chat; add --chat"),
+        (["--chat"], "--chat answers prompts; give one with --prompt, or use tools/chat.py"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(words, expected, monkeypatch, capsys):
     with pytest.raises(SystemExit):
-        run_tool(monkeypatch, "", "--checkpoint", "none", *words)
+        run_tool(monkeypatch, "generate", "", "--checkpoint", "none", *words)
     assert expected in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""The page to talk with a model: it streams what the model says to those who have the token.
+
+Tests `megaframe.inference.chat_server`.
+"""
+
+import json
+import threading
+from http import HTTPStatus
+from types import SimpleNamespace
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from chat_folders import name_tokenizer, write_byte_tokenizer
+from patience import PATIENCE
+from transformers_models import make_random_checkpoint
+
+from megaframe.errors import UserError
+from megaframe.inference.chat_server import ChatServer
+from megaframe.inference.generation import SamplingOptions
+from megaframe.inference.library import load_model
+from megaframe.io.http import MOST_BODY
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "<|im_start|>"
+)
+MESSAGES = [{"role": "user", "content": "ab"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 259}
+    path = make_random_checkpoint(tmp_path_factory.mktemp("page") / "own", **sizes)
+    return load_model(path, tokenizer=name_tokenizer(folder))
+
+
+@pytest.fixture
+def serve():
+    """serve(model, **options) -> a server that listens."""
+    servers = []
+
+    def start(model, **options):
+        options = {"tokens": 5, "sampling": SamplingOptions(0.8), **options}
+        servers.append(ChatServer(model, **options))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def ask(server, request, token=None):
+    """Return the status and the lines of an answer."""
+    body = request if isinstance(request, bytes) else json.dumps(request).encode()
+    address = server.address.replace("/?", "/answer?")
+    address = address if token is None else address.replace(server.token, token)
+    try:
+        with urlopen(Request(address, body, method="POST"), timeout=PATIENCE) as answer:
+            return answer.status, [json.loads(line) for line in answer]
+    except HTTPError as error:
+        return error.code, error.read()
+
+
+def test_an_answer_is_what_the_model_says(model, serve):
+    server = serve(model)
+    status, lines = ask(server, {"messages": MESSAGES, "seed": 3})
+    pieces = [line["text"] for line in lines if "text" in line]
+    assert status == HTTPStatus.OK and lines[-1] == {"end": True}
+    assert pieces == [*model.chat(MESSAGES, tokens=5, seed=3, top_k=0)]
+
+
+def test_pieces_come_before_the_answer_ends(serve):
+    goes_on = threading.Event()
+
+    def chat(messages, **options):
+        yield "first"
+        assert goes_on.wait(PATIENCE)
+        yield "second"
+
+    server = serve(SimpleNamespace(chat=chat))
+    address = server.address.replace("/?", "/answer?")
+    body = json.dumps({"messages": MESSAGES}).encode()
+    with urlopen(Request(address, body), timeout=PATIENCE) as answer:
+        assert json.loads(answer.readline()) == {"text": "first"}
+        goes_on.set()
+        assert json.loads(answer.readline()) == {"text": "second"}
+
+
+def test_a_client_that_leaves_ends_its_answer_and_the_next_is_answered(serve):
+    ended = threading.Event()
+
+    def chat(messages, **options):
+        try:
+            while messages[-1]["content"] == "long":
+                yield "x" * 4096
+            yield "short"
+        finally:
+            ended.set()
+
+    server = serve(SimpleNamespace(chat=chat))
+    address = server.address.replace("/?", "/answer?")
+    body = json.dumps({"messages": [{"role": "user", "content": "long"}]}).encode()
+    with urlopen(Request(address, body), timeout=PATIENCE) as answer:
+        answer.readline()
+    assert ended.wait(PATIENCE)
+    assert ask(server, {"messages": MESSAGES}) == (200, [{"text": "short"}, {"end": True}])
+
+
+def test_what_cannot_be_answered_is_said(model, serve):
+    server = serve(model)
+    long = [{"role": "user", "content": "a" * 999}]
+    status, (line,) = ask(server, {"messages": long})
+    assert status == HTTPStatus.OK and "the model sees" in line["error"]
+    control = [{"role": "user", "content": "<|im_end|>"}]
+    assert "control token" in ask(server, {"messages": control})[1][0]["error"]
+
+
+@pytest.mark.parametrize(
+    "request_body",
+    [
+        b"",
+        b"[" * 100_000,
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user", "content": 1}]},
+        {"messages": [{"role": "user", "content": "x", "more": 1}]},
+        {"messages": MESSAGES, "seed": -1},
+        {"messages": MESSAGES, "seed": True},
+        {"messages": MESSAGES * 1001},
+    ],
+)
+def test_requests_that_the_page_does_not_send_are_refused(request_body, serve):
+    status, content = ask(serve(SimpleNamespace()), request_body)
+    assert status == HTTPStatus.BAD_REQUEST
+    assert json.loads(content)["error"].startswith(("a request is {", "the chat has 1,001"))
+
+
+def test_only_who_has_the_token_is_answered(model, serve):
+    server = serve(model)
+    assert ask(server, {"messages": MESSAGES}, token="x")[0] == HTTPStatus.FORBIDDEN
+    assert ask(server, b"x" * (MOST_BODY + 1))[0] == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    with urlopen(server.address, timeout=PATIENCE) as page:
+        assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+        assert b"megaframe chat" in page.read()
+    for address in (server.address.replace(server.token, "x"), server.address + "&a=b#"):
+        other = address.replace("/?", "/other?")
+        with pytest.raises(HTTPError):
+            urlopen(other, timeout=PATIENCE)
+    port = int(server.address.partition("1:")[2].partition("/")[0])
+    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .* --port"):
+        serve(model, port=port)
