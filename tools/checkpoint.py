@@ -5,6 +5,7 @@ python tools/checkpoint.py verify runs/demo/checkpoints/step-00000300
 python tools/checkpoint.py diff runs/a/checkpoints runs/b/checkpoints
 python tools/checkpoint.py reshard runs/demo/checkpoints --to elsewhere --files 4
 python tools/checkpoint.py export-hf runs/demo/checkpoints --to demo-hf --family llama
+python tools/checkpoint.py export-peft runs/adapters --to demo-peft --family llama
 python tools/checkpoint.py import-hf demo-hf --to runs/imported/checkpoints
 python tools/checkpoint.py export-dcp runs/demo/checkpoints --to demo-dcp
 python tools/checkpoint.py import-dcp demo-dcp --to runs/back/checkpoints
@@ -192,6 +193,17 @@ def export_hf(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def export_peft(arguments: argparse.Namespace) -> int:
+    """Write the adapters of a checkpoint as a folder that peft loads onto the exported base."""
+    from megaframe.checkpoint.convert.huggingface.adapter_export import export_adapters
+
+    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+        folder, options = Path(arguments.to), (arguments.dtype, arguments.family, arguments.base)
+        export_adapters(checkpoint, folder, *options)
+    print(f"wrote {folder}")
+    return 0
+
+
 def import_hf(arguments: argparse.Namespace) -> int:
     """Write a model in the folder format of Hugging Face as a checkpoint of step 0."""
     from megaframe.checkpoint.convert.huggingface.model_folder import import_model
@@ -306,7 +318,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run in (
-        inspect, verify, diff, reshard, export_hf, import_hf, export_dcp, import_dcp,
+        inspect, verify, diff, reshard, export_hf, export_peft, import_hf, export_dcp, import_dcp,
         average, select_layers, grow_vocabulary,
     ):  # fmt: skip
         assert run.__doc__ is not None
@@ -348,13 +360,13 @@ def _parse_arguments() -> argparse.Namespace:
             command.add_argument(
                 "--to", required=True, help="folder for the new checkpoint; path or URL"
             )
-        if run in (export_hf, export_dcp):
+        if run in (export_hf, export_peft, export_dcp):
             command.add_argument("--to", required=True, help="the folder to write")
         if run is import_dcp:
             command.add_argument(
                 "--config", metavar="FILE", help="YAML of the run whose weights they are"
             )
-        if run is export_hf:
+        if run in (export_hf, export_peft):
             command.add_argument(
                 "--family",
                 metavar="MODEL_TYPE",
@@ -365,6 +377,11 @@ def _parse_arguments() -> argparse.Namespace:
                 choices=("fp64", "fp32", "bf16", "fp16"),
                 help="type of the weights; default: the precision of the run",
             )
+        if run is export_peft:
+            command.add_argument(
+                "--base", help="folder or name of the exported base, noted for whoever loads it"
+            )
+        if run is export_hf:
             command.add_argument(
                 "--tokenizer",
                 help="KIND:PATH, bytes or none; default: the tokenizer of the run, if its file is "

@@ -1,0 +1,190 @@
+"""Adapters beside peft: it loads what is exported onto the exported base, computes the same logits,
+and trains as a run does: equal losses and gradient norms on identical batches in fp64.
+
+Tests `megaframe.checkpoint.convert.huggingface.adapter_export`.
+"""
+
+import json
+
+import peft
+import pytest
+import torch
+from slow_cases import slow
+from tolerances import assert_near
+
+from megaframe.architecture.spec import Box
+from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.convert.huggingface.adapter_export import export_adapters
+from megaframe.checkpoint.convert.huggingface.model_folder import export_model
+from megaframe.checkpoint.manifest import DTYPE_NAMES
+from megaframe.checkpoint.merged import open_model
+from megaframe.checkpoint.starting_weights import write_starting_weights
+from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.mesh import Mesh
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.model.model_chunk import list_model_specs
+from megaframe.parameters.initialization import fill_initial_values
+from megaframe.training.layer_check.parity import make_global_batch
+from megaframe.training.train_step import TrainStep
+
+SIZES = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, "bias": False}
+TRAIN = {"seq": 12, "global_batch": 4, "microbatch": 2, "precision": "fp64", "steps": 9}
+OPTIM = {"lr": 0.02, "schedule": "constant", "weight_decay": 0.1, "clip": 0.5, "eps": 1e-6}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "head_dim": 4, "ffn": 24}
+MODELS = {
+    "llama": LLAMA,
+    # Queries, keys and values are one matrix of theirs, and gates and inner widths another.
+    "phi3": LLAMA,
+    # Matrices are transposed.
+    "gpt2": {
+        **{"position": "learned", "bias": True, "tie_embeddings": True},
+        "activation": "gelu_tanh",
+    },
+    "gpt_neox": {"bias": True, "activation": "gelu", "rotary_fraction": 0.5},
+}
+ADAPTERS = {"rank": 3, "alpha": 6.0}
+SUMS = 2 * 6 * (16 + 12) + 37
+
+
+def make_config(name, adapters=None):
+    model = {**SIZES, **MODELS[name], "family": name}
+    if adapters is not None:
+        model["adapters"] = adapters
+    return RunConfig(model=model, train=TRAIN, optim=OPTIM)
+
+
+def write_checkpoint(config, folder, trained=False):
+    """Write a checkpoint of initial values; `trained`: those of all B are drawn as well."""
+
+    def read(name):
+        spec = specs[name]
+        values = torch.empty(spec.shape, dtype=torch.float64)
+        fill_initial_values(values, spec, Box((0,) * len(spec.shape), spec.shape), 1)
+        if trained and name.endswith(".b.weight"):
+            generator = torch.Generator().manual_seed(len(name) + values.numel())
+            values.normal_(0.0, 0.3, generator=generator)
+        return values
+
+    specs = {spec.name: spec for spec in list_model_specs(config)}
+    tensors = [(spec, DTYPE_NAMES[torch.float64]) for spec in specs.values()]
+    return write_starting_weights(folder, config, "a test", tensors, read).checkpoint
+
+
+def load_peft(name, adapters, folder, trained, **options):
+    """Return the model of peft, of an exported base with exported adapters, and the checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    base = write_checkpoint(make_config(name), folder / "base")
+    path = write_checkpoint(make_config(name, adapters), folder / "adapted", trained)
+    with open_checkpoint(base) as checkpoint:
+        export_model(checkpoint, folder / "hf", tokenizer="none")
+    with open_checkpoint(path) as checkpoint:
+        export_adapters(checkpoint, folder / "peft", base=str(folder / "hf"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64)
+    return peft.PeftModel.from_pretrained(model, str(folder / "peft"), **options), path
+
+
+def get_logits(model, tokens):
+    return model(input_ids=tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama", ["*"]),
+        ("phi3", ["*"]),
+        slow("gpt2", ["*"]),
+        slow("gpt_neox", ["*"]),
+        slow("llama", ["query", "mlp.down"]),
+        slow("phi3", ["value", "gate"]),
+        slow("gpt_neox", ["key", "attention.output"]),
+    ],
+)
+def test_peft_computes_the_same(name, targets, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    adapters = {**ADAPTERS, "targets": targets}
+    adapted, path = load_peft(name, adapters, tmp_path, trained=True)
+    with open_model(path) as merged:
+        export_model(merged, tmp_path / "merged", tokenizer="none")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    tokens = torch.randint(0, 37, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = get_logits(merged, tokens), get_logits(adapted, tokens)
+        base = get_logits(adapted.unload(), tokens)
+    assert_near(theirs, ours, SUMS, size=float(ours.abs().max()))
+    assert float((theirs - base).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "distance"),
+    [
+        # Not where several of our matrices are one of theirs, whose B peft would train as a whole.
+        ("gpt2", ["attention.output", "mlp.*"], 1e-10),
+        # In any precision transformers computes rotations and statistics of RMSNorm in fp32.
+        slow("llama", ["*"], 1e-6),
+    ],
+)
+def test_peft_trains_the_same(name, targets, distance, tmp_path):
+    """Four steps of AdamW with clipping, all of whose losses and norms are equal."""
+    adapters = {**ADAPTERS, "targets": targets}
+    theirs, _ = load_peft(name, adapters, tmp_path, trained=False, is_trainable=True)
+    config = make_config(name, adapters)
+    train_step = TrainStep(config, Mesh(Layout(), device="cpu"))
+    train_step.optimizer.initialize(1)
+    trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    betas, decay = (config.optim.beta1, config.optim.beta2), config.optim.weight_decay
+    options = {"lr": config.optim.lr, "betas": betas, "eps": config.optim.eps}
+    optimizer = torch.optim.AdamW(trained, weight_decay=decay, **options)
+    losses = []
+    for step in range(4):
+        batch = make_global_batch(config.model, config.train, step)
+        valid = float(batch.sum_label_weights())
+        halves = [
+            Microbatch(batch.tokens_BS[rows], batch.labels_BS[rows], batch.samples_B[rows])
+            for rows in (slice(0, 2), slice(2, 4))
+        ]
+        result = train_step.train(halves, step, 1.0 / valid)
+        logits = get_logits(theirs, batch.tokens_BS)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.labels_BS.flatten(), ignore_index=-100
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained])
+        for parameter in trained:  # `clip_grad_norm_` adds 1e-6 to the norm
+            parameter.grad *= min(1.0, config.optim.clip / float(norm))
+        optimizer.step()
+        losses.append(float(loss))
+        assert float(result.loss) / valid == pytest.approx(float(loss), abs=distance)
+        assert float(result.update.grad_norm) == pytest.approx(float(norm), abs=distance)
+    assert abs(losses[-1] - losses[0]) > 1e-3
+
+
+def test_what_peft_has_no_place_for_is_refused(tmp_path):
+    plain = write_checkpoint(make_config("llama"), tmp_path / "plain")
+    with open_checkpoint(plain) as checkpoint, pytest.raises(UserError, match="has no adapters"):
+        export_adapters(checkpoint, tmp_path / "out")
+    moe = {**SIZES, **LLAMA, "moe": {"experts": 4, "ffn": 8, "score": "softmax"}}
+    config = RunConfig(model={**moe, "adapters": ADAPTERS, "family": "mixtral"}, train=TRAIN)
+    path = write_checkpoint(config, tmp_path / "moe")
+    with open_checkpoint(path) as checkpoint, pytest.raises(UserError, match=r"of experts \("):
+        export_adapters(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_are_short_where_all_modules_have_adapters(tmp_path):
+    def read_config(adapters, folder):
+        path = write_checkpoint(make_config("llama", adapters), folder / "run")
+        with open_checkpoint(path) as checkpoint:
+            export_adapters(checkpoint, folder / "peft", base="somewhere")
+        return json.loads((folder / "peft/adapter_config.json").read_text())
+
+    config = read_config({**ADAPTERS, "targets": ["query", "value"]}, tmp_path / "all")
+    assert config["target_modules"] == ["q_proj", "v_proj"] and not config["rank_pattern"]
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (3, 6, 0.0)
+    assert config["base_model_name_or_path"] == "somewhere"
+    config = read_config({**ADAPTERS, "targets": ["query"], "layers": [1]}, tmp_path / "one")
+    assert config["target_modules"] == ["model.layers.1.self_attn.q_proj"]
