@@ -10,6 +10,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megaframe.config.schema import DataConfig, DataSourceConfig, StreamingConfig
 from megaframe.data.preprocessing.corpus_files import (
     add_reading_options,
     list_corpus_files,
@@ -17,15 +18,21 @@ from megaframe.data.preprocessing.corpus_files import (
 )
 from megaframe.data.preprocessing.journal import CorpusCounts
 from megaframe.data.preprocessing.preprocess import PreprocessJob, PreprocessResult, preprocess
+from megaframe.data.streaming.corpus import find_corpus
+from megaframe.data.streaming.prepare_blocks import prepare_blocks
 from megaframe.errors import UserError, report_errors
 from megaframe.io.closed_output import allow_closed_output
+from megaframe.io.untrusted import make_integer_parser
 
 _EPILOG = """\
 Inputs are jsonl (.jsonl .json .ndjson), .csv and .tsv whose first row names the columns, plain
 text (.txt .text), each also as .gz or .zst, and .parquet. A folder stands for all such files below
 it, in the order of their paths; with --format, for all files. A plain text file is one document, or
 one per paragraph with --split-blank-lines.
+URLs such as s3://, gs://, https:// and hf:// are read as they are.
 A run that was interrupted continues when the same command is given again.
+With --blocks OUTPUT is a folder that data.sources may name in place of the input, which has the
+same samples as the input when it is tokenised while a run trains.
 
 example: python tools/preprocess_data.py --input wiki/*.jsonl.zst \\
              --tokenizer sentencepiece:wiki.model --output data/wiki
@@ -36,6 +43,9 @@ def main() -> None:
     options = _parse_arguments()
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} is too few; use 1 or more")
+    if options.blocks:
+        _prepare_blocks(options)
+        return
     files, notes = list_corpus_files(list_readings(options, options.input))
     for note in notes:
         print(note)
@@ -54,6 +64,31 @@ def main() -> None:
     print(_format_summary(job, result, time.monotonic() - begin))
 
 
+def _prepare_blocks(options: argparse.Namespace) -> None:
+    if len(options.input) > 1 or options.no_eod or options.overwrite:
+        raise UserError("--blocks takes one --input, and neither --no-eod nor --overwrite")
+    reading = list_readings(options, options.input)[0].reading
+    source = DataSourceConfig(
+        path=options.input[0],
+        key=reading.key,
+        format=reading.format,
+        split_blank_lines=reading.split_blank_lines,
+    )
+    streaming = StreamingConfig(
+        shuffle_bytes=options.shuffle_bytes, skip_broken=reading.skip_broken
+    )
+    data = DataConfig(tokenizer=options.tokenizer, streaming=streaming)
+    corpus = find_corpus(source, data)
+    if corpus.kind != "text":
+        raise UserError(f"{corpus.root} has tokens, and --blocks takes text")
+    done = prepare_blocks(corpus, options.output, options.workers)
+    broken = f"; {done.broken:,} broken rows left out" if done.broken else ""
+    print(
+        f"{options.output}: {done.documents:,} documents, {done.tokens:,} tokens from "
+        f"{done.size / 1e6:,.1f} MB in {len(corpus.list_shards())} shards{broken}"
+    )
+
+
 def _format_summary(job: PreprocessJob, result: PreprocessResult, seconds: float) -> str:
     total, resumed = result.total, result.resumed
     megabytes = (total.size - resumed.size) / 1e6
@@ -66,6 +101,9 @@ def _format_summary(job: PreprocessJob, result: PreprocessResult, seconds: float
         line += f"; {resumed.documents:,} documents were done by an earlier run"
     if total.empty:
         line += f"; {total.empty:,} empty documents left out"
+    if total.broken:
+        line += f"; {total.broken:,} broken rows left out"
+        line += "".join(f"\n  {named}" for named in result.broken)
     return line
 
 
@@ -83,6 +121,9 @@ def _parse_arguments() -> argparse.Namespace:
     add("--output", required=True, metavar="PREFIX", help="token file without its suffix")
     add("--workers", type=int, default=_count_cores(), help="processes (default: %(default)s)")
     add_reading_options(parser)
+    add("--blocks", action="store_true", help="write a folder of blocks")
+    add("--shuffle-bytes", type=make_integer_parser(1 << 16, 1 << 40), default=64 << 20,
+        metavar="BYTES", help="text of a block (default: %(default)s)")  # fmt: skip
     add("--no-eod", action="store_true", help="do not end documents with the tokenizer's EOD")
     add("--overwrite", action="store_true", help="replace OUTPUT and another unfinished run of it")
     return parser.parse_args()

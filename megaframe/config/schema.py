@@ -173,18 +173,52 @@ class KernelsConfig(Section):
 Split = tuple[Fraction, Fraction, Fraction]
 
 
+TextFormat = Literal["auto", "jsonl", "csv", "tsv", "parquet", "text"]
+"""How files have texts; `auto`: by the suffix of each."""
+
+
 class DataSourceConfig(Section):
-    """A token file, and its share of the data."""
+    """A token file or a corpus, and its share of the data."""
 
     main_key = "path"
 
     path: str
-    """Path of the token files without suffix: PATH.bin and PATH.idx."""
+    """Path of the token files without suffix: PATH.bin and PATH.idx. Or the path or URL of a
+    corpus: a file or folder of text (jsonl, CSV, TSV, Parquet, plain text), which is tokenised
+    while the run trains, or a folder of token files (docs/guides/streaming.md)."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of samples from this source, relative to the others."""
     split: Split | None = None
     """The split of this source: [0, 1, 0] only evaluates it, [1, 0, 0] only trains on it. Default:
     `data.split`."""
+    key: str = "text"
+    """Of a corpus of text: key of a JSON object, or column, that has the text."""
+    format: TextFormat = "auto"
+    """Of a corpus of text: the format of all its files. `auto`: by the suffix of each."""
+    split_blank_lines: bool = False
+    """Of a corpus of plain text: a document per paragraph, not per file."""
+    files: tuple[str, ...] = ()
+    """Files of a corpus, as names below `path`, where a server cannot list them or only some are
+    meant. Empty: all files below `path`."""
+
+
+class StreamingConfig(Section):
+    """How sources are read that are tokenised while the run trains, or lie in many token files."""
+
+    cache: str | None = None
+    """Folder of this machine for tokens that are read ahead. Processes of one machine share it, and
+    several machines do if it is on a file system of all of them. Default: `cache` in the run
+    folder."""
+    cache_bytes: Positive = 4 << 30
+    """Most bytes of that folder."""
+    shuffle_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 64 << 20
+    """Bytes of text whose samples are shuffled among each other. The files of a source come in a
+    shuffled order, each is read from its beginning, and samples are shuffled within so many bytes
+    of it; smaller files are put together until they have so many."""
+    workers: Positive | None = None
+    """Processes of a machine that tokenise. Default: one for each two cores."""
+    skip_broken: bool = False
+    """Leave out and count rows that cannot be used, instead of ending the run at the first."""
 
 
 class PhaseConfig(Section):
@@ -216,12 +250,13 @@ class DataConfig(Section):
     """The data, its splits, and what is masked."""
 
     sources: tuple[DataSourceConfig, ...] = ()
-    """Token files, their weights in the blend and their splits. For example [PATH], or
-    [{path: PATH, weight: 0.7}, {path: OTHER, weight: 0.3}]."""
+    """Token files and corpora, their weights in the blend and their splits. For example [PATH], or
+    [{path: PATH, weight: 0.7}, {path: s3://bucket/texts, weight: 0.3}]."""
+    streaming: StreamingConfig = StreamingConfig()
     split: Split = (0.98, 0.02, 0.0)
     """Shares of each source's documents for training, validation and test, in this order; of its
-    tokens if it is a single document. A run never reads the test share; `tools/evaluate.py --split
-    test` evaluates it."""
+    tokens if it is a single document, and of each block of `streaming.shuffle_bytes` of a corpus. A
+    run never reads the test share; `tools/evaluate.py --split test` evaluates it."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Length of the run, in place of `train.steps`: as few steps as have this many times the
     training samples of all sources together. How often each source is seen follows from its weight.

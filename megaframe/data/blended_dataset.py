@@ -28,6 +28,9 @@ from megaframe.data.label_weights import WEIGHT_DTYPE
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.shuffle import derive_source_key, sample_indices
 from megaframe.data.split_advice import SPLITS, Split, SplitSetting
+from megaframe.data.streaming.corpus import is_stream
+from megaframe.data.streaming.open_streams import Streams
+from megaframe.data.streaming.streamed_dataset import BlockCut, Cursor, StreamedDataset
 from megaframe.data.token_file_record import TokenizerRecord
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.data.transforms import SampleTransforms
@@ -36,6 +39,10 @@ from megaframe.validate.data import NO_END_TOKEN, NO_SOURCES
 
 Numbers = NDArray[np.int64]
 _ANY_TOKEN = 2**63
+_NO_STREAM = (
+    "is read as a stream, whose size is not known; make a token file of it "
+    "(tools/preprocess_data.py)"
+)
 _WINDOWS_AHEAD = 1024
 
 
@@ -52,6 +59,7 @@ class BlendedDataset:
         config: The run.
         split: The split.
         seed: Determines the order of each source, with the source's file name.
+        streams: Opens the sources that are read as streams; None: there must be none.
         is_evaluation: Whether a run that has trained is evaluated, for messages.
 
     Raises:
@@ -65,6 +73,7 @@ class BlendedDataset:
         data: DataConfig,
         split: Split,
         seed: int,
+        streams: Streams | None = None,
         *,
         is_evaluation: bool = False,
     ) -> None:
@@ -83,14 +92,21 @@ class BlendedDataset:
         self._seq = train.seq
         self._data = data
         end = find_document_end(data)
-        self.sources = [
-            GPTDataset(
-                source.path, split, shares, self._seq, vocab, end,
-                SplitSetting(source.path if source.split else None, is_evaluation),
-                weighted=data.label_weights,
-            )
-            for source, shares in used_sources
-        ]  # fmt: skip
+        self.sources: list[GPTDataset | StreamedDataset] = []
+        for source, shares in used_sources:
+            if is_stream(source.path):
+                if streams is None:
+                    raise UserError(f"{source.path} {_NO_STREAM}")
+                cut = BlockCut(split, shares, self._seq, vocab, end, data.label_weights)
+                self.sources.append(streams.open(source, cut, seed))
+                continue
+            setting = SplitSetting(source.path if source.split else None, is_evaluation)
+            self.sources.append(
+                GPTDataset(
+                    source.path, split, shares, self._seq, vocab, end, setting,
+                    weighted=data.label_weights,
+                )
+            )  # fmt: skip
         self.weights = tuple(source.weight for source, _ in used_sources)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
@@ -136,6 +152,8 @@ class BlendedDataset:
         if not keys or data.document_ends != "index":
             return
         for source, record in zip(self.sources, self.records, strict=True):
+            if isinstance(source, StreamedDataset):
+                continue
             end = record.eod if record else eod
             documents = source.count_documents()
             inside = 0 if end is None else source.count_inner_ends(end)
@@ -158,9 +176,35 @@ class BlendedDataset:
         """Derive the order of each source anew from its file name without the folder, so that files
         can move, and its number. numbers: By path, those that are not 0; see `SamplerState`."""
         names = [f"{Path(path).name}\0{numbers.get(path, 0)}" for path in self.paths]
+        self._streams = np.array([isinstance(each, StreamedDataset) for each in self.sources])
         self._keys = np.array([derive_source_key(self._seed, n) for n in names], np.uint64)
         self._windows_start = 0
         self._windows: Numbers = np.empty(0, np.int64)
+
+    def list_token_files(self) -> Iterator[tuple[str, GPTDataset]]:
+        """Yield the name of each source that is a token file, and its samples."""
+        for name, source in zip(self.names, self.sources, strict=True):
+            if isinstance(source, GPTDataset):
+                yield name, source
+
+    def list_streams(self) -> dict[str, StreamedDataset]:
+        """Return the sources that are read as streams, by path."""
+        pairs = zip(self.paths, self.sources, strict=True)
+        return {path: each for path, each in pairs if isinstance(each, StreamedDataset)}
+
+    def find_cursors(self, consumed: Sequence[int]) -> dict[str, Cursor]:
+        """Return the place in each stream, by path. consumed: samples given by each source."""
+        given = dict(zip(self.paths, consumed, strict=True))
+        return {path: each.find_cursor(given[path]) for path, each in self.list_streams().items()}
+
+    def find_existing(self, sources_N: Numbers, numbers_N: Numbers) -> NDArray[np.bool_]:
+        """Return which of these samples the first epochs of their sources have, bool [N]."""
+        sizes = self.sizes.copy()
+        for index, source in enumerate(self.sources):
+            if isinstance(source, StreamedDataset):
+                most = int(numbers_N[sources_N == index].max(initial=-1)) + 1
+                sizes[index] = source.count(most)
+        return numbers_N < sizes[sources_N]
 
     def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
         """Read these samples, in this order, as one microbatch.
@@ -215,11 +259,16 @@ class BlendedDataset:
         )
 
     def _sample_windows(self, sources_N: Numbers, numbers_N: Numbers) -> Numbers:
-        """Return the window of each sample within its source.
+        """Return the window of each sample within its source; its number, if that is a stream.
 
         Permuting a few numbers takes as long as permuting a thousand. So with a single source,
         whose numbers ascend, the next thousand are computed together.
         """
+        if self._streams.any():
+            windows_N, rows = numbers_N.copy(), ~self._streams[sources_N]
+            numbers, sources = numbers_N[rows], sources_N[rows]
+            windows_N[rows] = sample_indices(numbers, self.sizes[sources], self._keys[sources])
+            return windows_N
         if len(self.sources) > 1:
             return sample_indices(numbers_N, self.sizes[sources_N], self._keys[sources_N])
         first, last = int(numbers_N[0]), int(numbers_N[-1])
@@ -231,7 +280,7 @@ class BlendedDataset:
 
     def _group_rows_by_source(
         self, sources_N: Numbers
-    ) -> Iterator[tuple[GPTDataset, Numbers | slice]]:
+    ) -> Iterator[tuple[GPTDataset | StreamedDataset, Numbers | slice]]:
         """Yield each source of the batch and the rows that come from it."""
         if len(self.sources) == 1:
             yield self.sources[0], slice(None)

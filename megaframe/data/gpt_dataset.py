@@ -26,6 +26,10 @@ from megaframe.errors import UserError
 _LOOKED_AT = 1 << 20
 
 
+class NoSamples(UserError):
+    """A split of a token file without a sample."""
+
+
 class GPTDataset:
     """The windows of one split of a token file.
 
@@ -46,8 +50,8 @@ class GPTDataset:
         weight_dtype: Of the weights of labels; None if all are 1.
 
     Raises:
-        UserError: If the file cannot be read, or the split is empty, shorter than a window, or not
-            contiguous in the file.
+        NoSamples: If the split is empty or shorter than a window.
+        UserError: If the file cannot be read, or the split is not contiguous in the file.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class GPTDataset:
         documents = len(self._file.documents) - 1
         self._documents = (0, 1) if documents == 1 else split_range(documents, shares, split)
         if self._documents[0] == self._documents[1]:
-            raise UserError(
+            raise NoSamples(
                 f"data.split, or the source's own, {list(shares)} leaves the {split} split of "
                 f"{path} without a document: {shares[SPLITS.index(split)]:g} of {documents} "
                 f"documents; {self._advise(shares, split, seq, setting)}"
@@ -82,7 +86,7 @@ class GPTDataset:
             self._first, tokens = self._first + begin, end - begin
         if tokens < seq + 1:
             shorter = f"train.seq={tokens - 1} in a new run, or " if tokens > 1 else ""
-            raise UserError(
+            raise NoSamples(
                 f"train.seq={seq} needs {seq + 1} tokens for one sample, but the {split} split of "
                 f"{path} has {tokens}; {shorter}{self._advise(shares, split, seq, setting)}"
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,6 +25,8 @@ from megaframe.data.blended_dataset import BlendedDataset, select_sources, split
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.sampler import Blend, BlendSources, SamplerState, restore_sampler
 from megaframe.data.split_advice import Split
+from megaframe.data.streaming.open_streams import Streams
+from megaframe.data.streaming.streamed_dataset import START
 from megaframe.data.text_bytes import TextBytes
 from megaframe.data.token_file_record import (
     TokenizerRecord,
@@ -148,8 +150,9 @@ class Loader:
         self, config: RunConfig, data_rank: int, data_ranks: int, *, split: Split = "train"
     ) -> None:
         self._config, self._rank, self._ranks = config, data_rank, data_ranks
+        self._streams = Streams(config.data, config.run.dir)
         self._dataset = BlendedDataset(
-            config.model, config.train, config.data, split, config.run.seed
+            config.model, config.train, config.data, split, config.run.seed, self._streams
         )
         self._validation: BlendedDataset | None = None
         sizes = tuple(self._dataset.sizes.tolist())
@@ -185,6 +188,12 @@ class Loader:
         """The number of samples of each source that has a share of the split, by its name."""
         return dict(zip(self._dataset.names, self._dataset.sizes.tolist(), strict=True))
 
+    @property
+    def stream_digests(self) -> dict[str, str]:
+        """What recognises each source that is read as a stream, by path."""
+        streams = self._dataset.list_streams()
+        return {path: stream.compute_digest() for path, stream in streams.items()}
+
     def load(self, state: Mapping[str, Any], seq: int | None = None) -> list[str]:
         """Continue after the step that `state` belongs to.
 
@@ -206,10 +215,12 @@ class Loader:
         now = self._config.train.seq
         scale = Fraction(seq or now, now)
         state_restored, notes = restore_sampler(state, self._sources, validation_paths, scale)
-        self.close()
+        self._end_prefetch()
         self._tokenizer = tokenizer
         self._state_returned = self._state_read = state_restored
         self._dataset.order_sources(state_restored.numbers)
+        for path, stream in self._dataset.list_streams().items():
+            stream.start(state_restored.cursors.get(path, START))
         if self._validation is not None:
             self._validation.order_sources(state_restored.numbers)
         return notes
@@ -235,9 +246,18 @@ class Loader:
             self._peeked = self._advance_step()
         return self._peeked[0]
 
+    def take_notes(self) -> list[str]:
+        """Return lines for the run log about rows of streams that were left out, since the last
+        call."""
+        streams = self._dataset.list_streams().values()
+        return [note for stream in streams for note in stream.take_notes()]
+
     def close(self) -> None:
-        """End the thread that reads ahead. A later `next` continues after the last returned
-        step."""
+        """End what reads ahead. A later `next` continues after the last returned step."""
+        self._end_prefetch()
+        self._streams.close()
+
+    def _end_prefetch(self) -> None:
         if self._prefetch is not None:
             self._prefetch.close()
         self._prefetch = self._peeked = None
@@ -267,7 +287,7 @@ class Loader:
         """
         dataset = self._open_validation()
         sources, numbers, _ = Blend.start(dataset.weights).take(samples)
-        exists = numbers < dataset.sizes[sources]
+        exists = dataset.find_existing(sources, numbers)
         sources, numbers = sources[exists], numbers[exists]
         per_step = self._config.train.microbatch * self._ranks
         for source, name in enumerate(dataset.names):
@@ -291,6 +311,7 @@ class Loader:
                 self._config.data,
                 "validation",
                 _EVALUATION_SEED,
+                self._streams,
             )
             self._validation.order_sources(self._state_returned.numbers)
             used = [("the training data", self._tokenizer), *self._validation.list_tokenizers()]
@@ -307,6 +328,8 @@ class Loader:
         batch = self._dataset.read(
             sources[positions_N], numbers[positions_N], before.samples + positions_N
         )
+        cursors = self._dataset.find_cursors(after.blend.consumed)
+        after = replace(after, cursors={**before.cursors, **cursors})
         self._state_read = after
         valid = float(batch.sum_label_weights())
         state = self._describe(after)

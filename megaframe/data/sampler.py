@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megaframe.data.streaming.streamed_dataset import START, Cursor
 from megaframe.errors import UserError
 
 T = TypeVar("T")
@@ -172,6 +173,7 @@ class SamplerState:
         removed: By path, samples given by sources that are no longer in the blend.
         numbers: By path, the numbers other than 0 of sources in a run that an earlier version
             began; see `number_same_names`.
+        cursors: By path, the places in sources that are read as streams.
     """
 
     sources: BlendSources
@@ -179,6 +181,7 @@ class SamplerState:
     samples: int
     removed: Mapping[str, int]
     numbers: Mapping[str, int] = field(default_factory=dict)
+    cursors: Mapping[str, Cursor] = field(default_factory=dict)
 
     @staticmethod
     def start(sources: BlendSources) -> SamplerState:
@@ -203,7 +206,12 @@ class SamplerState:
             "sizes": map_by_path(self.sources.sizes),
             "digests": map_by_path(self.sources.digests),
             "numbers": dict(self.numbers),
+            **({"streams": _list_cursors(self.cursors)} if self.cursors else {}),
         }
+
+
+def _list_cursors(cursors: Mapping[str, Cursor]) -> dict[str, list[int]]:
+    return {path: list(cursor) for path, cursor in cursors.items()}
 
 
 def number_same_names(paths: Iterable[str]) -> dict[str, int]:
@@ -244,11 +252,12 @@ def restore_sampler(
     """
     _check(state)
     new_paths = _find_moved_sources(state, sources)
-    consumed, base, weights, sizes, digests, numbers = (
+    consumed, base, weights, sizes, digests, streams, numbers = (
         {new_paths.get(path, path): value for path, value in table.items()}
         for table in (
             *(state[key] for key in ("consumed", "base", "weights", "sizes")),
             state.get("digests", {}),
+            state.get("streams", {}),
             state["numbers"] if "numbers" in state else number_same_names(state["sizes"]),
         )
     )
@@ -274,7 +283,11 @@ def restore_sampler(
     else:
         notes.append(_describe_change(weights, sources, state["samples"]))
     notes += _describe_files(sizes if scale == _SAME else {}, digests, sources)
-    return SamplerState(sources, blend, state["samples"], removed, numbers), notes
+    # Rounded down: the block begins before the samples that it has given.
+    cursors = {
+        path: Cursor(*place, math.floor(first * scale)) for path, (*place, first) in streams.items()
+    }
+    return SamplerState(sources, blend, state["samples"], removed, numbers, cursors), notes
 
 
 def _find_moved_sources(state: Mapping[str, Any], sources: BlendSources) -> dict[str, str]:
@@ -329,6 +342,7 @@ def _check(state: Mapping[str, Any]) -> None:
         and isinstance(numbers, Mapping)
         and all(map(_is_count, numbers.values()))
         and isinstance(digests, Mapping)
+        and _are_cursors(state.get("streams", {}))
         and all(isinstance(table, Mapping) for table in tables)
         and all(_is_count(n) for key in ("consumed", "base", "sizes") for n in state[key].values())
         and set(state["weights"]) == set(state["base"]) == set(state["sizes"])
@@ -339,6 +353,13 @@ def _check(state: Mapping[str, Any]) -> None:
             "the data state of the checkpoint is damaged: samples and the counts of each source "
             "are whole numbers below 2^53, with base <= consumed; resume from another checkpoint"
         )
+
+
+def _are_cursors(streams: object) -> bool:
+    return isinstance(streams, Mapping) and all(
+        isinstance(each, list) and len(each) == len(START) and all(map(_is_count, each))
+        for each in streams.values()
+    )
 
 
 def _is_count(value: object) -> bool:

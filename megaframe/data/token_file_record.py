@@ -77,7 +77,7 @@ def read_recorded_tokenizer(state: Mapping[str, Any]) -> TokenizerRecord | None:
     if recorded is None:
         return None
     try:
-        return _parse_tokenizer(recorded)
+        return parse_tokenizer(recorded)
     except (ValueError, TypeError, KeyError):
         raise UserError(
             "the data state of the checkpoint is damaged: its tokenizer is no name and fingerprint"
@@ -133,10 +133,12 @@ def _parse_record(content: Any) -> TokenFileRecord:
     counts = [content[name] for name in ("eod", "documents", "tokens")]
     if not all(type(count) is int for count in counts):
         raise ValueError
-    return TokenFileRecord(_parse_tokenizer(content["tokenizer"]), *counts)
+    return TokenFileRecord(parse_tokenizer(content["tokenizer"]), *counts)
 
 
-def _parse_tokenizer(content: Any) -> TokenizerRecord:
+def parse_tokenizer(content: Any) -> TokenizerRecord:
+    """Return the tokenizer that parsed JSON records. Raises `ValueError`, `TypeError` or `KeyError`
+    if it records none."""
     texts = [content["name"], content["fingerprint"], content.get("vocabulary", "")]
     if not all(type(text) is str for text in texts):
         raise ValueError

@@ -13,6 +13,7 @@ from typing import Any
 from megaframe.config.compare import find_differences
 from megaframe.config.schema import DataConfig, Split
 from megaframe.data.indexed_dataset import IndexedDataset
+from megaframe.data.streaming.corpus import is_stream
 from megaframe.errors import UserError
 
 
@@ -45,7 +46,7 @@ def find_changed_shares(
 def _find_source(path: str, state: Mapping[str, Any], data: DataConfig) -> str:
     """Return the path that a source had in a checkpoint; empty if it is new."""
     digests = state.get("digests", {})
-    if digests:
+    if digests and not is_stream(path):
         digest = IndexedDataset(path).compute_digest()
         return next((old for old, known in digests.items() if known == digest), "")
     # An earlier version saved no digests. A source that is still there is no other one.

@@ -363,7 +363,7 @@ def read_split(
     """
     reader = BlendedDataset(model, train, data, split, seed=0, is_evaluation=True)
     check_same_tokenizer([("the run", record), *reader.list_tokenizers()], _OTHER_TOKENIZER)
-    for name, source in zip(reader.names, reader.sources, strict=True):
+    for name, source in reader.list_token_files():
         starts = source.find_document_starts()
         yield name, _make_sequence(source.tokens.astype(np.int64), starts, tokenizer)
 

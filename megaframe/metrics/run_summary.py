@@ -68,7 +68,7 @@ def make_opening_lines(
         data: With what.
         mesh: That of the run.
         specs: Those of the whole model.
-        sizes: The number of training samples of each source.
+        sizes: The number of training samples of each source; 0 of a stream.
         start_step: Number of steps that the run has already done.
         samples_seen: Samples of these steps.
     """
@@ -76,12 +76,23 @@ def make_opening_lines(
         train, data, mesh.layout, specs, start_step=start_step, samples_seen=samples_seen
     )
     device = f"device      {_describe_device(mesh.device)}, in {train.precision}"
-    count, sources = sum(sizes.values()), len(sizes)
-    tokens = (
-        f"data        {count * train.seq:,} tokens: {count:,} samples of {train.seq} "
-        f"in {sources} source{'s' if sources > 1 else ''}"
-    )
+    tokens = f"data        {_describe_data(train, sizes)}"
     return [parameters, device, tokens, batch, layout]
+
+
+def _describe_data(train: TrainConfig, sizes: Mapping[str, int]) -> str:
+    """Return how much data there is. sizes: see `make_opening_lines`."""
+    counts = [size for size in sizes.values() if size]
+    count, sources, streams = sum(counts), len(counts), len(sizes) - len(counts)
+    parts = []
+    if sources:
+        parts.append(
+            f"{count * train.seq:,} tokens: {count:,} samples of {train.seq} "
+            f"in {sources} source{'s' if sources > 1 else ''}"
+        )
+    if streams:
+        parts.append(f"{streams} stream{'s' if streams > 1 else ''} of samples of {train.seq}")
+    return ", and ".join(parts)
 
 
 def _describe_device(device: torch.device) -> str:

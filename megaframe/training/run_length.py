@@ -14,6 +14,7 @@ from megaframe.config import DataConfig, RunConfig, TrainConfig
 from megaframe.config.batch_ramp import count_samples, count_steps
 from megaframe.config.section import MOST
 from megaframe.data.blended_dataset import BlendedDataset
+from megaframe.data.streaming.corpus import is_stream
 from megaframe.errors import UserError
 from megaframe.training.phases import decide_phases, describe_phase
 from megaframe.training.run_position import find_position
@@ -41,6 +42,13 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
     given = train.steps if "steps" in train.model_fields_set else None
     if not data and not _has_token_files(config.data):
         return config, [_describe_missing_files(config.data, given)]
+    streams = [source.path for source in config.data.sources if is_stream(source.path)]
+    if streams:
+        raise UserError(
+            f"data.epochs={epochs:g} takes sources whose size is known, and {streams[0]} is read "
+            "as a stream; give train.steps in its place, or make token files of it "
+            "(tools/preprocess_data.py)"
+        )
     dataset = BlendedDataset(config.model, config.train, config.data, "train", config.run.seed)
     # As a decimal: 0.1 epochs of 1,000 samples are 100.
     samples = -int(-(Fraction(repr(epochs)) * int(dataset.sizes.sum())) // 1)

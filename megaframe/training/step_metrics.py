@@ -113,6 +113,8 @@ class StepMetrics:
             valid: Sum of the weights of the labels of the global batch, which divides all losses.
         """
         record, update = self.logger.record, result.update
+        for note in self._loader.take_notes():
+            self.logger.note(note)
         self._grad_norm = update.grad_norm
         if valid:
             self._record_means(step, result, valid)

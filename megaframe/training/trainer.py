@@ -44,9 +44,9 @@ from megaframe.resilience.signals import (
 from megaframe.training.auto_layout import refuse_undecided
 from megaframe.training.batches import Batches
 from megaframe.training.callbacks import CallbackRunner
-from megaframe.training.extension_check import check_same_extensions
 from megaframe.training.measured_stages import decide_stages
 from megaframe.training.run_checkpoint import Restored, RunCheckpoint
+from megaframe.training.same_on_ranks import check_same_extensions, check_same_streams
 from megaframe.training.start_notes import log_start
 from megaframe.training.step_metrics import StepMetrics
 from megaframe.training.task_evaluation import TaskEvaluator
@@ -132,6 +132,7 @@ class Trainer:
         self.optimizer = self.train_step.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
+        check_same_streams(self.loader, mesh)
         self.batches = Batches(
             self.loader, mesh.data_control_group, masked=self.loader.masks_labels
         )

@@ -78,14 +78,14 @@ def find_path_mistakes(config: RunConfig) -> Iterator[str]:
         "parallel.cluster": config.parallel.cluster,
         "data.tokenizer": config.data.tokenizer,
         "metrics.wandb": config.metrics.wandb,
-        **{f"data.sources.{n}.path": source.path for n, source in enumerate(config.data.sources)},
+        "data.streaming.cache": config.data.streaming.cache,
     }
     for key, value in paths.items():
         takes = "the name of a project" if key == "metrics.wandb" else "a path of this machine"
         if value is not None and is_url(value):
             yield (
-                f"{key}: takes {takes} and no URL; URLs are taken by checkpoint.folder, "
-                "checkpoint.resume and checkpoint.weights"
+                f"{key}: takes {takes} and no URL; URLs are taken by data.sources, "
+                "checkpoint.folder, checkpoint.resume and checkpoint.weights"
             )
         elif key == "metrics.wandb" and value is not None and _API_KEY.fullmatch(value):
             yield f"{key}: takes {takes}, not an API key; give that in WANDB_API_KEY"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megaframe.config.keys import format_value
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import DataConfig, TrainConfig
+from megaframe.config.url import find_url_mistake, is_url
 
 NO_SOURCES = (
     "data.sources is empty; name token files, which tools/preprocess_data.py makes of text: "
@@ -20,10 +21,14 @@ NO_END_TOKEN = (
 
 
 def find_source_mistakes(model: ModelConfig, data: DataConfig) -> Iterator[str]:
-    """Yield a message if there are no data sources."""
+    """Yield a message if there are no data sources, and for each that no run can read."""
     vocab = model.vocab
     if not data.sources:
         yield NO_SOURCES
+    for number, source in enumerate(data.sources):
+        mistake = find_url_mistake(source.path) if is_url(source.path) else None
+        if mistake:
+            yield f"data.sources[{number}]: {mistake}"
     if data.document_ends == "tokens" and data.tokenizer is None:
         yield NO_END_TOKEN
     if isinstance(data.document_ends, int) and vocab and data.document_ends >= vocab:

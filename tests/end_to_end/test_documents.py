@@ -24,6 +24,7 @@ NOT_HERE = {
 }
 GUIDES = (
     "start",
+    "streaming",
     "finetuning",
     "layout",
     "long_context",

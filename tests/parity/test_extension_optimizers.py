@@ -26,7 +26,7 @@ from megaframe.extensions import load_extensions
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.memory import compute_optimizer_state_bytes
-from megaframe.training.extension_check import check_same_extensions
+from megaframe.training.same_on_ranks import check_same_extensions
 from megaframe.training.train_step import TrainStep
 
 OPTIMIZER = {

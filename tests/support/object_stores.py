@@ -7,8 +7,8 @@ import torch
 from checkpoint_helpers import cut_slice, save
 
 from megaframe.checkpoint import open_checkpoint
-from megaframe.checkpoint.stores import retry
 from megaframe.errors import UserError
+from megaframe.io import remote_requests as retry
 
 PIECE, FILE = 256, 1024
 COUNT = itertools.count()

@@ -21,18 +21,18 @@ from typing import Any
 from fsspec.spec import AbstractFileSystem
 
 from megaframe.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
-from megaframe.checkpoint.stores.retry import open_filesystem, retry_request
 from megaframe.checkpoint.stores.store import (
     CHECKPOINT_NAME,
     LOCK_BYTES,
     UPLOADED_NAME,
     ReadHandle,
-    RemotePath,
     Store,
     WriteHandle,
     format_checkpoint_name,
 )
 from megaframe.errors import UserError
+from megaframe.io.remote_path import RemotePath
+from megaframe.io.remote_requests import open_filesystem, retry_request
 
 FILE_BYTES = 64 << 20
 """Bytes of tensors in a file: the memory needed per upload, and the most that is sent again after a

@@ -13,12 +13,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from megaframe.config.url import find_url_mistake, is_url
 from megaframe.errors import UserError
+from megaframe.io.remote_path import RemotePath
 
 POINTER = "latest"
 BEST = "best"
@@ -43,33 +43,6 @@ def is_temporary(name: str) -> bool:
     return name.endswith(".tmp")
 
 
-@dataclass(frozen=True)
-class RemotePath:
-    """A folder or file under a URL.
-
-    Attributes:
-        url: Has no trailing slash and contains no secrets.
-    """
-
-    url: str
-
-    def __str__(self) -> str:
-        return self.url
-
-    def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(f"{self.url}/{name}")
-
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.url.rpartition("/")[2]
-
-    @property
-    def parent(self) -> RemotePath:
-        """The folder that contains it."""
-        return RemotePath(self.url.rpartition("/")[0])
-
-
 StorePath: TypeAlias = Path | RemotePath
 P = TypeVar("P", Path, RemotePath)
 
@@ -89,9 +62,11 @@ def parse_path(text: str) -> StorePath:
     if scheme in ("file", "local"):
         return Path(location)  # can rename, so it commits like a local folder
     path = RemotePath(f"{scheme}://{location.rstrip('/')}")
-    from megaframe.checkpoint.stores.retry import check_scheme
+    from megaframe.io.remote_requests import find_scheme_mistake
 
-    check_scheme(path)
+    mistake = find_scheme_mistake(path)
+    if mistake:
+        raise UserError(mistake)
     return path
 
 

@@ -10,7 +10,8 @@ of a corpus. No link to a folder is followed, because it may lead back.
     parquet  .parquet               a row per document; the text is a column of strings
     text     .txt .text             the whole file is one document or, with `split_blank_lines`,
                                     each paragraph is one; blank lines separate paragraphs
-All but Parquet files may also end in .gz or .zst.
+All but Parquet files may also end in .gz or .zst. Files and folders may be under URLs that fsspec
+knows, such as s3:// and https://, and are read from there as they are.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import BinaryIO, get_args
 
+from megaframe.config.schema import TextFormat as Format
+from megaframe.config.url import find_url_mistake, is_url
 from megaframe.data.preprocessing.journal import JOURNAL, PARTS
 from megaframe.data.token_file_record import SUFFIX
 from megaframe.errors import UserError
+from megaframe.io.remote_path import RemoteEntry, RemotePath
 from megaframe.io.untrusted import escape_unprintable, open_file
 
-Format = Literal["auto", "jsonl", "csv", "tsv", "parquet", "text"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 COMPRESSED = (".gz", ".zst")
 _SUFFIXES: dict[str, Format] = {
@@ -56,11 +59,14 @@ class CorpusFormat:
         key: Key of a jsonl object, or column of a CSV, TSV or Parquet file, that has the text.
         format: Format of the files; `auto` goes by each file's suffix.
         split_blank_lines: Plain text has a document per paragraph, not per file.
+        skip_broken: Leave out rows that cannot be used, and plain text that is not UTF-8, and count
+            them, instead of refusing the first.
     """
 
     key: str = "text"
     format: Format = "auto"
     split_blank_lines: bool = False
+    skip_broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ def add_reading_options(parser: argparse.ArgumentParser, option: str = "--input"
         f"text: one for all, or one for each {option} (default: text)")  # fmt: skip
     add("--format", choices=FORMATS, default="auto", help="of all files (default: by suffix)")
     add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
+    add("--skip-broken", action="store_true", help="leave out and count rows that cannot be used")
 
 
 def list_readings(
@@ -115,9 +122,9 @@ def list_readings(
             "one for all, or one for each in the same order (plain text has none: any word)"
         )
     keys = keys if len(keys) > 1 else [*keys] * len(inputs)
+    shared = CorpusFormat("", options.format, options.split_blank_lines, options.skip_broken)
     return [
-        CorpusFile(path, CorpusFormat(key, options.format, options.split_blank_lines))
-        for path, key in zip(inputs, keys, strict=True)
+        CorpusFile(path, replace(shared, key=key)) for path, key in zip(inputs, keys, strict=True)
     ]
 
 
@@ -135,12 +142,11 @@ def list_corpus_files(inputs: Iterable[CorpusFile]) -> tuple[list[CorpusFile], l
     files: list[CorpusFile] = []
     notes: list[str] = []
     for given in inputs:
-        if not os.path.lexists(given.path):
-            raise InputError(f"{given.path}: there is no such file or folder")
-        if not os.path.isdir(given.path):
+        paths = _list_paths(given.path)
+        if paths == [given.path.rstrip("/")]:
             files.append(given.resolve_format())
             continue
-        found, left_out = _read_folder(given)
+        found, left_out = _select_files(given, paths)
         if not found:
             raise InputError(_describe_empty_folder(given.path, left_out))
         kinds = Counter[str](file.reading.format for file in found)
@@ -152,19 +158,68 @@ def list_corpus_files(inputs: Iterable[CorpusFile]) -> tuple[list[CorpusFile], l
     return files, notes
 
 
+def list_files(path: str) -> list[tuple[str, int]]:
+    """Return the path and the size in bytes of all that may be of a corpus: a file, or all files
+    below a folder, in the order of their names.
+
+    Raises:
+        InputError: For what does not exist or cannot be read.
+    """
+    if is_url(path):
+        return [(entry.url, entry.size) for entry in _list_urls(path)]
+    files = [file for file in _list_paths(path) if not os.path.isdir(file)]
+    return [(file, measure_input(file)[0]) for file in files]
+
+
 def list_names(files: Sequence[CorpusFile]) -> str:
     """Return the names of files for a message: the first ones, and how many more there are."""
     names = ", ".join(file.path for file in files[:_MOST_NAMES])
     return f"{names} and {len(files) - _MOST_NAMES:,} more" * (len(files) > _MOST_NAMES) or names
 
 
+def open_input(path: str, buffering: int = -1) -> BinaryIO:
+    """Open a file of a corpus for reading, here or under a URL.
+
+    Args:
+        path: The file.
+        buffering: As of `open`.
+
+    Raises:
+        InputError: For a URL that is refused.
+        OSError: For a file that cannot be read.
+    """
+    if not is_url(path):
+        return open_file(path, buffering)
+    from megaframe.io.remote_reader import open_remote_file
+
+    return open_remote_file(parse_url(path), buffering)
+
+
+def parse_url(text: str) -> RemotePath:
+    """Return the file or folder that a URL names. Raises `InputError` for one that is refused."""
+    mistake = find_url_mistake(text)
+    if mistake is None:
+        try:
+            from megaframe.io.remote_requests import find_scheme_mistake
+        except ImportError:
+            raise InputError(f"{text}: URLs need: pip install 'megaframe[cloud]'") from None
+        mistake = find_scheme_mistake(RemotePath(text))
+    if mistake is not None:
+        raise InputError(mistake)
+    return RemotePath(text.rstrip("/"))
+
+
 def measure_input(path: str) -> tuple[int, int]:
-    """Return a file's size in bytes and modification time in nanoseconds.
+    """Return a file's size in bytes and modification time in nanoseconds, 0 under a URL.
 
     Raises:
         InputError: If it cannot be read.
     """
     try:
+        if is_url(path):
+            from megaframe.io.remote_reader import measure_remote_file
+
+            return measure_remote_file(parse_url(path)), 0
         with open_file(path) as file:
             status = os.fstat(file.fileno())
             return status.st_size, status.st_mtime_ns
@@ -184,14 +239,41 @@ def suggest_keys(key: str, names: list[str]) -> str:
     return f"there are: {listed}" + (f" (nearest: --key {nearest[0][:60]})" if nearest else "")
 
 
-def _read_folder(folder: CorpusFile) -> tuple[list[CorpusFile], Counter[str]]:
-    """Return the files below a folder that are read, in the order of their paths, and the number of
-    others by suffix."""
+def _list_paths(path: str) -> list[str]:
+    """Return the paths of all that may be of a corpus in a folder, in order, or that of a file."""
+    if is_url(path):
+        return [entry.url for entry in _list_urls(path)]
+    if not os.path.lexists(path):
+        raise InputError(f"{path}: there is no such file or folder")
+    return list(_walk(path)) if os.path.isdir(path) else [path]
+
+
+def _list_urls(url: str) -> list[RemoteEntry]:
+    root = parse_url(url)
+    from megaframe.io.remote_reader import list_remote_files
+
+    try:
+        found = list_remote_files(root)
+    except OSError as error:
+        raise InputError(f"cannot read {url}: {error.strerror}") from None
+    below = sorted((entry.url.removeprefix(str(root)).split("/"), entry) for entry in found)
+    return [
+        entry
+        for names, entry in below
+        if not any(name.startswith(".") for name in names) and not entry.url.endswith(SUFFIX)
+    ]
+
+
+def _select_files(
+    folder: CorpusFile, paths: Iterable[str]
+) -> tuple[list[CorpusFile], Counter[str]]:
+    """Return the files among these paths of a folder that are read, and the number of others by
+    suffix."""
     found: list[CorpusFile] = []
     left_out: Counter[str] = Counter()
-    for path in _walk(folder.path):
+    for path in paths:
         file = CorpusFile(path, folder.reading)
-        if os.path.isdir(path):
+        if not is_url(path) and os.path.isdir(path):
             left_out["links to folders"] += 1
         elif folder.reading.format != "auto" or _find_format(path):
             found.append(file.resolve_format())

@@ -9,9 +9,8 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from megaframe.data.preprocessing.corpus_files import InputError
+from megaframe.data.preprocessing.corpus_files import InputError, open_input
 from megaframe.data.tokenizer import import_library
-from megaframe.io.untrusted import open_file
 
 LONGEST_DOCUMENT = 1 << 28
 """Most bytes of a line, a row, a paragraph or a text file. This limits the memory for one
@@ -20,13 +19,17 @@ _READ = 1 << 20
 _ZSTANDARD_READ = 1 << 14
 
 
+class WrongEncoding(InputError):
+    """Bytes of a file that are not UTF-8."""
+
+
 def decompress(path: str) -> Iterator[tuple[bytes, int]]:
     """Yield the decompressed bytes of a file, and the position reached on disk. Raises
     `InputError`."""
     streams = {".gz": _open_gzip_stream, ".zst": _open_zstandard_stream}
     stream = streams.get(os.path.splitext(path)[1], _open_plain_stream)
     try:
-        with open_file(path) as file:
+        with open_input(path) as file:
             for content in stream(file):
                 yield content, file.tell()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -96,7 +99,7 @@ def decode(path: str, content: bytes, line: int = 1) -> str:
         line: Number of their first line.
 
     Raises:
-        InputError: With the line, if they are not UTF-8.
+        WrongEncoding: With the line, if they are not UTF-8.
     """
     try:
         return content.decode()
@@ -104,7 +107,7 @@ def decode(path: str, content: bytes, line: int = 1) -> str:
         line += content.count(b"\n", 0, error.start)
         is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         encoding = "UTF-16" if is_utf16 else "WINDOWS-1252"
-        raise InputError(
+        raise WrongEncoding(
             f"{path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8; convert the file from "
             f"its encoding, as `iconv -f {encoding} -t UTF-8` does"
         ) from None

@@ -11,48 +11,88 @@ import codecs
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import BinaryIO
 
 import orjson
 
-from megaframe.data.preprocessing.corpus_files import InputError, suggest_keys
+from megaframe.data.preprocessing.corpus_files import InputError, open_input, suggest_keys
 from megaframe.data.preprocessing.csv_rows import find_column, read_rows, split_lines
 from megaframe.data.preprocessing.decompress import (
     LONGEST_DOCUMENT,
+    WrongEncoding,
     check_length,
     decode,
     decompress,
 )
 from megaframe.data.preprocessing.input_shards import InputShard
 from megaframe.data.preprocessing.parquet_file import measure_pages, open_parquet
-from megaframe.io.untrusted import open_file
 
 _ROWS = 16
 """Most rows at once; more is no faster."""
 _ROW_BYTES = 1 << 28
 """Most bytes of the rows at once, of which each can have as many as the largest page."""
 _READ = 1 << 20
+_NAMED = 3
+"""Most broken rows that are named; all are counted."""
+_REMEDY = (
+    "--skip-broken, or data.streaming.skip_broken, leaves out and counts rows that cannot be used"
+)
 _AS_LINES = " (`jq -c '.[]'` makes lines of an array)"
 
 
-def read_documents(shard: InputShard) -> Iterator[str]:
+class BrokenRows:
+    """The rows that were left out: how many, and what is wrong with the first of them.
+
+    Attributes:
+        count: How many, since `take`.
+        first: What is wrong with the first ones, each with file and line.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []
+
+    def add(self, shard: InputShard, describe: Callable[[], str]) -> None:
+        """Leave out a row, or raise `InputError` if the corpus is not read so.
+
+        Args:
+            shard: Which it is in.
+            describe: Says where the row is and what is wrong with it. To count lines takes time.
+        """
+        if not shard.file.reading.skip_broken:
+            raise InputError(f"{describe()}; {_REMEDY}")
+        self.count += 1
+        if len(self.first) < _NAMED:
+            self.first.append(describe())
+
+    def take(self) -> tuple[int, tuple[str, ...]]:
+        """Return both, and begin to count anew."""
+        taken = self.count, tuple(self.first)
+        self.count, self.first = 0, []
+        return taken
+
+
+def read_documents(shard: InputShard, broken: BrokenRows | None = None) -> Iterator[str]:
     """Yield the documents of a shard, in order.
+
+    Args:
+        shard: The shard.
+        broken: Takes the rows that are left out, if the corpus is read so.
 
     Raises:
         InputError: With file and line.
     """
-    reading = shard.file.reading
+    reading, broken = shard.file.reading, broken or BrokenRows()
     if reading.format == "parquet":
-        documents = _read_parquet(shard, reading.key)
+        documents = _read_parquet(shard, reading.key, broken)
     elif reading.format == "jsonl":
-        documents = _read_jsonl(shard, reading.key)
+        documents = _read_jsonl(shard, reading.key, broken)
     elif reading.format in ("csv", "tsv"):
-        documents = _read_column(shard)
-    elif shard.data is None:
-        documents = iter([_decode_shard(shard)])
+        documents = _read_column(shard, broken)
     else:
-        documents = _split_paragraphs(_decode_shard(shard))
+        documents = _read_text(shard, broken)
     for text in documents:
         yield _replace_lone_surrogates(text)
 
@@ -74,7 +114,7 @@ def _open_shard(shard: InputShard) -> BinaryIO:
     """Open the shard's bytes or its file, positioned at the first line that begins in the shard."""
     if shard.data is not None:
         return io.BytesIO(shard.data)
-    file = open_file(shard.file.path, buffering=_READ)
+    file = open_input(shard.file.path, buffering=_READ)
     if shard.start:
         # A line that begins exactly at `start` belongs to this shard. The line before it ends at
         # `start - 1`, so a readline from there consumes only its line end.
@@ -91,23 +131,25 @@ def _read_whole(path: str) -> bytes:
     return bytes(content)
 
 
-def _read_jsonl(shard: InputShard, key: str) -> Iterator[str]:
+def _read_jsonl(shard: InputShard, key: str, broken: BrokenRows) -> Iterator[str]:
     for number, line in enumerate(_read_lines(shard)):
         if line.isspace():
             continue
         try:
             record = _parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(
-                f"{_locate_line(shard, number)}: not JSON: {error}; each line must be a whole "
-                f"object{_AS_LINES}"
-            ) from None
-        text = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise InputError(
-                f"{_locate_line(shard, number)}: {_describe_missing_text(record, key)}"
-            )
-        yield text
+            problem = f"not JSON: {error}; each line must be a whole object{_AS_LINES}"
+        else:
+            text = record.get(key) if isinstance(record, dict) else None
+            if isinstance(text, str):
+                yield text
+                continue
+            problem = _describe_missing_text(record, key)
+        broken.add(shard, partial(_describe_line, shard, number, problem))
+
+
+def _describe_line(shard: InputShard, number: int, problem: str) -> str:
+    return f"{_locate_line(shard, number)}: {problem}"
 
 
 def _parse_json(line: bytes) -> object:
@@ -148,18 +190,33 @@ def _describe_kind(value: object) -> str:
     return "null" if value is None else kinds.get(type(value), "a number")
 
 
-def _read_column(shard: InputShard) -> Iterator[str]:
+def _read_column(shard: InputShard, broken: BrokenRows) -> Iterator[str]:
     """Yield the text of each row of a block, whose first row names the columns."""
     rows = read_rows(shard.file, split_lines(_decode_shard(shard)), shard.line)
     names = next(rows).fields
     column = find_column(shard.file, names)
     for line, fields in rows:
-        if len(fields) != len(names):
-            raise InputError(
-                f"{shard.file.path}:{line}: a row with {len(fields)} fields, where the first row "
-                f"names {len(names)} columns"
-            )
-        yield fields[column]
+        if len(fields) == len(names):
+            yield fields[column]
+            continue
+        problem = (
+            f"{shard.file.path}:{line}: a row with {len(fields)} fields, where the first row "
+            f"names {len(names)} columns"
+        )
+        broken.add(shard, problem.__str__)
+
+
+def _read_text(shard: InputShard, broken: BrokenRows) -> Iterator[str]:
+    """Yield the texts of a file or of some of its paragraphs."""
+    try:
+        text = _decode_shard(shard)
+    except WrongEncoding as error:
+        broken.add(shard, error.__str__)
+        return
+    if shard.data is None:
+        yield text
+    else:
+        yield from _split_paragraphs(text)
 
 
 def _split_paragraphs(text: str) -> Iterator[str]:
@@ -188,7 +245,7 @@ def _replace_lone_surrogates(text: str) -> str:
     return text
 
 
-def _read_parquet(shard: InputShard, key: str) -> Iterator[str]:
+def _read_parquet(shard: InputShard, key: str, broken: BrokenRows) -> Iterator[str]:
     groups = list(range(shard.start, shard.stop))
     with open_parquet(shard.file.path) as file:
         largest = measure_pages(shard.file.path, file.metadata, groups, key)
@@ -199,9 +256,11 @@ def _read_parquet(shard: InputShard, key: str) -> Iterator[str]:
                 check_length(f"{shard.file.path}: row {row}", column.nbytes)
             for text in column.to_pylist():
                 if text is None:
-                    raise InputError(
+                    problem = (
                         f"{shard.file.path}: column {key!r} holds nothing in row {row} of row "
                         f"group {shard.start}"
                     )
+                    broken.add(shard, problem.__str__)
+                else:
+                    yield text
                 row += 1
-                yield text

@@ -9,7 +9,6 @@ The documents of a shard are read by `documents.py`.
 from __future__ import annotations
 
 import codecs
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -103,7 +102,7 @@ def _read_blocks(file: CorpusFile, size: int) -> Iterator[InputShard]:
         if len(buffer) - size > LONGEST_DOCUMENT:
             check_length(f"{file.path}:{line + buffer.count(10)}", len(buffer) - size)
     if buffer:
-        remaining = os.path.getsize(file.path) - consumed
+        remaining = measure_input(file.path)[0] - consumed
         stop = start + len(buffer)
         yield InputShard(file, start, stop, len(buffer), remaining, line, bytes(buffer))
 
@@ -124,7 +123,7 @@ def _read_row_blocks(file: CorpusFile, size: int) -> Iterator[InputShard]:
     for row in chain(rows, [None]):
         if lines.size < size and row is not None:
             continue
-        position = os.path.getsize(file.path) if row is None else lines.position
+        position = measure_input(file.path)[0] if row is None else lines.position
         block, count = lines.take()
         if block:
             stop, share = start + len(block), position - consumed
@@ -193,7 +192,7 @@ def _read_row_groups(file: CorpusFile) -> Iterator[InputShard]:
         kind = schema.field(key).type
         if str(kind) not in ("string", "large_string", "string_view"):
             raise InputError(f"{path}: column {key!r} holds {kind}, not texts")
-        groups, disk_bytes = parquet.num_row_groups, os.path.getsize(path)
+        groups, disk_bytes = parquet.num_row_groups, measure_input(path)[0]
         for group in range(groups):
             columns = list_columns(parquet.metadata, [group], key)
             size = sum(column.total_uncompressed_size for column in columns)

@@ -58,6 +58,7 @@ class CorpusCounts:
         tokens: Number of tokens.
         size: Bytes of input after decompression.
         disk_bytes: Bytes of input as stored on disk.
+        broken: Number of rows that cannot be used, which are left out.
     """
 
     documents: int = 0
@@ -65,6 +66,7 @@ class CorpusCounts:
     tokens: int = 0
     size: int = 0
     disk_bytes: int = 0
+    broken: int = 0
 
     def __add__(self, other: CorpusCounts) -> CorpusCounts:
         return CorpusCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -78,11 +80,15 @@ class EncodedDocuments:
         tokens: Tokens of all documents, back to back.
         lengths: Number of tokens of each document, i32[documents].
         empty: Number of documents without a token, which are left out.
+        broken: Number of rows that cannot be used, which are left out.
+        named: What is wrong with the first of these.
     """
 
     tokens: NDArray
     lengths: NDArray[np.int32]
     empty: int
+    broken: int = 0
+    named: tuple[str, ...] = ()
 
 
 class PreprocessJournal:
@@ -153,7 +159,8 @@ class PreprocessJournal:
             self._writer.append_batch(batch.tokens, batch.lengths)
             tokens.update(batch.tokens.data)
             lengths.update(batch.lengths.data)
-            counts += CorpusCounts(batch.lengths.size, batch.empty, batch.tokens.size)
+            documents, tokens_read = batch.lengths.size, batch.tokens.size
+            counts += CorpusCounts(documents, batch.empty, tokens_read, broken=batch.broken)
         self._writer.flush()
         self._record({"checksums": [tokens.hexdigest(), lengths.hexdigest()], **asdict(counts)})
         self.parts += 1

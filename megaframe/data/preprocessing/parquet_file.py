@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from megaframe.data.preprocessing.corpus_files import InputError
+from megaframe.config.url import is_url
+from megaframe.data.preprocessing.corpus_files import InputError, open_input
 from megaframe.data.preprocessing.parquet_pages import measure_largest_page
 from megaframe.data.tokenizer import import_library
-from megaframe.io.untrusted import open_file
 
 LARGEST_PAGE = 1 << 29
 """Most bytes of a page of Parquet; fastparquet writes the largest, of 500 MiB."""
@@ -25,9 +25,12 @@ def open_parquet(path: str) -> Iterator[Any]:
     parquet = import_library("pyarrow.parquet", "data")
     arrow = import_library("pyarrow", "data")
     try:
-        with parquet.ParquetFile(
-            path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
-        ) as file:
+        with (
+            open_input(path, 1 << 20) if is_url(path) else nullcontext(path) as source,
+            parquet.ParquetFile(
+                source, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+            ) as file,
+        ):
             yield file
     except (arrow.ArrowException, OSError) as error:
         raise InputError(f"{path} is not a whole Parquet file: {error}") from None
@@ -47,7 +50,7 @@ def measure_pages(path: str, metadata: Any, groups: list[int], key: str) -> int:
     """
     largest = 0
     try:
-        with open_file(path) as file:
+        with open_input(path) as file:
             for column in list_columns(metadata, groups, key):
                 starts = [column.data_page_offset, column.dictionary_page_offset or 0]
                 start = min((start for start in starts if start > 0), default=0)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from multiprocessing.connection import wait as wait_for_object
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megaframe.config.url import is_url
 from megaframe.data.indexed_dataset import choose_token_dtype, read_index
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.preprocessing.corpus_files import (
@@ -33,7 +34,7 @@ from megaframe.data.preprocessing.corpus_files import (
     list_names,
     measure_input,
 )
-from megaframe.data.preprocessing.documents import read_documents
+from megaframe.data.preprocessing.documents import BrokenRows, read_documents
 from megaframe.data.preprocessing.input_shards import InputShard, split_file
 from megaframe.data.preprocessing.journal import (
     CorpusCounts,
@@ -79,10 +80,12 @@ class PreprocessResult:
     Attributes:
         total: Counts of the whole corpus.
         resumed: Counts of what an interrupted run had finished.
+        broken: What is wrong with the first rows that were left out.
     """
 
     total: CorpusCounts
     resumed: CorpusCounts
+    broken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,12 @@ def preprocess(
     disk_bytes = sum(size for _, size, *_ in manifest["inputs"])
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with open_journal(job.output, dtype, manifest, overwrite) as folder:
-        resumed = folder.total
+        resumed, broken = folder.total, list[str]()
         parts = islice(_group_shards(job, manifest["part_size"]), folder.parts, None)
         try:
             report(resumed, disk_bytes)
             for counts, batches in _encode_parts(job, tokenizer, parts, workers, folder.path):
-                folder.append(counts, batches)
+                folder.append(counts, _collect_broken(batches, broken))
                 report(folder.total, disk_bytes)
             if not folder.total.tokens:
                 raise InputError(_describe_missing_tokens(job, tokenizer, folder.total.empty))
@@ -138,7 +141,17 @@ def preprocess(
             folder.remove()
             raise
         folder.finish(record_tokenizer(job.tokenizer, tokenizer), tokenizer.eod)
-        return PreprocessResult(folder.total, resumed)
+        return PreprocessResult(folder.total, resumed, tuple(broken))
+
+
+def _collect_broken(
+    batches: Iterable[EncodedDocuments], broken: list[str]
+) -> Iterator[EncodedDocuments]:
+    """Yield the batches, and append what is wrong with the first of their broken rows."""
+    for batch in batches:
+        if not broken:
+            broken += batch.named
+        yield batch
 
 
 def _describe_missing_tokens(job: PreprocessJob, tokenizer: Tokenizer, empty: int) -> str:
@@ -165,15 +178,19 @@ def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
     states = [measure_input(file.path) for file in files]
     size = sum(size for size, _ in states)
     return {
-        "version": 3,
+        "version": 4,
         "inputs": [
-            [os.path.abspath(file.path), *state, asdict(file.reading)]
+            [_locate_file(file.path), *state, asdict(file.reading)]
             for file, state in zip(files, states, strict=True)
         ],
         "part_size": min(max(size // _PARTS, _SMALLEST_PART), _LARGEST_PART),
         "tokenizer": fingerprint,
         "append_eod": job.append_eod,
     }
+
+
+def _locate_file(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def _group_shards(job: PreprocessJob, part_size: int) -> Iterator[_CorpusPart]:
@@ -205,62 +222,87 @@ def _encode_parts(
     """
     if workers == 1:
         for part in parts:
-            yield part.count_input(), _encode_batches(job, tokenizer, part)
+            yield part.count_input(), encode_shards(tokenizer, part.shards, job.append_eod)
         return
     tasks = ((job, part, os.path.join(folder, f"{part.number:08d}")) for part in parts)
-    for counts, empty, prefix in map_ordered(_encode_to_file, tasks, workers):
-        yield counts, _read_encoded_part(prefix, empty)
+    for counts, left_out, prefix in map_ordered(_encode_to_file, tasks, workers):
+        yield counts, _read_encoded_part(prefix, left_out)
 
 
 def _encode_to_file(
     job: PreprocessJob, part: _CorpusPart, prefix: str
-) -> tuple[CorpusCounts, int, str]:
+) -> tuple[CorpusCounts, EncodedDocuments, str]:
     """Write one part's token file. Runs in a worker.
 
-    Returns the counts of its input, the number of documents without a token, and `prefix`.
+    Returns the counts of its input, what was left out, and `prefix`.
     """
-    tokenizer = _load_cached_tokenizer(job.tokenizer)
-    empty = 0
+    tokenizer = load_cached_tokenizer(job.tokenizer)
+    left_out: list[EncodedDocuments] = []
     with IndexedDatasetWriter(
         prefix, choose_token_dtype(tokenizer.vocab_size), sync=False
     ) as writer:
-        for batch in _encode_batches(job, tokenizer, part):
+        for batch in encode_shards(tokenizer, part.shards, job.append_eod):
             writer.append_batch(batch.tokens, batch.lengths)
-            empty += batch.empty
-    return part.count_input(), empty, prefix
+            left_out.append(replace(batch, tokens=batch.tokens[:0], lengths=batch.lengths[:0]))
+    return part.count_input(), join_encoded(left_out, tokenizer), prefix
 
 
-def _read_encoded_part(prefix: str, empty: int) -> Iterator[EncodedDocuments]:
+def _read_encoded_part(prefix: str, left_out: EncodedDocuments) -> Iterator[EncodedDocuments]:
     """Yield a part's token file as one memory-mapped batch, and remove the file afterwards."""
     index = read_index(prefix)
     tokens: NDArray = np.empty(0, index.dtype)
     if index.bin_bytes:
         tokens = np.asarray(np.memmap(f"{prefix}.bin", index.dtype, "r"))
-    yield EncodedDocuments(tokens, np.asarray(index.lengths), empty)
+    yield replace(left_out, tokens=tokens, lengths=np.asarray(index.lengths))
     for suffix in (".bin", ".idx"):
         os.unlink(f"{prefix}{suffix}")
 
 
-def _encode_batches(
-    job: PreprocessJob, tokenizer: Tokenizer, part: _CorpusPart
+def encode_shards(
+    tokenizer: Tokenizer, shards: Iterable[InputShard], append_eod: bool
 ) -> Iterator[EncodedDocuments]:
-    for documents in _batch_documents(part):
-        yield encode_documents(tokenizer, documents, job.append_eod)
+    """Yield the documents of consecutive shards, encoded a few megabytes at a time.
+
+    Args:
+        tokenizer: Which encodes them.
+        shards: The shards.
+        append_eod: Whether to add the token that ends a document to each.
+
+    Raises:
+        UserError: For an error in the input, and as `encode_documents` does.
+    """
+    broken = BrokenRows()
+    for documents in _batch_documents(shards, broken):
+        count, named = broken.take()
+        encoded = encode_documents(tokenizer, documents, append_eod)
+        yield replace(encoded, broken=count, named=named)
 
 
-def _batch_documents(part: _CorpusPart) -> Iterator[list[str]]:
+def join_encoded(batches: Sequence[EncodedDocuments], tokenizer: Tokenizer) -> EncodedDocuments:
+    """Return consecutive batches of a tokenizer's documents as one."""
+    dtype = choose_token_dtype(tokenizer.vocab_size)
+    return EncodedDocuments(
+        np.concatenate([np.empty(0, dtype), *(batch.tokens for batch in batches)]),
+        np.concatenate([np.empty(0, "<i4"), *(batch.lengths for batch in batches)]),
+        sum(batch.empty for batch in batches),
+        sum(batch.broken for batch in batches),
+        tuple(name for batch in batches for name in batch.named),
+    )
+
+
+def _batch_documents(shards: Iterable[InputShard], broken: BrokenRows) -> Iterator[list[str]]:
     """Yield documents in groups of a few megabytes: enough for the libraries' batch calls, and
     little to keep in memory."""
     batch: list[str] = []
     size = 0
-    for shard in part.shards:
-        for text in read_documents(shard):
+    for shard in shards:
+        for text in read_documents(shard, broken):
             batch.append(text)
             size += len(text) + _DOCUMENT
             if size >= _BATCH:
                 yield batch
                 batch, size = [], 0
-    if batch:
+    if batch or broken.count:
         yield batch
 
 
@@ -295,7 +337,7 @@ def encode_documents(
 
 
 @lru_cache(maxsize=1)
-def _load_cached_tokenizer(name: str) -> Tokenizer:
+def load_cached_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer once per worker."""
     return load_tokenizer(name)
 
@@ -320,8 +362,7 @@ def map_ordered(
     Raises:
         UserError: If a worker dies.
     """
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _start_worker)
+    pool = make_worker_pool(workers)
     waiting: deque[Future[T]] = deque()
     try:
         for task in tasks:
@@ -337,6 +378,12 @@ def map_ordered(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def make_worker_pool(workers: int) -> ProcessPoolExecutor:
+    """Return a pool of processes that end with this one, however it ends."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, context, _start_worker)
 
 
 def _start_worker() -> None:

@@ -108,6 +108,37 @@ def read_label_weights():
         dataset.read_label_weights(window)
 
 
+def write_blocks():
+    """Write a folder of blocks."""
+    from megaframe.config.schema import DataConfig, DataSourceConfig, StreamingConfig
+    from megaframe.data.streaming.corpus import find_corpus
+    from megaframe.data.streaming.prepare_blocks import prepare_blocks
+
+    Path("texts").mkdir()
+    rows = [json.dumps({"text": f"{number} some text"}) for number in range(40)]
+    Path("texts/a.jsonl").write_text("\n".join(rows) + "\n")
+    data = DataConfig(tokenizer="bytes", streaming=StreamingConfig(shuffle_bytes=1 << 16))
+    corpus = find_corpus(DataSourceConfig(path="texts"), data)
+    prepare_blocks(corpus, "blocks")
+    shutil.rmtree("texts")
+
+
+def read_blocks():
+    """Read what a run reads of a folder of blocks."""
+    from megaframe.config.model import ModelConfig
+    from megaframe.config.schema import DataConfig, RunConfig, TrainConfig
+    from megaframe.data.loader import Loader
+
+    train = TrainConfig(seq=8, global_batch=2, microbatch=2)
+    data = DataConfig(sources=({"path": "blocks"},), tokenizer="bytes", prefetch=0)
+    loader = Loader(RunConfig(model=ModelConfig(vocab=257), train=train, data=data), 0, 1)
+    try:
+        for _ in range(50):
+            loader.next()
+    finally:
+        loader.close()
+
+
 def write_chats():
     """Write rows of chats, a tokenizer and a chat template."""
     from chat_folders import write_byte_tokenizer
@@ -411,6 +442,7 @@ def list_targets():
     tool = load_main("tools/preprocess_data.py")
     yield Target("preprocess", write_corpus, tool, words, (), PLANTED_TOKENS, fixed=8)
     yield Target("label weights", write_label_weights, read_label_weights, files=("tokens.w*",))
+    yield Target("blocks", write_blocks, read_blocks, files=("blocks/*",))
     words = ("--input", "rows.jsonl", "--tokenizer", "hf:tokenizer.json?eod=<|endoftext|>")
     words += ("--output", "out", "--overwrite")
     tool, files = load_preprocess_chat(), ("rows.jsonl", "tokenizer.json")

@@ -7,7 +7,7 @@ from s3_server import BUCKET, Server, use
 
 from megaframe.checkpoint import parse_path, shard_file
 from megaframe.checkpoint.stores import object_store as remote_module
-from megaframe.checkpoint.stores import retry
+from megaframe.io import remote_requests as retry
 
 
 @pytest.fixture(scope="module")

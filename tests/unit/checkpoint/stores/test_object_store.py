@@ -36,8 +36,8 @@ from megaframe.checkpoint import (
 from megaframe.checkpoint.inspect import find_damage
 from megaframe.checkpoint.manifest import compute_checksum
 from megaframe.checkpoint.stores import object_store as remote_module
-from megaframe.checkpoint.stores import retry
 from megaframe.errors import UserError
+from megaframe.io import remote_requests as retry
 from megaframe.training.rank_pool import RankFailure
 
 ROOT = Path(__file__).resolve().parents[4]

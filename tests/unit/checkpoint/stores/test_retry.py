@@ -31,8 +31,8 @@ from megaframe.checkpoint import (
 )
 from megaframe.checkpoint.inspect import find_damage
 from megaframe.checkpoint.stores import object_store as remote_module
-from megaframe.checkpoint.stores import retry
 from megaframe.errors import UserError
+from megaframe.io import remote_requests as retry
 
 ROOT = Path(__file__).resolve().parents[4]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]

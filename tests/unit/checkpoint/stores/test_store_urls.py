@@ -13,8 +13,8 @@ from megaframe.checkpoint import (
     open_checkpoint,
     parse_path,
 )
-from megaframe.checkpoint.stores import retry
 from megaframe.errors import UserError
+from megaframe.io import remote_requests as retry
 
 ROOT = Path(__file__).resolve().parents[4]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]

@@ -19,8 +19,7 @@ from typing import TypeVar
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from megaframe.checkpoint.stores.store import RemotePath
-from megaframe.errors import UserError
+from megaframe.io.remote_path import RemotePath
 from megaframe.io.untrusted import mask_secrets
 
 T = TypeVar("T")
@@ -44,6 +43,8 @@ _PERMANENT_ERRORS = (
 """Errors that would occur again, so the request is not repeated."""
 _PERMANENT_ERROR_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError"}
 """Names of such errors in libraries that are not imported here."""
+_PERMANENT_STATUSES = {400, 401, 403, 404, 405, 410, 416}
+"""Answers of a server of HTTP that would be given again."""
 _MAX_MESSAGE_CHARS = 300
 
 
@@ -61,28 +62,32 @@ def open_filesystem(path: RemotePath) -> tuple[AbstractFileSystem, str]:
     return system, system._strip_protocol(path.url)
 
 
-def check_scheme(path: RemotePath) -> None:
-    """Raise UserError if the URL's scheme is unknown or its library is not installed."""
+def find_scheme_mistake(path: RemotePath) -> str | None:
+    """Return why a URL's scheme cannot be used: it is unknown, or its library is missing."""
     scheme = path.url.partition("://")[0]
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        raise UserError(f"{path}: {error}; s3:// needs: pip install 'megaframe[cloud]'") from None
+        return f"{path}: {error}; s3:// needs: pip install 'megaframe[cloud]'"
     except ValueError:
         similar = [name for name in fsspec.available_protocols() if scheme[:2] == name[:2]]
         suggestion = f"; known are {', '.join(similar)}" if similar else ""
-        raise UserError(f"{path}: no store is known for {scheme}://{suggestion}") from None
+        return f"{path}: no store is known for {scheme}://{suggestion}"
+    return None
 
 
-def retry_request(path: RemotePath, request: Callable[[], T]) -> T:
+def retry_request(path: RemotePath, request: Callable[[], T], seconds: float | None = None) -> T:
     """Return the result of `request`, which accesses the store of `path`.
 
-    If it fails with an error that may be temporary, it is called again for up to `RETRY_SECONDS`
-    seconds.
+    Args:
+        path: Of what is accessed, for messages.
+        request: If it fails with an error that may be temporary, it is called again.
+        seconds: For how long; None: for `RETRY_SECONDS`.
 
     Raises:
         OSError: If the error is permanent or the time is over. Its text contains no secret.
     """
+    limit = RETRY_SECONDS if seconds is None else seconds
     start, pause, warned = time.monotonic(), FIRST_PAUSE, False
     while True:
         try:
@@ -92,13 +97,12 @@ def retry_request(path: RemotePath, request: Callable[[], T]) -> T:
             is_permanent = (
                 isinstance(error, _PERMANENT_ERRORS)
                 or type(error).__name__ in _PERMANENT_ERROR_NAMES
+                or getattr(error, "status", None) in _PERMANENT_STATUSES
             )
-        if is_permanent or time.monotonic() + pause - start > RETRY_SECONDS:
+        if is_permanent or time.monotonic() + pause - start > limit:
             raise cleaned
         if not warned:
-            warnings.warn(
-                f"{path}: {cleaned.strerror}; trying again for {RETRY_SECONDS:g} s", stacklevel=2
-            )
+            warnings.warn(f"{path}: {cleaned.strerror}; trying again for {limit:g} s", stacklevel=2)
             warned = True
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_PAUSE)
