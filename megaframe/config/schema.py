@@ -253,6 +253,7 @@ class DataConfig(Section):
     """Token files and corpora, their weights in the blend and their splits. For example [PATH], or
     [{path: PATH, weight: 0.7}, {path: s3://bucket/texts, weight: 0.3}]."""
     streaming: StreamingConfig = StreamingConfig()
+    """How sources are read that are no token files of this machine."""
     split: Split = (0.98, 0.02, 0.0)
     """Shares of each source's documents for training, validation and test, in this order; of its
     tokens if it is a single document, and of each block of `streaming.shuffle_bytes` of a corpus. A

@@ -32,6 +32,7 @@ from megaframe.data.streaming.corpus import (
     write_description,
 )
 from megaframe.errors import UserError
+from megaframe.io.regular_file import open_append, write_file
 from megaframe.io.untrusted import parse_json
 
 _CORPUS = "corpus.json"
@@ -104,11 +105,8 @@ class BlockCache:
     def add_corpus(self, corpus: Corpus) -> str:
         """Say how the blocks of a corpus are made. Returns its digest."""
         digest = corpus.compute_digest()
-        folder = self.folder / digest
-        folder.mkdir(exist_ok=True)
-        unfinished = folder / f"{_CORPUS}.{uuid.uuid4().hex}.unfinished"
-        unfinished.write_bytes(write_description(corpus))
-        os.replace(unfinished, folder / _CORPUS)
+        path = self.folder / digest / _CORPUS
+        write_file(path, write_description(corpus), inside=self.folder)
         return digest
 
     def read_corpus(self, digest: str) -> Corpus:
@@ -128,8 +126,8 @@ class BlockCache:
 
     def delete_unfinished(self) -> None:
         """Delete what a producer that was killed left half written."""
-        for path in self.folder.glob("*/*.unfinished"):
-            if not path.name.startswith(_CORPUS):
+        for pattern in ("*/*.unfinished", "*/*.tmp"):
+            for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
     def list_demands(self) -> list[Demand]:
@@ -145,9 +143,7 @@ class BlockCache:
 
     def fail(self, text: str) -> None:
         """Tell all readers why no more blocks are made."""
-        unfinished = self._failure.with_suffix(".unfinished")
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, self._failure)
+        write_file(self._failure, text, inside=self.folder)
 
     def read_failure(self) -> str | None:
         """Return why no more blocks are made, or None."""
@@ -158,7 +154,7 @@ class BlockCache:
     def lead(self) -> IO[bytes] | None:
         """Return the lock of the process whose child makes blocks, or None if another one has it.
         Closing it gives it back."""
-        file = open(self.folder / "producer", "ab")  # noqa: SIM115 (kept by the caller)
+        file = open_append(self.folder / "producer", inside=self.folder)
         if _try_lock(file):
             self._failure.unlink(missing_ok=True)
             return file

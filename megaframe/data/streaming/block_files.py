@@ -9,6 +9,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import BinaryIO
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from megaframe.data.label_weights import SUFFIX as WEIGHTS
 from megaframe.data.preprocessing.corpus_files import InputError, open_input
 from megaframe.data.preprocessing.journal import EncodedDocuments
 from megaframe.errors import UserError
+from megaframe.io.regular_file import open_fresh, write_file
 from megaframe.io.untrusted import parse_json
 
 INFO = ".json"
@@ -81,10 +83,7 @@ def read_info(prefix: str) -> BlockInfo:
 
 def write_info(prefix: str, info: BlockInfo) -> None:
     """Write what is in a block, which makes it a whole one. prefix: Of its files."""
-    unfinished = name_unfinished(f"{prefix}{INFO}")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(info)))
-    os.replace(unfinished, f"{prefix}{INFO}")
+    write_file(f"{prefix}{INFO}", json.dumps(asdict(info)), inside=os.path.dirname(prefix))
 
 
 def delete_block(prefix: str) -> None:
@@ -166,26 +165,25 @@ class FileBlockWriter:
 
     def __init__(self, prefix: str, info: BlockInfo) -> None:
         self._prefix, self._info = prefix, info
-        self._suffixes: list[str] = []
+        self._files: dict[str, BinaryIO] = {}
 
     def append(self, suffix: str, content: bytes) -> None:
         """Append the next range of a file. Raises `UserError` for a write that fails."""
         if suffix == INFO:
             return
-        name = name_unfinished(f"{self._prefix}{suffix}")
-        is_begun = suffix in self._suffixes
-        if not is_begun:
-            self._suffixes.append(suffix)
         try:
-            with open(name, "ab" if is_begun else "wb") as file:
-                file.write(content)
+            if suffix not in self._files:
+                name = name_unfinished(f"{self._prefix}{suffix}")
+                self._files[suffix] = open_fresh(name, inside=os.path.dirname(self._prefix))
+            self._files[suffix].write(content)
         except OSError as error:
             raise UserError(write_failure(self._prefix, error)) from None
 
     def finish(self) -> None:
         """Complete the block. Raises `UserError` for a write that fails."""
         try:
-            for suffix in self._suffixes:
+            for suffix, file in self._files.items():
+                file.close()
                 path = f"{self._prefix}{suffix}"
                 os.replace(name_unfinished(path), path)
             write_info(self._prefix, self._info)
@@ -194,6 +192,7 @@ class FileBlockWriter:
 
     def abandon(self) -> None:
         """Delete what is written."""
-        for suffix in self._suffixes:
-            with suppress(FileNotFoundError):
+        for suffix, file in self._files.items():
+            with suppress(OSError):
+                file.close()
                 os.unlink(name_unfinished(f"{self._prefix}{suffix}"))

@@ -20,6 +20,7 @@ from megaframe.data.streaming.block_files import TextBlockWriter, read_info
 from megaframe.data.streaming.block_parts import Part, TextPart, cut_shard, make_part
 from megaframe.data.streaming.corpus import DESCRIPTION, Block, Corpus, write_description
 from megaframe.errors import UserError
+from megaframe.io.regular_file import write_file
 
 _BEGUN = "stream.begun.json"
 
@@ -80,8 +81,7 @@ def _begin(corpus: Corpus, folder: str) -> None:
                 f"{folder} holds {names[0]!r} and is not the begun folder of this corpus, with the "
                 "same files, tokenizer and sizes; name an empty folder"
             )
-        with open(begun, "wb") as file:
-            file.write(description)
+        write_file(begun, description, inside=folder)
     except OSError as error:
         raise UserError(write_failure(folder, error)) from None
 

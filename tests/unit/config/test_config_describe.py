@@ -75,8 +75,11 @@ def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema
         (
             "data.sources",
             "a list, each {path: text, weight: a number > 0 (default 1.0), "
-            "split: null or a list of 3, each a number from 0 to 1 (default null)}, "
-            "or only its path",
+            "split: null or a list of 3, each a number from 0 to 1 (default null), "
+            "key: text (default text), "
+            "format: one of auto, jsonl, csv, tsv, parquet, text (default auto), "
+            "split_blank_lines: true or false (default false), "
+            "files: a list, each text (default [])}, or only its path",
         ),
     ],
 )
@@ -116,7 +119,7 @@ def test_the_nearest_key(wrong, right):
 
 
 @pytest.mark.parametrize(
-    "name", ["num_wrokers", "bogus", "model.foo", "train.workers", "use-fused-kernel", "optim.size"]
+    "name", ["num_wrokers", "bogus", "model.foo", "train.lathes", "use-fused-kernel", "optim.size"]
 )
 def test_what_is_like_no_key_is_given_none(name):
     assert find_nearest_keys(name) == ""

@@ -11,6 +11,7 @@ from megaframe.config.keys import format_value
 from megaframe.config.load import load
 from megaframe.data.preprocessing import preprocess
 from megaframe.data.preprocessing.corpus_files import CorpusFile
+from megaframe.data.preprocessing.documents import BrokenRows
 from megaframe.data.preprocessing.input_shards import split_file
 from megaframe.errors import UserError
 
@@ -47,6 +48,6 @@ def test_empty_documents_of_a_small_file_do_not_grow_a_batch(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, store_schema=False)
     assert path.stat().st_size < 10_000
     shards = tuple(split_file(CorpusFile(str(path)), 1 << 22))
-    batches = preprocess._batch_documents(preprocess._CorpusPart(0, shards))
+    batches = preprocess._batch_documents(shards, BrokenRows())
     sizes = [len(batch) for batch in batches]
     assert sum(sizes) == count and max(sizes) <= preprocess._BATCH // 64

@@ -342,7 +342,7 @@ def test_suggested_heads_work(hidden, heads, kv_heads):
         "checkpoint.memory_dir={}",
         "parallel.cluster={}",
         "metrics.wandb={}",
-        "data.sources=[{{path: a}}, {{path: {}}}]",
+        "data.streaming.cache={}",
         "data.tokenizer=hf:{}",
     ],
 )
@@ -350,8 +350,15 @@ def test_suggested_heads_work(hidden, heads, kv_heads):
 def test_a_key_that_takes_no_url_refuses_it(override, url):
     (line,) = list_refusals(override.format(url))
     key = override.partition("=")[0]
-    assert line.startswith(key) and " and no URL; URLs are taken by checkpoint.folder" in line
+    assert line.startswith(key) and " and no URL; URLs are taken by data.sources, " in line
     assert "user" not in line
+
+
+def test_a_url_of_a_source_with_a_secret_is_refused():
+    assert list_refusals("data.sources=[s3://bucket/texts, https://host/texts]") == []
+    for url in ("https://host/a?token=abcdefgh", "s3://user:abcdefgh@bucket/a", "s3://bucket/../a"):
+        (line,) = list_refusals(f"data.sources=[{{path: a}}, {{path: '{url}'}}]")
+        assert "data.sources" in line and "abcdefgh" not in line
 
 
 def test_an_api_key_is_no_project():

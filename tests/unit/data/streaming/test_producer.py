@@ -86,6 +86,7 @@ class TestKill:
                 for _ in range(1000):
                     loader.next()
 
+    @pytest.mark.slow
     def test_another_reader_takes_over(self, corpus, tmp_path):
         config = configure(tmp_path, corpus, streaming={"cache_bytes": 200_000})
         expected, _ = take_rows(configure(tmp_path / "whole", corpus), 300)

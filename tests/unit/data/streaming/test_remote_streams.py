@@ -80,7 +80,7 @@ class Faults:
 
 
 class TestHttp:
-    @pytest.mark.parametrize("name", ["mixed", slow("lines")])
+    @pytest.mark.parametrize("name", [slow("mixed"), slow("lines")])
     def test_a_folder_is_read_as_it_is(self, name, server, reference, tmp_path):
         config = configure(tmp_path, f"{server.url}/{name}")
         assert take_rows(config, STEPS)[0] == reference[name]
@@ -102,6 +102,7 @@ class TestHttp:
             rows += [row for _ in range(STEPS - 1) for row in list_rows(loader.next())]
         assert rows == reference["lines"]
 
+    @pytest.mark.slow
     def test_files_can_be_named_where_no_server_lists_them(self, served, reference, tmp_path):
         server = FileServer(served, lists=False)
         try:
@@ -111,6 +112,7 @@ class TestHttp:
         finally:
             server.close()
 
+    @pytest.mark.slow
     def test_a_file_that_changes_is_refused(self, served, tmp_path):
         folder = tmp_path / "served" / "lines"
         write_corpus(folder, files=3)
@@ -126,6 +128,7 @@ class TestHttp:
         finally:
             server.close()
 
+    @pytest.mark.slow
     def test_a_server_without_ranges_says_so(self, server, tmp_path):
         server.fault = lambda method, path: "whole"
         config = configure(tmp_path, f"{server.url}/lines")
@@ -146,6 +149,7 @@ class TestHttp:
 
 
 class TestTokensUnderUrls:
+    @pytest.mark.slow
     def test_blocks_made_beforehand(self, served, server, reference, tmp_path):
         config = configure(tmp_path / "a", served / "lines")
         found = find_corpus(config.data.sources[0], config.data)
@@ -156,6 +160,7 @@ class TestTokensUnderUrls:
             config = configure(tmp_path, f"{server.url}/blocks")
             assert take_rows(config, STEPS)[0] == reference["lines"]
 
+    @pytest.mark.slow
     def test_a_folder_of_token_files_with_weights(self, served, server, tmp_path):
         folder = served / "tokens"
         folder.mkdir()
@@ -180,6 +185,7 @@ class TestTokensUnderUrls:
                     weight = np.float32((1.0, 0.5, 1.0)[of_file])
                     assert (batch.weights_BS.numpy() == weight).all()
 
+    @pytest.mark.slow
     def test_a_damaged_one_is_named(self, served, server, tmp_path):
         folder = served / "damaged"
         folder.mkdir()
@@ -190,6 +196,7 @@ class TestTokensUnderUrls:
 
 
 class TestS3:
+    @pytest.mark.slow
     def test_a_bucket_is_read_through_faults(self, served, reference, tmp_path):
         server = Server()
         with pytest.MonkeyPatch.context() as patch:

@@ -85,6 +85,7 @@ class TestOrder:
         assert first != second
         assert state["streams"][str(corpus)][0] in (1, 2)
 
+    @pytest.mark.slow
     def test_another_seed_gives_another_order(self, corpus, tmp_path, reference):
         rows, _ = take_rows(configure(tmp_path, corpus, seed=2), 5)
         assert rows != reference[0][: len(rows)]
@@ -131,6 +132,7 @@ class TestSameSamples:
         after, end = take_rows(configure(tmp_path / "after", corpus), 60 - step, state=state)
         assert (rows + after, end) == reference
 
+    @pytest.mark.slow
     def test_a_loader_goes_back(self, corpus, reference, tmp_path):
         with open_loader(configure(tmp_path, corpus, prefetch=1)) as loader:
             states = [loader.next().state for _ in range(40)]
@@ -217,11 +219,13 @@ class TestHeldOut:
         trained = set(list_expected(corpus, seed=1, share=0.9))
         assert not trained & set(held_out)
 
+    @pytest.mark.slow
     def test_it_is_the_same_on_any_number_of_ranks(self, corpus, tmp_path):
         alone = self.list_validation(configure(tmp_path, corpus))
         shares = [self.list_validation(configure(tmp_path, corpus), r, 2) for r in range(2)]
         assert sorted(shares[0] + shares[1]) == sorted(alone)
 
+    @pytest.mark.slow
     def test_it_ends_with_the_first_epoch(self, tmp_path):
         write_lines(tmp_path / "few" / "a.jsonl", make_texts(60))
         config = configure(tmp_path, tmp_path / "few")
@@ -247,6 +251,7 @@ class TestBound:
         with pytest.raises(UserError, match=r"cache_bytes=20,000 has no room for a block .* of"):
             take_rows(config, 1)
 
+    @pytest.mark.slow
     def test_evaluation_and_training_share_a_small_one(self, corpus, tmp_path):
         config = configure(tmp_path, corpus, streaming={"cache_bytes": 300_000})
         with watch_size(tmp_path / "cache") as sizes, open_loader(config) as loader:
