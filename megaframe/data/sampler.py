@@ -283,10 +283,7 @@ def restore_sampler(
     else:
         notes.append(_describe_change(weights, sources, state["samples"]))
     notes += _describe_files(sizes if scale == _SAME else {}, digests, sources)
-    # Rounded down: the block begins before the samples that it has given.
-    cursors = {
-        path: Cursor(*place, math.floor(first * scale)) for path, (*place, first) in streams.items()
-    }
+    cursors = {path: Cursor(*place).scale(scale) for path, place in streams.items()}
     return SamplerState(sources, blend, state["samples"], removed, numbers, cursors), notes
 
 

@@ -15,7 +15,7 @@ from megaframe.data.loader import Loader
 
 BLOCK = 1 << 16
 """Bytes of text of a block: the fewest that a config takes."""
-SEQ, BATCH = 32, 8
+SEQ, BATCH = 256, 8
 
 
 def make_texts(count, seed=0, longest=300):

@@ -10,10 +10,12 @@ Shape suffixes: N samples, S inputs of a sample, T = S + 1 tokens of a window.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -46,6 +48,11 @@ class Cursor(NamedTuple):
     def position(self) -> Position:
         """Position of the block."""
         return Position(self.epoch, self.place, self.block)
+
+    def scale(self, factor: Fraction) -> Cursor:
+        """Return the place if samples have so many times as few tokens. Rounded down, because the
+        block begins before the samples that it has given."""
+        return self._replace(first=math.floor(self.first * factor))
 
 
 START = Cursor(0, 0, 0, 0)

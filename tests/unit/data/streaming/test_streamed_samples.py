@@ -6,6 +6,7 @@ megaframe.data.streaming.stream_reader.
 """
 
 import gzip
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -178,15 +179,41 @@ class TestSameSamples:
         assert take_rows(configure(tmp_path / "other", folder), 20)[0] == plain
 
 
+class TestOtherSources:
+    def test_a_source_that_comes_back_continues_in_its_block(self, corpus, tmp_path):
+        write_lines(tmp_path / "more" / "a.jsonl", make_texts(400, seed=9))
+        both = configure(tmp_path, corpus, tmp_path / "more")
+        _, state = take_rows(both, 120)
+        place = state["streams"][str(corpus)]
+        assert place[1:3] != [0, 0]
+        _, without = take_rows(configure(tmp_path, tmp_path / "more"), 3, state=state)
+        assert without["streams"][str(corpus)] == place
+        after, _ = take_rows(configure(tmp_path, corpus), 4, state=without)
+        expected = islice(list_expected(corpus, seed=1, share=0.9), 480, 512)
+        assert [tokens for _, tokens in after] == list(expected)
+
+    def test_longer_samples_continue_in_the_same_block(self, corpus, tmp_path):
+        config = configure(tmp_path, corpus)
+        _, state = take_rows(config, 60)
+        longer = config.replace(train={"seq": 3 * SEQ})
+        with open_loader(longer) as loader:
+            loader.load(state, SEQ)
+            after = loader.next().state
+        path = str(corpus)
+        assert after["streams"][path][:3] == state["streams"][path][:3]
+        assert after["streams"][path][3] == state["streams"][path][3] // 3
+        assert after["consumed"][path] == 480 // 3 + BATCH
+
+
 class TestBlend:
     def test_streams_and_token_files_are_blended(self, corpus, tmp_path):
-        tokens = write_token_file(tmp_path / "counted", make_counting_documents([20] * 25))
+        tokens = write_token_file(tmp_path / "counted", make_counting_documents([20] * 250))
         weights = [{"path": str(corpus), "weight": 1.0}, {"path": tokens, "weight": 3.0}]
-        config = configure(tmp_path, *weights)
+        config = configure(tmp_path, *weights).replace(model={"vocab": 65536})
         rows, state = take_rows(config, 10)
         assert state["consumed"] == {str(corpus): 20, tokens: 60}
         alone, _ = take_rows(configure(tmp_path / "alone", corpus), 3)
-        from_stream = [tokens for _, tokens in rows if tokens not in self.list_counted(25 * 20)]
+        from_stream = [tokens for _, tokens in rows if tokens not in self.list_counted(250 * 20)]
         assert from_stream == [tokens for _, tokens in alone][:20]
 
     def list_counted(self, count):
@@ -269,7 +296,7 @@ class TestMessages:
 
     def test_a_corpus_without_a_sample_says_so(self, tmp_path):
         write_lines(tmp_path / "short" / "a.jsonl", ["a", "b"])
-        with pytest.raises(UserError, match=r"has no sample of train.seq=32: its 1 shards"):
+        with pytest.raises(UserError, match=r"has no sample of train.seq=256: its 1 shards"):
             take_rows(configure(tmp_path, tmp_path / "short"), 1)
 
     def test_a_damaged_place_is_refused(self, corpus, tmp_path, reference):
