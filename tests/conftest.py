@@ -37,6 +37,7 @@ def pytest_configure(config):
     divides = config.getoption("dist", "no") != "no" and not config.option.collectonly
     if hasattr(config, "workerinput") or not divides:
         config.pluginmanager.import_plugin("shared_fixtures")
+        config.pluginmanager.import_plugin("browser_fixtures")
 
 
 def pytest_collection(session):

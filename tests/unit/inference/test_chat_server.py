@@ -4,7 +4,9 @@ Tests `megaframe.inference.chat_server`.
 """
 
 import json
+import socket
 import threading
+import time
 from http import HTTPStatus
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -141,7 +143,12 @@ def test_requests_that_the_page_does_not_send_are_refused(request_body, serve):
 def test_only_who_has_the_token_is_answered(model, serve):
     server = serve(model)
     assert ask(server, {"messages": MESSAGES}, token="x")[0] == HTTPStatus.FORBIDDEN
-    assert ask(server, b"x" * (MOST_BODY + 1))[0] == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    port = int(server.address.partition("1:")[2].partition("/")[0])
+    for size in (str(MOST_BODY + 1), "9" * 5000, "-1", ""):
+        with socket.create_connection(("127.0.0.1", port), PATIENCE) as line:
+            head = f"POST /answer?token={server.token} HTTP/1.0\r\nContent-Length: {size}\r\n\r\n"
+            line.sendall(head.encode())
+            assert line.recv(99).startswith(b"HTTP/1.0 413")
     with urlopen(server.address, timeout=PATIENCE) as page:
         assert "default-src 'none'" in page.headers["Content-Security-Policy"]
         assert b"megaframe chat" in page.read()
@@ -149,6 +156,52 @@ def test_only_who_has_the_token_is_answered(model, serve):
         other = address.replace("/?", "/other?")
         with pytest.raises(HTTPError):
             urlopen(other, timeout=PATIENCE)
-    port = int(server.address.partition("1:")[2].partition("/")[0])
     with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .* --port"):
         serve(model, port=port)
+
+
+def test_the_page_shows_a_conversation_as_it_is_said(serve, visit):
+    """Enter sends; what is said is text whatever it looks like; an error leaves no message; a long
+    answer is stopped, and what was said of it stays in the conversation."""
+    asked, goes_on = [], threading.Event()
+
+    def chat(messages, **options):
+        asked.append(messages)
+        question = messages[-1]["content"]
+        if question == "bad":
+            raise UserError("no answer to that")
+        yield "<b>you said "
+        assert goes_on.wait(PATIENCE)
+        while question == "long":
+            time.sleep(0.02)  # as a model takes its time, and no page can show endless text
+            yield "more "
+        yield question
+
+    tab = visit(serve(SimpleNamespace(chat=chat)).address, drawn="textarea")
+    tab.fill("textarea", "hello")
+    tab.press("textarea", "Enter")
+    tab.wait_for_selector(".assistant:has-text('you said')")
+    goes_on.set()
+    tab.wait_for_selector(".assistant:has-text('you said hello')")
+    assert tab.text_content(".assistant") == "<b>you said hello"
+    tab.wait_for_selector("button:not([id]):enabled")
+    tab.fill("textarea", "bad")
+    tab.press("textarea", "Enter")
+    tab.wait_for_selector(".error:has-text('no answer to that')")
+    tab.wait_for_selector("button:not([id]):enabled")
+    tab.fill("textarea", "long")
+    tab.click("button:not([id])")
+    tab.wait_for_selector(".assistant:has-text('more more')")
+    tab.click("#stop")
+    tab.wait_for_selector("button:not([id]):enabled")
+    tab.fill("textarea", "last")
+    tab.press("textarea", "Enter")
+    tab.wait_for_selector(".assistant:has-text('you said last')")
+    said = [(message["role"], message["content"][:12]) for message in asked[-1]]
+    assert said == [
+        ("user", "hello"),
+        ("assistant", "<b>you said "),
+        ("user", "long"),
+        ("assistant", "<b>you said "),
+        ("user", "last"),
+    ]
