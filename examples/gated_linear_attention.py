@@ -69,10 +69,12 @@ class GatedLinearDescription(MeasuredMixer):
         """The product, the norm of each head's output, and the product back to the stream."""
         stream, values, widths = (self.hidden,), (self.heads, self.width), (*[self.width] * 4, 1)
         outputs = (self.heads, sum(widths))
+        product = LinearSpec(stream, outputs, self.stds[0], split=0, fused={1: widths})
+        output = LinearSpec(values, stream, self.stds[1], split=1)
         return {
-            "input": LinearSpec(stream, outputs, self.stds[0], split=0, fused={1: widths}),
+            "input": self.adapt("input", product, "stream"),
             "norm": RMSNormDescription(self.width, 1e-6),
-            "output": LinearSpec(values, stream, self.stds[1], split=1),
+            "output": self.adapt("output", output),
         }
 
     def make_layer(self, name: str, setup: LayerSetup) -> GatedLinearAttention:

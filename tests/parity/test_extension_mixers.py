@@ -58,7 +58,11 @@ MODELS = {
     },
     "not rotated": {**MODEL, "bias": True, "blocks": [{"mixer": "differential"}]},
 }
-DESCRIBED = {**MODELS, "chunks beyond pieces": {**MODEL, "blocks": [{"mixer": "gated_linear"}]}}
+DESCRIBED = {
+    **MODELS,
+    "chunks beyond pieces": {**MODEL, "blocks": [{"mixer": "gated_linear"}]},
+    "adapters": {**MODEL, "blocks": [{"mixer": LINEAR}], "adapters": {"rank": 3}},
+}
 """Models whose descriptions are compared."""
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context_kind": "nested", "context_heads": 2}

@@ -142,3 +142,31 @@ def test_the_estimate_of_a_search_is_near_the_plan(zero, model):
     plan = compute_peak_memory(config, layout, build_step_schedule(config, 2), chip)
     planned = plan.total - plan.overhead
     assert estimate - plan.overhead == pytest.approx(planned, rel=0.1)
+
+
+ADAPTERS = {"kv_heads": 2, "activation": "swiglu", "adapters": {"rank": 16}}
+EXPERTS = {"moe": {"experts": 4, "ffn": 64, "balance": "none"}, "adapters": {"rank": 16}}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        ({"zero": 1, "tensor": 2}, ADAPTERS),
+        slow({"zero": 0}, ADAPTERS),
+        slow({"zero": 2, "pipeline": 2}, ADAPTERS),
+        ({"zero": 3}, ADAPTERS),
+        slow({"zero": 1, "expert": 2}, EXPERTS),
+    ],
+)
+def test_the_base_of_adapters_is_planned_without_gradients_and_state(parallel, model):
+    config = make_config([], model, **parallel)
+    layout = Layout.from_parallel(config.parallel, 4)
+    rows = compare_with_plan(config, layout, 0, run_meta_step(config, layout, 0))
+    compared = {row.name: row for row in rows}
+    for name in ("weights, values, gradients", "optimizer", "activations, messages"):
+        row = compared[name]
+        assert 0.97 * row.planned <= row.counted <= 1.03 * row.planned, row
+    whole = make_config([], {**model, "adapters": None}, **parallel)
+    others = compare_with_plan(whole, layout, 0, run_meta_step(whole, layout, 0))
+    (optimizer,) = (row.counted for row in others if row.name == "optimizer")
+    assert compared["optimizer"].counted < optimizer / 3
