@@ -8,8 +8,9 @@ import shutil
 
 import pytest
 from entry_runs import make_trainer, read_lines, train
+from safetensors.torch import load_file
 from slow_cases import slow
-from tolerances import near, promised
+from tolerances import assert_near, near, promised
 
 from megaframe.checkpoint import locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.merged import open_model
@@ -109,3 +110,16 @@ def test_another_base_is_refused(pool, overrides, make_base, tmp_path):
     other_rank = {**resumed, "model__adapters": "{rank: 4}"}
     with pytest.raises(RankFailure, match=r"model.adapters.rank: 3 there, 4 here"):
         pool.run(1, start, overrides(**other_rank, checkpoint__weights=other))
+
+
+def test_exports_during_a_run_are_the_sums(pool, overrides, make_base, tmp_path):
+    base = make_base(LLAMA)
+    keys = {**LLAMA, "model__family": "llama", "model__adapters": ADAPTERS, "train__steps": 2}
+    keys |= {"checkpoint__weights": base, "checkpoint__every": 2, "optim__lr": 0.02}
+    pool.run(2, train, overrides(**keys, checkpoint__huggingface_every=2, parallel__tensor=2))
+    path = locate_checkpoint(tmp_path / "run", "path")
+    exported = load_file(path.parent / "huggingface" / path.name / "model.safetensors")
+    with open_model(path) as merged:
+        weight = merged.read_tensor("blocks.1.mlp.down.weight")
+    assert_near(exported["model.layers.1.mlp.down_proj.weight"], weight, 3)
+    assert not any("lora" in name or "adapters" in name for name in exported)

@@ -208,6 +208,7 @@ FILES = (
     "model.py",
     "plan.html",
     "data.py",
+    "evaluate.py",
     "train.py",
 )
 """Names of files that look like keys."""
