@@ -26,7 +26,12 @@ here are those that fp32 rounds to, about 1e-7 beside theirs. BLOOM's code round
 its GELU to 8 digits, which moves logits by about 1e-9.
 """
 _REFUSED = {
-    "value norms, keys as values, per-layer embeddings": ("gemma4", "gemma3n"),
+    "embeddings for each layer": (
+        "gemma4_text (hidden_size_per_layer_input)",
+        "gemma3n",
+    ),
+    "keys and values that layers share": ("gemma4_text (num_kv_shared_layers)",),
+    "experts beside a dense MLP": ("gemma4_text (enable_moe_block)",),
     "Mamba-1": ("jamba", "mamba"),
     "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),

@@ -267,6 +267,8 @@ class AttentionDescription(SoftmaxAttention):
             without gains.
         qkv_bias: Whether queries, keys and values have biases.
         norm_after_rotation: Whether the norms of queries and keys follow their rotation.
+        value_norm: Whether each value head is divided by its root mean square.
+        keys_as_values: Whether values are the keys before norms and rotation.
         softcap: Bound of the scores; None for no bound.
         has_sinks: Whether each query head has a learned logit in its softmax.
         alibi: Negative binary logarithm of ALiBi's smallest slope; None without ALiBi.
@@ -280,6 +282,8 @@ class AttentionDescription(SoftmaxAttention):
     qk_norm: str
     qkv_bias: bool
     norm_after_rotation: bool = False
+    value_norm: bool = False
+    keys_as_values: bool = False
     softcap: float | None = None
     has_sinks: bool = False
     alibi: float | None = None
@@ -320,14 +324,16 @@ class AttentionDescription(SoftmaxAttention):
 
     @property
     def group_widths(self) -> tuple[int, int, int]:
-        """Of the queries of a group, of its key and of its value."""
-        return self.heads_per_group * self.head_dim, self.head_dim, self.value_dim
+        """Of the queries of a group, of its key and of its value, as a product computes them."""
+        value = 0 if self.keys_as_values else self.value_dim
+        return self.heads_per_group * self.head_dim, self.head_dim, value
 
     @property
     def qkv(self) -> LinearSpec:
         """Queries, keys and values of all groups."""
-        group: tuple[int, ...] = (self.heads_per_group + 2, self.head_dim)
-        parts: tuple[int, ...] = (self.heads_per_group, 1, 1)
+        others = 1 if self.keys_as_values else 2
+        group: tuple[int, ...] = (self.heads_per_group + others, self.head_dim)
+        parts: tuple[int, ...] = (self.heads_per_group, *[1] * others)
         if self.value_dim != self.head_dim:
             group, parts = (sum(self.group_widths),), self.group_widths
         qkv = LinearSpec(
@@ -337,7 +343,7 @@ class AttentionDescription(SoftmaxAttention):
             split=0,
             bias=self.qkv_bias,
             fused={1: parts},
-            matrices=("query", "key", "value"),
+            matrices=("query", "key", "value")[: 1 + others],
         )
         return self.adapt("qkv", qkv, "stream")
 
@@ -405,7 +411,8 @@ class AttentionDescription(SoftmaxAttention):
         # ALiBi's queries and keys are new tensors, as rotated ones are.
         rotated = self.rotary is not None or self.alibi is not None
         normalised = self.qk_norm != "none"
-        reads_views = normalised and not self.norm_after_rotation
+        norms_views = normalised and not self.norm_after_rotation
+        reads_views = norms_views or self.value_norm
         groups = max(self.kv_heads, tensor)
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
         values, output = groups * self.value_dim, self.heads * self.value_dim
@@ -422,11 +429,11 @@ class AttentionDescription(SoftmaxAttention):
             keeps_product = reads_views or not copies_queries
         else:
             elements = queries * copies_queries + keys * (rotated or normalised)
-            elements += values * rotated
+            elements += values * (rotated or self.value_norm)
             keeps_product = reads_views or not rotated
         # Summed over tensor ranks. With fewer groups than ranks, neighbours compute the same group.
         product = groups * sum(self.group_widths)
-        elements += product * keeps_product + queries * (is_scattered and reads_views)
+        elements += product * keeps_product + queries * (is_scattered and norms_views)
         elements += (queries + keys) * self.norm_after_rotation
         kept_keys = groups if sharing == 1 else groups * max(1, sharing * tensor // groups)
         kept_keys *= 1 + ring * (sharing > 1)
@@ -439,7 +446,8 @@ class AttentionDescription(SoftmaxAttention):
         of_heads = self.heads + groups
         norms = {"head": of_heads, "l2": of_heads, "whole": 2 * tensor}.get(self.qk_norm, 0)
         elements += 2 * of_heads * self.qk_norm.startswith("layernorm")
-        return SavedActivations(elements, self.heads + norms) + self.saved_by_adapters
+        statistics = self.heads + norms + groups * self.value_norm
+        return SavedActivations(elements, statistics) + self.saved_by_adapters
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. The gates use the same rows as

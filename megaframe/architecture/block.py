@@ -32,7 +32,7 @@ from megaframe.architecture.norm import (
 )
 from megaframe.architecture.parametrisation import compute_score_multiplier
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
-from megaframe.architecture.spec import ParamSpec, count_copies
+from megaframe.architecture.spec import Constant, ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.architecture.window import Chunk, get_window
 from megaframe.config.blocks import (
@@ -55,6 +55,15 @@ _MAKES_LAYER = "make_layer(name, run)"
 
 
 @dataclass(frozen=True)
+class ScalarDescription:
+    """A learned factor of the whole stream."""
+
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the spec of the factor."""
+        yield ParamSpec(f"{name}.gain", (1,), Constant(1.0), role="gain")
+
+
+@dataclass(frozen=True)
 class BlockDescription:
     """A mixer of tokens and a feed-forward layer, or one of them, each of which adds to the
     residual stream. Equal for blocks of the same kind.
@@ -70,6 +79,7 @@ class BlockDescription:
         residual_scale: Factor of what each half adds.
         drops: Whether parts of what each half adds are dropped at random in training.
         second_mixer: Starts from the same rows as the mixer, and adds to its output.
+        scalar: A factor of the stream after the block; None for none.
     """
 
     mixer: MixerDescription
@@ -80,6 +90,7 @@ class BlockDescription:
     residual_scale: float = 1.0
     drops: bool = False
     second_mixer: MixerDescription = field(default_factory=NoMixer)
+    scalar: ScalarDescription | None = None
 
     @property
     def norms_before(self) -> bool:
@@ -132,7 +143,7 @@ class BlockDescription:
                 parts["mlp_norm"] = self.norm
             if self.norms_after:
                 parts["mlp_post_norm"] = self.norm
-        return parts
+        return parts if self.scalar is None else {**parts, "layer_scalar": self.scalar}
 
     @property
     def second_half(self) -> Mapping[str, HasParameters]:
@@ -185,8 +196,8 @@ class BlockDescription:
         """Return what a block keeps per token besides its input.
 
         It is what the mixers and the feed-forward keep, the stream between them, the outputs of the
-        norms before them with their statistics, unless they are recomputed, and the inputs of the
-        norms after them with their statistics.
+        norms before them with their statistics, unless they are recomputed, the inputs of the norms
+        after them with their statistics, and what a scalar multiplies.
         """
         layers, halves = self.layers, self.halves
         saved = sum(
@@ -203,6 +214,8 @@ class BlockDescription:
             saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
             saved = sum([self.norm.saved] * halves, saved)
+        if self.scalar is not None:  # what it multiplies
+            saved = saved + SavedActivations(values=self.norm.width)
         return saved
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
@@ -284,6 +297,7 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
         block.residual_scale,
         model.dropout > 0,
         second_mixer,
+        ScalarDescription() if block.layer_scalar else None,
     )
 
 
@@ -446,6 +460,8 @@ def _describe_mixer(
         qk_norm=qk_norm,
         qkv_bias=model.qkv_bias if config.qkv_bias is None else config.qkv_bias,
         norm_after_rotation=config.norm_after_rotation and rotated > 0 and qk_norm != "none",
+        value_norm=config.value_norm,
+        keys_as_values=config.keys_as_values,
         softcap=config.softcap,
         alibi=config.alibi,
         has_sinks=config.sinks,

@@ -112,6 +112,11 @@ class AttentionConfig(Section):
     """Norms of queries and keys. Default: `model.qk_norm`."""
     norm_after_rotation: bool = False
     """Normalise queries and keys after they are rotated, as in Hunyuan, rather than before."""
+    value_norm: bool = False
+    """Divide each value head by its root mean square, as in Gemma 4."""
+    keys_as_values: bool = False
+    """Let values be the keys as they are before norms and rotation, without a product of their own,
+    as in layers of Gemma 4 that see all tokens."""
     score_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor of the scores. Default: 1 / sqrt(head_dim)."""
     query_scale: QueryScaleConfig | None = None
@@ -314,3 +319,6 @@ class BlockConfig(Section):
     """Let both halves start from the same stream, with one norm for both or one for each."""
     residual_scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor of what each half adds to the stream."""
+    layer_scalar: bool = False
+    """Multiply the stream after the block by a learned number, which is 1 at first. Gemma 4's code
+    does not train it, as with `optim.frozen=[blocks.*.layer_scalar.gain]`."""

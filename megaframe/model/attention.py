@@ -15,7 +15,7 @@ from megaframe.model.alibi import Alibi
 from megaframe.model.key_value_cache import LayerCache
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.pass_state import PassState
-from megaframe.model.query_key_norm import make_query_key_norms
+from megaframe.model.query_key_norm import divide_by_size, make_query_key_norms
 from megaframe.ops.attention_kernel import attend_by_kernel
 from megaframe.ops.attention_mask import SequenceMask
 from megaframe.ops.attention_tiles import add_sinks, attend
@@ -42,6 +42,8 @@ class Attention(Module):
         self.qkv = Linear(f"{name}.qkv", description.qkv, setup.tensor)
         self.qk_norms = make_query_key_norms(name, description, setup)
         self.norm_after_rotation = description.norm_after_rotation
+        self.value_eps = description.norm_eps if description.value_norm else None
+        self.keys_as_values = description.keys_as_values
         self.sinks: Parameter | None = None
         if description.sinks is not None:
             (spec,) = description.sinks.declare_parameters(f"{name}.sinks")
@@ -100,7 +102,8 @@ class Attention(Module):
         and values [B, S, G, V].
 
         Args:
-            qkv: [B, S, G, R D + D + V]: for each of the rank's groups R queries, a key and a value.
+            qkv: [B, S, G, R D + D + V]: for each of the rank's groups R queries, a key and a value,
+                which has no width here if it is the key.
             inputs: Of the microbatch.
         """
         tensor, norms = self.setup.tensor.group, self.qk_norms
@@ -110,7 +113,8 @@ class Attention(Module):
         # The order matters: the gains of two dims that are rotated against each other differ.
         before, after = (None, norms) if self.norm_after_rotation else (norms, None)
         same = self.group_widths[2] == self.width
-        if rotate is not None and before is None and sharing == 1 and same:
+        plain = before is None and self.value_eps is None
+        if rotate is not None and plain and sharing == 1 and same:
             query, key, value = rotate.divide(qkv.unflatten(3, (-1, self.width)))
         else:
             query, key, value = qkv.split(self.group_widths, 3)
@@ -118,6 +122,9 @@ class Attention(Module):
                 query = query.chunk(sharing, 3)[tensor.index % sharing]
             # Query heads of one group stay adjacent, as grouped-query attention expects them.
             query = query.unflatten(3, (-1, self.width)).flatten(2, 3)
+            value = key if self.keys_as_values else value
+            if self.value_eps is not None:
+                value = divide_by_size(value, self.value_eps)
             if before is not None:
                 query, key = before(query, key)
             if rotate is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.attention import AttentionDescription
-from megaframe.architecture.block import BlockDescription
+from megaframe.architecture.block import BlockDescription, ScalarDescription
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
 from megaframe.architecture.layer import LayerDescription
@@ -30,7 +30,7 @@ from megaframe.model.mlp import MLP
 from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
-from megaframe.parameters.parameter import Module
+from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
 BlockLayer = (
@@ -49,6 +49,18 @@ class Absent(Module):
     """Stands for the half that a block does not have, and has no parameters."""
 
 
+class LayerScalar(Module):
+    """A learned factor of the whole stream."""
+
+    def __init__(self, name: str, description: ScalarDescription) -> None:
+        (spec,) = description.declare_parameters(name)
+        self.gain = Parameter(spec)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x times the factor."""
+        return x * self.gain.use()
+
+
 class TransformerBlock(Module):
     """One transformer layer, as `BlockDescription` says; usually x + attention(norm(x)), then x +
     mlp(norm(x))."""
@@ -64,6 +76,9 @@ class TransformerBlock(Module):
         self.attention_post_norm = self._make_norm("attention_post_norm", description)
         self.mlp_norm = self._make_norm("mlp_norm", description)
         self.mlp_post_norm = self._make_norm("mlp_post_norm", description)
+        self.layer_scalar: LayerScalar | None = None
+        if description.scalar is not None:
+            self.layer_scalar = LayerScalar(f"{self.name}.layer_scalar", description.scalar)
         self.mlp = self._build_half(description.feed_forward)
 
     def _build_half(self, description: LayerDescription) -> BlockLayer | Absent:
@@ -92,6 +107,11 @@ class TransformerBlock(Module):
         Returns:
             A tensor like x.
         """
+        x = self._add_halves(x, inputs, state)
+        return x if self.layer_scalar is None else self.layer_scalar(x)
+
+    def _add_halves(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
+        """Return the stream after both halves, or the one that there is."""
         if self.parallel:
             return self._run_in_parallel(x, inputs, state)
         if isinstance(self.attention, Absent):

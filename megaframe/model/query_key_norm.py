@@ -43,7 +43,18 @@ class L2Norms(Module):
 
     def __call__(self, query_BSND: Tensor, key_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised queries and keys of this tensor rank."""
-        return _L2Norm.apply(query_BSND, self.eps), _L2Norm.apply(key_BSGD, self.eps)
+        return divide_by_size(query_BSND, self.eps), divide_by_size(key_BSGD, self.eps)
+
+
+def divide_by_size(x: Tensor, eps: float) -> Tensor:
+    """Return heads [..., D] divided by their root mean squares.
+
+    Args:
+        x: The heads.
+        eps: Added to the mean square.
+    """
+    normed: Tensor = _L2Norm.apply(x, eps)
+    return normed
 
 
 class _L2Norm(torch.autograd.Function):

@@ -110,6 +110,11 @@ def _find_mixer_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> 
                 f"{place}.norm_after_rotation=true has no effect with qk_norm={alone.qk_norm} and "
                 f"position={alone.position}; leave it out, or use qk_norm=head and position=rotary"
             )
+    if mixer.keys_as_values and mixer.v_head_dim is not None:
+        yield (
+            f"{place}.v_head_dim={mixer.v_head_dim} has no effect with keys_as_values=true, whose "
+            "values are as wide as keys; leave it out"
+        )
     if mixer.attention_chunk and mixer.window:
         yield (
             f"{place}.attention_chunk={mixer.attention_chunk} and window={mixer.window} both say "

@@ -68,6 +68,19 @@ SHAPES = {
             },
         ],
     },
+    "gemma-4": {
+        **{"norm": "rmsnorm", "kv_heads": 4, "init_std": 0.5, "qk_norm": True},
+        "blocks": [
+            {"mixer": {"value_norm": True, "window": 5}, "norms": "both", "layer_scalar": True},
+            {
+                "mixer": {
+                    **{"value_norm": True, "keys_as_values": True, "kv_heads": 1, "head_dim": 6},
+                    **{"score_scale": 1.0, "rotary_scaling": HALF},
+                },
+                "layer_scalar": True,
+            },
+        ],
+    },
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
@@ -102,6 +115,7 @@ QUICK = [
     ("packed-sinks", *RING_AND_TENSOR),
     ("alibi", *NESTED),
     ("values", *RING_AND_TENSOR),
+    ("gemma-4", *NESTED),
 ]
 
 

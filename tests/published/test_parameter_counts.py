@@ -51,6 +51,7 @@ PUBLISHED = {
     "kimi-linear-48b-a3b": 49_122_675_072,
     "qwen3.5-35b-a3b": 34_660_610_688,
     "lfm3-1.7b": 1_728_801_536,
+    "gemma4-31b": 30_697_345_340,
 }
 
 # Billions of parameters that are active for a token, as the authors report them.

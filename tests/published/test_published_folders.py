@@ -10,11 +10,11 @@ parameters.
 
 Not all of a `config.json` was read from its folder: GLM-4.5, Gemma 2 9B, Kimi K2, LFM2, Llama 4,
 OLMo 3, Phi-4 and a few keys of GLM-4.5-Air and Qwen3-Next are written down from papers and model
-cards; of Llama 4 the section of its model for texts, without a tower for images. Falcon-H1, Granite
-4, Nemotron 3, MiMo-V2 and Kimi Linear are written down from what other public repositories quote of
-their folders (so is the name of Kimi Linear's dense MLP), LFM3 and Qwen3.5 (its model for texts)
-from the sizes of transformers' class. A key there that decides no shape, such as an epsilon, may
-differ from the folder's, which no test here reads.
+cards; of Llama 4 the section of its model for texts, without a tower for images. Falcon-H1, Gemma
+4, Granite 4, Nemotron 3, MiMo-V2 and Kimi Linear are written down from what other public
+repositories quote of their folders (so is the name of Kimi Linear's dense MLP), LFM3 and Qwen3.5
+(its model for texts) from the sizes of transformers' class. A key there that decides no shape, such
+as an epsilon, may differ from the folder's, which no test here reads.
 """
 
 import json

@@ -34,6 +34,12 @@ DENSE = {
         **{**HEADS, "sliding_window": None},
         "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4, "mscale": 1.0},
     },
+    "gemma4_text": {
+        **{**HEADS, **LOCAL, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+        **{"global_head_dim": 12, "num_global_key_value_heads": 1, "sliding_window": 5},
+        **{"final_logit_softcapping": 3.0},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "apertus": {**GROUPED, "attention_bias": True},
     "internlm3": {**HEADS, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {**HEADS},

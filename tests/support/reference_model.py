@@ -85,7 +85,12 @@ def _further(microbatch, depth):
 
 
 def _block(weights, model, layer, x, mask, positions, counted):
-    """Return the output of a block, and the losses that its experts add."""
+    """Return the stream after a block, and the losses that its experts add."""
+    x, losses = _halves(weights, model, layer, x, mask, positions, counted)
+    return x * weights.get(f"blocks.{layer}.layer_scalar.gain", 1.0), losses
+
+
+def _halves(weights, model, layer, x, mask, positions, counted):
     name = f"blocks.{layer}"
     block = _block_config(model, layer)
     own = {"attention": _attention, "latent": _latent_attention}
@@ -173,11 +178,15 @@ def _attention(weights, model, mixer, name, y, mask, positions):
     if _choose(mixer.rotary, model.position == "rotary"):
         rotated = round(width * _choose(mixer.rotary_fraction, model.rotary_fraction))
     base = _choose(mixer.rotary_base, model.rotary_base)
-    value_dim = _choose(mixer.v_head_dim, width)
+    value_dim = 0 if mixer.keys_as_values else _choose(mixer.v_head_dim, width)
     rows = (per_group + 1) * width
     qkv = _linear(weights, f"{name}.attention.qkv", y, groups * (rows + value_dim))
     qkv = qkv.view(batch, length, groups, rows + value_dim)
     values, qkv = qkv[..., rows:], qkv[..., :rows].unflatten(3, (per_group + 1, width))
+    if mixer.keys_as_values:
+        values = qkv[..., -1, :]
+    if mixer.value_norm:
+        values = values / torch.sqrt(values.square().mean(-1, keepdim=True) + model.norm_eps)
     if qk_norm == "whole":
         parts = (("query", qkv[:, :, :, :-1]), ("key", qkv[:, :, :, -1:]))
         normed = []

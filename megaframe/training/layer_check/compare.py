@@ -78,7 +78,7 @@ def list_described_parts(model: ModelConfig, train: TrainConfig) -> Iterator[Des
     for layer in range(model.layers):
         block, name = describe_block(model, layer), f"blocks.{layer}"
         for part_name, part in block.first_half.items():
-            if part not in block.mixers:
+            if part not in (*block.mixers, block.scalar):
                 yield make_part(f"{name}.{part_name}", part)
         for described in block.layers:
             yield make_part(f"{name}.{described.name}", described)

@@ -205,7 +205,7 @@ MODELS |= {
         "blocks": [
             {"mixer": KIMI},
             {"mixer": MAMBA},
-            {"mixer": "gated_short_convolution"},
+            {"mixer": "gated_short_convolution", "second_mixer": {"keys_as_values": True}},
         ],
         "layers": 3,
         "adapters": {"rank": 3},
@@ -217,6 +217,21 @@ MODELS |= {
             "moe": {"experts": 4, "ffn": 10, "shared": 1},
         },
         "adapters": {"rank": 3, "alpha": 6.0},
+    },
+    "value norms": {
+        "kv_heads": 2,
+        "blocks": [
+            {"mixer": {"value_norm": True, "qk_norm": True}, "layer_scalar": True},
+            {"mixer": {"value_norm": True, "keys_as_values": True, "head_dim": 6}},
+        ],
+    },
+    "keys as values": {
+        **{"kv_heads": 2, "bias": True, "norm": "rmsnorm", "layers": 3},
+        "blocks": [
+            {"mixer": {"keys_as_values": True}, "layer_scalar": True, "norms": "both"},
+            {"mixer": {"keys_as_values": True, "rotary": False, "qk_norm": "whole"}},
+            {"mixer": {"value_norm": True, "rotary": False}},
+        ],
     },
     "norms after rotation": {
         "kv_heads": 2,

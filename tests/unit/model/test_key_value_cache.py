@@ -46,6 +46,13 @@ MODELS = {
             {"feed_forward": "none"},
         ],
     },
+    "gemma 4": {
+        **{"norm": "rmsnorm", "kv_heads": 2},
+        "blocks": [
+            {"mixer": {"window": 4, "value_norm": True}, "layer_scalar": True},
+            {"mixer": {"keys_as_values": True, "value_norm": True, "head_dim": 6}},
+        ],
+    },
     "two mixers": {"norm": "rmsnorm", "blocks": [{"second_mixer": {**MAMBA, "bias": True}}]},
     "experts": {
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},

@@ -297,6 +297,20 @@ MODELS |= {
             {"second_mixer": MAMBA, "norms": "after", "feed_forward": "none"},
         ],
     },
+    "gemma_4": {
+        **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},
+        "blocks": [
+            {"mixer": {"qk_norm": True, "value_norm": True}, "norms": "both", "layer_scalar": True},
+            {"mixer": {"keys_as_values": True, "kv_heads": 1}, "layer_scalar": True},
+            {
+                "mixer": {
+                    **{"qk_norm": True, "value_norm": True, "keys_as_values": True},
+                    **{"head_dim": 6, "qkv_bias": True, "score_scale": 1.0},
+                },
+                "norms": "both",
+            },
+        ],
+    },
     "llama_4": {
         **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},
         "blocks": [

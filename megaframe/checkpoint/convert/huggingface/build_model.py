@@ -25,10 +25,13 @@ _KEYS = {
     **{f"feed_forward.{name}": name for name in ("ffn", "activation")},
 }
 """Facts of layers, and the keys of the model that are their defaults."""
-_BLOCK_DEFAULTS = {"norms": "before", "parallel": "none", "residual_scale": 1.0}
+_BLOCK_DEFAULTS = {
+    **{"norms": "before", "parallel": "none", "residual_scale": 1.0, "layer_scalar": False},
+}
 _MIXER_DEFAULTS = {
     **{"softcap": None, "sinks": False, "output_gate": "none"},
     **{"norm_after_rotation": False, "alibi": None, "attention_chunk": None},
+    **{"value_norm": False, "keys_as_values": False},
 }
 _MAMBA2_SIZES = ("heads", "head_dim", "groups", "state_dim", "convolution")
 _BIASES = ("mixer.bias", "feed_forward.up_bias", "feed_forward.down_bias")

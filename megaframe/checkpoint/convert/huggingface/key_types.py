@@ -56,6 +56,15 @@ def make_factors(count: int) -> Any:
     )
 
 
+class LayerSizes(BaseModel):
+    """What one layer has in place of the sizes of all."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    head_dim: Size = None
+    num_key_value_heads: Size = None
+
+
 class RopeKeys(BaseModel):
     """`rope_parameters`, or `rope_scaling` with the base outside. Other keys change the rotation in
     ways that are not supported, so they are refused, and `truncate` may not be null, which

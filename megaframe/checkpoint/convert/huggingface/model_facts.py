@@ -32,7 +32,10 @@ from megaframe.config import ModelConfig
 from megaframe.config.compare import TRAINING_ONLY
 from megaframe.errors import UserError
 
-_LAYER_PATHS = ("mixer", "second_mixer", "feed_forward", "norms", "parallel", "residual_scale")
+_LAYER_PATHS = (
+    *("mixer", "second_mixer", "feed_forward", "norms", "parallel", "residual_scale"),
+    "layer_scalar",
+)
 """Where the paths of layers' facts begin; all others are of the whole model."""
 _SHARED = (
     *("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "embedding_norm"),
@@ -165,6 +168,7 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["feed_forward.up_bias"] = feed_forward.up_bias
         facts["feed_forward.down_bias"] = feed_forward.down_bias
     facts |= {"norms": block.norms, "parallel": block.parallel}
+    facts["layer_scalar"] = block.scalar is not None
     return {**facts, "residual_scale": block.residual_scale}
 
 
@@ -177,7 +181,8 @@ def _describe_mixer(mixer: MixerDescription) -> dict[str, Any]:
         facts |= {"mixer.qk_norm": mixer.qk_norm, "mixer.qkv_bias": mixer.qkv_bias}
         facts |= {"mixer.sinks": mixer.has_sinks, "mixer.output_gate": mixer.output_gate}
         facts["mixer.v_head_dim"] = mixer.value_dim
-        facts["mixer.norm_after_rotation"] = mixer.norm_after_rotation
+        for name in ("norm_after_rotation", "value_norm", "keys_as_values"):
+            facts[f"mixer.{name}"] = getattr(mixer, name)
         facts["mixer.rotary"] = mixer.rotary is not None
         if mixer.rotary is not None:
             facts |= _describe_rotary(mixer.rotary)

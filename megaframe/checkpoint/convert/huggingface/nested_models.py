@@ -62,6 +62,19 @@ NESTED_MODELS = {
             "query_pre_attn_scalar": 256,
         },
     ),
+    "gemma4": NestedModel(
+        "gemma4_text",
+        {
+            **{"vocab_size": 262144, "hidden_size": 2304, "num_hidden_layers": 30},
+            **{"intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4},
+            **{"head_dim": 256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6},
+            **{"sliding_window": 512, "hidden_size_per_layer_input": 256},
+        },
+        towers=tuple(
+            f"model.{tower}."
+            for tower in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+        ),
+    ),
     "llama4": NestedModel(
         "llama4_text",
         {

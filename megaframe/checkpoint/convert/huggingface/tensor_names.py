@@ -76,6 +76,7 @@ _QUARTERS = 4
 _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layernorm_per_head"
 _WHOLE_NAMES = {
     "attention.sinks": "attention.sinks.logits",
+    "layer_scalar": "layer_scalar.gain",
     **{f"mlp.activation.{side}": f"mlp.activation.{side}" for side in ("positive", "negative")},
     **dict.fromkeys(("delta_net.rate", "delta_net.rate_of_4_dims"), "delta_net.decay.rate"),
     "delta_net.step": "delta_net.decay.step",
@@ -251,6 +252,8 @@ class _Names:
             spec = self.specs.get(f"{self.prefix}{own}.gain")
         if spec is None:
             return []
+        if module == "attention.value" and self.layer.get("mixer.keys_as_values"):
+            return []
         if module in _OF_GROUP:
             slices = ALL, self._find_rows_of_group(_OF_GROUP[module])
         of_experts = own.startswith("moe.experts.")
@@ -275,6 +278,8 @@ class _Names:
         own, or rows if those of values have another width."""
         key, value = (self.layer[f"mixer.{name}"] for name in ("head_dim", "v_head_dim"))
         key, value = (1, 1) if key == value else (key, value)
+        if self.layer.get("mixer.keys_as_values"):
+            return (slice(0, -key), slice(-key, None), slice(0))[part]
         return (slice(0, -key - value), slice(-key - value, -value), slice(-value, None))[part]
 
     def _find_gated_query_parts(self, kind: str) -> list[TensorPart]:

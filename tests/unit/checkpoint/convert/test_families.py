@@ -363,6 +363,43 @@ def test_a_width_is_adjusted_as_transformers_does(keys):
     assert FAMILIES["lfm2"].read_model({**config, "model_type": "lfm2"}).ffn == expected
 
 
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    **{k: v for k, v in MODELS["gemma4_text"].items() if k not in ("pad_token_id",)},
+    **{"use_bidirectional_attention": "vision", "num_kv_shared_layers": 0},
+}
+
+
+def test_heads_of_gemma4_are_those_of_each_type_of_layers():
+    family = FAMILIES["gemma4_text"]
+    mixers = list_mixers(family.read_model(GEMMA4))
+    sizes = [(mixer.head_dim, mixer.kv_heads, mixer.keys_as_values) for mixer in mixers]
+    assert sizes == [(8, 2, False), (12, 1, True)] * 2
+    apart = list_mixers(family.read_model({**GEMMA4, "attention_k_eq_v": False}))
+    assert [(mixer.head_dim, mixer.kv_heads) for mixer in apart] == [(8, 2), (12, 2)] * 2
+    ends = list_mixers(family.read_model({**GEMMA4, "layer_types": ["sliding_attention"] * 4}))
+    assert [mixer.window for mixer in ends] == [5, 5, 5, None]
+    own = {"per_layer_config": {"0": {"head_dim": 6}}}
+    assert [m.head_dim for m in list_mixers(family.read_model(GEMMA4 | own))] == [6, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input=4 is not supported"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is missing"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported, only 0"),
+        ({"enable_moe_block": True}, "enable_moe_block=True is not supported, only False"),
+        ({"use_bidirectional_attention": "all"}, "'all' is not supported, only None and 'vision'"),
+        ({"per_layer_config": {"4": {}}}, "per_layer_config names no layer with '4'"),
+        ({"per_layer_config": {"0": {"window": 3}}}, "per_layer_config"),
+    ],
+)
+def test_forms_of_gemma4_that_are_not_here_are_refused(keys, message):
+    with pytest.raises(UserError, match=message):
+        FAMILIES["gemma4_text"].read_model({**GEMMA4, **keys})
+
+
 NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope"}
 
 
@@ -374,10 +411,11 @@ NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedd
         slow("mamba2", {"tie_word_embeddings": True, "use_bias": False, "use_conv_bias": False}),
         slow("bamba", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
         slow("falcon_h1", {"mamba_rms_norm": False, "mamba_conv_bias": False}),
+        slow("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
         slow("falcon_h1", {"mamba_norm_before_gate": False, "tie_word_embeddings": True}),
     ],
 )
-def test_each_form_of_a_family_with_mamba2_is_the_same_both_ways(name, keys, tmp_path):
+def test_each_form_of_a_family_is_the_same_both_ways(name, keys, tmp_path):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(name, **{**MODELS[name], **keys})

@@ -34,6 +34,15 @@ MODELS = {
         "text_config": {**TEXT, **LAYERS_OF_GEMMA, "query_pre_attn_scalar": 20},
         "mm_tokens_per_image": 4,
     },
+    "gemma4": {
+        "text_config": {
+            **{**TEXT, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+            **{"global_head_dim": 12, "num_global_key_value_heads": 1},
+            "layer_types": LAYERS_OF_GEMMA["layer_types"],
+            "use_bidirectional_attention": "vision",
+        },
+        "audio_config": None,
+    },
     "llama4": {
         "text_config": {
             **{**{k: v for k, v in TEXT.items() if k != "sliding_window"}},
