@@ -132,4 +132,4 @@ def test_every_config_is_sound(path):
 
 def test_every_published_config_is_held_to_its_count():
     names = {path.stem for path in CONFIGS.glob("*.yaml")}
-    assert names == {*PUBLISHED, "gpt3-175b", "gpt2-124m-switch", "demo", "demo-moe"}
+    assert names == {*PUBLISHED, "gpt3-175b", "gpt2-124m-switch", "demo", "demo-moe", "demo-phases"}

@@ -63,9 +63,14 @@ class LinearLayers(Key):
             layer.update(self.linear if mixer == DELTA_NET else ())
 
     def write(self, facts: Facts) -> Keys:
-        """Return the type of each layer."""
+        """Return the type of each layer, and the interval if it says the same, by which SGLang
+        goes."""
         mixers = facts.list_values("mixer.kind")
-        return {"layer_types": [LINEAR if mixer == DELTA_NET else FULL for mixer in mixers]}
+        is_full = [mixer != DELTA_NET for mixer in mixers]
+        every = [*is_full, True].index(True) + 1
+        regular = [(layer + 1) % every == 0 for layer in range(len(mixers))] == is_full
+        interval = {self.interval: every} if self.interval and regular else {}
+        return {"layer_types": [FULL if full else LINEAR for full in is_full], **interval}
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,17 @@ def test_a_delta_net_is_divided_into_queries_keys_and_values(tmp_path):
     export_and_compare(make_random_checkpoint(tmp_path / "own", **model), tmp_path)
 
 
+@pytest.mark.parametrize(("pattern", "interval"), [("LLF", 3), ("LFF", None), ("LFL", 2)])
+def test_an_interval_is_written_if_it_says_what_the_types_do(pattern, interval):
+    """SGLang goes by it, and transformers by the types."""
+    kinds = {"L": "linear_attention", "F": "full_attention"}
+    config = {**make_tiny_config("qwen3_next"), "num_hidden_layers": 3}
+    config |= {"layer_types": [kinds[letter] for letter in pattern]}
+    model = FAMILIES["qwen3_next"].read_model(config)
+    written = FAMILIES["qwen3_next"].write_config(model, 64)
+    assert written.get("full_attention_interval") == interval
+
+
 PUBLISHED = ("lfm3", "kimi_linear", "mimo_v2_flash", "olmo_hybrid", "qwen3_5_moe_text")
 """Families whose class has the sizes of a published model by default."""
 
