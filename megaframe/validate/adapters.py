@@ -34,6 +34,12 @@ def find_adapter_mistakes(model: ModelConfig) -> Iterator[str]:
         yield (f"model.adapters.layers={beyond[0]} is not a layer of this model; use 0 to {last}")
         return
     matrices = _list_matrices(model)
+    if not matrices:
+        yield (
+            "model.adapters has nothing to be added to: the layers of model.blocks come from "
+            "extensions and have no matrices that may have adapters; leave it out"
+        )
+        return
     for pattern in adapters.targets:
         if not any(matches(pattern, name) for name in matrices):
             last_parts = {name.rpartition(".")[2]: None for name in matrices}

@@ -122,7 +122,7 @@ def drawn():
         repaired.append(repair(sections, ranks))
         return repaired[-1]
 
-    @settings(parity_fuzz.SETTINGS, max_examples=18)
+    @settings(parity_fuzz.SETTINGS, max_examples=24)
     @given(random_runs.random_runs())
     def draw(random_run):
         runs.append(random_run)

@@ -14,6 +14,8 @@ from megaframe.config.section import Section
 FLOATS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.1, 0.0)
 """Values of a number without a list of its own, the simplest first, to which failures shrink."""
 INTEGERS = range(5)
+KEYS_OF_ONE = 8
+"""Keys of a section in a union for each time that it is among what is drawn from."""
 RARITY = 3
 """One key in this many is given; the others keep their defaults."""
 
@@ -68,7 +70,12 @@ def make_strategy(annotation, values, metadata=(), nullable=False):
         return st.sampled_from(members)
     if origin in (Union, UnionType):
         kinds = [m for m in members if m is not NoneType and not is_part(m)]
-        strategies = [make_strategy(kind, values, metadata) for kind in kinds]
+        # Those with many keys more often, so that each of these is drawn.
+        strategies = [
+            make_strategy(kind, values, metadata)
+            for kind in kinds
+            for _ in range(1 + len(getattr(kind, "model_fields", ())) // KEYS_OF_ONE)
+        ]
         strategies += [
             draw_sections(section, values, given=("kind",))
             for limit in metadata

@@ -2,6 +2,11 @@
 
 import pytest
 from config_refusals import list_refusals
+from random_runs import use_examples
+
+from megaframe.config import RunConfig
+from megaframe.config.registry import get_registry
+from megaframe.validate.run import find_mistakes
 
 MODEL = ["model.hidden=64", "model.heads=4", "model.layers=3"]
 MOE = "model.moe={experts: 4, ffn: 8}"
@@ -36,3 +41,13 @@ def test_what_cannot_be_adapted_is_refused(keys, texts):
 )
 def test_what_can_be_adapted_passes(keys):
     assert not list_refusals(*MODEL, *keys)
+
+
+def test_layers_without_matrices_have_no_adapters():
+    blocks = [{"mixer": "gated_linear", "feed_forward": "none"}]
+    model = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 11, "blocks": blocks}
+    with use_examples():
+        names = [extension.name for extension in get_registry().extensions]
+        run = RunConfig(model={**model, "adapters": {"rank": 2}}, run={"extensions": names})
+        (mistake,) = find_mistakes(run, 1, data=False)
+    assert mistake.startswith("model.adapters has nothing to be added to: the layers of")
