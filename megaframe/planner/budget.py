@@ -20,7 +20,8 @@ from megaframe.planner.constants import Constants
 from megaframe.planner.explanations.explanation import Cell, Explanation
 from megaframe.planner.goodput import predict_goodput
 from megaframe.planner.layout_search import SearchResult, find_fastest, search
-from megaframe.planner.model_sizes import count_model_parameters, scale_model
+from megaframe.planner.model_sizes import scale_model
+from megaframe.planner.parameter_counts import count_model_parameters
 from megaframe.planner.theory.scaling_laws import (
     FLOPS_PER_PARAMETER,
     LAWS,
@@ -102,7 +103,7 @@ class SizeTable:
     def _compute_size(self, layers: int) -> TrainedSize:
         model = scale_model(self.config.model, layers)
         config = self.config.model_copy(update={"model": model})
-        counts = count_model_parameters(config)
+        counts = count_model_parameters(model, config.train)
         fixed = {**_SIMPLE, **self.fixed}
         space = SearchSpace(config, self.budget.gpus, self.budget.cluster, fixed)
         fastest = find_fastest(space, self.constants)
@@ -171,7 +172,7 @@ def plan_budget(
     if best is None:
         raise UserError(describe_too_little(table, law, overtraining))
     run, result = _plan_run(best, table, given)
-    lines = tuple(_describe_plan(run, result, best, table, law, overtraining))
+    lines = tuple(_describe_plan(result, best, table, law, overtraining))
     rows = tuple(_list_rows(table, law))
     title = f"Budget: {budget.gpus} {budget.cluster.chip.name} for {_format_time(budget.seconds)}"
     return BudgetPlan(
@@ -250,7 +251,6 @@ def describe_too_little(table: SizeTable, law: tuple[str, ScalingLaw], overtrain
 
 
 def _describe_plan(
-    run: RunConfig,
     result: SearchResult,
     best: TrainedSize,
     table: SizeTable,
@@ -258,6 +258,7 @@ def _describe_plan(
     overtraining: float,
 ) -> Iterator[str]:
     """Yield the plan in words: what is bought, the model, its training, and the law."""
+    run = result.best.config
     budget, train, model = table.budget, run.train, run.model
     tokens = train.steps * train.global_batch * train.seq
     yield _describe_purchase(budget)

@@ -164,6 +164,29 @@ class SearchSpace:
         )
         return candidates.select(_mask_useful_zero(candidates, self.fixed))
 
+    def make_config(self, candidates: Candidates, index: int) -> RunConfig:
+        """Return the config with the layout of one of the candidates."""
+        sizes = {name: int(getattr(candidates, name)[index]) for name in PARALLEL_KEYS}
+        parallel, expert_ranks = self.config.parallel, sizes["expert"] * sizes["expert_tensor"]
+        return self.config.replace(
+            parallel={
+                **sizes,
+                "schedule": get_config_value(candidates.get_schedule(index)),
+                "schedule_microbatches": None,
+                "layers_per_stage": None,
+                "tensor_chunks": parallel.tensor_chunks if sizes["tensor"] > 1 else 1,
+                "expert_overlap": parallel.expert_overlap
+                and sizes["pipeline"] > 1
+                and expert_ranks > 1
+                and sizes["zero"] < 3,
+            },
+            train={
+                "microbatch": int(candidates.microbatch[index]),
+                "recompute": RECOMPUTE[int(candidates.recompute[index])],
+                "recompute_blocks": 0,
+            },
+        )
+
     def _enumerate_axes(self) -> Iterator[_AxisSizes]:
         model, train, fixed = self.config.model, self.config.train, self.fixed
         ramp, batch = train.batch_ramp, train.global_batch
@@ -305,35 +328,6 @@ class SearchSpace:
         axes = {"tensor": 1, "context": 1, "expert": 1, "expert_tensor": 1, **sizes}
         parallel = self.config.parallel.model_copy(update=axes)
         return not any(find_limit_mistakes(self.config.model, parallel, self.config.data))
-
-
-def apply_candidate(config: RunConfig, candidates: Candidates, index: int) -> RunConfig:
-    """Return the config with the layout of a candidate.
-
-    Args:
-        config: The config of the search.
-        candidates: The candidates.
-        index: Which of them.
-    """
-    parallel = {name: int(getattr(candidates, name)[index]) for name in PARALLEL_KEYS}
-    parallel_config = config.parallel
-    parallel_update = {
-        **parallel,
-        "schedule": get_config_value(candidates.get_schedule(index)),
-        "schedule_microbatches": None,
-        "layers_per_stage": None,
-        "tensor_chunks": parallel_config.tensor_chunks if parallel["tensor"] > 1 else 1,
-        "expert_overlap": parallel_config.expert_overlap
-        and parallel["pipeline"] > 1
-        and parallel["expert"] * parallel["expert_tensor"] > 1
-        and parallel["zero"] < 3,
-    }
-    train = {
-        "microbatch": int(candidates.microbatch[index]),
-        "recompute": RECOMPUTE[int(candidates.recompute[index])],
-        "recompute_blocks": 0,
-    }
-    return config.replace(parallel=parallel_update, train=train)
 
 
 def _mask_useful_zero(c: Candidates, fixed: FixedKeys) -> Array:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from megaframe.architecture.stages import plan_stages
 from megaframe.config.describe import WIDTH
 from megaframe.config.load import load
 from megaframe.config.shipped import list_shipped_configs
-from megaframe.layout import Layout
-from megaframe.planner.parameter_counts import count_rank_parameters
+from megaframe.planner.parameter_counts import count_model_parameters
 
 
 def describe_configs() -> str:
@@ -39,11 +37,8 @@ def _format_rows(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
 def count_config_parameters(name: str) -> int:
     """Return the parameters of the model of a config, as they are quoted: without the blocks that
     predict more tokens in training."""
-    one_stage = ["parallel.pipeline=1", "parallel.chunks=1", "parallel.schedule=1f1b"]
-    config = load(name, ["model.mtp_depth=0", *one_stage])
-    counts = count_rank_parameters(config.model, config.train, Layout(), plan_stages(config))
-    matrices = (counts.split, counts.replicated, counts.shared, counts.experts)
-    return sum((*counts.tables, counts.positions, counts.vectors, *map(sum, matrices)))
+    config = load(name, ["model.mtp_depth=0"])
+    return count_model_parameters(config.model, config.train).total
 
 
 def _format_count(count: int) -> str:

@@ -16,7 +16,8 @@ from megaframe.config import RunConfig
 from megaframe.config.model import ModelConfig
 from megaframe.errors import UserError, join_or
 from megaframe.layout import Layout
-from megaframe.planner.model_sizes import count_model_parameters, scale_model
+from megaframe.planner.model_sizes import scale_model
+from megaframe.planner.parameter_counts import count_model_parameters
 from megaframe.planner.theory.loss_fit import LEAST_RUNS
 from megaframe.planner.theory.scaling_laws import FLOPS_PER_PARAMETER, compute_batch_tokens
 
@@ -70,7 +71,7 @@ def make_ladder(
     if len(below) < LEAST_RUNS:
         raise UserError(
             f"--depths {_format(depths)} has {len(below)} rungs below --target {target}, and a law "
-            f"needs {LEAST_RUNS}; {_suggest_depths(config, target)}"
+            f"needs {LEAST_RUNS}; {_suggest_depths(config.model, target)}"
         )
     return [make_rung(config, depth, tokens_per_parameter, ranks) for depth in (*below, target)]
 
@@ -87,10 +88,9 @@ def make_rung(config: RunConfig, layers: int, tokens_per_parameter: float, ranks
     Raises:
         UserError: There is no such shape, or its tokens make no step.
     """
-    shape, train, optim = _scale_shape(config, layers), config.train, config.optim
+    shape, train, optim = _scale_shape(config.model, layers), config.train, config.optim
     parameters, own = (
-        count_model_parameters(c).total
-        for c in (config.model_copy(update={"model": shape}), config)
+        count_model_parameters(model, train).total for model in (shape, config.model)
     )
     data = Layout.from_parallel(config.parallel, ranks).data
     growth = compute_batch_tokens((parameters / own) ** 2) / compute_batch_tokens(1.0)
@@ -125,11 +125,10 @@ def make_rung(config: RunConfig, layers: int, tokens_per_parameter: float, ranks
     return Rung(layers, parameters, steps * batch * train.seq, texts)
 
 
-def _scale_shape(config: RunConfig, layers: int) -> ModelConfig:
-    """Return the section `model` with so many layers and exactly the proportions of the config."""
-    model = config.model
+def _scale_shape(model: ModelConfig, layers: int) -> ModelConfig:
+    """Return a model with so many layers and exactly the proportions of this one."""
     scaled = scale_model(model, layers)
-    unit = _find_depth_unit(config)
+    unit = _find_depth_unit(model)
     if layers < 1 or layers % unit:
         below = layers // unit * unit
         near = [str(depth) for depth in (below, below + unit) if depth > 0]
@@ -142,17 +141,16 @@ def _scale_shape(config: RunConfig, layers: int) -> ModelConfig:
     return scaled.model_copy(update={"ffn": ffn or scaled.ffn})
 
 
-def _find_depth_unit(config: RunConfig) -> int:
+def _find_depth_unit(model: ModelConfig) -> int:
     """Return the number of layers of whose multiples all have whole numbers of heads, and widths in
     proportion."""
-    model = config.model
     units = (model.layers // math.gcd(model.layers, n) for n in (model.kv_heads, model.hidden))
     return math.lcm(*units)
 
 
-def _suggest_depths(config: RunConfig, target: int) -> str:
+def _suggest_depths(model: ModelConfig, target: int) -> str:
     """Return which depths make a ladder below the target, or which target is above one."""
-    unit = _find_depth_unit(config)
+    unit = _find_depth_unit(model)
     below = range(unit, target, unit)
     if len(below) >= LEAST_RUNS:
         return f"use --depths {_format(below[-LEAST_RUNS - 1 :])}"

@@ -23,7 +23,6 @@ from megaframe.layout import Layout
 from megaframe.planner.candidates import (
     Candidates,
     SearchSpace,
-    apply_candidate,
 )
 from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.layout_sizes import RECOMPUTE, Array
@@ -147,7 +146,7 @@ def _simulate_best(
         )
         if simulated_per_kind[kind] == _OF_A_KIND or (passes[index] > _PASSES and choices):
             continue
-        candidate = apply_candidate(config, candidates, index)
+        candidate = space.make_config(candidates, index)
         sizes = {"data": int(candidates.data[index])}
         # A layout in which a measurement that is asked for is impossible is none. One rank has no
         # other, and is told.

@@ -40,7 +40,7 @@ from megaframe.planner.parameter_counts import (
     count_rank_parameters,
 )
 from megaframe.schedule import Action, Schedule
-from megaframe.schedule.zero_buffers import compute_peak_zero_buffers
+from megaframe.schedule.zero_buffers import StageBuckets, compute_peak_zero_buffers
 
 
 @dataclass(frozen=True)
@@ -93,207 +93,245 @@ def _count_buffer_elements(sizes: Sequence[int]) -> int:
     return sum(size * max(window.count(size) for window in windows) for size in set(sizes))
 
 
-def compute_memory(
-    config: RunConfig,
-    parameters: RankParameters,
-    ranks: int,
-    plans: Sequence[StagePlan],
-    actions: Sequence[Action],
-    expert_ranks: int = 1,
-    *,
-    trained: RankParameters | None = None,
-    host: bool = False,
-) -> RankMemory:
-    """Return the memory of one rank.
+@dataclass(frozen=True)
+class PlannedRank:
+    """A rank before the run: what it has and does, from which its memory follows.
 
-    Args:
+    Attributes:
         config: Model, precision, optimizer and layout.
         parameters: The rank's parameters.
-        trained: Those of them that are not frozen; None for all.
         ranks: How many ranks share one copy of the dense parameters.
         plans: The stages that the rank runs.
         actions: Its list of actions, in order.
         expert_ranks: How many ranks share one copy of the experts.
+        unfrozen: Those of its parameters that are not frozen; None for all.
         host: Whether the device is the host, where transfers need buffers and checkpoints are
             copied in the same memory.
     """
-    width = DTYPE_BYTES[config.train.precision]
-    master = max(4, width)
-    zero = config.parallel.zero
-    shard = parameters.count_shard(ranks, expert_ranks) if zero else parameters.total
-    trained = trained or parameters
-    # What a single rank has is never divided.
-    divided = parameters.select_divided(ranks, expert_ranks)
-    values, gradients = _count_values_and_gradients(
-        config, parameters, divided, ranks, plans, actions, shard
-    )
-    if trained != parameters:
-        gradients = _count_trained_gradients(
-            config, parameters, trained, (ranks, expert_ranks), plans, actions
+
+    config: RunConfig
+    parameters: RankParameters
+    ranks: int
+    plans: Sequence[StagePlan]
+    actions: Sequence[Action]
+    expert_ranks: int = 1
+    unfrozen: RankParameters | None = None
+    host: bool = False
+
+    @property
+    def trained(self) -> RankParameters:
+        """The parameters that have gradients and optimizer state."""
+        return self.unfrozen or self.parameters
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that the model computes with."""
+        return DTYPE_BYTES[self.config.train.precision]
+
+    @property
+    def master(self) -> int:
+        """Bytes of a number in master precision."""
+        return max(4, self.width)
+
+    @property
+    def shard_ranks(self) -> tuple[int, int]:
+        """How many ranks divide what is updated: the dense parameters, and the experts."""
+        return (self.ranks, self.expert_ranks) if self.config.parallel.zero else (1, 1)
+
+    @property
+    def shard(self) -> int:
+        """Number of parameters in the rank's own part."""
+        return self._count_own(self.parameters)
+
+    @property
+    def divided(self) -> RankParameters:
+        """The parameters of which other ranks have a part too; what a single rank has is never
+        divided."""
+        return self.parameters.select_divided(self.ranks, self.expert_ranks)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether optimizer state is kept in host memory."""
+        return self.config.optim.offload and not self.host
+
+    @property
+    def are_weights_offloaded(self) -> bool:
+        """Whether weights are, too; their rounded values stay on the device."""
+        return self.is_offloaded and self.width < self.master
+
+    def compute_memory(self) -> RankMemory:
+        """Return the memory of the rank."""
+        model, parallel, train = self.config.model, self.config.parallel, self.config.train
+        weights, state = self.shard * self.master, self._compute_state_bytes()
+        values, gradients = self._count_values_and_gradients()
+        # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
+        activation_ranks = parallel.tensor * parallel.context
+        activations, messages = (
+            size // activation_ranks
+            for size in compute_peak_activations(model, parallel, train, self.plans, self.actions)
         )
-    residual = _count_residual_elements(config.parallel, trained, ranks, expert_ranks)
-    state = compute_optimizer_state_bytes(
-        config.optim,
-        trained.count_shard(ranks, expert_ranks) if zero else trained.total,
-        trained.count_shard_outside_blocks(ranks) if zero else trained.outside_blocks,
-        master,
-    )
-    is_offloaded = config.optim.offload and not host
-    weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
-    if weights_offloaded and zero == 3:
-        values += shard - (parameters.total - divided.total)
-    # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
-    activation_ranks = config.parallel.tensor * config.parallel.context
-    activation_bytes, messages = compute_peak_activations(
-        config.model, config.parallel, config.train, plans, actions
-    )
-    has_head = any(plan.last for plan in plans)
-    logits, loss_tensors = (
-        _compute_logit_bytes(config.model, config.parallel, config.train, host=host)
-        if has_head
-        else (0, 0)
-    )
-    update = _compute_update_bytes(config, trained, ranks, expert_ranks, plans)
-    checkpoint = 0
-    if host and config.checkpoint.every:
-        checkpoint = residual * master
-        checkpoint += parameters.count_shard(ranks, expert_ranks) * master
-        checkpoint += _compute_saved_state_bytes(config.optim, trained, ranks, expert_ranks, master)
-    tokens = config.train.microbatch * config.train.seq
-    return RankMemory(
-        weights=0 if weights_offloaded else shard * master,
-        values=values * width,
-        gradients=(gradients + residual + _count_kept_table(config, plans)) * master,
-        optimizer=0 if is_offloaded else state,
-        activations=activation_bytes // activation_ranks,
-        logits=logits,
-        messages=messages // activation_ranks,
-        buffers=_compute_buffer_bytes(config, trained, ranks, expert_ranks, plans, host=host),
-        checkpoint=checkpoint,
-        temporaries=max(
-            2 * tokens * compute_max_width_per_token(config.model) * width // activation_ranks,
-            logits + loss_tensors,
-            _count_summed_apart(config, parameters) * master,
-            # Activations are gone when weights are updated.
-            0 if host else update - activation_bytes // activation_ranks,
-        ),
-        host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
-    )
-
-
-def _count_values_and_gradients(
-    config: RunConfig,
-    parameters: RankParameters,
-    divided: RankParameters,
-    ranks: int,
-    plans: Sequence[StagePlan],
-    actions: Sequence[Action],
-    shard: int,
-) -> tuple[int, int]:
-    """Return the elements of values and of gradients, with what ZeRO borrows of other ranks.
-
-    Args:
-        config: The run.
-        parameters: The rank's parameters.
-        divided: Those of which other ranks have a part too.
-        ranks: Those that share a copy.
-        plans: The rank's stages.
-        actions: Its actions.
-        shard: Parameters in the rank's own part.
-    """
-    zero, width = config.parallel.zero, DTYPE_BYTES[config.train.precision]
-    same_dtype = width >= 4
-    values, gradients = parameters.total, parameters.total
-    alone = parameters.total - divided.total
-    if zero >= 2:
-        borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
-            make_units(
-                divided, config.model, plans, parameters.group_blocks(config.parallel, plans)
+        logits = loss_tensors = 0
+        if any(plan.last for plan in self.plans):
+            logits, loss_tensors = _compute_logit_bytes(model, parallel, train, host=self.host)
+        widest = train.microbatch * train.seq * compute_max_width_per_token(model)
+        return RankMemory(
+            weights=0 if self.are_weights_offloaded else weights,
+            values=values * self.width,
+            gradients=(gradients + self._count_residuals() + self._count_kept_table())
+            * self.master,
+            optimizer=0 if self.is_offloaded else state,
+            activations=activations,
+            logits=logits,
+            messages=messages,
+            buffers=self._compute_buffer_bytes(),
+            checkpoint=self._compute_checkpoint_bytes(),
+            temporaries=max(
+                2 * widest * self.width // activation_ranks,
+                logits + loss_tensors,
+                self._count_summed_apart() * self.master,
+                # Activations are gone when weights are updated.
+                0 if self.host else self._compute_update_bytes() - activations,
             ),
-            actions,
-            _count_transfers(config.parallel),
-            values=zero == 3,
-            same_dtype=same_dtype,
+            host=weights * self.are_weights_offloaded + state * self.is_offloaded,
         )
-        gradients = parameters.vectors + borrowed_gradients + shard - parameters.vectors // ranks
-        values = parameters.vectors + alone + borrowed_values if zero == 3 else values
-    # With one precision the own weights are part of the whole values; borrowed values are apart.
-    if same_dtype:
-        values -= alone + -(-parameters.vectors // ranks) if zero == 3 else shard
-    return values, gradients
 
+    def _count_own(self, parameters: RankParameters) -> int:
+        """Return how many of these parameters are in the rank's own part."""
+        whole = not self.config.parallel.zero
+        return parameters.total if whole else parameters.count_shard(self.ranks, self.expert_ranks)
 
-def _compute_update_bytes(
-    config: RunConfig,
-    trained: RankParameters,
-    ranks: int,
-    expert_ranks: int,
-    plans: Sequence[StagePlan],
-) -> int:
-    """Return the bytes that an update takes for itself; arguments as in `compute_memory`."""
-    zero, width = config.parallel.zero, DTYPE_BYTES[config.train.precision]
-    bucketed = trained.merge_into_buckets(config.parallel, plans)
-    shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
-    return compute_update_bytes(
-        config.optim,
-        width,
-        bucketed.compute_largest_bucket_shard(*shard_ranks),
-        max(map(sum, bucketed.parts), default=0),
-        zero=zero,
-        alone=ranks == 1,
-    )
+    def _compute_state_bytes(self) -> int:
+        """Return the bytes of optimizer state."""
+        trained = self.trained
+        outside_blocks = trained.outside_blocks
+        if self.config.parallel.zero:
+            outside_blocks = trained.count_shard_outside_blocks(self.ranks)
+        own = self._count_own(trained)
+        return compute_optimizer_state_bytes(self.config.optim, own, outside_blocks, self.master)
 
+    def _count_values_and_gradients(self) -> tuple[int, int]:
+        """Return the elements of values and of gradients, with what ZeRO borrows of other ranks."""
+        zero, parameters, divided = self.config.parallel.zero, self.parameters, self.divided
+        same_dtype = self.width >= 4
+        values, gradients = parameters.total, parameters.total
+        alone = parameters.total - divided.total
+        own_vectors = parameters.vectors // self.ranks
+        if zero >= 2:
+            borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
+                self._make_units(),
+                self.actions,
+                _count_transfers(self.config.parallel),
+                values=zero == 3,
+                same_dtype=same_dtype,
+            )
+            gradients = parameters.vectors + borrowed_gradients + self.shard - own_vectors
+            values = parameters.vectors + alone + borrowed_values if zero == 3 else values
+        # With one precision the own weights are part of the whole values; borrowed values are
+        # apart.
+        if same_dtype:
+            values -= alone + -(-parameters.vectors // self.ranks) if zero == 3 else self.shard
+        elif self.are_weights_offloaded and zero == 3:
+            values += self.shard - alone
+        if self.trained != parameters:
+            gradients = self._count_trained_gradients()
+        return values, gradients
 
-def _count_trained_gradients(
-    config: RunConfig,
-    parameters: RankParameters,
-    trained: RankParameters,
-    ranks: tuple[int, int],
-    plans: Sequence[StagePlan],
-    actions: Sequence[Action],
-) -> int:
-    """Return the elements of gradients where not all parameters are trained.
+    def _count_trained_gradients(self) -> int:
+        """Return the elements of gradients where not all parameters are trained."""
+        trained, ranks = self.trained, (self.ranks, self.expert_ranks)
+        if self.config.parallel.zero < 2:
+            return trained.total
+        groups = self.parameters.group_blocks(self.config.parallel, self.plans)
+        _, borrowed = compute_peak_zero_buffers(
+            select_trained(self._make_units(), trained.select_divided(*ranks), groups),
+            self.actions,
+            _count_transfers(self.config.parallel),
+            values=False,
+        )
+        vectors = trained.vectors - trained.vectors // self.ranks
+        return vectors + borrowed + trained.count_shard(*ranks)
 
-    Args:
-        config: The run.
-        parameters: The rank's parameters.
-        trained: Those of them that are not frozen.
-        ranks: Those that share a copy of the dense parameters, and of the experts.
-        plans: The rank's stages.
-        actions: Its actions.
-    """
-    if config.parallel.zero < 2:
-        return trained.total
-    groups = parameters.group_blocks(config.parallel, plans)
-    units = make_units(parameters.select_divided(*ranks), config.model, plans, groups)
-    _, borrowed = compute_peak_zero_buffers(
-        select_trained(units, trained.select_divided(*ranks), groups),
-        actions,
-        _count_transfers(config.parallel),
-        values=False,
-    )
-    vectors = trained.vectors - trained.vectors // ranks[0]
-    return vectors + borrowed + trained.count_shard(*ranks)
+    def _make_units(self) -> dict[int, StageBuckets]:
+        """Return the units of its stages with the buckets that ZeRO divides."""
+        groups = self.parameters.group_blocks(self.config.parallel, self.plans)
+        return make_units(self.divided, self.config.model, self.plans, groups)
 
+    def _count_residuals(self) -> int:
+        """Return the elements of the residuals that compression carries from step to step: one for
+        each element of a matrix that a rank sends. Between replicas it sends only its own part."""
+        parallel, trained, ranks = self.config.parallel, self.trained, self.ranks
+        if parallel.compress == "none":
+            return 0
+        if parallel.data_replicate > 1:
+            return trained.count_shard(ranks, self.expert_ranks) - trained.vectors // ranks
+        groups = (
+            (ranks, (*trained.split, *trained.tables)),
+            (ranks * trained.tensor, (*trained.replicated, trained.positions)),
+            (ranks * trained.copies, trained.shared),
+            (self.expert_ranks, trained.experts),
+        )
+        return sum(sum(sizes) for group_ranks, sizes in groups if group_ranks > 1)
 
-def _count_kept_table(config: RunConfig, plans: Sequence[StagePlan]) -> int:
-    """Return the elements of the gradient of a table that two pipeline ranks have, which each keeps
-    until the end of a step whose noise is measured."""
-    model, parallel = config.model, config.parallel
-    is_shared = model.tie_embeddings or model.mtp_depth > 0
-    has_one_end = any(plan.first for plan in plans) != any(plan.last for plan in plans)
-    if not (config.metrics.gradient_noise_every and is_shared and has_one_end):
-        return 0
-    return -(-(model.vocab or 0) // parallel.tensor) * model.hidden // parallel.context
+    def _count_kept_table(self) -> int:
+        """Return the elements of the gradient of a table that two pipeline ranks have, which each
+        keeps until the end of a step whose noise is measured."""
+        model, parallel, plans = self.config.model, self.config.parallel, self.plans
+        is_shared = model.tie_embeddings or model.mtp_depth > 0
+        has_one_end = any(plan.first for plan in plans) != any(plan.last for plan in plans)
+        if not (self.config.metrics.gradient_noise_every and is_shared and has_one_end):
+            return 0
+        return -(-(model.vocab or 0) // parallel.tensor) * model.hidden // parallel.context
 
+    def _count_summed_apart(self) -> int:
+        """Return the elements that a measurement of noise sums at once over the ranks of a data
+        rank."""
+        if not self.config.metrics.gradient_noise_every or self.config.parallel.context == 1:
+            return 0
+        return min(SUMMED_AT_ONCE, self.parameters.total)
 
-def _count_summed_apart(config: RunConfig, parameters: RankParameters) -> int:
-    """Return the elements that a measurement of noise sums at once over the ranks of a data
-    rank."""
-    parallel = config.parallel
-    if not config.metrics.gradient_noise_every or parallel.context == 1:
-        return 0
-    return min(SUMMED_AT_ONCE, parameters.total)
+    def _compute_update_bytes(self) -> int:
+        """Return the bytes that an update takes for itself."""
+        bucketed = self.trained.merge_into_buckets(self.config.parallel, self.plans)
+        return compute_update_bytes(
+            self.config.optim,
+            self.width,
+            bucketed.compute_largest_bucket_shard(*self.shard_ranks),
+            max(map(sum, bucketed.parts), default=0),
+            zero=self.config.parallel.zero,
+            alone=self.ranks == 1,
+        )
+
+    def _compute_buffer_bytes(self) -> int:
+        """Return the bytes of buffers for arriving gradients on a CPU, and for offloaded state on
+        its way through the device."""
+        parallel, optim = self.config.parallel, self.config.optim
+        if not self.host and not optim.offload:
+            return 0
+        bucketed = self.trained.merge_into_buckets(parallel, self.plans)
+        if self.host:
+            received = _count_receive_buffer_elements(
+                bucketed, self.ranks, self.expert_ranks, parallel.zero
+            )
+            return received * self.master
+        chunk = min(OFFLOAD_CHUNK, bucketed.compute_largest_bucket_shard(*self.shard_ranks))
+        weights = self.width < self.master
+        width_on_device = offload_bytes_per_element(optim, self.master, weights=weights)
+        return math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
+
+    def _compute_checkpoint_bytes(self) -> int:
+        """Return the bytes of the copy that is being written: residuals, weights and state."""
+        if not self.host or not self.config.checkpoint.every:
+            return 0
+        ranks, trained = (self.ranks, self.expert_ranks), self.trained
+        state = compute_optimizer_state_bytes(
+            self.config.optim,
+            trained.count_shard(*ranks),
+            trained.count_shard_outside_blocks(self.ranks),
+            self.master,
+            saved=True,
+        )
+        copied = self._count_residuals() + self.parameters.count_shard(*ranks)
+        return copied * self.master + state
 
 
 def _compute_logit_bytes(
@@ -307,39 +345,6 @@ def _compute_logit_bytes(
     fp32_rows = min(rows, max(1, most_logits // FP32_PARTS // max(1, vocab)))
     loss_tensors = fp32_rows * vocab * compute_loss_bytes_per_logit(model, train, width)
     return rows * vocab * width, loss_tensors
-
-
-def _compute_buffer_bytes(
-    config: RunConfig,
-    parameters: RankParameters,
-    ranks: int,
-    expert_ranks: int,
-    plans: Sequence[StagePlan],
-    *,
-    host: bool,
-) -> int:
-    """Return the bytes of buffers for arriving gradients on a CPU, and for offloaded state on its
-    way through the device; arguments as in `compute_memory`."""
-    zero, width = config.parallel.zero, DTYPE_BYTES[config.train.precision]
-    master = max(4, width)
-    if not host and not config.optim.offload:
-        return 0
-    bucketed = parameters.merge_into_buckets(config.parallel, plans)
-    if host:
-        return _count_receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
-    shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
-    chunk = min(OFFLOAD_CHUNK, bucketed.compute_largest_bucket_shard(*shard_ranks))
-    width_on_device = offload_bytes_per_element(config.optim, master, weights=width < master)
-    return math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
-
-
-def _compute_saved_state_bytes(
-    optim: OptimConfig, trained: RankParameters, ranks: int, expert_ranks: int, master: int
-) -> int:
-    """Return the bytes of the optimizer state that a rank saves."""
-    shard = trained.count_shard(ranks, expert_ranks)
-    outside_blocks = trained.count_shard_outside_blocks(ranks)
-    return compute_optimizer_state_bytes(optim, shard, outside_blocks, master, saved=True)
 
 
 def _count_transfers(parallel: ParallelConfig) -> int:
@@ -376,24 +381,6 @@ def _count_receive_buffer_elements(
     unsplit = list_foreign_parts((*parameters.tables, parameters.vectors), ranks)
     unsplit += list_foreign_parts((parameters.positions,), ranks * parameters.tensor)
     return sum(map(_count_buffer_elements, matrices)) + sum(set(unsplit))
-
-
-def _count_residual_elements(
-    parallel: ParallelConfig, parameters: RankParameters, ranks: int, expert_ranks: int
-) -> int:
-    """Return the elements of the residuals that compression carries from step to step: one for each
-    element of a matrix that a rank sends. Between replicas it sends only its own part."""
-    if parallel.compress == "none":
-        return 0
-    if parallel.data_replicate > 1:
-        return parameters.count_shard(ranks, expert_ranks) - parameters.vectors // ranks
-    groups = (
-        (ranks, (*parameters.split, *parameters.tables)),
-        (ranks * parameters.tensor, (*parameters.replicated, parameters.positions)),
-        (ranks * parameters.copies, parameters.shared),
-        (expert_ranks, parameters.experts),
-    )
-    return sum(sum(sizes) for group_ranks, sizes in groups if group_ranks > 1)
 
 
 def compute_optimizer_state_bytes(
@@ -440,17 +427,17 @@ def compute_rank_memory(
         plans: All stages of the model.
         schedule: That of one step; if it is not lowered, messages are not counted.
         rank: A pipeline coordinate.
-        host: As in `compute_memory`.
+        host: As in `PlannedRank`.
     """
     rank_plans = [plans[stage] for stage in schedule.list_stages(rank)]
     of_rank = config.model, config.train, layout, rank_plans
-    return compute_memory(
+    return PlannedRank(
         config,
         count_rank_parameters(*of_rank),
         layout.data_shard * layout.context,
         rank_plans,
         schedule.ranks[rank],
         layout.expert_shard,
-        trained=count_rank_parameters(*of_rank, config.frozen_patterns),
-        host=host,
-    )
+        count_rank_parameters(*of_rank, config.frozen_patterns),
+        host,
+    ).compute_memory()

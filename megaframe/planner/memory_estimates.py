@@ -22,6 +22,7 @@ from megaframe.architecture.output_head import (
 )
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES, Chip
 from megaframe.layout import Layout
@@ -32,7 +33,7 @@ from megaframe.planner.activations import (
 )
 from megaframe.planner.layout_sizes import RECOMPUTE, LayoutSizes, count_blocks_per_rank
 from megaframe.planner.memory import compute_max_width_per_token
-from megaframe.planner.parameter_counts import count_rank_parameters
+from megaframe.planner.parameter_counts import count_model_parameters, count_rank_parameters
 from megaframe.planner.peak_memory import compute_overhead_bytes
 from megaframe.planner.searched_schedules import ScheduleColumn
 from megaframe.schedule import NamedSchedule, PipelineSizes
@@ -48,8 +49,8 @@ def estimate_peak_memory(
 
     It is the largest of three ranks: that with the first stage, that with the last stage, and the
     one between them where weight passes wait longest. The first and the third are assumed to have
-    as many blocks as the fullest rank. The result is within a few percent of `compute_peak_memory`,
-    which makes the final decision on what fits.
+    as many blocks as the fullest rank. The result is within a few percent of what
+    `compute_pipeline_memory` says, which makes the final decision on what fits.
 
     Args:
         config: The run; its layout is ignored.
@@ -57,7 +58,7 @@ def estimate_peak_memory(
         c: The sizes of the candidates.
         schedule: Their schedules.
     """
-    blocks, one_stage = _BlockTable(config, c), c.pipeline == 1
+    blocks, one_stage = _BlockTable(config.model, config.parallel, config.train, c), c.pipeline == 1
     v_shaped = schedule.mark(lambda each: each.placement == "vee")
     nowhere = np.zeros(len(v_shaped), dtype=bool)
     first, last, inner = _count_held(c, schedule)
@@ -95,8 +96,9 @@ class _BlockTable:
     sample. They are computed once per distinct combination of the few sizes that they depend on,
     and then looked up. Kinds are numbered, the one with most parameters first."""
 
-    def __init__(self, config: RunConfig, c: LayoutSizes) -> None:
-        model = config.model
+    def __init__(
+        self, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, c: LayoutSizes
+    ) -> None:
         kinds = [_drop_window(describe_block(model, n)) for n in range(model.layers)]
         sizes_of_kinds = {kind: _count_elements(kind) for kind in dict.fromkeys(kinds)}
         largest_first = sorted(sizes_of_kinds, key=lambda kind: -sizes_of_kinds[kind])
@@ -115,41 +117,35 @@ class _BlockTable:
                 expert_tensor=expert_tensor,
             )
             axes = {"tensor": tensor, "context": context, "expert": expert}
-            sizes = config.replace(
-                parallel={**axes, "expert_tensor": expert_tensor},
-                train={"microbatch": 1, "recompute": RECOMPUTE[recompute]},
+            of_block = (
+                model,
+                parallel.model_copy(update={**axes, "expert_tensor": expert_tensor}),
+                train.model_copy(update={"microbatch": 1, "recompute": RECOMPUTE[recompute]}),
             )
             for kind, layer in enumerate(self.layers):
                 parameters = count_rank_parameters(
-                    config.model, config.train, layout, [StagePlan(1, 3, range(layer, layer + 1))]
+                    model, train, layout, [StagePlan(1, 3, range(layer, layer + 1))]
                 )
+                kept = compute_block_bytes(*of_block, layer)
                 quantities = {
                     "vectors": parameters.vectors,
                     "split": sum(parameters.split),
                     "replicated": sum(parameters.replicated),
                     "shared": sum(parameters.shared),
                     "experts": sum(parameters.experts),
-                    "kept": 0
-                    if recompute == 2
-                    else compute_block_bytes(sizes.model, sizes.parallel, sizes.train, layer),
-                    "weight_pass": compute_weight_pass_bytes(
-                        sizes.model, sizes.parallel, sizes.train, layer
-                    ),
-                    "recomputed": compute_block_bytes(
-                        sizes.model, sizes.parallel, sizes.train, layer
-                    )
-                    if recompute == 2
-                    else 0,
+                    "kept": 0 if recompute == 2 else kept,
+                    "weight_pass": compute_weight_pass_bytes(*of_block, layer),
+                    "recomputed": kept if recompute == 2 else 0,
                     "copies": parameters.copies,
                 }
                 for name, value in quantities.items():
                     rows.setdefault((kind, name), []).append(value)
-            tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
+            tables.append(-(-(model.vocab or 0) // tensor) * model.hidden)
         self._of = {key: np.asarray(values, dtype=float)[row] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[row]
-        one_sample = config.train.model_copy(update={"microbatch": 1})
-        self.rotary = float(compute_rotary_bytes(config.model, one_sample))
-        division = count_blocks_per_rank(config.model, config.train, c)
+        one_sample = train.model_copy(update={"microbatch": 1})
+        self.rotary = float(compute_rotary_bytes(model, one_sample))
+        division = count_blocks_per_rank(model, train, c)
         self.chunks = np.asarray(c.chunks, dtype=int)
         self.per_rank = {True: division.fullest, False: division.last}
 
@@ -244,7 +240,7 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     table_size = blocks.table * (ranks > 1)
     borrowed = 2 * bucket_blocks * divided_block + table_size
     values = np.where(c.zero == 3, vectors + alone + borrowed, total)
-    trained = _compute_trained_share(config)
+    trained = _compute_trained_share(model, train, config.frozen_patterns)
     master_and_state = master + trained * compute_state_bytes(config.optim, master)
     if width == master:
         values = values - np.where(c.zero == 3, alone + vectors / ranks, shard)
@@ -264,15 +260,15 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     return static + transient + compute_overhead_bytes(chip)
 
 
-def _compute_trained_share(config: RunConfig) -> float:
+def _compute_trained_share(
+    model: ModelConfig, train: TrainConfig, frozen: tuple[str, ...]
+) -> float:
     """Return the share of the model's parameters that is not frozen. Every rank is assumed to have
     that of the model."""
-    if not config.frozen_patterns:
+    if not frozen:
         return 1.0
-    plans = [StagePlan(0, 1, range(config.model.layers))]
     trained, every = (
-        count_rank_parameters(config.model, config.train, Layout(), plans, patterns).total
-        for patterns in (config.frozen_patterns, ())
+        count_model_parameters(model, train, patterns).total for patterns in (frozen, ())
     )
     return trained / max(1, every)
 

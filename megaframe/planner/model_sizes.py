@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from megaframe.architecture.stages import plan_stages
-from megaframe.config import RunConfig
 from megaframe.config.model import ModelConfig
 from megaframe.errors import UserError
-from megaframe.layout import Layout
-from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
 
 _FFN_MULTIPLE = 64
 """Inner widths are multiples of this, which tiles of products and tensor ranks divide."""
-
-
-def count_model_parameters(config: RunConfig) -> RankParameters:
-    """Return the parameters of the whole model of a config."""
-    one_rank = {"tensor": 1, "pipeline": 1, "chunks": 1, "schedule": "1f1b"}
-    alone = config.replace(parallel={**one_rank, "layers_per_stage": None})
-    return count_rank_parameters(alone.model, alone.train, Layout(), plan_stages(alone))
 
 
 def scale_model(model: ModelConfig, layers: int) -> ModelConfig:

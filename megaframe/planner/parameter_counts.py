@@ -263,6 +263,14 @@ def count_rank_parameters(
     )
 
 
+def count_model_parameters(
+    model: ModelConfig, train: TrainConfig, frozen: tuple[str, ...] = ()
+) -> RankParameters:
+    """Return the parameters of a rank that is alone; arguments as in `count_rank_parameters`."""
+    whole = StagePlan(0, 1, range(model.layers))
+    return count_rank_parameters(model, train, Layout(), [whole], frozen)
+
+
 def list_layer_kinds(
     model: ModelConfig, frozen: tuple[str, ...]
 ) -> list[tuple[BlockDescription, float]]:

@@ -39,21 +39,6 @@ def fits_with_margin(needed: Any, chip: Chip) -> Any:
     return needed <= _CHOSEN * chip.memory
 
 
-def compute_peak_memory(
-    config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip
-) -> RankMemory:
-    """Return the memory of the rank that needs most, the chip's overhead included.
-
-    Args:
-        config: Model, precision, recompute and microbatch.
-        layout: The sizes of the axes.
-        schedule: That of one step, not lowered.
-        chip: The device.
-    """
-    memories = compute_pipeline_memory(config, layout, schedule, chip)
-    return max(memories.values(), key=lambda memory: memory.total)
-
-
 def compute_pipeline_memory(
     config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip
 ) -> dict[int, RankMemory]:
@@ -61,7 +46,10 @@ def compute_pipeline_memory(
     included; of a long pipeline only of those that may need most.
 
     Args:
-        config, layout, schedule, chip: As in `compute_peak_memory`.
+        config: Model, precision, recompute and microbatch.
+        layout: The sizes of the axes.
+        schedule: That of one step, not lowered.
+        chip: The device.
     """
     plans, lowered, num_ranks = plan_stages(config), lower(schedule), len(schedule.ranks)
     ranks = (
@@ -87,7 +75,9 @@ def select_nonzero_kinds(memory: RankMemory) -> dict[str, int]:
 
 
 def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> RunConfig:
-    """Return the config with numbers in place of `train.recompute_blocks=auto`.
+    """Return the config with numbers in place of `train.recompute_blocks=auto`: for each stage the
+    fewest blocks with which the planned memory of each rank leaves room on the chip (one fewer on
+    any stage would not). All blocks of a rank if even that does not suffice.
 
     Args:
         config: The run.
@@ -96,20 +86,6 @@ def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> R
     """
     if config.train.recompute_blocks != "auto":
         return config
-    blocks = find_min_recomputed_blocks(config, layout, chip)
-    return config.replace(train={"recompute_blocks": blocks})
-
-
-def find_min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
-    """Return the number of recomputed blocks of each stage: the fewest with which the planned
-    memory of each rank leaves room on the chip (one fewer on any stage would not). All blocks of a
-    rank if even that does not suffice.
-
-    Args:
-        config: The run.
-        layout: Its ranks.
-        chip: The devices.
-    """
     plain = config.replace(train={"recompute_blocks": 0})
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(plain, microbatches))
@@ -117,7 +93,7 @@ def find_min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) ->
     for rank in range(layout.pipeline):
         for stage, count in _find_min_blocks_of_rank(plain, layout, chip, schedule, rank).items():
             counts[stage] = count
-    return tuple(counts)
+    return config.replace(train={"recompute_blocks": tuple(counts)})
 
 
 def _find_min_blocks_of_rank(

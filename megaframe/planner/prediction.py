@@ -53,8 +53,9 @@ from megaframe.planner.machine import (
     compute_axis_span,
     find_outermost_tier,
 )
+from megaframe.planner.memory import RankMemory
 from megaframe.planner.parameter_counts import list_layer_kinds
-from megaframe.planner.peak_memory import compute_peak_memory, select_nonzero_kinds
+from megaframe.planner.peak_memory import compute_pipeline_memory, select_nonzero_kinds
 from megaframe.schedule import Schedule
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.named import find_named_schedule, get_schedule_name
@@ -133,10 +134,9 @@ def predict(
     )
     schedule = build_step_schedule(config, int(machine.sizes.microbatches))
     breakdown = estimate_step(machine, schedule)
-    memory = compute_peak_memory(config, layout, schedule, cluster.chip)
-    return _make_prediction(
-        config, layout, machine, breakdown, select_nonzero_kinds(memory), memory.host
-    )
+    memories = compute_pipeline_memory(config, layout, schedule, cluster.chip).values()
+    most = max(memories, key=lambda memory: memory.total)
+    return _make_prediction(layout, machine, breakdown, most)
 
 
 def estimate_step(machine: Machine, schedule: Schedule) -> dict[str, float]:
@@ -280,14 +280,10 @@ def count_model_flops(config: RunConfig) -> tuple[float, float]:
 
 
 def _make_prediction(
-    config: RunConfig,
-    layout: Layout,
-    machine: Machine,
-    breakdown: dict[str, float],
-    memory: dict[str, int],
-    host: int,
+    layout: Layout, machine: Machine, breakdown: dict[str, float], rank_memory: RankMemory
 ) -> Prediction:
-    step, cluster = float(sum(breakdown.values())), machine.cluster
+    step, cluster, config = float(sum(breakdown.values())), machine.cluster, machine.config
+    memory, host = select_nonzero_kinds(rank_memory), rank_memory.host
     tokens = config.train.global_batch * config.train.seq
     model, hardware = count_model_flops(config)
     rate = model * tokens / step / layout.world
@@ -303,17 +299,13 @@ def _make_prediction(
         memory_bytes=memory,
         fits=fits,
         host_bytes=host,
-        reasons=tuple(
-            explain_step(config, layout, cluster, machine.constants, breakdown, memory, host)
-        ),
+        reasons=tuple(_explain_step(machine, layout, breakdown, memory, host)),
     )
 
 
-def explain_step(
-    config: RunConfig,
+def _explain_step(
+    machine: Machine,
     layout: Layout,
-    cluster: Cluster,
-    constants: Constants,
     breakdown: Mapping[str, float],
     memory: Mapping[str, int],
     host_bytes: int,
@@ -323,14 +315,13 @@ def explain_step(
     that takes at least a fiftieth of the step, the longest first.
 
     Args:
-        config: The run.
+        machine: The run on its cluster.
         layout: The sizes of its axes.
-        cluster: Where it runs.
-        constants: What was assumed of kernels and collectives.
         breakdown: Seconds by part.
         memory: Bytes on the device by kind.
         host_bytes: Bytes in host memory.
     """
+    config, cluster, constants = machine.config, machine.cluster, machine.constants
     step = sum(breakdown.values())
     total, capacity = sum(memory.values()), cluster.chip.memory
     kinds = sorted(memory, key=lambda kind: -memory[kind])[:2]

@@ -65,12 +65,11 @@ def estimate(
         constants: What kernels and collectives reach there.
         candidates: The layouts.
     """
-    rounds = [
-        _estimate_round(
-            config, cluster, constants, candidates.select(slice(start, start + _AT_ONCE))
-        )
-        for start in range(0, len(candidates), _AT_ONCE)
-    ]
+    rounds = []
+    for start in range(0, len(candidates), _AT_ONCE):
+        part = candidates.select(slice(start, start + _AT_ONCE))
+        machine = Machine(config, cluster, constants, part.make_sizes(config.train))
+        rounds.append(_estimate_round(machine, part.schedule_column))
     step, memory, fits = (
         np.concatenate([getattr(one_round, name) for one_round in rounds])
         for name in ("step_seconds", "memory_bytes", "fits")
@@ -82,11 +81,8 @@ def estimate(
     return Estimates(step, memory, fits, breakdown)
 
 
-def _estimate_round(
-    config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
-) -> Estimates:
-    sizes, schedule = candidates.make_sizes(config.train), candidates.schedule_column
-    machine = Machine(config, cluster, constants, sizes)
+def _estimate_round(machine: Machine, schedule: ScheduleColumn) -> Estimates:
+    config, chip, sizes = machine.config, machine.cluster.chip, machine.sizes
     block, block_parameters = _compute_mean_block(machine)
     head = estimate_head_times(machine)
     busiest = _find_busiest_rank(machine, block, head)
@@ -94,13 +90,13 @@ def _estimate_round(
     blocks = block_parameters.scale(busiest.blocks)
     load = replace(
         blocks,
-        tables=count_table_elements(machine) * _count_tables(config.model, machine.sizes),
+        tables=count_table_elements(machine) * _count_tables(config.model, sizes),
         buckets=count_buckets(machine, blocks.total, sizes.chunks, busiest.blocks),
     )
     breakdown = _break_down_step(machine, rank, load, schedule)
-    memory = estimate_peak_memory(config, cluster.chip, sizes, schedule)
+    memory = estimate_peak_memory(config, chip, sizes, schedule)
     return Estimates(
-        np.add.reduce(list(breakdown.values())), memory, memory <= cluster.chip.memory, breakdown
+        np.add.reduce(list(breakdown.values())), memory, memory <= chip.memory, breakdown
     )
 
 

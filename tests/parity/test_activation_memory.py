@@ -24,7 +24,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.pipeline_parallel.stage_pass import StagePass
-from megaframe.planner.memory import compute_memory
+from megaframe.planner.memory import PlannedRank
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import Action, ActionKind
 from megaframe.training.train_step import TrainStep
@@ -77,9 +77,11 @@ def measure_saved_bytes(layers, recompute, tensor, dropout):
         storages.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
     mesh.finish()
     actions = [Action(ActionKind.F, 0, 0)]
-    planned = compute_memory(
-        config, RankParameters(0, (), ()), 1, plan_stages(config), actions
-    ).activations
+    planned = (
+        PlannedRank(config, RankParameters(0, (), ()), 1, plan_stages(config), actions)
+        .compute_memory()
+        .activations
+    )
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), planned
 
 
@@ -150,9 +152,9 @@ def measure_stage(name, recompute, tensor):
     shapes = {table.sin.shape for table in tables}  # also of the negated table for backward
     kept = [value for value in storages.values() if value.shape not in shapes]
     kept += [each for table in tables for each in (table.cos, table.sin)]
-    planned = compute_memory(
+    planned = PlannedRank(
         config, RankParameters(0, (), ()), 1, plan_stages(config), [Action(ActionKind.F, 0, 0)]
-    )
+    ).compute_memory()
     return sum(value.untyped_storage().nbytes() for value in kept), planned.activations
 
 

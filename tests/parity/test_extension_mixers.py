@@ -39,7 +39,7 @@ from megaframe.planner.constants import get_family_constants
 from megaframe.planner.layer_times import estimate_block_times
 from megaframe.planner.layout_sizes import make_layout_sizes
 from megaframe.planner.machine import Machine
-from megaframe.planner.memory import compute_memory
+from megaframe.planner.memory import PlannedRank
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import Action, ActionKind, lower
 from megaframe.training.layer_check import find_lies, measure_layers
@@ -301,7 +301,11 @@ def plan_kept(*arguments):
     """Return the bytes that are planned."""
     config = make_long_config(*arguments)
     parameters, actions = RankParameters(0, (), ()), [Action(ActionKind.F, 0, 0)]
-    return compute_memory(config, parameters, 1, plan_stages(config), actions).activations
+    return (
+        PlannedRank(config, parameters, 1, plan_stages(config), actions)
+        .compute_memory()
+        .activations
+    )
 
 
 KEPT = [

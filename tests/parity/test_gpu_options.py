@@ -21,7 +21,7 @@ from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MAX_KINDS, Compiled
 from megaframe.ops.operator_mode import OperatorMode
 from megaframe.pipeline_parallel.activation_offload import ActivationOffload
-from megaframe.planner.memory import compute_memory
+from megaframe.planner.memory import PlannedRank
 from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.schedule import lower
 from megaframe.training.rank_pool import RankPool
@@ -68,7 +68,7 @@ def test_the_memory_plan_knows_what_is_away():
         actions = lower(build_step_schedule(config, 2)).ranks[0]
         plans = plan_stages(config)
         parameters = count_rank_parameters(config.model, config.train, Layout(), plans)
-        return compute_memory(config, parameters, 1, plans, actions).activations
+        return PlannedRank(config, parameters, 1, plans, actions).compute_memory().activations
 
     stream = 32 * 64 * 4
     assert activations(False) - activations(True) == (6 - 2) * stream

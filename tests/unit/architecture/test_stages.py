@@ -17,7 +17,7 @@ from megaframe.metrics import count_flops
 from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.model_chunk import build_chunks, list_model_specs
 from megaframe.planner.activations import compute_block_bytes, compute_rotary_bytes
-from megaframe.planner.memory import compute_memory
+from megaframe.planner.memory import PlannedRank
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import generate
 
@@ -148,7 +148,7 @@ def test_activations_are_those_in_flight():
     stream = 32 * 64 * 2
     plans = plan_stages(config)
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
-        plan = compute_memory(config, NOTHING, 1, [plans[rank]], actions)
+        plan = PlannedRank(config, NOTHING, 1, [plans[rank]], actions).compute_memory()
         each = 2 * (
             stream + compute_block_bytes(config.model, config.parallel, config.train, 0)
         ) + 2 * stream * (rank == 3)
@@ -158,9 +158,9 @@ def test_activations_are_those_in_flight():
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
     recomputed = make_config(8, pipeline=4, train={"recompute": "full"})
-    plan = compute_memory(
+    plan = PlannedRank(
         recomputed, NOTHING, 1, plan_stages(recomputed)[:1], generate("1f1b", 4, 1, 8).ranks[0]
-    )
+    ).compute_memory()
     assert plan.activations == 4 * (
         2 * stream + compute_rotary_bytes(recomputed.model, recomputed.train)
     ) + compute_block_bytes(recomputed.model, recomputed.parallel, recomputed.train, 0)

@@ -269,7 +269,7 @@ def test_extensions_are_planned_for_without_torch(write):
     path = write(PART)
     code = (
         "import sys\nfrom megaframe.extensions import load_with_extensions\n"
-        "from megaframe.planner.memory import compute_memory\n"
+        "from megaframe.planner.memory import PlannedRank\n"
         f"load_with_extensions(None, ['run.extensions=[{path}]', 'optim.schedule=half'])\n"
         "assert 'torch' not in sys.modules"
     )

@@ -13,7 +13,7 @@ from megaframe.config.registry import Registry, use_registry
 from megaframe.errors import UserError
 from megaframe.extensions import load_extensions, load_with_extensions
 from megaframe.hardware.cluster import load_cluster
-from megaframe.planner.candidates import SearchSpace, apply_candidate
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.layout_search import search
 from megaframe.planner.vectorized import estimate
@@ -143,11 +143,12 @@ def test_a_search_reads_bubble_and_memory_from_it():
             "context": 1,
             "recompute": "none",
         }
-        candidates = SearchSpace(config, 8, CLUSTER, fixed).list_candidates()
+        space = SearchSpace(config, 8, CLUSTER, fixed)
+        candidates = space.list_candidates()
         assert {candidates.get_schedule(row).name for row in range(len(candidates))} == {
             getattr(schedule, "name", schedule)
         }
-        assert apply_candidate(config, candidates, 0).parallel.schedule == schedule
+        assert space.make_config(candidates, 0).parallel.schedule == schedule
         tables[str(schedule)] = estimate(config, CLUSTER, constants, candidates)
     eager, ours = tables.values()
     assert np.allclose(eager.step_seconds, ours.step_seconds)

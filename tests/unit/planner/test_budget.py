@@ -11,7 +11,8 @@ from megaframe.errors import UserError
 from megaframe.planner.budget import SizeTable, choose_batch, plan_budget
 from megaframe.planner.budget_request import parse_budget
 from megaframe.planner.constants import get_cluster_constants
-from megaframe.planner.model_sizes import count_model_parameters, scale_model
+from megaframe.planner.model_sizes import scale_model
+from megaframe.planner.parameter_counts import count_model_parameters
 from megaframe.planner.theory.scaling_laws import (
     LAWS,
     compute_batch_tokens,
@@ -31,9 +32,7 @@ def make_table(text, config=CONFIG):
 def test_the_shape_of_a_config_is_found_again_and_models_grow_with_their_layers():
     assert scale_model(CONFIG.model, CONFIG.model.layers) == CONFIG.model
     sizes = [scale_model(CONFIG.model, layers) for layers in range(1, 80)]
-    counts = [
-        count_model_parameters(CONFIG.model_copy(update={"model": model})).total for model in sizes
-    ]
+    counts = [count_model_parameters(model, CONFIG.train).total for model in sizes]
     assert counts == sorted(counts)
     for model in sizes:
         assert model.heads % model.kv_heads == 0 and model.hidden == model.heads * model.head_dim

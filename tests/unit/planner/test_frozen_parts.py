@@ -24,7 +24,7 @@ from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
 from megaframe.planner.machine import Machine
 from megaframe.planner.memory_estimates import estimate_peak_memory
 from megaframe.planner.parameter_counts import compute_trained_share, count_rank_parameters
-from megaframe.planner.peak_memory import compute_peak_memory
+from megaframe.planner.peak_memory import compute_pipeline_memory
 from megaframe.planner.searched_schedules import ScheduleColumn
 from megaframe.schedule.named import NAMED_SCHEDULES
 from megaframe.training.meta_step import run_meta_step
@@ -139,7 +139,7 @@ def test_the_estimate_of_a_search_is_near_the_plan(zero, model):
     arrays = {name: np.atleast_1d(value) for name, value in vars(sizes).items()}
     schedule = ScheduleColumn((NAMED_SCHEDULES["1f1b"],), np.zeros(1, dtype=int))
     (estimate,) = estimate_peak_memory(config, chip, LayoutSizes(**arrays), schedule)
-    plan = compute_peak_memory(config, layout, build_step_schedule(config, 2), chip)
+    (plan,) = compute_pipeline_memory(config, layout, build_step_schedule(config, 2), chip).values()
     planned = plan.total - plan.overhead
     assert estimate - plan.overhead == pytest.approx(planned, rel=0.1)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megaframe.config import load
 from megaframe.errors import UserError
 from megaframe.planner.ladder import make_ladder, make_rung
-from megaframe.planner.model_sizes import count_model_parameters
+from megaframe.planner.parameter_counts import count_model_parameters
 from megaframe.planner.theory.loss_fit import ComputeLaw, fit_compute_law
 
 LLAMA = load("llama3-8b", ["model.vocab=32000", "train.seq=2048", "train.global_batch=256"])
@@ -56,7 +56,7 @@ def test_a_config_is_the_rung_of_its_own_depth():
     own = {"model.hidden": "256", "model.heads": "4", "model.ffn": "768", "optim.lr": "0.001"}
     own |= {"train.global_batch": "16", "optim.min_lr": "0.0001", "model.mup_base_hidden": "256"}
     assert own.items() <= rung.keys.items()
-    assert rung.parameters == count_model_parameters(DEMO).total
+    assert rung.parameters == count_model_parameters(DEMO.model, DEMO.train).total
     steps = int(rung.keys["train.steps"])
     assert rung.tokens == steps * 16 * DEMO.train.seq
     assert 0 <= 20 * rung.parameters - rung.tokens < 16 * DEMO.train.seq

@@ -15,7 +15,7 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision
-from megaframe.planner.candidates import SearchSpace, apply_candidate
+from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import get_family_constants
 from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import search
@@ -53,10 +53,11 @@ def draw_places(many, some):
 @pytest.mark.parametrize(("model", "gpus", "batch"), mark_slow(WORLDS, except_for=WORLDS[:2]))
 def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     config = make_config(model, batch)
-    candidates = SearchSpace(config, gpus, CLUSTER).list_candidates()
+    space = SearchSpace(config, gpus, CLUSTER)
+    candidates = space.list_candidates()
     assert len(candidates) > 1000
     for place in draw_places(len(candidates), 60):
-        chosen = apply_candidate(config, candidates, place)
+        chosen = space.make_config(candidates, place)
         validate_config(chosen, gpus, data=False)
         assert Layout.from_parallel(chosen.parallel, gpus).world == gpus
     table = np.stack([*candidates.columns.values()])
@@ -75,12 +76,13 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 )
 def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     config = make_config(model, batch, **sections)
-    candidates = SearchSpace(config, gpus, CLUSTER).list_candidates()
+    space = SearchSpace(config, gpus, CLUSTER)
+    candidates = space.list_candidates()
     candidates = candidates.select(np.array(draw_places(len(candidates), 30)))
     estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
     seconds, sizes = [], []
     for place in range(len(candidates)):
-        chosen = apply_candidate(config, candidates, place)
+        chosen = space.make_config(candidates, place)
         exact = predict(chosen, Layout.from_parallel(chosen.parallel, gpus), CLUSTER, CONSTANTS)
         seconds.append(float(estimated.step_seconds[place]) / exact.step_seconds - 1)
         sizes.append(float(estimated.memory_bytes[place]) / sum(exact.memory_bytes.values()) - 1)
@@ -93,11 +95,12 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     """Many experts of a token are most of its activations, if they are on other ranks."""
     config = load("qwen3-30b-a3b", ["parallel.expert=1"])
     fixed = {"pipeline": 1, "context": 1, "zero": 2, "recompute": "none", "microbatch": 2}
-    candidates = SearchSpace(config, 64, CLUSTER, fixed).list_candidates()
+    space = SearchSpace(config, 64, CLUSTER, fixed)
+    candidates = space.list_candidates()
     candidates = candidates.select(candidates.expert > 1)
     estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
     for place in draw_places(len(candidates), 10):
-        chosen = apply_candidate(config, candidates, place)
+        chosen = space.make_config(candidates, place)
         exact = predict(chosen, Layout.from_parallel(chosen.parallel, 64), CLUSTER, CONSTANTS)
         needed = sum(exact.memory_bytes.values())
         assert estimated.memory_bytes[place] == pytest.approx(needed, rel=0.05)
@@ -107,14 +110,15 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
 @pytest.mark.parametrize(("model", "gpus", "batch"), mark_slow(WORLDS[:3], except_for=[WORLDS[1]]))
 def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
     config = make_config(model, batch)
-    result = search(SearchSpace(config, gpus, CLUSTER), CONSTANTS)
+    space = SearchSpace(config, gpus, CLUSTER)
+    result = search(space, CONSTANTS)
     steps = [choice.prediction.step_seconds for choice in result.choices]
     assert max(steps[0] / step for step in steps) < 1.015
     fitting = np.flatnonzero(fits_with_margin(result.estimates.memory_bytes, CLUSTER.chip))
     # Draws from the better half only, because the worse half cannot win.
     fitting = fitting[np.argsort(result.estimates.step_seconds[fitting])][: len(fitting) // 2]
     for place in fitting[draw_places(len(fitting), 20)]:
-        chosen = apply_candidate(config, result.candidates, int(place))
+        chosen = space.make_config(result.candidates, int(place))
         other = predict(chosen, Layout.from_parallel(chosen.parallel, gpus), CLUSTER, CONSTANTS)
         assert steps[0] <= 1.015 * other.step_seconds or not other.fits
     text = " ".join([*describe_decision(result, CLUSTER), *describe_alternatives(result, CLUSTER)])

@@ -22,7 +22,7 @@ from megaframe.metrics import StepTimer
 from megaframe.model.layer_inputs import LayerRoutines
 from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.activations import compute_block_bytes
-from megaframe.planner.memory import compute_memory, compute_rank_memory
+from megaframe.planner.memory import PlannedRank, compute_rank_memory
 from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
 from megaframe.schedule import Action, ActionKind, lower
 from megaframe.training.train_step import TrainStep
@@ -106,9 +106,9 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
         saved_bytes.append(
             sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
         )
-        plan = compute_memory(
+        plan = PlannedRank(
             built.config, RankParameters(0, (), ()), 1, plan_stages(built.config), FORWARD
-        )
+        ).compute_memory()
         saved_bytes.append(plan.activations)
     assert saved_bytes[2] - saved_bytes[0] == saved_bytes[3] - saved_bytes[1]
 
@@ -134,18 +134,18 @@ def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="au
         count_rank_parameters(config.model, config.train, layout, plans),
         train_step.schedule.ranks[0],
     )
-    plan = compute_memory(
+    plan = PlannedRank(
         config,
         parameter_counts,
         layout.data,
         plans,
         schedule,
         layout.expert_shard,
-        trained=count_rank_parameters(
+        unfrozen=count_rank_parameters(
             config.model, config.train, layout, plans, config.optim.frozen
         ),
         host=True,
-    )
+    ).compute_memory()
     rules = [shard.rule for shard in train_step.optimizer.shards if shard.rule is not None]
     state = [tensor for rule in rules for tensor in rule.state.values()]
     mesh.finish()
@@ -246,11 +246,13 @@ def test_a_backward_that_is_not_split_frees_what_it_used():
     first, second = ((Action(ActionKind.F, 0, n), Action(ActionKind.B, 0, n)) for n in (0, 1))
     split = [*first, Action(ActionKind.W, 0, 0)]
     plans = plan_stages(config)
-    single_activations = compute_memory(
-        config, RankParameters(0, (), ()), 1, plans, split
-    ).activations
+    single_activations = (
+        PlannedRank(config, RankParameters(0, (), ()), 1, plans, split).compute_memory().activations
+    )
     assert (
-        compute_memory(config, RankParameters(0, (), ()), 1, plans, [*second, *split]).activations
+        PlannedRank(config, RankParameters(0, (), ()), 1, plans, [*second, *split])
+        .compute_memory()
+        .activations
         == single_activations
     )
 

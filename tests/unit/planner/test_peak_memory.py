@@ -17,7 +17,6 @@ from megaframe.planner.layout_search import search
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.planner.peak_memory import (
     compute_overhead_bytes,
-    find_min_recomputed_blocks,
     fits_with_margin,
     resolve_recompute_blocks,
 )
@@ -73,7 +72,7 @@ def test_every_rank_fits_and_no_stage_needs_one_fewer(parallel, recompute, part)
         max(compute_needed(config, layout, H100.chip, tried)) for tried in (all_blocks, none)
     )
     chip = replace(H100.chip, memory=round((low + part * (high - low)) / 0.95))
-    blocks = find_min_recomputed_blocks(config, layout, chip)
+    blocks = resolve_recompute_blocks(config, layout, chip).train.recompute_blocks
     schedule = lower(build_step_schedule(config, 16))
     memory = compute_needed(config, layout, chip, blocks)
     for rank in range(layout.pipeline):
@@ -92,7 +91,7 @@ def test_earlier_ranks_of_a_pipeline_compute_more_again():
     layout = Layout.from_parallel(config.parallel, 4)
     most = max(compute_needed(config, layout, H100.chip, (0,) * 4))
     chip = replace(H100.chip, memory=round(0.75 * most))
-    blocks = find_min_recomputed_blocks(config, layout, chip)
+    blocks = resolve_recompute_blocks(config, layout, chip).train.recompute_blocks
     assert blocks[0] > blocks[1] > blocks[2] == 0  # the last rank has the head and its logits
 
 
