@@ -28,8 +28,7 @@ from megaframe.training.layer_check import (
 )
 from megaframe.training.layer_check.layouts import (
     CheckedLayout,
-    list_measured_layouts,
-    list_parity_layouts,
+    SmallRun,
 )
 from megaframe.training.layer_check.parity import (
     PROMISE,
@@ -58,8 +57,9 @@ def main() -> None:
         load_on_rank = partial(load_extensions, arguments.config, arguments.overrides)
         pool = RankPool(2, load_on_rank, _TIMEOUT)
         try:
-            lies = check_descriptions(list_measured_layouts(config), pool)
-            failures = check_parity(list_parity_layouts(config), pool)
+            small = SmallRun(config)
+            lies = check_descriptions(small.list_measured_layouts(), pool)
+            failures = check_parity(small.list_parity_layouts(), pool)
         finally:
             pool.close()
     for line in (*lies, *failures):

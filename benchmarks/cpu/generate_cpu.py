@@ -47,7 +47,7 @@ def write_checkpoint(folder: Path, precision: str, seq: int) -> Path:
         {**overrides, "train.precision": precision, "train.seq": seq, "data.tokenizer": None},
     )
     generator = torch.Generator().manual_seed(0)
-    specs = list_model_specs(config)
+    specs = list_model_specs(config.model, config.train)
     boxes = [TensorBox(s.name, s.shape, (0,) * len(s.shape), s.shape, "F32") for s in specs]
 
     def fill(entry: FileEntry) -> memoryview:

@@ -139,7 +139,7 @@ def add_shares(row: TrainingCase, result: dict[str, Any], dry: bool) -> dict[str
     if "tokens_per_second" not in result:
         return result
     config = load(str(ROOT / row.path), row.list_overrides(dry))
-    flops = count_flops(list_model_specs(config), config)
+    flops = count_flops(list_model_specs(config.model, config.train), config)
     has_gpu = torch.cuda.is_available()
     peak = find_chip_peak(torch.cuda.get_device_name(), "bf16") if has_gpu else None
     with_shares = dict(result)

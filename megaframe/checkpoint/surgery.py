@@ -63,7 +63,7 @@ def average_checkpoints(
             raise UserError(
                 f"{checkpoint.path} is of another model than {checkpoints[0].path}:\n  {lines}"
             )
-    specs, prefix = list_model_specs(run), EMA_PREFIX if ema else ""
+    specs, prefix = list_model_specs(run.model, run.train), EMA_PREFIX if ema else ""
 
     def name_in(checkpoint: Checkpoint, spec: ParamSpec) -> str:
         # A balance of experts is no weight that steps are averaged of.
@@ -128,7 +128,7 @@ def select_layers(
     def read(name: str) -> Tensor:
         return checkpoint.read_tensor(find_origin(name))
 
-    specs = list_model_specs(new)
+    specs = list_model_specs(new.model, new.train)
     checkpoint.require_shapes({find_origin(spec.name): spec.shape for spec in specs})
     written = _write(target, new, checkpoint.path, specs, list_sources, read)
     return replace(written, notes=notes)
@@ -151,8 +151,8 @@ def grow_vocabulary(checkpoint: Checkpoint, target: StorePath, vocab: int) -> St
     if vocab <= old:
         raise UserError(f"--vocab={vocab}: {checkpoint.path} has a vocabulary of {old}; give more")
     new = _check(_change(run.model, {"vocab": vocab}), run.train, run.data, checkpoint)
-    specs = list_model_specs(new)
-    before = {spec.name: spec.shape for spec in list_model_specs(run)}
+    specs = list_model_specs(new.model, new.train)
+    before = {spec.name: spec.shape for spec in list_model_specs(run.model, run.train)}
     grown = {spec.name for spec in specs if spec.shape != before[spec.name]}
     checkpoint.require_shapes(before)
 

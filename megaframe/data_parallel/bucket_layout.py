@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megaframe.architecture.buckets import group_blocks_into_buckets
 from megaframe.architecture.spec import ParamSpec
-from megaframe.config import RunConfig
+from megaframe.config import ParallelConfig
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.mesh import Mesh
-from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
+from megaframe.parameters.parameter import Module, Parameter, Precision
 
 _TABLES = ("embedding", "head")
 """Roles of parameters that are used only at one end of the model."""
@@ -66,7 +66,8 @@ class BucketLayout:
 
     def __init__(
         self,
-        config: RunConfig,
+        parallel: ParallelConfig,
+        precision: Precision,
         mesh: Mesh,
         stages: Mapping[int, Sequence[Module]],
         bucketing: BucketingRule,
@@ -75,13 +76,15 @@ class BucketLayout:
         """Make the buckets and bind all parameters to them.
 
         Args:
-            config: The run.
+            parallel: The section `parallel`.
+            precision: Types of numbers.
             mesh: This rank's groups.
             stages: The units of each stage, by its index, in the order of the forward pass.
             bucketing: What the optimizer requires of buckets.
             buffers: Lends the memory of the buckets.
         """
-        self._config, self._mesh, self._bucketing = config, mesh, bucketing
+        self._parallel, self._precision = parallel, precision
+        self._mesh, self._bucketing = mesh, bucketing
         self._buffers = buffers
         self.completed_by: dict[int, list[Bucket]] = {}
         self.used_by: dict[int, list[Bucket]] = {}
@@ -98,7 +101,7 @@ class BucketLayout:
         buckets = self._make_buckets(list(vectors))
         self.vectors_of[stage] = [bucket for bucket in buckets if bucket.trained]
         self._bucket_of |= {p: bucket for bucket in buckets for p in bucket.parameters}
-        minimum = self._config.parallel.bucket_size
+        minimum = self._parallel.bucket_size
         for sharing, halves in group_units(units, self._mesh, minimum):
             self._lay_out_units(sharing, halves=halves)
 
@@ -151,12 +154,10 @@ class BucketLayout:
     def _make_bucket(self, parameters: Sequence[Parameter]) -> Bucket:
         mesh, bucketing = self._mesh, self._bucketing
         spec, sizes = parameters[0].spec, mesh.layout.sizes
-        stage = self._config.parallel.zero
+        stage = self._parallel.zero
         shard_axes = (_SHARDS.get(axis, axis) for axis in spec.find_reduction_axes(sizes))
-        precision = PRECISIONS[self._config.train.precision]
-        reducer = ReducerConfig.from_parallel(
-            self._config.parallel, compress=spec.role not in _VECTORS
-        )
+        precision = self._precision
+        reducer = ReducerConfig.from_parallel(self._parallel, compress=spec.role not in _VECTORS)
         if spec.role in _VECTORS:
             # Autograd saves gains and biases, so their values may not be withdrawn.
             stage = min(stage, 1)

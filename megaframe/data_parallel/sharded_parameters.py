@@ -24,7 +24,7 @@ from megaframe.data_parallel.small_batches import SmallBatchNorms
 from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.layout import Layout
-from megaframe.parameters.parameter import Module, Parameter
+from megaframe.parameters.parameter import PRECISIONS, Module, Parameter
 from megaframe.schedule.zero_buffers import BLOCKS_PRESENT, REDUCTIONS_IN_FLIGHT
 
 
@@ -131,7 +131,10 @@ class ShardedParameters:
         if config.parallel.reduce_precision == "bf16":
             node_size = config.parallel.node_size or read_local_world_size()
             mesh.divide_exchanges(_list_reduction_axes(config.model, mesh.layout), node_size)
-        self._layout = BucketLayout(config, mesh, stages, bucketing, self.buffers)
+        precision = PRECISIONS[config.train.precision]
+        self._layout = BucketLayout(
+            config.parallel, precision, mesh, stages, bucketing, self.buffers
+        )
         self.buckets = self._layout.buckets
         self.gathers = any(bucket.gathers for bucket in self.buckets)
         self._is_alone = all(bucket.is_alone for bucket in self.buckets)
@@ -146,21 +149,18 @@ class ShardedParameters:
         self._gradients_divided = any(bucket.sharding.stage >= 2 for bucket in self.trained)
         self.small_batches: SmallBatchNorms | None = None
         if config.metrics.gradient_noise_every:
-            self.small_batches = self._make_small_batches(config, mesh)
+            bucket = self._tied_bucket
+            self.small_batches = SmallBatchNorms(
+                mesh,
+                self.trained,
+                [*_list_shard_axes(config.model, mesh.layout)],
+                zero=config.parallel.zero,
+                tied=None if tied is None or bucket is None else (bucket, tied.ends),
+            )
         plain = ReducerConfig.from_parallel(config.parallel, compress=True).uncompressed
         # A plain all-reduce at stage 0 is one transfer and needs no `advance`.
         self._in_parts = config.parallel.zero >= 1 or mesh.layout.data_replicate > 1 or not plain
         """Whether a reduction takes several transfers, or holds a buffer until it is done."""
-
-    def _make_small_batches(self, config: RunConfig, mesh: Mesh) -> SmallBatchNorms:
-        tied, bucket = self._tied, self._tied_bucket
-        return SmallBatchNorms(
-            mesh,
-            self.trained,
-            [*_list_shard_axes(config.model, mesh.layout)],
-            zero=config.parallel.zero,
-            tied=None if tied is None or bucket is None else (bucket, tied.ends),
-        )
 
     @property
     def trained(self) -> list[Bucket]:

@@ -1,30 +1,13 @@
-"""Sinks of extensions: made from the config, and kept from ending a run."""
+"""Sinks of extensions, kept from ending a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 
-from megaframe.config import RunConfig
-from megaframe.config.part_calls import call_part, describe_failure
+from megaframe.config.part_calls import describe_failure
 from megaframe.extensions.sink import Line, Sink, TextSample
 from megaframe.io.output_files import OutputFiles
-
-
-def make_extension_sinks(config: RunConfig, start_step: int, files: OutputFiles) -> Iterator[Sink]:
-    """Yield the sinks of extensions that the config asks for.
-
-    Args:
-        config: The run.
-        start_step: The step from which this process continues.
-        files: Those of the run.
-
-    Raises:
-        UserError: One cannot be made.
-    """
-    for part in config.metrics.sinks:
-        sink = call_part(part, "make_sink", Sink, config, files.folder, start_step)
-        yield GuardedSink(part.name, sink, files)
 
 
 class GuardedSink(Sink):

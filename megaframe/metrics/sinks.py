@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
+from megaframe.config.part_calls import call_part
 from megaframe.errors import UserError
 from megaframe.extensions.sink import Line, Sink, TextSample
 from megaframe.io.output_files import GrowingFile, OutputFiles
@@ -29,7 +30,7 @@ from megaframe.io.regular_file import replace_file
 from megaframe.io.run_files import METRICS_FILE, SAMPLES_FILE
 from megaframe.io.untrusted import open_file
 from megaframe.io.wandb_run import InvalidWandbId, start_wandb_run
-from megaframe.metrics.extension_sink import make_extension_sinks
+from megaframe.metrics.extension_sink import GuardedSink
 
 _ROWS = ("ranks", "experts/tokens")
 _LONGEST_LINE = 1 << 24
@@ -45,7 +46,8 @@ def open_sinks(config: RunConfig, start_step: int, files: OutputFiles) -> list[S
         files: Those of the run.
 
     Raises:
-        UserError: If an extra is missing or the run folder cannot be used.
+        UserError: If an extra is missing, the run folder cannot be used, or the sink of an
+            extension cannot be made.
     """
     sinks: list[Sink] = [JsonlSink(files, start_step)]
     if config.train.sample_every:
@@ -53,12 +55,17 @@ def open_sinks(config: RunConfig, start_step: int, files: OutputFiles) -> list[S
     if config.metrics.tensorboard:
         sinks.append(TensorBoardSink(files, start_step))
     if config.metrics.wandb is not None:
-        sinks.append(WandbSink(files, config.metrics.wandb, config, start_step))
+        sinks.append(
+            WandbSink(files, config.metrics.wandb, config.model_dump(mode="json"), start_step)
+        )
     if config.metrics.port is not None:
         from megaframe.metrics.prometheus import PrometheusSink
 
         sinks.append(PrometheusSink(config.metrics.port, files.folder.name))
-    return [*sinks, *make_extension_sinks(config, start_step, files)]
+    for part in config.metrics.sinks:
+        sink = call_part(part, "make_sink", Sink, config, files.folder, start_step)
+        sinks.append(GuardedSink(part.name, sink, files))
+    return sinks
 
 
 def flatten(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -252,18 +259,16 @@ class WandbSink(Sink):
     Args:
         files: Those of the run.
         project: Name of the project.
-        config: The run, as the service shows it.
+        keys: The config of the run, as the service shows it.
         start_step: The step from which this process continues.
     """
 
     def __init__(
-        self, files: OutputFiles, project: str, config: RunConfig, start_step: int
+        self, files: OutputFiles, project: str, keys: Mapping[str, Any], start_step: int
     ) -> None:
         folder, self._files, self._has_failed = files.folder, files, False
         try:
-            self._run = start_wandb_run(
-                folder, project, fresh=start_step == 0, config=config.model_dump(mode="json")
-            )
+            self._run = start_wandb_run(folder, project, fresh=start_step == 0, config=keys)
         except ImportError:
             raise _make_missing_extra_error(f"metrics.wandb={project}", "wandb") from None
         except InvalidWandbId as error:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import describe_position_table, describe_token_table
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs, get_token_positions
 from megaframe.model.norm import Norm
@@ -17,12 +17,11 @@ from megaframe.tensor_parallel.embedding import EmbeddingTable
 class Embedding(Module):
     """Token embedding, plus learned positions if the model has them, and their norm."""
 
-    def __init__(self, config: RunConfig, setup: LayerSetup) -> None:
-        model = config.model
+    def __init__(self, model: ModelConfig, seq: int, setup: LayerSetup) -> None:
         self.position, self.scale = model.position, model.embedding_scale
         self.kernels = setup.kernels
         self.tokens = make_token_table(model, setup)
-        position_table = describe_position_table(model, config.train.seq)
+        position_table = describe_position_table(model, seq)
         if position_table is not None:
             self.positions = EmbeddingTable(
                 "embedding.positions", position_table, setup.tensor.group

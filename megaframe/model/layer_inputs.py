@@ -20,7 +20,7 @@ from megaframe.architecture.block import list_mixers
 from megaframe.architecture.layer import MixerDescription
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.window import Chunk, Window
-from megaframe.config import ModelConfig, MoEConfig, RunConfig
+from megaframe.config import ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from megaframe.config.blocks import QueryScaleConfig
 from megaframe.context_parallel.axis import ContextParallel
 from megaframe.context_parallel.ring_mask import RingMask, find_document_ends
@@ -91,25 +91,26 @@ class LayerSetup:
 
 
 def make_layer_setup(
-    config: RunConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
     tensor: Group = ALONE,
     context: ContextParallel | None = None,
     experts: ExpertParallel | None = None,
     kernels: Kernels = NO_KERNELS,
     routines: LayerRoutines = PLAIN_ROUTINES,
 ) -> LayerSetup:
-    """Return what the config fixes for layers on a rank with these groups; by default, on a single
+    """Return what a config fixes for layers on a rank with these groups; by default, on a single
     rank.
 
     Args:
-        config: The config of the run.
+        parallel: The section `parallel`.
+        train: The section `train`.
         tensor: The ranks that divide matrices and rows.
         context: The ranks that divide samples; None for one rank.
         experts: The ranks that hold experts; None for one rank.
         kernels: Fast kernels that replace plain code.
         routines: What plain code is made of.
     """
-    parallel, train = config.parallel, config.train
     fp8 = None if train.fp8 == "none" else Fp8Matmul(train.fp8, kernels)
     node_size = parallel.node_size or read_local_world_size()
     # Torch's fused products do not multiply in 8 bits.

@@ -9,11 +9,11 @@ from megaframe.architecture.block import describe_block
 from megaframe.architecture.spec import Growth, ParamSpec
 from megaframe.architecture.stages import StagePlan
 from megaframe.architecture.width_growth import measure_growths
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.model.block import EmulatedBlock, TransformerBlock
 from megaframe.model.embedding import Embedding
-from megaframe.model.layer_inputs import LayerSetup, make_layer_setup
+from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.output_head import PostProcess
 from megaframe.parameters.parameter import Module, Parameter
 
@@ -33,7 +33,8 @@ class ModelChunk:
 
     def __init__(
         self,
-        config: RunConfig,
+        model: ModelConfig,
+        train: TrainConfig,
         plan: StagePlan,
         setup: LayerSetup,
         embedding: Embedding | None = None,
@@ -41,30 +42,29 @@ class ModelChunk:
         """Make the layers. Their parameters have no memory yet.
 
         Args:
-            config: The run.
+            model: The section `model`.
+            train: The section `train`.
             plan: Which part of the model this is.
             setup: What the run fixes for the layers.
             embedding: The embedding of another stage on this rank, for the head and the predictors.
         """
         self.plan = plan
-        self.embedding = Embedding(config, setup) if plan.first else None
-        emulate = config.model.emulate
+        self.embedding = Embedding(model, train.seq, setup) if plan.first else None
+        emulate = model.emulate
         self.blocks: list[TransformerBlock | EmulatedBlock] = [
-            TransformerBlock(describe_block(config.model, layer), layer, setup)
+            TransformerBlock(describe_block(model, layer), layer, setup)
             if emulate is None
             else EmulatedBlock(emulate)
             for layer in plan.blocks
         ]
         self.post_process = (
-            PostProcess(config.model, config.train, self.embedding or embedding, setup)
-            if plan.last
-            else None
+            PostProcess(model, train, self.embedding or embedding, setup) if plan.last else None
         )
         first = [] if self.embedding is None else [self.embedding]
         last = [] if self.post_process is None else self.post_process.units
         self.units: list[Module] = [*first, *self.blocks, *last]
-        if config.model.parametrisation == "mup":
-            self._set_growths(measure_growths(config.model))
+        if model.parametrisation == "mup":
+            self._set_growths(measure_growths(model))
 
     def parameters(self) -> list[Parameter]:
         """Return all parameters in order, without repeating those that units share."""
@@ -83,7 +83,7 @@ class ModelChunk:
 
 
 def build_chunks(
-    config: RunConfig, plans: Iterable[StagePlan], setup: LayerSetup
+    model: ModelConfig, train: TrainConfig, plans: Iterable[StagePlan], setup: LayerSetup
 ) -> dict[int, ModelChunk]:
     """Return the chunks of one rank by the number of their stage. If the first and the last stage
     are both on this rank, the last one uses the first one's embedding."""
@@ -92,17 +92,20 @@ def build_chunks(
         # In order of stages, so that the first stage exists before the last one asks for its
         # embedding.
         embedding = chunks[0].embedding if 0 in chunks else None
-        chunks[plan.stage_index] = ModelChunk(config, plan, setup, embedding)
+        chunks[plan.stage_index] = ModelChunk(model, train, plan, setup, embedding)
     return chunks
 
 
-def build_whole_model_chunk(config: RunConfig, setup: LayerSetup | None = None) -> ModelChunk:
-    """Return the whole model as one chunk; by default, as it is on a single rank."""
-    recomputed = config.model.layers if config.train.recompute == "full" else 0
-    plan = StagePlan(0, 1, range(config.model.layers), recomputed)
-    return ModelChunk(config, plan, setup or make_layer_setup(config))
+def build_whole_model_chunk(
+    model: ModelConfig, train: TrainConfig, setup: LayerSetup
+) -> ModelChunk:
+    """Return the whole model as one chunk."""
+    recomputed = model.layers if train.recompute == "full" else 0
+    plan = StagePlan(0, 1, range(model.layers), recomputed)
+    return ModelChunk(model, train, plan, setup)
 
 
-def list_model_specs(config: RunConfig) -> list[ParamSpec]:
+def list_model_specs(model: ModelConfig, train: TrainConfig) -> list[ParamSpec]:
     """Return the specs of all parameters of the whole model, in order. Allocates nothing."""
-    return [parameter.spec for parameter in build_whole_model_chunk(config).parameters()]
+    chunk = build_whole_model_chunk(model, train, LayerSetup())
+    return [parameter.spec for parameter in chunk.parameters()]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
-from megaframe.config import RunConfig
+from megaframe.config import OptimConfig, TrainConfig
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.sharded_parameters import ShardedParameters
 from megaframe.data_parallel.small_batches import SquaredNorms
@@ -122,7 +122,8 @@ class Optimizer:
 
     def __init__(
         self,
-        config: RunConfig,
+        optim: OptimConfig,
+        train: TrainConfig,
         mesh: Mesh,
         parameters: ShardedParameters,
         groups: ParameterGroups,
@@ -131,20 +132,22 @@ class Optimizer:
         """Allocate the optimizer state. All ranks of the world must call this.
 
         Args:
-            config: The run.
+            optim: The section `optim`.
+            train: The section `train`.
             mesh: This rank's groups.
             parameters: The buckets, made with `groups.bucketing`.
             groups: How each parameter is trained.
             kernels: The kernels that the run uses.
         """
-        self._config, self._mesh, self._kernels = config, mesh, kernels
+        self._optim, self._train = optim, train
+        self._mesh, self._kernels = mesh, kernels
         self._parameters = parameters
         self._groups, self.offload = groups, groups.offload
         self.shards = [groups.shard(bucket) for bucket in parameters.buckets]
         self._update_groups = [
             _UpdateGroup.make(shards) for shards in group_shards(self.shards, groups.owner_group)
         ]
-        self._scale = LossScale(config.train, config.optim, mesh.device)
+        self._scale = LossScale(train, optim, mesh.device)
         self._updates, self._updates_before = 0, dict[str, int]()
         self._pending: UpdateResult | None = None
         """The last update, as long as the host does not know its outcome."""
@@ -180,7 +183,7 @@ class Optimizer:
         if self._before_update is not None:
             self._before_update()
             self._before_update = None
-        lr = compute_learning_rate(self._config.optim, self._updates, self._config.train.steps)
+        lr = compute_learning_rate(self._optim, self._updates, self._train.steps)
         pieces = self._compute_piece_norms()
         # Gradients carry the loss scale of their step; the norm that is clipped and logged does
         # not.
@@ -213,11 +216,11 @@ class Optimizer:
         """Return the loss scale times the clipping factor, a scalar in master precision."""
         # A new tensor: the loss scale changes before the update reads this.
         divisor = self._scale.value.clone()
-        clip = self._config.optim.clip
+        clip = self._optim.clip
         if clip:
             # Dividing by the larger of 1 and norm / clip scales down only, never up.
             divisor *= (norm / clip).clamp_min(1.0)
-        return divisor.to(PRECISIONS[self._config.train.precision].master)
+        return divisor.to(PRECISIONS[self._train.precision].master)
 
     def _count_pending(self) -> None:
         """Count the last update if it was done; the host waits for it."""

@@ -6,7 +6,7 @@ except for frozen parameters, which a user lists by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -90,11 +90,11 @@ class ParameterGroups:
         Raises:
             UserError: A pattern in `optim.frozen` matches nothing, or nothing is left to train.
         """
-        self._config = config
         optim = self._optim = config.optim
         self._moe, self._kernels = config.model.moe, kernels
         self._precision = PRECISIONS[config.train.precision]
-        self._frozen = find_frozen_names(config)
+        self._specs = list_model_specs(config.model, config.train)
+        self._frozen = find_frozen_names(config.frozen_patterns, self._specs)
         self._mesh, self.owner_group = mesh, mesh.group("data_shard", "context", "tensor")
         self.offload = make_state_offload(optim, mesh.device)
         self._storage = MomentStorage(*make_state_codecs(optim.state), self.offload)
@@ -126,7 +126,7 @@ class ParameterGroups:
         name."""
         moments: dict[ParameterGroup, tuple[str, ...]] = {}
         names = {}
-        for spec in list_model_specs(self._config):
+        for spec in self._specs:
             group = self.group(spec)
             if group.rule is None:
                 continue
@@ -254,19 +254,19 @@ def make_momentum_options(optim: OptimConfig, rates: GroupRates) -> MomentumOpti
     return MomentumOptions(momentum, muon if optim.nesterov is None else optim.nesterov, rates)
 
 
-def find_frozen_names(config: RunConfig) -> frozenset[str]:
+def find_frozen_names(patterns: Sequence[str], specs: Iterable[ParamSpec]) -> frozenset[str]:
     """Return the names of the parameters that `optim.frozen` matches.
 
     Args:
-        config: The config of the run.
+        patterns: `RunConfig.frozen_patterns`.
+        specs: Of the whole model.
 
     Raises:
         UserError: If a pattern matches none, or if no parameter is left to train.
     """
-    patterns = config.frozen_patterns
     if not patterns:
         return frozenset()
-    names = [spec.name for spec in list_model_specs(config)]
+    names = [spec.name for spec in specs]
     frozen: set[str] = set()
     for pattern in patterns:
         matches = [name for name in names if is_frozen([pattern], name)]
@@ -284,9 +284,16 @@ def find_frozen_names(config: RunConfig) -> frozenset[str]:
     return frozenset(frozen)
 
 
-def format_parameter_groups(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
-    """Return a table of how every parameter of the model is trained, a line for each group."""
-    optim, frozen = config.optim, find_frozen_names(config)
+def format_parameter_groups(
+    optim: OptimConfig, specs: Sequence[ParamSpec], frozen: frozenset[str]
+) -> list[str]:
+    """Return a table of how every parameter of the model is trained, a line for each group.
+
+    Args:
+        optim: The section `optim`.
+        specs: Of the whole model.
+        frozen: Names of those that are not trained.
+    """
     groups: dict[ParameterGroup, list[ParamSpec]] = {}
     for spec in specs:
         groups.setdefault(group_of(optim, spec, frozen), []).append(spec)

@@ -416,5 +416,5 @@ class Stage:
 
 def build_whole_model(config: RunConfig) -> Stage:
     """Return the whole model as one stage on one rank."""
-    setup = make_layer_setup(config)
-    return Stage(config, build_whole_model_chunk(config, setup), setup)
+    setup = make_layer_setup(config.parallel, config.train)
+    return Stage(config, build_whole_model_chunk(config.model, config.train, setup), setup)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megaframe.config import RunConfig
+from megaframe.config import RunConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.planner.budget_request import Budget
 from megaframe.planner.candidates import SearchSpace
@@ -166,7 +166,9 @@ def plan_budget(
     Raises:
         UserError: The budget is too small for any model, or no layout is valid.
     """
-    config = choose_batch(config, budget, given)
+    if "train.global_batch" not in given:
+        batch = choose_batch(config.train, budget)
+        config = config.replace(train={"global_batch": batch, "batch_ramp": None})
     table = SizeTable(config, budget, constants, fixed or {})
     best = table.find_best(law[1], overtraining)
     if best is None:
@@ -182,21 +184,18 @@ def plan_budget(
     )
 
 
-def choose_batch(config: RunConfig, budget: Budget, given: Sequence[str]) -> RunConfig:
-    """Return the config with a near-optimal global batch for the budget's FLOPs, unless it was
-    given: as many samples as there are GPUs, halved or doubled repeatedly."""
-    if "train.global_batch" in given:
-        return config
-    peak = budget.cluster.chip.get_sustained_flops(config.train.precision) or 0.0
+def choose_batch(train: TrainConfig, budget: Budget) -> int:
+    """Return a near-optimal global batch for the budget's FLOPs: as many samples as there are GPUs,
+    halved or doubled repeatedly."""
+    peak = budget.cluster.chip.get_sustained_flops(train.precision) or 0.0
     flops = _USUAL_MFU * peak * budget.gpus * budget.seconds
-    wanted = compute_batch_tokens(flops) / config.train.seq if flops else config.train.global_batch
+    wanted = compute_batch_tokens(flops) / train.seq if flops else train.global_batch
     batches = [budget.gpus]
     while batches[-1] % 2 == 0 and batches[-1] > wanted:
         batches.append(batches[-1] // 2)
     while batches[-1] < wanted:
         batches.append(2 * batches[-1])
-    batch = min(batches, key=lambda samples: abs(math.log(samples / wanted)))
-    return config.replace(train={"global_batch": batch, "batch_ramp": None})
+    return min(batches, key=lambda samples: abs(math.log(samples / wanted)))
 
 
 def _plan_run(

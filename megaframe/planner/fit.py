@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -125,18 +126,46 @@ def compute_fit(config: RunConfig, layout: Layout, chip: Chip, ranks: int = 1) -
     return max(fits, key=lambda fit: fit.needed)
 
 
-def diff_overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
-    """Return the overrides that make `changed` of `config`, by key, of the sections that determine
-    memory."""
-    overrides = {}
-    for section in _SECTIONS:
-        before, after = getattr(config, section), getattr(changed, section)
-        for name in type(before).model_fields:
-            old, new = getattr(before, name), getattr(after, name)
-            is_derived = name == "data" and old is None  # what the other axes leave over
-            if old != new and not is_derived:
-                overrides[f"{section}.{name}"] = format_value(new)
-    return overrides
+@dataclass(frozen=True)
+class _Change:
+    """A change of a config that does not fit.
+
+    Attributes:
+        space: The config, and its GPUs.
+        config: What to run instead.
+    """
+
+    space: SearchSpace
+    config: RunConfig
+
+    @cached_property
+    def overrides(self) -> dict[str, str]:
+        """The overrides that lead to it, by key, of the sections that determine memory."""
+        overrides = {}
+        for section in _SECTIONS:
+            before, after = (getattr(c, section) for c in (self.space.config, self.config))
+            for name in type(before).model_fields:
+                old, new = getattr(before, name), getattr(after, name)
+                is_derived = name == "data" and old is None  # what the other axes leave over
+                if old != new and not is_derived:
+                    overrides[f"{section}.{name}"] = format_value(new)
+        return overrides
+
+    def describe(self, constants: Constants, *, timed: bool) -> str | None:
+        """Return the change in words, with the step that it leads to if `timed`; None if it cannot
+        run or does not fit either."""
+        gpus, cluster = self.space.gpus, self.space.cluster
+        if find_mistakes(self.config, gpus, data=False):
+            return None
+        layout = Layout.from_parallel(self.config.parallel, gpus)
+        resolved = resolve_recompute_blocks(self.config, layout, cluster.chip)
+        prediction = predict(resolved, layout, cluster, constants)
+        memory = sum(prediction.memory_bytes.values())
+        if not fits_with_margin(memory, cluster.chip):
+            return None
+        keys = " ".join(f"{key}={_quote_for_shell(value)}" for key, value in self.overrides.items())
+        step = f", {prediction.step_seconds:.3g} s a step" if timed else ""
+        return f"{keys}: {memory / _GIB:.1f} GiB{step}"
 
 
 def suggest_changes(space: SearchSpace, constants: Constants) -> Iterator[str]:
@@ -171,40 +200,20 @@ def suggest_changes(space: SearchSpace, constants: Constants) -> Iterator[str]:
         *_change_on_same_axes(space, constants),
         *([config.replace(optim={"state": "int8"})] if config.optim.state == "master" else []),
     ):
-        keys = frozenset(diff_overrides(config, changed))
+        change = _Change(space, changed)
+        keys = frozenset(change.overrides)
         # What a smaller change achieves alone needs no larger one that includes it.
         if tries < _TRIES and keys and not any(smaller <= keys for smaller in offers):
-            text = _describe_change(space, changed, constants, timed=has_rates)
+            text = change.describe(constants, timed=has_rates)
             offers |= {} if text is None else {keys: text}
             tries += 1
     suggestions = dict.fromkeys(offers.values())
     for changed in _find_fastest(space, constants):
-        text = _describe_change(space, changed, constants, timed=has_rates)
+        text = _Change(space, changed).describe(constants, timed=has_rates)
         suggestions |= {} if text is None else {text: None}
     yield from suggestions
     if has_rates and not suggestions:
         yield from suggest_alternatives(space, constants)
-
-
-def _describe_change(
-    space: SearchSpace, changed: RunConfig, constants: Constants, *, timed: bool
-) -> str | None:
-    """Return the offer of `changed` instead of the space's config in words, with its step if
-    `timed`; None if it cannot run or does not fit either."""
-    gpus, cluster = space.gpus, space.cluster
-    if find_mistakes(changed, gpus, data=False):
-        return None
-    layout = Layout.from_parallel(changed.parallel, gpus)
-    prediction = predict(
-        resolve_recompute_blocks(changed, layout, cluster.chip), layout, cluster, constants
-    )
-    memory = sum(prediction.memory_bytes.values())
-    if not fits_with_margin(memory, cluster.chip):
-        return None
-    overrides = diff_overrides(space.config, changed).items()
-    text = " ".join(f"{key}={_quote_for_shell(value)}" for key, value in overrides)
-    step = f", {prediction.step_seconds:.3g} s a step" if timed else ""
-    return f"{text}: {memory / _GIB:.1f} GiB{step}"
 
 
 def _quote_for_shell(value: str) -> str:

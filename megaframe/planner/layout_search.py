@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaframe.config.batch_ramp import count_samples
-from megaframe.config.schema import RunConfig, TrainConfig
+from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
-from megaframe.hardware.chips import Chip
 from megaframe.hardware.cluster import list_cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.candidates import (
@@ -156,23 +155,16 @@ def _simulate_best(
         simulated += 1
         validate_config(candidate, gpus, data=False)
         layout = Layout.from_parallel(candidate.parallel, gpus)
-        for variant in _with_fewer_recomputed(candidate, config.train, layout, cluster.chip):
+        variants = [candidate]
+        if config.train.recompute_blocks == "auto" and candidate.train.recompute == "full":
+            few = candidate.replace(train={"recompute": "selective", "recompute_blocks": "auto"})
+            variants.append(resolve_recompute_blocks(few, layout, cluster.chip))
+        for variant in variants:
             prediction = predict(variant, layout, cluster, constants)
             if fits_with_margin(sum(prediction.memory_bytes.values()), cluster.chip):
                 choices.append(LayoutChoice(variant, layout, prediction, index))
     choices.sort(key=lambda choice: choice.prediction.step_seconds * penalty[choice.index])
     return tuple(choices)
-
-
-def _with_fewer_recomputed(
-    candidate: RunConfig, train: TrainConfig, layout: Layout, chip: Chip
-) -> Iterator[RunConfig]:
-    """Yield the config of a candidate. If `train` has `recompute_blocks=auto` and the candidate
-    recomputes all blocks, also yield it with as few recomputed blocks as fit."""
-    yield candidate
-    if train.recompute_blocks == "auto" and candidate.train.recompute == "full":
-        few = candidate.replace(train={"recompute": "selective", "recompute_blocks": "auto"})
-        yield resolve_recompute_blocks(few, layout, chip)
 
 
 def _compute_penalty(candidates: Candidates) -> Array:

@@ -6,8 +6,9 @@ microbatches in flight. The first stages of a pipeline keep most, and so recompu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megaframe.architecture.pipeline import build_step_schedule
@@ -88,28 +89,32 @@ def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> R
         return config
     plain = config.replace(train={"recompute_blocks": 0})
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(build_step_schedule(plain, microbatches))
-    counts = [0] * len(plan_stages(plain))
-    for rank in range(layout.pipeline):
-        for stage, count in _find_min_blocks_of_rank(plain, layout, chip, schedule, rank).items():
-            counts[stage] = count
-    return config.replace(train={"recompute_blocks": tuple(counts)})
+    schedule, plans = lower(build_step_schedule(plain, microbatches)), plan_stages(plain)
 
-
-def _find_min_blocks_of_rank(
-    config: RunConfig, layout: Layout, chip: Chip, schedule: Schedule, rank: int
-) -> dict[int, int]:
-    """Return the number for each stage of one rank: first the same for all stages, then fewer on
-    single ones."""
-    plans = plan_stages(config)
-    blocks = {stage: len(plans[stage].blocks) for stage in schedule.list_stages(rank)}
-
-    def fits(counts: Mapping[int, int]) -> bool:
+    def fits(rank: int, counts: Mapping[int, int]) -> bool:
         recomputed = tuple(counts.get(stage, 0) for stage in range(len(plans)))
-        stages = plan_stages(config.replace(train={"recompute_blocks": recomputed}))
-        needed = compute_rank_memory(config, layout, stages, schedule, rank, host=chip.is_host)
+        stages = plan_stages(plain.replace(train={"recompute_blocks": recomputed}))
+        needed = compute_rank_memory(plain, layout, stages, schedule, rank, host=chip.is_host)
         return bool(fits_with_margin(needed.total + compute_overhead_bytes(chip), chip))
 
+    counts: dict[int, int] = {}
+    for rank in range(layout.pipeline):
+        blocks = {stage: len(plans[stage].blocks) for stage in schedule.list_stages(rank)}
+        counts |= _find_fewest(blocks, partial(fits, rank))
+    by_stage = tuple(counts[stage] for stage in range(len(plans)))
+    return config.replace(train={"recompute_blocks": by_stage})
+
+
+def _find_fewest(
+    blocks: Mapping[int, int], fits: Callable[[Mapping[int, int]], bool]
+) -> dict[int, int]:
+    """Return how many blocks each stage of a rank recomputes: first the same number on all stages,
+    then fewer on single ones.
+
+    Args:
+        blocks: The blocks of each stage, in order.
+        fits: Whether so many of each stage leave room on the chip.
+    """
     counts = dict.fromkeys(blocks, 0)
     for limit in range(1, max(blocks.values()) + 1):
         if fits(counts):

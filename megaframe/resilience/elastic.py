@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from megaframe.config import ParallelConfig, RunConfig
+from megaframe.config import ParallelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError, list_divisors
 from megaframe.validate.run import find_mistakes
 
@@ -28,7 +28,7 @@ def fit_layout(config: RunConfig, world: int) -> tuple[RunConfig, int]:
     if not find_mistakes(config, world, data=False):
         return config, world
     for sizes in _list_candidates(config.parallel, world):
-        candidate = _apply_sizes(config, sizes)
+        candidate = config.replace(**_list_changes(config.parallel, config.train, sizes))
         ranks = sizes["data"] * sizes["tensor"] * sizes["pipeline"] * sizes["context"]
         if not find_mistakes(candidate, ranks, data=False):
             return candidate, ranks
@@ -65,14 +65,17 @@ def _rank_shape(shape: tuple[int, ...], configured: list[int]) -> tuple[float, .
     return (-total, *(-share for share in shares))
 
 
-def _apply_sizes(config: RunConfig, sizes: Mapping[str, int]) -> RunConfig:
-    """Return the config with these sizes. If the number of pipeline ranks changes, per-stage layers
-    are dropped, and per-stage recompute blocks become their maximum for all stages."""
+def _list_changes(
+    parallel: ParallelConfig, train: TrainConfig, sizes: Mapping[str, int]
+) -> dict[str, dict[str, object]]:
+    """Return the keys that change with these sizes, by section. If the number of pipeline ranks
+    changes, per-stage layers are dropped, and per-stage recompute blocks become their maximum for
+    all stages."""
     changes: dict[str, object] = dict(sizes)
-    is_listed = isinstance(config.parallel.layers_per_stage, tuple)
-    if sizes["pipeline"] != config.parallel.pipeline and is_listed:
-        changes["layers_per_stage"] = None
-    blocks = config.train.recompute_blocks
-    if sizes["pipeline"] != config.parallel.pipeline and isinstance(blocks, tuple):
-        blocks = max(blocks)
-    return config.replace(parallel=changes, train={"recompute_blocks": blocks})
+    blocks = train.recompute_blocks
+    if sizes["pipeline"] != parallel.pipeline:
+        if isinstance(parallel.layers_per_stage, tuple):
+            changes["layers_per_stage"] = None
+        if isinstance(blocks, tuple):
+            blocks = max(blocks)
+    return {"parallel": changes, "train": {"recompute_blocks": blocks}}

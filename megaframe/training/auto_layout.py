@@ -119,7 +119,8 @@ def _check_same_parameters(phases: Sequence[RunConfig]) -> None:
     if not keys:
         return
     first, *others = (
-        {spec.name: spec.shape for spec in list_model_specs(phase)} for phase in phases
+        {spec.name: spec.shape for spec in list_model_specs(phase.model, phase.train)}
+        for phase in phases
     )
     for phase, shapes in zip(phases[1:], others, strict=True):
         for name in sorted(first.keys() | shapes.keys()):
@@ -144,11 +145,11 @@ def choose_by_stages(config: RunConfig, world: int) -> tuple[RunConfig, list[str
 
 def refuse_undecided(config: RunConfig) -> None:
     """Raise a `UserError` that names the keys which `resolve_config` has yet to decide, if any."""
-    undecided = [
-        f"{key}={json.dumps(value).strip(chr(34))}"
-        for key, value in UNDECIDED.items()
-        if _read_key(config, key) == value
-    ]
+    undecided = []
+    for key, value in UNDECIDED.items():
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) == value:
+            undecided.append(f"{key}={json.dumps(value).strip(chr(34))}")
     if has_undecided_length(config.data, config.train):
         epochs = config.data.epochs
         undecided.append("data.phases" if epochs is None else f"data.epochs={epochs:g}")
@@ -157,11 +158,6 @@ def refuse_undecided(config: RunConfig) -> None:
             f"{', '.join(undecided)}: not decided, but a trainer needs values; "
             "use the config that megaframe.training.auto_layout.resolve_config returns"
         )
-
-
-def _read_key(config: RunConfig, key: str) -> object:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
 
 
 def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megaframe.architecture.pipeline import build_step_schedule, summarize_pipeline
 from megaframe.architecture.stages import plan_stages
@@ -12,9 +12,9 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.metrics.run_summary import summarize_model
 from megaframe.model.model_chunk import list_model_specs
-from megaframe.optim.parameter_groups import format_parameter_groups
-from megaframe.planner.memory import compute_rank_memory
-from megaframe.schedule import Schedule, lower
+from megaframe.optim.parameter_groups import find_frozen_names, format_parameter_groups
+from megaframe.planner.memory import RankMemory, compute_rank_memory
+from megaframe.schedule import lower
 from megaframe.validate.invariance import describe_layout_dependence
 from megaframe.validate.run import find_warnings
 
@@ -33,18 +33,24 @@ def describe_run(
         cluster: The machine of the run; by default some GPUs in one node.
         before: The config of the phase before, of which only what differs is repeated.
     """
-    specs, train = list_model_specs(config), config.train
+    specs, train = list_model_specs(config.model, config.train), config.train
     microbatches = train.global_batch // (train.microbatch * layout.data)
-    schedule = build_step_schedule(config, microbatches)
+    frozen = find_frozen_names(config.frozen_patterns, specs)
+    schedule, plans = build_step_schedule(config, microbatches), plan_stages(config)
+    lowered = lower(schedule)
     host = cluster is not None and cluster.chip.is_host
     default_node = layout.world if cluster is None or host else cluster.node
     node = config.parallel.node_size or default_node
+    memories = [
+        compute_rank_memory(config, layout, plans, lowered, rank, host=host)
+        for rank in range(layout.pipeline)
+    ]
     lines = [
         dump(config) if before is None else _describe_changes(before, config),
         *summarize_model(config.train, config.data, layout, specs),
-        *format_parameter_groups(config, specs),
+        *format_parameter_groups(config.optim, specs, frozen),
         *summarize_pipeline(config, schedule),
-        *_format_memory_table(config, layout, schedule, host),
+        *_format_memory_table(memories),
         *find_warnings(config, layout, node),
         *describe_layout_dependence(config),
     ]
@@ -61,16 +67,9 @@ def _describe_changes(before: RunConfig, config: RunConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _format_memory_table(
-    config: RunConfig, layout: Layout, schedule: Schedule, host: bool
-) -> Iterator[str]:
+def _format_memory_table(columns: Sequence[RankMemory]) -> Iterator[str]:
     """Yield a table of memory by kind, with a column for each pipeline rank: the first of its
     tensor and data ranks."""
-    plans, lowered = plan_stages(config), lower(schedule)
-    columns = [
-        compute_rank_memory(config, layout, plans, lowered, rank, host=host)
-        for rank in range(len(schedule.ranks))
-    ]
     yield "memory per rank, without interpreter and temporaries"
     if len(columns) > 1:
         yield f"  {'pipeline':<12}" + "".join(f"{rank:>12}" for rank in range(len(columns)))

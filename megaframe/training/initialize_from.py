@@ -17,7 +17,7 @@ from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.checkpoint.manifest import DTYPES
 from megaframe.checkpoint.merged import is_of_base
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.keys import format_value
 from megaframe.errors import UserError
@@ -34,21 +34,21 @@ their initial values."""
 def match_weights(
     weights: Iterable[tuple[str, ParamSpec, Box, Tensor]],
     checkpoint: Checkpoint,
-    saved: RunConfig,
-    config: RunConfig,
+    saved: ModelConfig,
+    model: ModelConfig,
 ) -> list[Slice]:
     """Return what to load from a checkpoint into these pieces of weights.
 
     Args:
         weights: (name, spec, box, tensor) of each piece.
         checkpoint: What to load from.
-        saved: The config of the checkpoint's run.
-        config: The new run.
+        saved: The checkpoint's model.
+        model: The new run's.
 
     Raises:
         UserError: The two models do not fit.
     """
-    mistakes = list(_find_mismatches(saved.model, config.model))
+    mistakes = list(_find_mismatches(saved, model))
     if mistakes:
         raise UserError(
             "\n  ".join([f"checkpoint.weights={checkpoint.path} does not fit", *mistakes])
@@ -58,7 +58,7 @@ def match_weights(
         if name in checkpoint.tensors:
             slices.append(Slice(name, spec.shape, box.offset, tensor))
         elif _EXPERTS in name and is_of_base(name):
-            slices += _slice_dense_mlp(spec, box, tensor, config.model.ffn)
+            slices += _slice_dense_mlp(spec, box, tensor, model.ffn)
     return slices
 
 

@@ -103,7 +103,10 @@ def measure_parts(config: RunConfig, mesh: Mesh) -> PartWorks:
     firsts = [kinds.index(kind) for kind in kinds]
     plans = {layer: StagePlan(1, 3, range(layer, layer + 1)) for layer in sorted({*firsts})}
     ends = StagePlan(0, 3, range(0)), StagePlan(2, 3, range(0))
-    nanoseconds = [_time_part(plain, mesh, setup, plan) for plan in (*ends, *plans.values())]
+    nanoseconds = []
+    for plan in (*ends, *plans.values()):
+        nanoseconds.append(_PartTimer(plain, mesh, setup, plan).take_medians())
+        gc.collect()  # reference cycles would keep the memory of the part
     mesh.take_traffic()
     total = torch.tensor(nanoseconds, dtype=torch.int64, device=mesh.device)
     # Whole numbers have no rounding, so all ranks get the same ones.
@@ -113,21 +116,11 @@ def measure_parts(config: RunConfig, mesh: Mesh) -> PartWorks:
     return PartWorks(embedding, tuple(of_kind[first] for first in firsts), output)
 
 
-def _time_part(config: RunConfig, mesh: Mesh, setup: LayerSetup, plan: StagePlan) -> list[int]:
-    """Return the nanoseconds of F, B and W of a part on this rank."""
-    timer = _PartTimer(config, mesh, setup, plan)
-    timer.time_passes()
-    tries = [timer.time_passes() for _ in range(_TRIES)]
-    del timer
-    gc.collect()  # reference cycles would keep the memory of the part
-    return [int(statistics.median(times)) for times in zip(*tries, strict=True)]
-
-
 class _PartTimer:
     """A part of the model with weights of its own, and a microbatch of random tokens."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, setup: LayerSetup, plan: StagePlan) -> None:
-        (chunk,) = build_chunks(config, [plan], setup).values()
+        (chunk,) = build_chunks(config.model, config.train, [plan], setup).values()
         groups = ParameterGroups(config, mesh, setup.kernels)
         units = {plan.stage_index: chunk.units}
         self._sharded = ShardedParameters(config, mesh, units, groups.bucketing)
@@ -145,7 +138,12 @@ class _PartTimer:
         stream = torch.randn(rows, config.model.hidden, generator=generator)
         self._stream = stream.to(mesh.device, self._stage.precision.compute)
 
-    def time_passes(self) -> list[int]:
+    def take_medians(self) -> list[int]:
+        """Return the nanoseconds of F, B and W."""
+        _, *tries = [self._time_passes() for _ in range(1 + _TRIES)]
+        return [int(statistics.median(times)) for times in zip(*tries, strict=True)]
+
+    def _time_passes(self) -> list[int]:
         """Run F, B and W once; return their nanoseconds."""
         stage, one = self._stage, StagePass(0, split=True)
         self._sharded.start_step()
@@ -195,9 +193,16 @@ def _describe(
         works: What was measured.
         layers: The chosen division.
     """
+
+    def predict_bubble(layers: tuple[int, ...]) -> float:
+        divided = config.replace(parallel={"layers_per_stage": layers})
+        microbatches = config.train.global_batch // (config.train.microbatch * data)
+        costs = works.sum_by_stage(plan_stages(divided))
+        return float(simulate(build_step_schedule(divided, microbatches), costs).bubble)
+
     modelled = compute_part_works(config.model, config.train)
     by_work = modelled.divide(len(layers), recompute=config.train.recompute == "full")
-    bubbles = [_predict_bubble(config, data, works, each) for each in (by_work, layers)]
+    bubbles = [predict_bubble(each) for each in (by_work, layers)]
     before, after = (
         f"{format_value(n)} {b:.1%}" for n, b in zip((by_work, layers), bubbles, strict=True)
     )
@@ -220,13 +225,3 @@ def _list_times(works: PartWorks) -> Iterator[str]:
     for name, work in [*rows, ("head", works.output)]:
         times = (work.forward / 1e6, work.backward / 1e6, work.weight / 1e6)
         yield f"  {name:<28}" + "".join(f"{milliseconds:>10.3f}" for milliseconds in times)
-
-
-def _predict_bubble(
-    config: RunConfig, data: int, works: PartWorks, layers: tuple[int, ...]
-) -> float:
-    """Return the bubble of a step, as a share of it, with the layers divided like this."""
-    divided = config.replace(parallel={"layers_per_stage": layers})
-    microbatches = config.train.global_batch // (config.train.microbatch * data)
-    costs = works.sum_by_stage(plan_stages(divided))
-    return float(simulate(build_step_schedule(divided, microbatches), costs).bubble)

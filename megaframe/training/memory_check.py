@@ -133,7 +133,9 @@ def _judge(config: RunConfig, layout: Layout, cluster: Cluster, *, advise: bool)
     fit = compute_fit(config, layout, chip, ranks)
     needed = fit.tensors if chip.is_host else fit.needed
     exceeds = needed > chip.memory + spare
-    changes = _suggest_layouts(config, layout, cluster) if advise and not fit.fits else []
+    changes = []
+    if advise and not fit.fits:
+        changes = _suggest_layouts(SearchSpace(config, layout.world, cluster))
     return MemoryVerdict(fit, exceeds, tuple(changes))
 
 
@@ -146,13 +148,11 @@ def _count_host_ranks(parallel: ParallelConfig, layout: Layout) -> int:
     return parallel.node_size or (1 if launched else layout.world)
 
 
-def _suggest_layouts(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:
-    """Return lines with the nearest changes that fit."""
-    changes = [
-        *suggest_changes(SearchSpace(config, layout.world, cluster), get_cluster_constants(cluster))
-    ]
+def _suggest_layouts(space: SearchSpace) -> list[str]:
+    """Return lines with the nearest changes of a config that fit."""
+    changes = [*suggest_changes(space, get_cluster_constants(space.cluster))]
     if not changes:
-        return [f"no layout of {layout.world} ranks fits"]
+        return [f"no layout of {space.gpus} ranks fits"]
     head = "nearest changes that fit, with their memory and step by the plan:"
     return [head, *(f"  {line}" for line in changes)]
 

@@ -33,7 +33,7 @@ def decide_phases(config: RunConfig) -> list[RunConfig]:
     if config.data.phase is not None or not config.data.phases:
         return [config]
     _check_phases(config.data, config.checkpoint)
-    position = find_position(config)
+    position = find_position(config.run, config.checkpoint)
     first = find_phase(config.data, position)
     configs, place = [], first
     for number in range(first.number, len(config.data.phases) + 1):

@@ -196,7 +196,9 @@ class RunCheckpoint:
             residuals = [part for part in self.list_compression_slices() if part.name in saved]
             owned = {(part.name, part.box) for part in self.list_slices(owned_only=True)}
             moments = self._optimizer.list_moments()
-            restarted = find_restarted(moments, saved, find_frozen_names(state.config))
+            was = state.config
+            frozen = find_frozen_names(was.frozen_patterns, list_model_specs(was.model, was.train))
+            restarted = find_restarted(moments, saved, frozen)
             checkpoint.load([*prepare_slices(slices, saved, restarted), *residuals], owned)
             state.optimizer = state.optimizer.restart(moments, restarted)
             notes = [
@@ -249,9 +251,9 @@ class RunCheckpoint:
                 piece for piece in self._optimizer.list_tensors() if piece[0] == piece[1].name
             )
             start = time.perf_counter()
-            checkpoint.load(match_weights(weights, checkpoint, saved, self._config))
+            checkpoint.load(match_weights(weights, checkpoint, saved.model, self._config.model))
             seconds = time.perf_counter() - start
-            specs = list_model_specs(self._config)
+            specs = list_model_specs(self._config.model, self._config.train)
             notes = [describe_loaded_weights(specs, checkpoint, seconds)]
             # What the base lacks has initial values, which only a whole checkpoint keeps.
             names = (spec.name for spec in specs if is_of_base(spec.name))

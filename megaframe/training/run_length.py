@@ -52,7 +52,7 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
     dataset = BlendedDataset(config.model, config.train, config.data, "train", config.run.seed)
     # As a decimal: 0.1 epochs of 1,000 samples are 100.
     samples = -int(-(Fraction(repr(epochs)) * int(dataset.sizes.sum())) // 1)
-    start = find_position(config)
+    start = find_position(config.run, config.checkpoint)
     steps = max(1, start.step + count_steps(train, samples - start.samples, start.samples))
     after = f" after the {start.samples:,} of {start.step:,} steps before" if start.step else ""
     taken = f"data.epochs={epochs:g}, {samples:,} samples, takes {steps:,} steps{after}"

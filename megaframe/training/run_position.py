@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megaframe.checkpoint import find_checkpoint, open_checkpoint, resolve_checkpoint_folder
 from megaframe.checkpoint.train_state import read_train_state
-from megaframe.config import RunConfig
+from megaframe.config import CheckpointConfig, RunConfig, RunSection
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,17 @@ class RunPosition:
     config: RunConfig | None = None
 
 
-def find_position(config: RunConfig) -> RunPosition:
+def find_position(run: RunSection, checkpoint: CheckpointConfig) -> RunPosition:
     """Return where the run begins: at the checkpoint that `checkpoint.resume` asks for, if there is
     one."""
-    resume = config.checkpoint.resume
-    root = resolve_checkpoint_folder(config.run, config.checkpoint)
+    resume, root = checkpoint.resume, resolve_checkpoint_folder(run, checkpoint)
     # The manager of checkpoints looks for it again, and notes what is wrong.
     path = find_checkpoint(root, resume, lambda text: None) if resume else None
     if path is None:
         return RunPosition()
-    with open_checkpoint(path) as checkpoint:
-        state = read_train_state(checkpoint)
+    with open_checkpoint(path) as saved:
+        state = read_train_state(saved)
         samples = state.data.get("samples")
         if type(samples) is not int or not 0 <= samples < 1 << 53:
             samples = 0  # the loader refuses it, and says what it lacks
-        return RunPosition(checkpoint.step, samples, state.config)
+        return RunPosition(saved.step, samples, state.config)

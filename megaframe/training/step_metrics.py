@@ -71,7 +71,7 @@ class StepMetrics:
         self._loss = torch.full((), math.nan, dtype=torch.float64, device=mesh.device)
         self._is_loss_missing = False
         self._grad_norm: Tensor | None = None
-        specs, frozen = list_model_specs(config), config.frozen_patterns
+        specs, frozen = list_model_specs(config.model, config.train), config.frozen_patterns
         self._experts: ExpertLoadMetrics | None = None
         # The loads of experts are the gradients of these parameters, which frozen ones have not.
         if any(spec.role == "balance" and not is_frozen(frozen, spec.name) for spec in specs):

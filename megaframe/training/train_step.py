@@ -105,7 +105,7 @@ class TrainStep:
             routines: What the plain code of layers is made of.
         """
         train, self._depth = config.train, config.model.mtp_depth
-        self._mesh = mesh
+        self._config, self._mesh = config, mesh
         self._time: Timer = time or (lambda part: nullcontext())
         self._trace: ActionTrace = trace or (lambda action, kind: nullcontext())
         full = train.global_batch // (train.microbatch * mesh.layout.data)
@@ -117,14 +117,14 @@ class TrainStep:
         self._warning = check_fp8(config, mesh.device, compute, kernels)
         rank = mesh.coordinate["pipeline"]
         plans = [plan for plan in plan_stages(config) if rank_of[plan.stage_index] == rank]
-        chunks = build_chunks(config, plans, setup)
+        chunks = build_chunks(config.model, train, plans, setup)
         tied = self._connect_pipeline(config.model, chunks)
         groups = ParameterGroups(config, mesh, kernels)
         units = {index: chunk.units for index, chunk in chunks.items()}
         self.sharded_parameters = sharded = ShardedParameters(
             config, mesh, units, groups.bucketing, tied
         )
-        self.optimizer = Optimizer(config, mesh, sharded, groups, kernels)
+        self.optimizer = Optimizer(config.optim, train, mesh, sharded, groups, kernels)
         self.stages: Mapping[int, Stage] = {
             index: Stage(config, chunk, setup, sharded) for index, chunk in chunks.items()
         }
@@ -133,11 +133,11 @@ class TrainStep:
         if train.cuda_graph:
             check_cuda_graph(config, mesh, kernels)
             self.graph = StepGraph(mesh, note)
-        self._plan_schedule = lru_cache(_SCHEDULES)(partial(self._make_plan, config))
+        self._plan_schedule = lru_cache(_SCHEDULES)(self._make_plan)
 
-    def _make_plan(self, config: RunConfig, microbatches: int, train: bool) -> RankPlan:
+    def _make_plan(self, microbatches: int, train: bool) -> RankPlan:
         """Return this rank's plan of a step of this many microbatches, or of their evaluation."""
-        plan = self._executor.plan
+        config, plan = self._config, self._executor.plan
         if not train:
             return plan(lower(build_forward_schedule(self.rank_of, microbatches)))
         is_full = microbatches == self.schedule.microbatches
@@ -351,7 +351,9 @@ def build_layer_setup(
     copies = count_kv_copies(config.model, mesh.layout.tensor)
     if copies > 1:
         mesh.add_tensor_copies_group(copies)
-    return make_layer_setup(config, mesh.group("tensor"), context, experts, kernels, routines)
+    return make_layer_setup(
+        config.parallel, config.train, mesh.group("tensor"), context, experts, kernels, routines
+    )
 
 
 def _make_expert_parallel(

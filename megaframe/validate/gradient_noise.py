@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megaframe.config.model import ModelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.schedule.named import get_schedule_name
 
@@ -33,18 +35,16 @@ def find_gradient_noise_mistakes(config: RunConfig, sizes: Mapping[str, int]) ->
             f"{parallel.compress} adds to it what earlier steps have left out; use "
             "parallel.compress=none, or metrics.gradient_noise_every=0"
         )
-    if parallel.zero >= 2 and _has_several_microbatches(config, sizes["data"]):
-        yield from _find_mixed_microbatches(config, name)
+    has_several = config.train.global_batch > config.train.microbatch * sizes["data"]
+    if parallel.zero >= 2 and has_several:
+        yield from _find_mixed_microbatches(config.model, parallel, name)
 
 
-def _has_several_microbatches(config: RunConfig, data: int) -> bool:
-    return config.train.global_batch > config.train.microbatch * data
-
-
-def _find_mixed_microbatches(config: RunConfig, name: str) -> Iterator[str]:
+def _find_mixed_microbatches(
+    model: ModelConfig, parallel: ParallelConfig, name: str
+) -> Iterator[str]:
     """Yield why a reduction may have gradients of several microbatches, of which each is measured
     on its own where gradients are divided."""
-    parallel, model = config.parallel, config.model
     schedule = get_schedule_name(parallel.schedule)
     zero = f"{name} measures the gradients of each microbatch with parallel.zero={parallel.zero}"
     if schedule not in _UNSPLIT:

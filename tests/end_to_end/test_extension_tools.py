@@ -15,7 +15,7 @@ from megaframe.config.registry import Registry, use_registry
 from megaframe.dashboard.sweep import Sweep
 from megaframe.errors import UserError
 from megaframe.extensions import load_named_extensions, load_with_extensions
-from megaframe.training.layer_check.layouts import list_measured_layouts, list_parity_layouts
+from megaframe.training.layer_check.layouts import SmallRun
 from megaframe.training.rank_pool import RankPool
 
 LAYER = '''
@@ -203,8 +203,9 @@ def test_a_check_under_two_layouts_says_what_is_wrong(write, capsys):
     tool, ranks = load_tool("check_layers"), RankPool(2, partial(load_named_extensions, [path]))
     with use_registry(Registry()), closing(ranks):
         config = load_with_extensions(None, [*SMALL, BLOCKS, f"run.extensions=[{path}]"])
-        lies = tool.check_descriptions(list_measured_layouts(config)[:1], ranks)
-        failures = tool.check_parity(list_parity_layouts(config)[:2], ranks)
+        small = SmallRun(config)
+        lies = tool.check_descriptions(small.list_measured_layouts()[:1], ranks)
+        failures = tool.check_parity(small.list_parity_layouts()[:2], ranks)
     printed = capsys.readouterr().out
     assert "blocks.1.squares" in printed and "SquaresDescription" in printed
     assert any("blocks.0.squares (SquaresDescription): bytes kept" in each for each in lies)

@@ -108,7 +108,9 @@ def compute_sample_gradients(name):
     batch = make_global_batch(config.model, config.train, 0)
     valid = (batch.labels_BS != IGNORE).sum()
     weights = list_initial_weights(config)
-    trained = {spec.name for spec in list_model_specs(config) if spec.role != "balance"}
+    trained = {
+        spec.name for spec in list_model_specs(config.model, config.train) if spec.role != "balance"
+    }
     leaves = {n: w.requires_grad_(n in trained) for n, w in weights.items()}
     gradients = {n: [] for n in sorted(trained)}
     for i in range(config.train.global_batch):
@@ -150,7 +152,7 @@ def compute_expected(name, config, layout):
     gradients = compute_sample_gradients(name)
     expected = {}
     size, ranks = config.train.microbatch, layout.data
-    for spec in list_model_specs(config):
+    for spec in list_model_specs(config.model, config.train):
         kind = find_kind(spec, config, layout) if spec.role != "balance" else None
         if kind is None:
             continue

@@ -69,7 +69,8 @@ ACTIVE = {
 
 
 def list_specs(name, depth=0):
-    return list_model_specs(load(str(CONFIGS / f"{name}.yaml"), [f"model.mtp_depth={depth}"]))
+    config = load(str(CONFIGS / f"{name}.yaml"), [f"model.mtp_depth={depth}"])
+    return list_model_specs(config.model, config.train)
 
 
 def count(name):

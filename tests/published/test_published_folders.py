@@ -72,7 +72,7 @@ def test_an_import_plans_every_tensor_of_a_published_folder(name):
     assert read + towers == FOLDERS[name]["parameters"]
     if (path := CONFIGS / f"{name}.yaml").exists():
         config = load(str(path), ["model.mtp_depth=0"])
-        shapes = {spec.name: spec.shape for spec in list_model_specs(config)}
+        shapes = {spec.name: spec.shape for spec in list_model_specs(config.model, config.train)}
         assert shapes == {spec.name: spec.shape for spec in plan.specs}
 
 

@@ -19,7 +19,10 @@ def make(folder, start=0, **metrics):
         }
     )
     return config, MetricsLogger(
-        config, Mesh(Layout(), device="cpu"), list_model_specs(config), start_step=start
+        config,
+        Mesh(Layout(), device="cpu"),
+        list_model_specs(config.model, config.train),
+        start_step=start,
     )
 
 

@@ -64,12 +64,18 @@ def build():
         }
         shape = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.3}
         config = RunConfig(model={**shape, **(model or {})}, **sections)
-        mesh, run = Mesh(Layout(), device="cpu"), make_layer_setup(config, routines=routines)
+        mesh, run = (
+            Mesh(Layout(), device="cpu"),
+            make_layer_setup(config.parallel, config.train, routines=routines),
+        )
         if config.model.moe is not None:
             mesh.add_groups(EXPERT_SETS)
-        chunk, groups = build_whole_model_chunk(config, run), ParameterGroups(config, mesh)
+        chunk, groups = (
+            build_whole_model_chunk(config.model, config.train, run),
+            ParameterGroups(config, mesh),
+        )
         sharded = ShardedParameters(config, mesh, {0: chunk.units}, groups.bucketing)
-        optimizer = Optimizer(config, mesh, sharded, groups)
+        optimizer = Optimizer(config.optim, config.train, mesh, sharded, groups)
         optimizer.initialize(config.run.seed)
         stage = Stage(config, chunk, run, sharded)
         return SimpleNamespace(

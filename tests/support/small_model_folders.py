@@ -69,7 +69,7 @@ def make_weights(config, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return {
         spec.name: torch.randn(spec.shape, generator=generator).to(dtype)
-        for spec in map_tensors(family, run.model, list_model_specs(run))
+        for spec in map_tensors(family, run.model, list_model_specs(run.model, run.train))
     }
 
 

@@ -153,7 +153,7 @@ def make_random_checkpoint(folder, **model):
     """Write a checkpoint of step 0 with random weights of a model, without a run."""
     run = RunConfig(model=model, train={"seq": 64, "precision": "fp32"})
     weights = {}
-    for spec in list_model_specs(run):
+    for spec in list_model_specs(run.model, run.train):
         draw = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
         scale = 0.2 if len(spec.shape) > 1 or spec.name.endswith("balance") else 1.0
         weights[spec.name] = scale * torch.randn(spec.shape, generator=draw)

@@ -34,71 +34,76 @@ class CheckedLayout:
     refusal: str
 
 
-def list_measured_layouts(config: RunConfig) -> list[CheckedLayout]:
-    """Return the layouts under which layers are measured, each with every kind of recompute."""
-    sizes: list[dict[str, object]] = [
-        {},
-        {"tensor": 2},
-        {"context": 2},
-        {"context": 2, "context_kind": "all_to_all"},
-    ]
-    if config.model.moe is not None:
-        nodes = {"node_size": 1}
-        sizes += [{"data": 2, "expert": 2, "dispatch": each, **nodes} for each in _DISPATCH]
-        sizes.append({"data": 2, "expert_tensor": 2})
-    return [
-        _make_layout(config, parallel, {"precision": "bf16", "recompute": recompute}, _SAMPLES)
-        for parallel in sizes
-        for recompute in ("none", "selective", "full")
-    ]
+class SmallRun:
+    """A run with all kinds of blocks of another one, and little of everything else."""
 
+    def __init__(self, config: RunConfig) -> None:
+        self._tokens, model, moe = _TOKENS, config.model, config.model.moe
+        self._model = model.model_copy(update=_choose_sizes(model))
+        if moe is not None:
+            self._tokens = min(_MOST_TOKENS, lcm(8, len(list_expert_sets(moe.experts, moe.top_k))))
+            small = moe.model_copy(update={"capacity": None})
+            self._model = self._model.model_copy(update={"moe": small})
+        # Keys under which a layout may change the answer are not those of the run.
+        rates = {"lr": 0.01, "min_lr": 0.0, "warmup": 2, "offload": False, "state": "master"}
+        rates |= {"name": "adamw"} if config.optim.name in ("lion", "muon") else {}
+        self._optim, self._run = config.optim.model_copy(update=rates), config.run
 
-def list_parity_layouts(config: RunConfig) -> list[CheckedLayout]:
-    """Return the layouts that are compared with one rank, which is the first of them."""
-    sizes: list[dict[str, object]] = [
-        {},
-        {"tensor": 2},
-        {"context": 2},
-        {"context": 2, "context_kind": "all_to_all"},
-        {"pipeline": 2},
-        {"data": 2, "zero": 0},
-        {"data": 2, "zero": 3},
-    ]
-    if config.model.moe is not None:
-        sizes += [{"data": 2, "expert": 2}, {"data": 2, "expert_tensor": 2}]
-    precision = {"precision": "fp64", "steps": 4}
-    layouts = [_make_layout(config, parallel, precision, 1) for parallel in sizes]
-    again = {**precision, "recompute": "selective"}
-    return [*layouts, _make_layout(config, {}, again, 1)]
+    def list_measured_layouts(self) -> list[CheckedLayout]:
+        """Return the layouts under which layers are measured, each with every kind of recompute."""
+        sizes: list[dict[str, object]] = [
+            {},
+            {"tensor": 2},
+            {"context": 2},
+            {"context": 2, "context_kind": "all_to_all"},
+        ]
+        if self._model.moe is not None:
+            nodes = {"node_size": 1}
+            sizes += [{"data": 2, "expert": 2, "dispatch": each, **nodes} for each in _DISPATCH]
+            sizes.append({"data": 2, "expert_tensor": 2})
+        return [
+            self._make_layout(parallel, {"precision": "bf16", "recompute": recompute}, _SAMPLES)
+            for parallel in sizes
+            for recompute in ("none", "selective", "full")
+        ]
 
+    def list_parity_layouts(self) -> list[CheckedLayout]:
+        """Return the layouts that are compared with one rank, which is the first of them."""
+        sizes: list[dict[str, object]] = [
+            {},
+            {"tensor": 2},
+            {"context": 2},
+            {"context": 2, "context_kind": "all_to_all"},
+            {"pipeline": 2},
+            {"data": 2, "zero": 0},
+            {"data": 2, "zero": 3},
+        ]
+        if self._model.moe is not None:
+            sizes += [{"data": 2, "expert": 2}, {"data": 2, "expert_tensor": 2}]
+        precision = {"precision": "fp64", "steps": 4}
+        layouts = [self._make_layout(parallel, precision, 1) for parallel in sizes]
+        return [*layouts, self._make_layout({}, {**precision, "recompute": "selective"}, 1)]
 
-def _make_layout(
-    config: RunConfig, parallel: Mapping[str, object], train: Mapping[str, object], samples: int
-) -> CheckedLayout:
-    ranks = 2 if parallel else 1
-    model = config.model.model_copy(update=_choose_sizes(config.model))
-    tokens, moe = _TOKENS, model.moe
-    if moe is not None:
-        tokens = min(_MOST_TOKENS, lcm(8, len(list_expert_sets(moe.experts, moe.top_k))))
-        model = model.model_copy(update={"moe": moe.model_copy(update={"capacity": None})})
-    # Keys under which a layout may change the answer are not those of the run.
-    rates = {"lr": 0.01, "min_lr": 0.0, "warmup": 2, "offload": False, "state": "master"}
-    rates |= {"name": "adamw"} if config.optim.name in ("lion", "muon") else {}
-    small = RunConfig.model_validate(
-        {
-            "model": model,
-            "train": {**train, "seq": tokens, "microbatch": samples, "global_batch": 4},
-            "parallel": parallel,
-            "optim": config.optim.model_copy(update=rates),
-            "kernels": {"matmul": "torch"},
-            "run": config.run,
-        }
-    )
-    keys = {**{f"parallel.{key}": value for key, value in parallel.items()}}
-    if "recompute" in train:
-        keys["train.recompute"] = train["recompute"]
-    name = " ".join(f"{key}={value}" for key, value in keys.items()) or "one rank"
-    return CheckedLayout(name, small, ranks, "; ".join(find_mistakes(small, ranks, data=False)))
+    def _make_layout(
+        self, parallel: Mapping[str, object], train: Mapping[str, object], samples: int
+    ) -> CheckedLayout:
+        ranks, sizes = 2 if parallel else 1, {"microbatch": samples, "global_batch": 4}
+        config = RunConfig.model_validate(
+            {
+                "model": self._model,
+                "train": {**train, "seq": self._tokens, **sizes},
+                "parallel": parallel,
+                "optim": self._optim,
+                "kernels": {"matmul": "torch"},
+                "run": self._run,
+            }
+        )
+        keys = {f"parallel.{key}": value for key, value in parallel.items()}
+        if "recompute" in train:
+            keys["train.recompute"] = train["recompute"]
+        name = " ".join(f"{key}={value}" for key, value in keys.items()) or "one rank"
+        refusal = "; ".join(find_mistakes(config, ranks, data=False))
+        return CheckedLayout(name, config, ranks, refusal)
 
 
 def _choose_sizes(model: ModelConfig) -> dict[str, object]:

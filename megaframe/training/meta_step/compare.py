@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megaframe.architecture.pipeline import build_step_schedule
@@ -10,7 +10,7 @@ from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.planner.communication_volume import compute_communication_bytes
-from megaframe.planner.memory import compute_rank_memory
+from megaframe.planner.memory import RankMemory, compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.schedule.check import check
 from megaframe.training.meta_step import RankMeasurement
@@ -48,21 +48,22 @@ def compare_with_plan(
         measured: What was counted in its step, in bytes.
     """
     count = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(build_step_schedule(config, count))
+    schedule, plans = lower(build_step_schedule(config, count)), plan_stages(config)
     check(schedule)
+    pipeline_rank = layout.get_coordinate(rank)["pipeline"]
+    memory = compute_rank_memory(config, layout, plans, schedule, pipeline_rank)
+    own_plans = [plans[stage] for stage in schedule.list_stages(pipeline_rank)]
+    traffic = compute_communication_bytes(config, layout, own_plans, schedule.ranks[pipeline_rank])
+    recomputes = any(plan.recomputed for plan in plans)
     return [
-        *_compare_memory(config, layout, rank, measured),
-        *_compare_traffic(config, layout, rank, measured),
+        *_compare_memory(measured, memory, recomputes=recomputes),
+        *_compare_traffic(measured, traffic, layout),
     ]
 
 
 def _compare_memory(
-    config: RunConfig, layout: Layout, rank: int, measured: RankMeasurement
+    measured: RankMeasurement, plan: RankMemory, *, recomputes: bool
 ) -> Iterator[ComparisonRow]:
-    count = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(build_step_schedule(config, count))
-    pipeline_rank = layout.get_coordinate(rank)["pipeline"]
-    plan = compute_rank_memory(config, layout, plan_stages(config), schedule, pipeline_rank)
     buffers = plan.weights + plan.values + plan.gradients
     activations = plan.activations + plan.messages
     yield ComparisonRow("weights, values, gradients", measured.buffers, buffers)
@@ -70,7 +71,6 @@ def _compare_memory(
     if plan.host:
         yield ComparisonRow("on the host", measured.host, plan.host)
         yield ComparisonRow("buffers", measured.staging, plan.buffers)
-    recomputes = any(p.recomputed for p in plan_stages(config))
     counted = measured.activations + measured.temporaries if recomputes else measured.activations
     planned = activations + plan.temporaries if recomputes else activations
     name = "activations, messages" + ", temporaries" * recomputes
@@ -82,19 +82,12 @@ def _compare_memory(
 
 
 def _compare_traffic(
-    config: RunConfig, layout: Layout, rank: int, measured: RankMeasurement
+    measured: RankMeasurement, traffic: Mapping[str, float], layout: Layout
 ) -> Iterator[ComparisonRow]:
     """Yield the bytes moved, by axes. With several context ranks, gradients and values travel over
     context and data ranks together, so the plan's "data" is compared with "context+data". Keys that
     go around a ring are planned as the mean of its ranks."""
-    count = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(build_step_schedule(config, count))
-    pipeline_rank = layout.get_coordinate(rank)["pipeline"]
-    plans = plan_stages(config)
-    own_plans = [plans[stage] for stage in schedule.list_stages(pipeline_rank)]
-    planned = dict(
-        compute_communication_bytes(config, layout, own_plans, schedule.ranks[pipeline_rank])
-    )
+    planned = dict(traffic)
     if layout.data == 1:  # then gradients and values travel over context ranks alone
         planned["context"] += planned["data"]
     for axes, size in sorted(measured.traffic.items()):

@@ -86,7 +86,7 @@ def test_the_published_table_follows():
 
 def list_growths(**model):
     config = RunConfig(model=model)
-    return {spec.name: spec.growth for spec in list_model_specs(config)}
+    return {spec.name: spec.growth for spec in list_model_specs(config.model, config.train)}
 
 
 def test_what_does_not_grow_with_the_width_is_no_width():
@@ -131,5 +131,5 @@ def test_what_does_not_grow_with_the_width_is_no_width():
 
 def test_only_mup_sets_growths():
     config = RunConfig(model={"layers": 1, "hidden": 32, "heads": 4, "vocab": 11})
-    assert {spec.growth for spec in list_model_specs(config)} == {Growth()}
+    assert {spec.growth for spec in list_model_specs(config.model, config.train)} == {Growth()}
     assert {*list_growths(**MUP, hidden=32, heads=4, mup_base_hidden=32).values()} == {Growth()}

@@ -117,9 +117,10 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
 def test_work_adds_up_to_the_counted_flops(model, recompute):
     config = make_config(model=model, pipeline=3, train={"recompute": recompute})
     costs = compute_stage_costs(config.model, config.train, plan_stages(config))
-    flops = count_flops(list_model_specs(config), config)
+    specs = list_model_specs(config.model, config.train)
+    flops = count_flops(specs, config)
     assert sum(map(sum, costs.list_by_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
-    matrices = sum(spec.size for spec in list_model_specs(config) if spec.role == "matrix")
+    matrices = sum(spec.size for spec in specs if spec.role == "matrix")
     depth = config.model.mtp_depth
     blocks = sum(describe_block(config.model, layer).matrix_elements for layer in range(6 + depth))
     assert blocks + 2 * 64 * 64 * depth == matrices
@@ -132,10 +133,11 @@ def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
     parameters = [
         p
         for plan in plan_stages(config)
-        for chunk in build_chunks(config, [plan], LayerSetup()).values()
+        for chunk in build_chunks(config.model, config.train, [plan], LayerSetup()).values()
         for p in chunk.parameters()
     ]
-    assert [p.spec for p in parameters if not p.replica] == list_model_specs(config)
+    specs = list_model_specs(config.model, config.train)
+    assert [p.spec for p in parameters if not p.replica] == specs
     assert [p.spec.name for p in parameters if p.replica] == ["embedding.tokens.weight"]
 
 

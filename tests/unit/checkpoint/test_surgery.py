@@ -44,12 +44,12 @@ def write(tmp_path):
 
         def make(seed=0, change=lambda name, value: value, *, ema=False, **model):
             config = RunConfig(model={**SMALL, **model}, train={"seq": 16, "precision": "fp64"})
-            specs, values = list_model_specs(config), {}
+            specs, values = list_model_specs(config.model, config.train), {}
             if ema:
                 averages = [replace(spec, name=EMA_PREFIX + spec.name) for spec in specs]
                 values = draw(averages, seed - 1)
                 specs += averages
-            values = {**draw(list_model_specs(config), seed), **values}
+            values = {**draw(list_model_specs(config.model, config.train), seed), **values}
             changed = {name: change(name, value) for name, value in values.items()}
             folder = tmp_path / f"written-{len([*tmp_path.iterdir()])}"
             tensors = [(spec, "F64") for spec in specs]

@@ -19,7 +19,7 @@ def make_config(model, **train):
 
 def test_the_model_of_the_benchmarks():
     run_config = make_config({"layers": 6, "hidden": 512, "heads": 8, "vocab": 50304}, seq=256)
-    flops = count_flops(list_model_specs(run_config), run_config)
+    flops = count_flops(list_model_specs(run_config.model, run_config.train), run_config)
     # A layer has 4 matrices 512 x 512 (attention) and 2 of 512 x 2048 (MLP); the head 50304 x 512.
     matrices = 6 * (4 * 512 * 512 + 2 * 512 * 2048) + 50304 * 512
     assert matrices == 44_630_016
@@ -41,7 +41,7 @@ def test_gpt2_124m():
         },
         seq=1024,
     )
-    flops = count_flops(list_model_specs(run_config), run_config)
+    flops = count_flops(list_model_specs(run_config.model, run_config.train), run_config)
     # 12 layers of 12 x 768^2; the tied table counts once, as head; positions, norms, biases do not.
     matrices = 12 * 12 * 768**2 + 50257 * 768
     assert matrices == 123_532_032
@@ -54,7 +54,7 @@ def test_tying_the_head_changes_nothing():
     counts = []
     for tied in (False, True):
         run_config = make_config({**shape, "tie_embeddings": tied}, seq=16)
-        counts.append(count_flops(list_model_specs(run_config), run_config))
+        counts.append(count_flops(list_model_specs(run_config.model, run_config.train), run_config))
     assert counts[0] == counts[1]
 
 
@@ -62,7 +62,8 @@ def test_recompute_adds_the_forward_of_the_blocks_but_not_of_the_head():
     shape = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97, "window": 5}
     plain, recomputed = (make_config(shape, seq=16, recompute=kind) for kind in ("none", "full"))
     flops, recomputed_flops = (
-        count_flops(list_model_specs(run_config), run_config) for run_config in (plain, recomputed)
+        count_flops(list_model_specs(run_config.model, run_config.train), run_config)
+        for run_config in (plain, recomputed)
     )
     head = 6 * 97 * 32
     assert (recomputed_flops.model, recomputed_flops.full_attention) == (
@@ -100,7 +101,7 @@ def test_every_layer_counts_the_keys_of_its_own_window():
     shape = {"layers": 5, "hidden": 32, "heads": 4, "vocab": 97, "mtp_depth": 2}
     keys = [64 - 64**2 / 2048, 512, 128 - 128**2 / 2048]
     mixed, none = (
-        count_flops(list_model_specs(run_config), run_config)
+        count_flops(list_model_specs(run_config.model, run_config.train), run_config)
         for run_config in (
             make_config({**shape, "window": (64, None, 128)}, seq=1024),
             make_config(shape, seq=1024),
@@ -111,8 +112,8 @@ def test_every_layer_counts_the_keys_of_its_own_window():
     assert none.model - mixed.model == saved
     uniform = make_config({**shape, "window": (64,)}, seq=1024)
     number = make_config({**shape, "window": 64}, seq=1024)
-    assert count_flops(list_model_specs(uniform), uniform) == count_flops(
-        list_model_specs(number), number
+    assert count_flops(list_model_specs(uniform.model, uniform.train), uniform) == count_flops(
+        list_model_specs(number.model, number.train), number
     )
 
 

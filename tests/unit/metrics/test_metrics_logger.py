@@ -23,7 +23,7 @@ def read(folder):
 
 def test_a_line_has_every_key_and_adds_up(tmp_path):
     config, logger = make(tmp_path)
-    flops = count_flops(list_model_specs(config), config)
+    flops = count_flops(list_model_specs(config.model, config.train), config)
     for number in (1, 2):
         step(logger, number)
     logger.close()

@@ -63,7 +63,7 @@ def run_ranks(folder):
         train={"steps": 3, "seq": 16, "precision": "fp32"},
         model={"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
     )
-    logger = MetricsLogger(config, mesh, list_model_specs(config))
+    logger = MetricsLogger(config, mesh, list_model_specs(config.model, config.train))
     logger.note(f"note of rank {rank}")
     for step in (1, 2, 3):
         logger.start_step()

@@ -170,7 +170,7 @@ def test_a_damaged_wandb_id_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "wandb.id").write_text("../../x\n")
     with pytest.raises(UserError, match="holds no id"):
-        WandbSink(OutputFiles(tmp_path), "project", RunConfig(), 1)
+        WandbSink(OutputFiles(tmp_path), "project", {}, 1)
 
 
 def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
     rows = []
     for start in (0, 2):
         time.sleep(1.0 if start else 0.0)  # wandb's folder names have whole seconds
-        sink = WandbSink(OutputFiles(tmp_path), "project", RunConfig(), start)
+        sink = WandbSink(OutputFiles(tmp_path), "project", {}, start)
         for step in (start + 1, start + 2):
             sink.write(make_line(step, loss_scale=65536.0))
             sink.write_samples(step, SAMPLES)

@@ -15,6 +15,7 @@ from megaframe.architecture.spec import Box
 from megaframe.checkpoint import Slice
 from megaframe.checkpoint.train_state import find_restarted, prepare_slices
 from megaframe.data_parallel.partition import BucketPartition
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.elementwise import ElementwiseRule, GroupRates
 from megaframe.optim.optimizer_state import MomentStorage
@@ -75,11 +76,16 @@ def test_a_rule_corrects_each_piece_for_its_own_updates(state):
     assert moves[:low].sub(eighth).abs().max() < tolerance
 
 
+def find_frozen(config):
+    specs = list_model_specs(config.model, config.train)
+    return find_frozen_names(config.frozen_patterns, specs)
+
+
 def resume(built, other):
     """Continue a run in `other`, with what a checkpoint would hold of `built`."""
     saved = {key: tensor.clone() for key, _, _, tensor in built.optimizer.list_tensors(owned=True)}
     moments = other.optimizer.list_moments()
-    frozen_before = find_frozen_names(built.config)
+    frozen_before = find_frozen(built.config)
     restarted = find_restarted(moments, saved, frozen_before)
     slices = [
         Slice(key, spec.shape, box.offset, tensor)
@@ -131,7 +137,7 @@ def test_frozen_and_unfrozen_parameters_are_those_of_torch(bucket_size, build, m
             take_step(other, make_microbatch(other.config, 99), 99)
             resume(built, other)
         built = other
-        for name in find_frozen_names(built.config):
+        for name in find_frozen(built.config):
             optimizer.state.pop(weights[name], None)
         for step in range(3 * phase, 3 * phase + 3):
             microbatch = make_microbatch(built.config, step)

@@ -26,7 +26,8 @@ LAW = ("chinchilla", LAWS["chinchilla"])
 def make_table(text, config=CONFIG):
     budget = parse_budget(text)
     constants = get_cluster_constants(budget.cluster)
-    return SizeTable(choose_batch(config, budget, ()), budget, constants, {"recompute": "none"})
+    config = config.replace(train={"global_batch": choose_batch(config.train, budget)})
+    return SizeTable(config, budget, constants, {"recompute": "none"})
 
 
 def test_the_shape_of_a_config_is_found_again_and_models_grow_with_their_layers():
@@ -114,17 +115,21 @@ def test_more_over_training_trains_a_smaller_model_on_more_tokens():
 
 def test_the_batch_is_near_the_rule_and_divided_by_the_chips():
     budget = parse_budget("48 h100 for 10 days")
-    batch = choose_batch(CONFIG, budget, ()).train.global_batch
+    batch = choose_batch(CONFIG.train, budget)
     flops = 0.4 * budget.cluster.chip.get_sustained_flops("bf16") * 48 * 864000
     wanted = compute_batch_tokens(flops) / CONFIG.train.seq
     assert abs(math.log2(batch / wanted)) <= 0.5 and batch % 48 == 0
-    assert choose_batch(CONFIG, budget, ["train.global_batch"]) is CONFIG
 
 
 def test_a_plan_of_a_budget_spends_it():
     budget = parse_budget("8 h100 for 2 days")
     constants = get_cluster_constants(budget.cluster)
     plan = plan_budget(budget, CONFIG, constants, LAW, fixed={"recompute": "none"})
+    own = plan_budget(
+        budget, CONFIG, constants, LAW, fixed={"recompute": "none"}, given=["train.global_batch"]
+    )
+    assert own.space.config.train.global_batch == CONFIG.train.global_batch
+    assert plan.space.config.train.global_batch == choose_batch(CONFIG.train, budget)
     train, prediction = plan.space.config.train, plan.result.best.prediction
     trained = train.steps * prediction.step_seconds
     assert 0.98 < trained / budget.seconds < 1.0  # the rest is lost to failures

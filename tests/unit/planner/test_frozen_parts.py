@@ -81,12 +81,9 @@ def test_no_weight_gradients_are_multiplied_or_planned():
         config.model_copy(update={"train": config.train.model_copy(update=train)})
         for config in (make_config(), make_config([]))
     )
-    frozen = find_frozen_names(some)
-    elements = sum(
-        spec.size
-        for spec in list_model_specs(some)
-        if spec.name in frozen and spec.role == "matrix"
-    )
+    specs = list_model_specs(some.model, some.train)
+    frozen = find_frozen_names(some.optim.frozen, specs)
+    elements = sum(spec.size for spec in specs if spec.name in frozen and spec.role == "matrix")
     assert count_flops(none) - count_flops(some) == 2 * some.train.seq * elements
     cluster = load_cluster("h100-ib")
     sizes = make_layout_sizes(some.parallel, some.train, Layout())
@@ -118,9 +115,10 @@ def test_names_in_the_plan_are_those_of_the_model(patterns):
     config = make_config([], model)
     every = count_rank_parameters(config.model, config.train, Layout(), plan_stages(config))
     of_rank = config.model, config.train, Layout(), plan_stages(config), tuple(patterns)
-    specs = [spec for spec in list_model_specs(config) if spec.role != "balance"]
+    named = list_model_specs(config.model, config.train)
+    specs = [spec for spec in named if spec.role != "balance"]
     everything = patterns == ["*"]  # refused in a run, which would have nothing to train
-    frozen = find_frozen_names(make_config(patterns if not everything else [], model))
+    frozen = find_frozen_names([] if everything else patterns, named)
     kept = 0 if everything else sum(spec.size for spec in specs if spec.name not in frozen)
     assert count_rank_parameters(*of_rank).total == kept
     assert every.total == sum(spec.size for spec in specs)

@@ -42,7 +42,7 @@ ENDLESS = KernelRates(1.0, 0.0, 0.0, 1.0, 1.0, float("inf"), 0.0, 2)
 def test_every_layer_has_the_matrices_that_it_declares(path):
     config = load(str(path), ["model.vocab=5003"])
     declared = {f"blocks.{layer}": Counter() for layer in range(config.model.layers)}
-    for spec in list_model_specs(config):
+    for spec in list_model_specs(config.model, config.train):
         block = ".".join(spec.name.split(".")[:2])
         if spec.role == "matrix" and block in declared:
             for box in spec.matrices:

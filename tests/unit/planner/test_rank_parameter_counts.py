@@ -57,7 +57,7 @@ def test_every_config_holds_what_its_layers_declare(path, sizes):
 def count_by_specs(config, layout, plans):
     """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
     experts' matrices) on the first rank, from the layers' specs."""
-    chunks = build_chunks(config, plans, LayerSetup())
+    chunks = build_chunks(config.model, config.train, plans, LayerSetup())
     counts = {"vector": 0, "table": 0, "split": 0, "replicated": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for chunk in chunks.values() for p in chunk.parameters()}:
         spec = parameter.spec

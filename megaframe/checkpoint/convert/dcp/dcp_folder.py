@@ -14,7 +14,7 @@ import os
 import pickle
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import JsonValue
 
+from megaframe.architecture.spec import ParamSpec
 from megaframe.checkpoint import Checkpoint, StorePath
 from megaframe.checkpoint.convert.dcp.metadata import (
     METADATA,
@@ -183,7 +184,11 @@ def import_checkpoint(
         UserError: If the folder is damaged or malicious, or does not fit the config.
     """
     contents = read_metadata(folder)
-    step, state = _read_run_state(folder, contents, config)
+    if config is None:
+        step, state = _read_run_state(folder, contents)
+    else:
+        _check_fit(folder, contents, list_model_specs(config.model, config.train))
+        step, state = 0, make_initial_train_state(config).model_dump(mode="json")
     importable = {
         name: stored
         for name, stored in contents.tensors.items()
@@ -244,22 +249,9 @@ class _ChunkReader:
             self._file = None
 
 
-def _read_run_state(
-    folder: Path, contents: DCPContents, config: RunConfig | None
-) -> tuple[int, dict[str, JsonValue]]:
-    """Return step and run state: those of a new run with this config if one is given, else those
-    that `export_checkpoint` stored, else 0 and an empty state.
-
-    Raises:
-        UserError: If the tensors do not fit the config, or the stored state is damaged.
-    """
-    if config is not None:
-        problems = list(_find_misfits(contents, config))
-        if problems:
-            omitted = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
-            listed = "\n  ".join(problems[:5])
-            raise UserError(f"{folder} does not fit the config:\n  {listed}{omitted}")
-        return 0, make_initial_train_state(config).model_dump(mode="json")
+def _read_run_state(folder: Path, contents: DCPContents) -> tuple[int, dict[str, JsonValue]]:
+    """Return the step and the run state that `export_checkpoint` stored, or else 0 and an empty
+    state. Raises `UserError` if they are damaged."""
     extent = contents.other_values.get(RUN_STATE_NAME)
     if extent is None:
         return 0, {}
@@ -277,8 +269,16 @@ def _read_run_state(
     raise UserError(f"{folder / extent.file} is damaged: {RUN_STATE_NAME} is not a run state")
 
 
-def _find_misfits(contents: DCPContents, config: RunConfig) -> Iterator[str]:
-    for spec in list_model_specs(config):
+def _check_fit(folder: Path, contents: DCPContents, specs: Iterable[ParamSpec]) -> None:
+    """Raise `UserError` if the tensors are not those of a model."""
+    if problems := [*_find_misfits(contents, specs)]:
+        omitted = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+        listed = "\n  ".join(problems[:5])
+        raise UserError(f"{folder} does not fit the config:\n  {listed}{omitted}")
+
+
+def _find_misfits(contents: DCPContents, specs: Iterable[ParamSpec]) -> Iterator[str]:
+    for spec in specs:
         stored = contents.tensors.get(spec.name)
         if stored is None:
             yield f"{spec.name} {spec.shape} is missing"

@@ -150,7 +150,7 @@ def plan_export(
     ids = {k: v for k, v in exported.ids.items() if v is not None or k not in row.numbers}
     # The type under its new and its old name.
     config |= {**ids, **dict.fromkeys(("dtype", "torch_dtype"), get_dtype_name(torch_dtype))}
-    specs = list_model_specs(run)
+    specs = list_model_specs(run.model, run.train)
     checkpoint.require_shapes({spec.name: spec.shape for spec in specs})
     tensors = list(map_tensors(row, run.model, specs))
     refuse_left_out(row, run.model, specs, tensors)

@@ -192,7 +192,7 @@ def plan_import(
     )
     if mistakes_found := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {mistakes_found[0]}")
-    specs = list_model_specs(run)
+    specs = list_model_specs(run.model, run.train)
     predictors, scales = family.count_predictors(config), family.read_scales(config)
     layers = range(model.layers, model.layers + predictors)
     skipped = SkippedTensors(family, model.tie_embeddings, layers)

@@ -401,7 +401,9 @@ def config():
 
 
 def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
-    weights = {spec.name: torch.randn(spec.shape) for spec in list_model_specs(config)}
+    weights = {
+        spec.name: torch.randn(spec.shape) for spec in list_model_specs(config.model, config.train)
+    }
     get_torch_dcp().save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
     imported = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours", config)
     assert_same_tensors(load_saved(imported.path), weights)

@@ -43,7 +43,7 @@ from megaframe.checkpoint.convert.huggingface.match_tensors import SkippedTensor
 from megaframe.checkpoint.convert.huggingface.model_facts import describe_model, find_differences
 from megaframe.checkpoint.convert.huggingface.model_folder import export_model, import_model
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeys
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.registry import Registry, use_registry
 from megaframe.errors import UserError
 from megaframe.extensions import load_named_extensions
@@ -174,7 +174,7 @@ def test_a_published_size_has_the_parameters_of_its_class(name):
         expected = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     keys = {**json.loads(json.dumps(config.to_dict(), default=str)), "model_type": name}
     model = FAMILIES[name].read_model(keys)
-    assert count_parameters(list_model_specs(RunConfig(model=model.model_dump()))) == expected
+    assert count_parameters(list_model_specs(model, TrainConfig())) == expected
 
 
 NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": True}
@@ -281,7 +281,7 @@ def test_the_keys_of_lfm2_are_read_and_may_not_contradict():
     attention = [layer for layer, name in enumerate(mixers) if name == "attention"]
     assert attention == LFM2["full_attn_idxs"] and len(mixers) == 16
     assert (model.ffn, model.tie_embeddings, model.head_dim) == (8192, True, 64)
-    specs = list_model_specs(RunConfig(model=model.model_dump()))
+    specs = list_model_specs(model, TrainConfig())
     assert sum(prod(spec.shape) for spec in specs) == 1_170_340_608
     with pytest.raises(UserError, match="conv_dim=1024 contradicts other keys, by which it is 204"):
         FAMILIES["lfm2"].read_model({**LFM2, "conv_dim": 1024})
@@ -315,7 +315,7 @@ def test_the_keys_of_mimo_are_read_and_may_not_contradict():
     assert {(mixer.head_dim, mixer.value_dim, mixer.rotary.width) for mixer in mixers} == {
         (192, 128, 64)
     }
-    specs = list_model_specs(RunConfig(model=model.model_dump()))
+    specs = list_model_specs(model, TrainConfig())
     assert round(count_parameters(specs) / 1e9) == 309
     assert round(count_active_parameters(specs) / 1e9) == 15
     with pytest.raises(UserError, match=r"partial_rotary_factor=0\.5 contradicts other keys, by"):
@@ -348,7 +348,7 @@ def test_the_section_of_kimi_is_read_and_names_each_layer_once():
     mixers = list_mixers(model)
     assert [n + 1 for n, m in enumerate(mixers) if m.name == "attention"] == [*range(4, 28, 4), 27]
     assert mixers[3].rotary is None and mixers[0].decay_rank == 128
-    specs = list_model_specs(RunConfig(model=model.model_dump()))
+    specs = list_model_specs(model, TrainConfig())
     assert round(count_parameters(specs) / 1e9) == 49
     assert round(count_active_parameters(specs) / 1e9) == 3
     section = {**KIMI["linear_attn_config"], "kda_layers": [1, 2, 3]}
