@@ -67,8 +67,8 @@ def main() -> None:
         config, world = plan_dry_run(config, arguments.gpus)
         before = None
         for phase, layout, notes in resolve_phases(config, world, data=False):
-            verdict = judge_memory(phase, layout)
             cluster = find_cluster(phase.parallel, phase.run)
+            verdict = judge_memory(phase, layout, cluster)
             description = describe_run(phase, layout, cluster, before)
             head = [*verdict.lines, *notes] if before is None else ["", *notes, *verdict.lines]
             print("\n".join([*head, description]), flush=True)

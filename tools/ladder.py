@@ -30,7 +30,7 @@ from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.progress import Progress
 from megaframe.io.regular_file import write_file
 from megaframe.planner.explanations.explanation import Explanation
-from megaframe.planner.ladder import Rung, make_ladder
+from megaframe.planner.ladder import Ladder, Rung
 from megaframe.planner.theory.loss_fit import LEAST_RUNS, ComputeLaw, fit_compute_law
 from megaframe.validate.run import validate_config
 
@@ -49,24 +49,24 @@ def main() -> None:
     options = parse_arguments()
     with report_errors():
         config, words = parse_run(options.run)
-        rungs = make_ladder(
-            config, options.depths, options.target, options.tokens_per_parameter, options.ranks
+        rungs = Ladder(config, options.tokens_per_parameter, options.ranks).make_rungs(
+            options.depths, options.target
         )
-        ladder = Ladder(config, words, rungs, options.ranks)
+        runs = LadderRuns(config, words, rungs, options.ranks)
         if options.dry_run:
             print_table(rungs, {}, None)
             return
         *below, target = rungs
-        losses = ladder.run(below)
+        losses = runs.run(below)
         law = fit_compute_law([rung.flops for rung in below], [losses[r.name] for r in below])
-        ladder.write_record(losses, law)
+        runs.write_record(losses, law)
         print_table(rungs, losses, law)
         print_law(rungs, losses, law)
         if options.run_target:
-            losses |= ladder.run([target])
-            ladder.write_record(losses, law)
+            losses |= runs.run([target])
+            runs.write_record(losses, law)
             print_outcome(target, losses, law)
-        ladder.write_page([rung for rung in rungs if rung.name in losses])
+        runs.write_page([rung for rung in rungs if rung.name in losses])
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RungRun:
         return values[-1][1]
 
 
-class Ladder:
+class LadderRuns:
     """The runs of a ladder on this machine, one after the other.
 
     Args:

@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from megaframe.architecture.spec import ParamSpec
-from megaframe.checkpoint.manifest import DTypeName
+from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint, group_by_bytes
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
 from megaframe.checkpoint.slices import index_within, split_into_runs
@@ -93,7 +93,7 @@ def write_starting_weights(
         config: Of the model.
         origin: Where the weights come from.
         tensors: Spec and saved type (such as `F32`) of each.
-        read: Returns a whole tensor by name, in its saved type.
+        read: Returns a whole tensor by name.
 
     Raises:
         UserError: If it already exists or cannot be written.
@@ -103,7 +103,7 @@ def write_starting_weights(
 
     def read_bytes(entry: FileEntry) -> memoryview:
         if not last or last[0][0] != entry.name:
-            last[:] = [(entry.name, read(entry.name))]
+            last[:] = [(entry.name, read(entry.name).to(DTYPES[entry.dtype]))]
         whole = last[0][1]
         index = index_within(((0,) * whole.ndim, tuple(whole.shape)), (entry.offset, entry.shape))
         return as_bytes(whole[index])

@@ -20,7 +20,7 @@ from torch import Tensor
 from megaframe.architecture.block import find_block_config
 from megaframe.architecture.spec import ParamSpec
 from megaframe.checkpoint.load import Checkpoint
-from megaframe.checkpoint.manifest import DTYPE_NAMES, DTYPES
+from megaframe.checkpoint.manifest import DTYPE_NAMES, DTYPES, DTypeName
 from megaframe.checkpoint.starting_weights import StartingWeights, write_starting_weights
 from megaframe.checkpoint.stores.store import StorePath
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
@@ -89,7 +89,8 @@ def average_checkpoints(
         return [*zip(checkpoints, names[spec.name], strict=True)]
 
     origin = " and ".join(str(checkpoint.path) for checkpoint in checkpoints)
-    return _write(target, run, origin, specs, list_sources, read)
+    new = RunConfig(model=run.model, data=run.data, train=run.train)
+    return write_starting_weights(target, new, origin, _choose_types(specs, list_sources), read)
 
 
 def select_layers(
@@ -130,7 +131,8 @@ def select_layers(
 
     specs = list_model_specs(new.model, new.train)
     checkpoint.require_shapes({find_origin(spec.name): spec.shape for spec in specs})
-    written = _write(target, new, checkpoint.path, specs, list_sources, read)
+    tensors = _choose_types(specs, list_sources)
+    written = write_starting_weights(target, new, checkpoint.path, tensors, read)
     return replace(written, notes=notes)
 
 
@@ -163,7 +165,8 @@ def grow_vocabulary(checkpoint: Checkpoint, target: StorePath, vocab: int) -> St
         mean = rows.double().mean(0, keepdim=True).to(rows.dtype)
         return torch.cat([rows, mean.expand(vocab - old, *rows.shape[1:])])
 
-    return _write(target, new, checkpoint.path, specs, lambda spec: [(checkpoint, spec.name)], read)
+    tensors = _choose_types(specs, lambda spec: [(checkpoint, spec.name)])
+    return write_starting_weights(target, new, checkpoint.path, tensors, read)
 
 
 def _select(model: ModelConfig, layers: Sequence[int]) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -225,21 +228,14 @@ def _check(
     return new
 
 
-def _write(
-    target: StorePath,
-    run: RunConfig,
-    origin: object,
+def _choose_types(
     specs: Sequence[ParamSpec],
     list_sources: Callable[[ParamSpec], Sequence[tuple[Checkpoint, str]]],
-    read: Callable[[str], Tensor],
-) -> StartingWeights:
-    """Write tensors in the widest type of those that each is made of."""
-    tensors = []
-    for spec in specs:
-        types = [DTYPES[source.tensors[name].dtype] for source, name in list_sources(spec)]
-        tensors.append((spec, DTYPE_NAMES[reduce(torch.promote_types, types)]))
-    types_by_name = {spec.name: DTYPES[dtype] for spec, dtype in tensors}
-    new = RunConfig(model=run.model, data=run.data, train=run.train)
-    return write_starting_weights(
-        target, new, origin, tensors, lambda name: read(name).to(types_by_name[name])
+) -> list[tuple[ParamSpec, DTypeName]]:
+    """Return each spec with the widest type of the tensors that it is made of."""
+    types = (
+        [DTYPES[source.tensors[name].dtype] for source, name in list_sources(spec)]
+        for spec in specs
     )
+    widest = (DTYPE_NAMES[reduce(torch.promote_types, of_spec)] for of_spec in types)
+    return [*zip(specs, widest, strict=True)]

@@ -239,13 +239,8 @@ def describe_resumption(
     """
     yield f"resumed from step {step} of {source}"
     yield from _describe_changed_extensions(extensions or {})
-    changed = [
-        line
-        for name in RunConfig.model_fields
-        for line in find_differences(getattr(saved, name), getattr(config, name), PLACES, name)
-    ]
-    if changed:
-        yield f"changed since then: {'; '.join(changed)}"
+    if changed := "; ".join(find_differences(saved, config, PLACES)):
+        yield f"changed since then: {changed}"
 
 
 def check_same_run(

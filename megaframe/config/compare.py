@@ -30,18 +30,19 @@ PLACES = frozenset({"checkpoint.resume", "data.phase", "train.stop_after"})
 def find_differences(
     old: object, new: object, free: Collection[str], name: str = ""
 ) -> Iterator[str]:
-    """Yield a line for each key that differs between two sections, or two values, called `name`.
+    """Yield a line for each key that differs between two configs, sections or values.
 
     Args:
-        old: The section or value there, such as in a checkpoint.
-        new: The section or value here.
+        old: That there, such as in a checkpoint.
+        new: That here.
         free: Dotted keys that are not compared, nor anything inside them.
-        name: Dotted key of both.
+        name: Dotted key of both; empty for whole configs.
     """
     if name in free:
         return
     if isinstance(old, BaseModel) and isinstance(new, BaseModel):
         for key in type(new).model_fields:
-            yield from find_differences(getattr(old, key), getattr(new, key), free, f"{name}.{key}")
+            inner = f"{name}.{key}" if name else key
+            yield from find_differences(getattr(old, key), getattr(new, key), free, inner)
     elif old != new:
         yield f"{name}: {format_value(old)} there, {format_value(new)} here"

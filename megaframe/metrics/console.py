@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.config import MetricsConfig, RunConfig, RunSection
+from megaframe.config import DataConfig, MetricsConfig, RunSection, TrainConfig
 from megaframe.config.batch_ramp import count_samples
 from megaframe.config.phases import count_tokens_left
 from megaframe.extensions.sink import Line, Sink, TextSample
@@ -40,11 +40,18 @@ class ConsoleSink(Sink):
     ending: may be set to names and texts that the summary shows last.
     """
 
-    def __init__(self, config: RunConfig, start_step: int, files: OutputFiles) -> None:
-        self._config = config
-        self._folder = Path(config.run.dir)
+    def __init__(
+        self,
+        train: TrainConfig,
+        data: DataConfig,
+        metrics: MetricsConfig,
+        start_step: int,
+        files: OutputFiles,
+    ) -> None:
+        self._train, self._data, self._metrics = train, data, metrics
+        self._folder = files.folder
         self._start_step = start_step
-        self._columns = choose_column_widths(config.train.steps)
+        self._columns = choose_column_widths(train.steps)
         self._has_header = False
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS + 1)
         """Seconds and tokens of the last steps."""
@@ -62,14 +69,14 @@ class ConsoleSink(Sink):
         self._log.append(f"{text}\n".encode(errors="backslashreplace"))
 
     def write(self, line: Line) -> None:
-        step, last = line["step"], self._config.train.steps
-        if self._config.metrics.console == "json":
+        step, last = line["step"], self._train.steps
+        if self._metrics.console == "json":
             self._show(json.dumps(replace_nonfinite(line), allow_nan=False))
         self._run.add(line)
         self._since.add(line)
         self._recent.append((line["seconds"], line["tokens"]))
         first = step == self._start_step + 1
-        if first or step == last or step % self._config.metrics.every == 0:
+        if first or step == last or step % self._metrics.every == 0:
             if not self._has_header:
                 self._has_header = True
                 self._print(align(self._columns, list(self._columns)), None)
@@ -93,16 +100,16 @@ class ConsoleSink(Sink):
         """Print the summary."""
         if self._run.steps:
             files = [METRICS_FILE, LOG_FILE]
-            files += [SAMPLES_FILE] * bool(self._config.train.sample_every)
-            files += ["tensorboard"] * self._config.metrics.tensorboard
-            files += ["wandb"] * (self._config.metrics.wandb is not None)
+            files += [SAMPLES_FILE] * bool(self._train.sample_every)
+            files += ["tensorboard"] * self._metrics.tensorboard
+            files += ["wandb"] * (self._metrics.wandb is not None)
             places = f"{self._folder}: {', '.join(files)}"
             rows = [*self._run.summarize(self._start_step), ("files", places), *self.ending]
             self._print(format_table("Summary", rows), {"summary": dict(rows)})
 
     def _format_cells(self, line: Line) -> list[str]:
         return [
-            f"{line['step']}/{self._config.train.steps}",
+            f"{line['step']}/{self._train.steps}",
             format_number(line["loss"], ".4f"),
             format_number(line["grad_norm"], ".3f"),
             format_number(line["lr"], ".2e"),
@@ -118,9 +125,9 @@ class ConsoleSink(Sink):
         ones. With `train.batch_ramp` a step has more of them later."""
         # The oldest is left out, because the first step of a run includes warm-up.
         seconds, tokens = zip(*(list(self._recent)[1:] or self._recent), strict=True)
-        train, step = self._config.train, line["step"]
+        train, step = self._train, line["step"]
         seen = round(sum(line["sources"])) if "sources" in line else count_samples(train, step)
-        left = count_tokens_left(train, self._config.data, step, seen)
+        left = count_tokens_left(train, self._data, step, seen)
         return left * sum(seconds) / sum(tokens)
 
     def _print(self, text: str, json_form: Mapping[str, Any] | None) -> None:
@@ -130,7 +137,7 @@ class ConsoleSink(Sink):
             text: The text.
             json_form: The same for JSON; None for the text of a step.
         """
-        text, how = escape_unprintable(text), self._config.metrics.console
+        text, how = escape_unprintable(text), self._metrics.console
         if how == "lines" or (how == "quiet" and json_form is not None):
             self._show(text)
         elif how == "json" and json_form is not None:

@@ -111,7 +111,9 @@ class MetricsLogger:
         if self._files is not None:
             self._sinks = open_sinks(config, start_step, self._files)
             write_environment(self._files, config.train, mesh, kernels or {})
-            self._console = ConsoleSink(config, start_step, self._files)
+            self._console = ConsoleSink(
+                config.train, config.data, config.metrics, start_step, self._files
+            )
             self._sinks.append(self._console)
         self._peak = find_device_peak(config.metrics, config.train, mesh)
         self._write_first_lines(opening)

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import RunConfig
+from megaframe.config import TrainConfig
+from megaframe.config.schema import KernelsConfig
 from megaframe.errors import UserError
 from megaframe.ops.kernel_dispatch import PLAIN_CODE, Kernels
 
@@ -248,12 +249,17 @@ def _compute_ends(matrices_EOI: Tensor) -> Tensor:
 
 
 def check_fp8(
-    config: RunConfig, device: torch.device, dtype: torch.dtype, kernels: Kernels
+    train: TrainConfig,
+    requested: KernelsConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Kernels,
 ) -> str | None:
-    """Check how this run multiplies in 8 bits.
+    """Check how a run multiplies in 8 bits.
 
     Args:
-        config: The run.
+        train: The section `train`.
+        requested: The section `kernels`.
         device: What it runs on.
         dtype: Type of the operands before they are rounded.
         kernels: The kernels that it uses.
@@ -265,11 +271,11 @@ def check_fp8(
     Raises:
         UserError: It would on a GPU, unasked, which is slower than 16 bits.
     """
-    scaling = config.train.fp8
+    scaling = train.fp8
     if scaling == "none":
         return None
     setting = f"train.fp8={scaling}"
-    if config.kernels.fp8 == PLAIN_CODE:
+    if requested.fp8 == PLAIN_CODE:
         return (
             f"warning: {setting} runs as the reference, slower than without (kernels.fp8=reference)"
         )

@@ -269,6 +269,6 @@ def _find_fitting_candidates(space: SearchSpace, constants: Constants) -> tuple[
     candidates = space.list_candidates()
     if not len(candidates):
         return candidates, np.zeros(0)
-    estimates = estimate(space.config, space.cluster, constants, candidates)
+    estimates = estimate(space, constants, candidates)
     fits = fits_with_margin(estimates.memory_bytes, space.cluster.chip)
     return candidates.select(fits), estimates.step_seconds[fits]

@@ -52,77 +52,81 @@ class Rung:
         return f"depth-{self.layers}"
 
 
-def make_ladder(
-    config: RunConfig, depths: Sequence[int], target: int, tokens_per_parameter: float, ranks: int
-) -> list[Rung]:
-    """Return the rungs of a ladder in order, the target last.
+@dataclass(frozen=True)
+class Ladder:
+    """All runs of one shape.
 
-    Args:
+    Attributes:
         config: The run whose shape they have.
-        depths: Numbers of layers of the rungs that are run to fit a law.
-        target: Number of layers of the rung whose loss is predicted.
         tokens_per_parameter: D / N.
         ranks: Of each run.
-
-    Raises:
-        UserError: There are too few rungs, one has no such shape, or its tokens make no step.
     """
-    below = sorted({depth for depth in depths if depth < target})
-    if len(below) < LEAST_RUNS:
-        raise UserError(
-            f"--depths {_format(depths)} has {len(below)} rungs below --target {target}, and a law "
-            f"needs {LEAST_RUNS}; {_suggest_depths(config.model, target)}"
+
+    config: RunConfig
+    tokens_per_parameter: float
+    ranks: int
+
+    def make_rungs(self, depths: Sequence[int], target: int) -> list[Rung]:
+        """Return rungs in order, the target last.
+
+        Args:
+            depths: Numbers of layers of the rungs that are run to fit a law.
+            target: Number of layers of the rung whose loss is predicted.
+
+        Raises:
+            UserError: There are too few rungs, one has no such shape, or its tokens make no step.
+        """
+        below = sorted({depth for depth in depths if depth < target})
+        if len(below) < LEAST_RUNS:
+            raise UserError(
+                f"--depths {_format(depths)} has {len(below)} rungs below --target {target}, and a "
+                f"law needs {LEAST_RUNS}; {_suggest_depths(self.config.model, target)}"
+            )
+        return [self.make_rung(depth) for depth in (*below, target)]
+
+    def make_rung(self, layers: int) -> Rung:
+        """Return the rung with so many layers.
+
+        Raises:
+            UserError: There is no such shape, or its tokens make no step.
+        """
+        config, train, optim = self.config, self.config.train, self.config.optim
+        shape = _scale_shape(config.model, layers)
+        parameters, own = (
+            count_model_parameters(model, train).total for model in (shape, config.model)
         )
-    return [make_rung(config, depth, tokens_per_parameter, ranks) for depth in (*below, target)]
-
-
-def make_rung(config: RunConfig, layers: int, tokens_per_parameter: float, ranks: int) -> Rung:
-    """Return the rung with so many layers.
-
-    Args:
-        config: The run whose shape it has.
-        layers: Number of layers.
-        tokens_per_parameter: D / N.
-        ranks: Of the run.
-
-    Raises:
-        UserError: There is no such shape, or its tokens make no step.
-    """
-    shape, train, optim = _scale_shape(config.model, layers), config.train, config.optim
-    parameters, own = (
-        count_model_parameters(model, train).total for model in (shape, config.model)
-    )
-    data = Layout.from_parallel(config.parallel, ranks).data
-    growth = compute_batch_tokens((parameters / own) ** 2) / compute_batch_tokens(1.0)
-    unit = train.microbatch * data
-    batch = max(1, round(train.global_batch * growth / unit)) * unit
-    steps = math.floor(tokens_per_parameter * parameters / (batch * train.seq))
-    if not steps:
-        raise UserError(
-            f"--tokens-per-parameter {tokens_per_parameter:g} are "
-            f"{tokens_per_parameter * parameters:,.0f} tokens for {layers} layers, less than a "
-            f"step of {batch * train.seq:,}; use "
-            f"{math.ceil(100 * batch * train.seq / parameters) / 100:g} or more, or a smaller batch"
-        )
-    rate = math.sqrt(batch / train.global_batch)
-    sizes = {"layers": layers, "hidden": shape.hidden, "heads": shape.heads, "ffn": shape.ffn}
-    sizes |= {"kv_heads": shape.kv_heads}
-    keys: dict[str, object] = {f"model.{key}": size for key, size in sizes.items()}
-    keys |= {
-        "model.parametrisation": "mup",
-        "model.mup_base_hidden": config.model.mup_base_hidden or config.model.hidden,
-        "train.steps": steps,
-        "train.global_batch": batch,
-        "train.eval_every": steps,
-        "optim.lr": f"{optim.lr * rate:.{_DIGITS}g}",
-        "optim.min_lr": f"{optim.min_lr * rate:.{_DIGITS}g}",
-        "optim.warmup": round(optim.warmup * steps / train.steps),
-        "checkpoint.resume": "latest",
-    }
-    if optim.decay is not None:
-        keys["optim.decay"] = max(1, round(optim.decay * steps / train.steps))
-    texts = {key: str(value) for key, value in keys.items()}
-    return Rung(layers, parameters, steps * batch * train.seq, texts)
+        data = Layout.from_parallel(config.parallel, self.ranks).data
+        growth = compute_batch_tokens((parameters / own) ** 2) / compute_batch_tokens(1.0)
+        unit = train.microbatch * data
+        batch = max(1, round(train.global_batch * growth / unit)) * unit
+        tokens = self.tokens_per_parameter * parameters
+        steps = math.floor(tokens / (batch * train.seq))
+        if not steps:
+            raise UserError(
+                f"--tokens-per-parameter {self.tokens_per_parameter:g} are {tokens:,.0f} tokens "
+                f"for {layers} layers, less than a step of {batch * train.seq:,}; use "
+                f"{math.ceil(100 * batch * train.seq / parameters) / 100:g} or more, or a smaller "
+                "batch"
+            )
+        rate = math.sqrt(batch / train.global_batch)
+        sizes = {"layers": layers, "hidden": shape.hidden, "heads": shape.heads, "ffn": shape.ffn}
+        sizes |= {"kv_heads": shape.kv_heads}
+        keys: dict[str, object] = {f"model.{key}": size for key, size in sizes.items()}
+        keys |= {
+            "model.parametrisation": "mup",
+            "model.mup_base_hidden": config.model.mup_base_hidden or config.model.hidden,
+            "train.steps": steps,
+            "train.global_batch": batch,
+            "train.eval_every": steps,
+            "optim.lr": f"{optim.lr * rate:.{_DIGITS}g}",
+            "optim.min_lr": f"{optim.min_lr * rate:.{_DIGITS}g}",
+            "optim.warmup": round(optim.warmup * steps / train.steps),
+            "checkpoint.resume": "latest",
+        }
+        if optim.decay is not None:
+            keys["optim.decay"] = max(1, round(optim.decay * steps / train.steps))
+        texts = {key: str(value) for key, value in keys.items()}
+        return Rung(layers, parameters, steps * batch * train.seq, texts)
 
 
 def _scale_shape(model: ModelConfig, layers: int) -> ModelConfig:

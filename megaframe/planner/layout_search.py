@@ -103,7 +103,7 @@ def search(space: SearchSpace, constants: Constants, simulated: int = SIMULATED)
     if not len(candidates):
         raise UserError(_describe_no_valid_layout(space))
     enumerated = time.perf_counter()
-    estimates = estimate(space.config, cluster, constants, candidates)
+    estimates = estimate(space, constants, candidates)
     estimated = time.perf_counter()
     choices = _simulate_best(space, constants, candidates, estimates, simulated)
     if not choices:
@@ -287,7 +287,7 @@ def find_fastest(space: SearchSpace, constants: Constants) -> tuple[Candidates, 
     candidates = space.list_candidates()
     if not len(candidates):
         return None
-    estimates = estimate(space.config, space.cluster, constants, candidates)
+    estimates = estimate(space, constants, candidates)
     fits = fits_with_margin(estimates.memory_bytes, space.cluster.chip)
     if not fits.any():
         return None

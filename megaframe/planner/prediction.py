@@ -3,7 +3,7 @@
     cluster = load_cluster("h100-ib")
     constants = get_cluster_constants(cluster)
     predict(config, layout, cluster, constants) -> Prediction      exact: the schedule is simulated
-    estimate(config, cluster, constants, candidates) -> Estimates  closed forms on arrays
+    estimate(space, constants, candidates) -> Estimates            closed forms on arrays
 
 `estimate` is in `vectorized.py`. Both use the same arithmetic (`layer_times.py`), on numbers or on
 numpy arrays. They differ in the bubble, which `predict` simulates and `estimate` takes from closed

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaframe.config import ModelConfig, RunConfig
-from megaframe.hardware.cluster import Cluster
-from megaframe.planner.candidates import Candidates
+from megaframe.config import ModelConfig
+from megaframe.planner.candidates import Candidates, SearchSpace
 from megaframe.planner.communication_times import (
     estimate_pipeline_wait_seconds,
     estimate_stage_transfer_seconds,
@@ -54,17 +53,15 @@ class Estimates:
     breakdown: Mapping[str, Array]
 
 
-def estimate(
-    config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
-) -> Estimates:
+def estimate(space: SearchSpace, constants: Constants, candidates: Candidates) -> Estimates:
     """Estimate all candidates, at least 100,000 per second.
 
     Args:
-        config: The run; its layout is ignored.
-        cluster: The chips and links.
+        space: The run, whose layout is ignored, and its cluster.
         constants: What kernels and collectives reach there.
         candidates: The layouts.
     """
+    config, cluster = space.config, space.cluster
     rounds = []
     for start in range(0, len(candidates), _AT_ONCE):
         part = candidates.select(slice(start, start + _AT_ONCE))

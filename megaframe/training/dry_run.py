@@ -45,8 +45,12 @@ def describe_run(
         compute_rank_memory(config, layout, plans, lowered, rank, host=host)
         for rank in range(layout.pipeline)
     ]
+    changes = (
+        line.replace(" there, ", " before, ").replace(" here", " now")
+        for line in find_differences(before, config, PLACES)
+    )
     lines = [
-        dump(config) if before is None else _describe_changes(before, config),
+        dump(config) if before is None else "\n".join([*changes, ""]),
         *summarize_model(config.train, config.data, layout, specs),
         *format_parameter_groups(config.optim, specs, frozen),
         *summarize_pipeline(config, schedule),
@@ -55,16 +59,6 @@ def describe_run(
         *describe_layout_dependence(config),
     ]
     return "\n".join(lines)
-
-
-def _describe_changes(before: RunConfig, config: RunConfig) -> str:
-    """Return the keys that differ from those of the phase before."""
-    lines = (
-        line.replace(" there, ", " before, ").replace(" here", " now")
-        for name in RunConfig.model_fields
-        for line in find_differences(getattr(before, name), getattr(config, name), PLACES, name)
-    )
-    return "\n".join(lines) + "\n"
 
 
 def _format_memory_table(columns: Sequence[RankMemory]) -> Iterator[str]:

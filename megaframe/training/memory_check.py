@@ -94,17 +94,6 @@ class MemoryVerdict:
         raise UserError("\n  ".join([*self.lines, "or run anyway with --force"]))
 
 
-def judge_memory(config: RunConfig, layout: Layout) -> MemoryVerdict:
-    """Return whether a run fits in the memory of the machine that it is planned for: that of
-    `parallel.cluster`, or else the likely one for the device.
-
-    Args:
-        config: The config of the run.
-        layout: The layout of its ranks.
-    """
-    return _judge(config, layout, find_cluster(config.parallel, config.run), advise=True)
-
-
 def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
     """Return warnings about the memory of a run on this machine.
 
@@ -119,11 +108,20 @@ def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> l
     cluster = _find_machine(config.parallel, config.run)
     if cluster is None:
         return []
-    return _judge(config, layout, cluster, advise=not force).warn_or_refuse(force=force)
+    return judge_memory(config, layout, cluster, advise=not force).warn_or_refuse(force=force)
 
 
-def _judge(config: RunConfig, layout: Layout, cluster: Cluster, *, advise: bool) -> MemoryVerdict:
-    """Return the verdict on a cluster; with `advise`, and if the run cannot fit, with changes."""
+def judge_memory(
+    config: RunConfig, layout: Layout, cluster: Cluster, *, advise: bool = True
+) -> MemoryVerdict:
+    """Return whether a run fits in the memory of a cluster.
+
+    Args:
+        config: The run.
+        layout: Its ranks.
+        cluster: Where it runs.
+        advise: Look for changes that fit, if the run cannot.
+    """
     chip, ranks, spare = cluster.chip, 1, 0
     if chip.is_host and config.parallel.cluster is None:
         memory = chip.memory * read_local_world_size()

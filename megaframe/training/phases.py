@@ -41,8 +41,10 @@ def decide_phases(config: RunConfig) -> list[RunConfig]:
         if number > first.number:
             place = PhasePosition(number=number, step=position.step, samples=position.samples)
             phase = phase.replace(checkpoint={"resume": "latest"})
-        position = _find_end(phase, place, position)
-        configs.append(_set_place(phase, place, position.step))
+        position = _find_end(phase.train, phase.data, place, position)
+        phase = give_own_learning_rate(phase, number, (place.step, position.step))
+        end = None if number == len(config.data.phases) else position.step
+        configs.append(phase.replace(data={"phase": place}, train={"stop_after": end}))
     given, total = config.train.steps, position.step
     if "steps" in config.train.model_fields_set and given != total:
         raise UserError(
@@ -76,18 +78,12 @@ def describe_phase(train: TrainConfig, data: DataConfig) -> list[str]:
     return [f"{name}: steps {data.phase.step + 1:,} to {end:,} of {train.steps:,}"]
 
 
-def _set_place(phase: RunConfig, place: PhasePosition, end: int) -> RunConfig:
-    """Return the config of a phase with what follows from its place in the run. end: its last
-    step."""
-    number, is_last = place.number, place.number == len(phase.data.phases)
-    phase = give_own_learning_rate(phase, number, (place.step, end))
-    return phase.replace(data={"phase": place}, train={"stop_after": None if is_last else end})
-
-
-def _find_end(phase: RunConfig, place: PhasePosition, position: RunPosition) -> RunPosition:
+def _find_end(
+    train: TrainConfig, data: DataConfig, place: PhasePosition, position: RunPosition
+) -> RunPosition:
     """Return the end of a phase, which begins at `place`, of a run that is at `position`."""
-    train, seen = phase.train, position.samples
-    samples = -(-phase.data.phases[place.number - 1].tokens // train.seq)
+    seen = position.samples
+    samples = -(-data.phases[place.number - 1].tokens // train.seq)
     steps = count_steps(train, place.samples + samples - seen, seen)
     return RunPosition(position.step + steps, seen + count_samples(train, steps, seen))
 

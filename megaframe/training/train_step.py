@@ -114,7 +114,7 @@ class TrainStep:
         setup = build_layer_setup(config, mesh, note, routines)
         self.context, self.kernels = setup.context, setup.kernels
         kernels, compute = setup.kernels, PRECISIONS[train.precision].compute
-        self._warning = check_fp8(config, mesh.device, compute, kernels)
+        self._warning = check_fp8(train, config.kernels, mesh.device, compute, kernels)
         rank = mesh.coordinate["pipeline"]
         plans = [plan for plan in plan_stages(config) if rank_of[plan.stage_index] == rank]
         chunks = build_chunks(config.model, train, plans, setup)

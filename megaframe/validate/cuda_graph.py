@@ -19,13 +19,6 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig, RunSection, TrainConfig
 
 
-def find_graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield a message for each reason why `train.cuda_graph=true` cannot work."""
-    if config.train.cuda_graph:
-        for reason in find_graph_obstacles(config, sizes):
-            yield f"train.cuda_graph=true cannot work here: {reason}"
-
-
 def find_graph_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield what in a config cannot be recorded, with what to use instead.
 

@@ -19,7 +19,7 @@ from megaframe.validate.checkpoint import (
     find_saving_mistakes,
 )
 from megaframe.validate.context_parallel import find_context_mistakes
-from megaframe.validate.cuda_graph import find_graph_mistakes
+from megaframe.validate.cuda_graph import find_graph_obstacles
 from megaframe.validate.data import find_source_mistakes, find_split_mistakes
 from megaframe.validate.experts import find_expert_mistakes
 from megaframe.validate.gradient_noise import find_gradient_noise_mistakes
@@ -72,6 +72,8 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         data: Whether the config must name data sources; a dry run needs none.
     """
     sizes, axis_mistakes = resolve_axis_sizes(config.parallel, world)
+    has_graph = config.train.cuda_graph and not axis_mistakes
+    graph_obstacles = find_graph_obstacles(config, sizes) if has_graph else ()
     # Without these, all layers can be described.
     block_mistakes = [*find_block_mistakes(config.model), *find_window_mistakes(config.model)]
     return [
@@ -101,7 +103,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *find_loss_mistakes(config.train, config.kernels),
         *find_sample_mistakes(config.train, config.data),
         *find_task_mistakes(config.evaluate, config.data),
-        *(find_graph_mistakes(config, sizes) if not axis_mistakes else ()),
+        *(f"train.cuda_graph=true cannot work here: {reason}" for reason in graph_obstacles),
         *(find_gradient_noise_mistakes(config, sizes) if not axis_mistakes else ()),
         *find_parametrisation_mistakes(config.model, config.optim),
         *find_learning_rate_mistakes(config.optim, config.train.steps),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megaframe.config import RunConfig
+from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.config.schema import KernelsConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
@@ -92,7 +92,8 @@ def measure_step(config: RunConfig, mesh: Mesh, tracker: AllocationTracker) -> R
     optimizer.initialize(config.run.seed)
     mesh.take_traffic()
     count = config.train.global_batch // (config.train.microbatch * mesh.layout.data)
-    microbatches = [_make_microbatch(config)] * count
+    microbatch = _make_microbatch(config.model, config.train, config.data)
+    microbatches = [microbatch] * count
     state, host = optimizer.count_memory_bytes()["optimizer"], optimizer.offload.host_bytes
 
     def count_staging() -> int:
@@ -142,12 +143,11 @@ class _PeakBetweenActions:
             self.peak = max(self.peak, self._tracker.live - self.before - self._count_buffers())
 
 
-def _make_microbatch(config: RunConfig) -> Microbatch:
+def _make_microbatch(model: ModelConfig, train: TrainConfig, data: DataConfig) -> Microbatch:
     """Return a microbatch of samples of one document each, with tokens from the whole
     vocabulary."""
-    train, vocab = config.train, config.model.vocab
-    assert vocab is not None, "the config is resolved"
+    assert model.vocab is not None, "the config is resolved"
     shape = (train.microbatch, train.seq)
-    tokens = (torch.arange(shape[0] * shape[1]) * 7919 % vocab).view(shape)
-    documents = torch.zeros_like(tokens) if config.data.reset_attention else None
+    tokens = (torch.arange(shape[0] * shape[1]) * 7919 % model.vocab).view(shape)
+    documents = torch.zeros_like(tokens) if data.reset_attention else None
     return Microbatch(tokens, tokens, torch.arange(shape[0]), None, documents)

@@ -149,7 +149,7 @@ def test_a_search_reads_bubble_and_memory_from_it():
             getattr(schedule, "name", schedule)
         }
         assert space.make_config(candidates, 0).parallel.schedule == schedule
-        tables[str(schedule)] = estimate(config, CLUSTER, constants, candidates)
+        tables[str(schedule)] = estimate(space, constants, candidates)
     eager, ours = tables.values()
     assert np.allclose(eager.step_seconds, ours.step_seconds)
     assert (eager.memory_bytes >= ours.memory_bytes).all()

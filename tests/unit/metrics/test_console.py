@@ -47,7 +47,7 @@ def print_lines(tmp_path, capsys, monkeypatch):
         folder.mkdir()
         train = {"seq": 128, "global_batch": 16, **keys.pop("train", {})}
         config = RunConfig.model_validate({"run": {"dir": str(folder)}, "train": train, **keys})
-        sink = ConsoleSink(config, start, OutputFiles(folder))
+        sink = ConsoleSink(config.train, config.data, config.metrics, start, OutputFiles(folder))
         sink.note("a [note]")
         for record in lines:
             sink.write(record)

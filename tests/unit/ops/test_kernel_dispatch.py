@@ -128,7 +128,7 @@ def test_what_a_kernel_refuses_is_said_once_with_the_reason():
 def test_8_bits_on_a_cpu_are_a_warning():
     def warned(**keys):
         config = RunConfig(**keys)
-        return check_fp8(config, CPU, torch.float32, NO_KERNELS)
+        return check_fp8(config.train, config.kernels, CPU, torch.float32, NO_KERNELS)
 
     assert warned() is None
     assert "warning: train.fp8=row is emulated on a cpu" in warned(train={"fp8": "row"})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaframe.config import load
 from megaframe.errors import UserError
-from megaframe.planner.ladder import make_ladder, make_rung
+from megaframe.planner.ladder import Ladder
 from megaframe.planner.parameter_counts import count_model_parameters
 from megaframe.planner.theory.loss_fit import ComputeLaw, fit_compute_law
 
@@ -52,7 +52,7 @@ def test_too_few_runs_and_losses_that_do_not_fall_are_refused():
 
 
 def test_a_config_is_the_rung_of_its_own_depth():
-    rung = make_rung(DEMO, 4, 20.0, 1)
+    rung = Ladder(DEMO, 20.0, 1).make_rung(4)
     own = {"model.hidden": "256", "model.heads": "4", "model.ffn": "768", "optim.lr": "0.001"}
     own |= {"train.global_batch": "16", "optim.min_lr": "0.0001", "model.mup_base_hidden": "256"}
     assert own.items() <= rung.keys.items()
@@ -67,7 +67,7 @@ def test_a_config_is_the_rung_of_its_own_depth():
 def test_one_dial_turns_everything():
     """Twice the depth: twice the widths, about 8 times the parameters and tokens, a batch that
     grows as FLOPs^0.3271, and a learning rate that grows with its root."""
-    small, large = (make_rung(DEMO, layers, 20.0, 1) for layers in (4, 8))
+    small, large = (Ladder(DEMO, 20.0, 1).make_rung(layers) for layers in (4, 8))
     for key in ("model.hidden", "model.heads", "model.kv_heads", "model.ffn"):
         assert int(large.keys[key]) == 2 * int(small.keys[key]), key
     growth = large.parameters / small.parameters
@@ -82,14 +82,14 @@ def test_one_dial_turns_everything():
 def test_batches_are_whole_microbatches_of_all_data_ranks():
     config = load(None, ["model.vocab=100", "train.global_batch=32", "train.microbatch=4"])
     for layers in (3, 6, 24):
-        assert int(make_rung(config, layers, 20.0, 2).keys["train.global_batch"]) % 8 == 0
+        assert int(Ladder(config, 20.0, 2).make_rung(layers).keys["train.global_batch"]) % 8 == 0
 
 
 def test_a_depth_without_a_width_names_the_nearest():
     with pytest.raises(UserError, match=r"6 layers have no width: .* multiples of 4; use 4 or 8$"):
-        make_rung(LLAMA, 6, 20.0, 1)
+        Ladder(LLAMA, 20.0, 1).make_rung(6)
     with pytest.raises(UserError, match=r"multiples of 4; use 4$"):
-        make_rung(LLAMA, 1, 20.0, 1)
+        Ladder(LLAMA, 20.0, 1).make_rung(1)
 
 
 def test_too_few_rungs_name_a_ladder_that_is_one():
@@ -97,15 +97,15 @@ def test_too_few_rungs_name_a_ladder_that_is_one():
         r"--depths 4,40 has 1 rungs below --target 16, and a law needs 3; use --depths 4,8,12$"
     )
     with pytest.raises(UserError, match=message):
-        make_ladder(LLAMA, [4, 40], 16, 20.0, 1)
+        Ladder(LLAMA, 20.0, 1).make_rungs([4, 40], 16)
     with pytest.raises(UserError, match=r"use --depths 4,8,12 and --target 16$"):
-        make_ladder(LLAMA, [4], 8, 20.0, 1)
-    ladder = make_ladder(LLAMA, [12, 4, 8, 40, 8], 16, 20.0, 1)
+        Ladder(LLAMA, 20.0, 1).make_rungs([4], 8)
+    ladder = Ladder(LLAMA, 20.0, 1).make_rungs([12, 4, 8, 40, 8], 16)
     assert [rung.layers for rung in ladder] == [4, 8, 12, 16]
 
 
 def test_tokens_that_make_no_step_name_how_many_do():
     with pytest.raises(UserError, match=r"are 2,675 tokens for 4 layers, less .* use 0\.01 or"):
-        make_rung(DEMO, 4, 0.001, 1)
+        Ladder(DEMO, 0.001, 1).make_rung(4)
     with pytest.raises(UserError, match=r"model\.moe is set"):
-        make_rung(load("mixtral-8x7b", ["model.vocab=100"]), 4, 20.0, 1)
+        Ladder(load("mixtral-8x7b", ["model.vocab=100"]), 20.0, 1).make_rung(4)

@@ -79,7 +79,7 @@ def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     space = SearchSpace(config, gpus, CLUSTER)
     candidates = space.list_candidates()
     candidates = candidates.select(np.array(draw_places(len(candidates), 30)))
-    estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
+    estimated = estimate(space, CONSTANTS, candidates)
     seconds, sizes = [], []
     for place in range(len(candidates)):
         chosen = space.make_config(candidates, place)
@@ -98,7 +98,7 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     space = SearchSpace(config, 64, CLUSTER, fixed)
     candidates = space.list_candidates()
     candidates = candidates.select(candidates.expert > 1)
-    estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
+    estimated = estimate(space, CONSTANTS, candidates)
     for place in draw_places(len(candidates), 10):
         chosen = space.make_config(candidates, place)
         exact = predict(chosen, Layout.from_parallel(chosen.parallel, 64), CLUSTER, CONSTANTS)

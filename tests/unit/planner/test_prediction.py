@@ -15,7 +15,7 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_prediction
-from megaframe.planner.candidates import Candidates
+from megaframe.planner.candidates import Candidates, SearchSpace
 from megaframe.planner.constants import CONSTANTS, get_family_constants
 from megaframe.planner.layout_search import LayoutChoice
 from megaframe.planner.layout_sizes import RECOMPUTE, LayoutSizes
@@ -194,7 +194,7 @@ def test_gradients_of_a_chunk_leave_in_one_message():
         software = replace(CONSTANTS_H100.software, gradients_of=kind)
         constants = replace(CONSTANTS_H100, software=software)
         exact = predict_step(config, 64, slow, constants).breakdown["data"]
-        many = estimate(config, slow, constants, candidate).breakdown["data"][0]
+        many = estimate(SearchSpace(config, 64, slow), constants, candidate).breakdown["data"][0]
         estimates.append((exact, float(many)))
     for block, chunk in zip(*estimates, strict=True):
         assert block == pytest.approx(3 * chunk, rel=0.02)
@@ -321,7 +321,7 @@ def list_candidates(model, world):
 def test_estimates_of_many_are_near_the_prediction_of_each(model):
     rows = list_candidates(model, 32)
     config = make_config(model)
-    many = estimate(config, CLUSTER, CONSTANTS_H100, Candidates(*rows.T))
+    many = estimate(SearchSpace(config, 32, CLUSTER), CONSTANTS_H100, Candidates(*rows.T))
     assert len(many.step_seconds) == len(rows)
     assert np.allclose(sum(many.breakdown.values()), many.step_seconds)
     errors, memory = [], []

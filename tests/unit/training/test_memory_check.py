@@ -176,6 +176,10 @@ def test_a_host_that_is_too_small_gets_a_verdict_and_what_fits(dry, host):
     assert output.splitlines()[-1].startswith("warning: started by --force without enough memory")
 
 
+def judge(config, layout):
+    return judge_memory(config, layout, auto_layout.find_cluster(config.parallel, config.run))
+
+
 def test_a_gpu_is_asked_for_its_memory(gpu):
     config, layout = load("llama3-8b"), Layout(data=8)
     gpu(79.1)
@@ -208,7 +212,7 @@ def test_a_run_is_not_checked_for_another_machine_but_a_dry_run_is(gpu):
     gpu(60)
     with pytest.raises(UserError, match=r"has 60\.0 GiB"):
         check_memory(config, layout)
-    (line,) = judge_memory(config, layout).lines
+    (line,) = judge(config, layout).lines
     assert line.startswith("fits in memory: ") and "(b200)" in line
 
 
@@ -226,7 +230,7 @@ def test_a_host_is_refused_only_if_tensors_exceed_memory_and_swap(host):
     """What else a process takes there is only estimated, and swap extends it."""
     config = load("gpt2-124m", ["run.device=cpu", "train.microbatch=4"])
     host(1000)
-    fit = judge_memory(config, Layout()).fit
+    fit = judge(config, Layout()).fit
     tensors = fit.tensors / 2**30
     for memory, swap in ((tensors * 1.01, 0), (tensors / 2, tensors * 0.6)):
         host(memory, swap)
@@ -244,13 +248,13 @@ def test_the_ranks_of_a_host_are_counted_together(host, monkeypatch):
     host(1000)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    alone = judge_memory(config, Layout(data=4)).fit
+    alone = judge(config, Layout(data=4)).fit
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    both = judge_memory(config, Layout(data=4)).fit
+    both = judge(config, Layout(data=4)).fit
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert judge_memory(config, Layout(data=4)).fit.tensors == alone.tensors  # may be apart
+    assert judge(config, Layout(data=4)).fit.tensors == alone.tensors  # may be apart
     monkeypatch.delenv("WORLD_SIZE")
-    assert judge_memory(config, Layout(data=4)).fit.tensors == 4 * alone.tensors
+    assert judge(config, Layout(data=4)).fit.tensors == 4 * alone.tensors
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert (both.rank, both.ranks, both.tensors) == (0, 2, 2 * alone.tensors)
@@ -262,7 +266,7 @@ def test_the_ranks_of_a_host_are_counted_together(host, monkeypatch):
     small = load("demo", ["run.device=cpu", "train.microbatch=1"])
     assert check_memory(small, Layout(data=4)) == []
     # Stages differ: the host with the first ones needs more than the other.
-    first = judge_memory(config, Layout(pipeline=4)).fit
+    first = judge(config, Layout(pipeline=4)).fit
     assert first.rank == 0 and first.ranks == 2
 
 
@@ -275,7 +279,7 @@ def test_absurd_sizes_get_a_verdict_or_one_error(key, size):
     try:
         config = load(None, ["model.vocab=257", "run.device=cpu", f"{key}={size}"])
         validate_config(config, 1, data=False)
-        (line, *_) = judge_memory(config, Layout()).lines
+        (line, *_) = judge(config, Layout()).lines
     except UserError as error:
         most = "65536" if size == MOST else "1,000,000,000,000"
         assert key in str(error) and f"at most {most}" in str(error)
