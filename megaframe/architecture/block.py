@@ -407,38 +407,17 @@ def _describe_mixer(
     if isinstance(config, GatedDeltaNetConfig):
         return _describe_gated_delta_net(model, config, output_std)
     if isinstance(config, GatedShortConvolutionConfig):
-        return GatedShortConvolutionDescription(
-            hidden=model.hidden,
-            taps=config.convolution,
-            bias=model.bias if config.bias is None else config.bias,
-            init_std=model.init_std,
-            output_std=output_std,
-        )
+        return _describe_gated_short_convolution(model, config, output_std)
     if isinstance(config, Mamba2Config):
         return _describe_mamba2(model, config, output_std)
     if isinstance(config, LatentMixerConfig):
-        latent = model.latent
-        assert latent is not None, "a block with latent attention is refused without model.latent"
-        width = latent.head_dim + latent.rotary_dim
-        return LatentAttentionDescription(
-            hidden=model.hidden,
-            heads=model.heads,
-            window=config.window,
-            bias=model.bias,
-            norm_eps=latent.norm_eps or model.norm_eps,
-            score_scale=compute_scores_factor(model)
-            * compute_score_multiplier(model)
-            / math.sqrt(width),
-            rotary=describe_rotary(model, latent.rotary_dim * (model.position == "rotary")),
-            query_scale=config.query_scale,
-            init_std=model.init_std,
-            output_std=output_std,
-            query_rank=latent.query_rank,
-            kv_rank=latent.kv_rank,
-            head_dim=latent.head_dim,
-            shared_dim=latent.rotary_dim,
-            value_dim=latent.value_dim,
-        )
+        return _describe_latent_attention(model, config, output_std)
+    return _describe_attention(model, config, output_std)
+
+
+def _describe_attention(
+    model: ModelConfig, config: AttentionConfig, output_std: float
+) -> AttentionDescription:
     head_dim = config.head_dim or model.head_dim
     is_rotated = model.position == "rotary" if config.rotary is None else config.rotary
     rotated = round((config.rotary_fraction or model.rotary_fraction) * head_dim) * is_rotated
@@ -466,6 +445,45 @@ def _describe_mixer(
         alibi=config.alibi,
         has_sinks=config.sinks,
         output_gate=config.output_gate,
+    )
+
+
+def _describe_latent_attention(
+    model: ModelConfig, config: LatentMixerConfig, output_std: float
+) -> LatentAttentionDescription:
+    latent = model.latent
+    assert latent is not None, "a block with latent attention is refused without model.latent"
+    width = latent.head_dim + latent.rotary_dim
+    return LatentAttentionDescription(
+        hidden=model.hidden,
+        heads=model.heads,
+        window=config.window,
+        bias=model.bias,
+        norm_eps=latent.norm_eps or model.norm_eps,
+        score_scale=compute_scores_factor(model)
+        * compute_score_multiplier(model)
+        / math.sqrt(width),
+        rotary=describe_rotary(model, latent.rotary_dim * (model.position == "rotary")),
+        query_scale=config.query_scale,
+        init_std=model.init_std,
+        output_std=output_std,
+        query_rank=latent.query_rank,
+        kv_rank=latent.kv_rank,
+        head_dim=latent.head_dim,
+        shared_dim=latent.rotary_dim,
+        value_dim=latent.value_dim,
+    )
+
+
+def _describe_gated_short_convolution(
+    model: ModelConfig, config: GatedShortConvolutionConfig, output_std: float
+) -> GatedShortConvolutionDescription:
+    return GatedShortConvolutionDescription(
+        hidden=model.hidden,
+        taps=config.convolution,
+        bias=model.bias if config.bias is None else config.bias,
+        init_std=model.init_std,
+        output_std=output_std,
     )
 
 

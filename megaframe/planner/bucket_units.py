@@ -27,27 +27,23 @@ def make_units(
         groups: The blocks that share buckets (`group_blocks`).
     """
     parts = parameters.parts
+
+    def make_block(number: int) -> UnitBuckets:
+        first_half, second_half = (_make_buckets(n, parts[n]) for n in (number, number + 1))
+        return UnitBuckets(second_half, first_half)
+
     blocks: list[UnitBuckets] = []
     for group in groups:
         number = 2 * group.start
         if group.halves:
-            second_half, other_buckets = (
-                _make_buckets(number + 1, parts[number + 1]),
-                _make_buckets(number, parts[number]),
-            )
-            blocks.append(UnitBuckets(second_half, other_buckets))
+            blocks.append(make_block(number))
             continue
         shared_buckets = _make_buckets(number, sum_parts(parts[number : 2 * group.stop]))
         blocks += [
             UnitBuckets(first_half=shared_buckets, ends=block == group.start)
             for block in range(group.start, group.stop)
         ]
-    for number in range(2 * len(blocks), len(parts), 2):
-        second_half, other_buckets = (
-            _make_buckets(number + 1, parts[number + 1]),
-            _make_buckets(number, parts[number]),
-        )
-        blocks.append(UnitBuckets(second_half, other_buckets))
+    blocks += map(make_block, range(2 * len(blocks), len(parts), 2))
     tables = _make_buckets(-1, parameters.tables)
     tokens, tied = tables[:1], model.tie_embeddings
     first = any(plan.first for plan in plans)
