@@ -30,7 +30,9 @@ def build_step_schedule(config: RunConfig, microbatches: int) -> Schedule:
         parallel.chunks,
         microbatches,
         group=None if searched or most is None else int(most),
-        costs=compute_stage_costs(config.model, config.train, plan_stages(config))
+        costs=compute_stage_costs(
+            config.model, config.train, plan_stages(config), config.frozen_patterns
+        )
         if searched
         else None,
         memory_limit=most if searched else None,
@@ -69,7 +71,7 @@ def summarize_pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     if len(plans) == 1:
         return
     layers = sum(len(plan.blocks) for plan in plans)
-    costs = compute_stage_costs(config.model, config.train, plans)
+    costs = compute_stage_costs(config.model, config.train, plans, config.frozen_patterns)
     timeline = simulate(schedule, costs)
     work = [f + b + w for f, b, w in zip(*costs.list_by_stage(len(plans)), strict=True)]
     name = get_schedule_name(config.parallel.schedule)

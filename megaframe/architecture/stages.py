@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
@@ -19,6 +19,7 @@ from megaframe.architecture.embedding import (
     describe_embedding,
     describe_head,
 )
+from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor
 from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.schedule.costs import ActionCosts
@@ -100,7 +101,7 @@ def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     stages = config.parallel.pipeline * config.parallel.chunks
     layers = config.parallel.layers_per_stage
     if not isinstance(layers, tuple):  # what is measured is not known before the run
-        works = compute_part_works(config.model, config.train)
+        works = compute_part_works(config.model, config.train, config.frozen_patterns)
         layers = works.divide(stages, recompute=config.train.recompute == "full")
     plans, start = [], 0
     for stage_index, count in enumerate(layers):
@@ -159,13 +160,16 @@ def divide_blocks(
 
 
 def compute_stage_costs(
-    model: ModelConfig, train: TrainConfig, plans: Sequence[StagePlan]
+    model: ModelConfig,
+    train: TrainConfig,
+    plans: Sequence[StagePlan],
+    frozen: tuple[str, ...] = (),
 ) -> ActionCosts:
     """Return the modelled work of F, B and W of every stage, in FLOPs per token.
 
-    Only the ratios matter.
+    Only the ratios matter. frozen: as in `compute_part_works`.
     """
-    return compute_part_works(model, train).sum_by_stage(plans)
+    return compute_part_works(model, train, frozen).sum_by_stage(plans)
 
 
 @dataclass(frozen=True)
@@ -225,14 +229,25 @@ class PartWorks:
         )
 
 
-def compute_part_works(model: ModelConfig, train: TrainConfig) -> PartWorks:
-    """Return the modelled work of all parts of a model. A lookup has no products."""
-    blocks = (compute_block_work(model, train, layer) for layer in range(model.layers))
-    return PartWorks(PassWork(0, 0, 0), tuple(blocks), compute_output_work(model, train))
+def compute_part_works(
+    model: ModelConfig, train: TrainConfig, frozen: tuple[str, ...] = ()
+) -> PartWorks:
+    """Return the modelled work of all parts of a model. A lookup has no products.
+
+    Args:
+        model: The section `model`.
+        train: The section `train`.
+        frozen: Patterns of the names of parameters that have no gradients.
+    """
+    blocks = (compute_block_work(model, train, layer, frozen) for layer in range(model.layers))
+    output = compute_output_work(model, train, frozen)
+    return PartWorks(PassWork(0, 0, 0), tuple(blocks), output)
 
 
-def compute_block_work(model: ModelConfig, train: TrainConfig, layer: int) -> PassWork:
-    """Return the work of the block of a layer.
+def compute_block_work(
+    model: ModelConfig, train: TrainConfig, layer: int, frozen: tuple[str, ...] = ()
+) -> PassWork:
+    """Return the work of the block of a layer; frozen: as in `compute_part_works`.
 
     Attention counts the keys that it sees on average, and has no weight gradient.
     """
@@ -241,24 +256,47 @@ def compute_block_work(model: ModelConfig, train: TrainConfig, layer: int) -> Pa
         return PassWork(emulated.forward, emulated.backward, emulated.weight)
     block = describe_block(model, layer)
     matrices, keys = 2.0 * block.matrix_elements, block.count_attention_flops(train.seq)
-    return PassWork(matrices + keys, matrices + 2 * keys, matrices)
+    trained = compute_trained_share(model, frozen, layer)
+    return PassWork(matrices + keys, matrices + 2 * keys, matrices * trained)
 
 
-def compute_output_work(model: ModelConfig, train: TrainConfig) -> PassWork:
-    """Return the work after the last block.
+@lru_cache(maxsize=4096)
+def compute_trained_share(model: ModelConfig, frozen: tuple[str, ...], layer: int) -> float:
+    """Return the share of the elements of a layer's matrices that is not frozen.
+
+    Args:
+        model: The section.
+        frozen: `RunConfig.frozen_patterns`.
+        layer: The layer's number.
+    """
+    if not frozen or model.emulate is not None:
+        return 1.0
+    parameters = describe_block(model, layer).declare_parameters(f"blocks.{layer}")
+    matrices = [spec for spec in parameters if spec.role not in ("gain", "bias", "balance")]
+    trained = sum(spec.size for spec in matrices if not is_frozen(frozen, spec.name))
+    every = sum(spec.size for spec in matrices)
+    return trained / every if every else 1.0
+
+
+def compute_output_work(
+    model: ModelConfig, train: TrainConfig, frozen: tuple[str, ...] = ()
+) -> PassWork:
+    """Return the work after the last block; frozen: as in `compute_part_works`.
 
     The head computes its gradients in the forward pass, so all of its work counts as forward. Each
     predictor adds the head once more, a matrix and a block.
     """
-    head = 3 * _compute_head_flops(model)
+    weight_name = "embedding.tokens.weight" if model.tie_embeddings else "head.weight"
+    head = (2 if is_frozen(frozen, weight_name) else 3) * _compute_head_flops(model)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         join = 2.0 * describe_predictor(model, depth).join.elements
-        block = compute_block_work(model, train, model.layers + depth)
+        joins = not is_frozen(frozen, f"predictors.{depth}.join.weight")
+        block = compute_block_work(model, train, model.layers + depth, frozen)
         recomputed = block.forward + join if train.recompute == "full" else 0.0
         forward += head + block.forward + join
         backward += block.backward + join + recomputed
-        weight += block.weight + join
+        weight += block.weight + join * joins
     return PassWork(forward, backward, weight)
 
 

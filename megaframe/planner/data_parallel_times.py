@@ -21,7 +21,7 @@ import numpy as np
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.buckets import compute_bucket_count
 from megaframe.architecture.linear import GroupedLinearSpec
-from megaframe.architecture.stages import plan_stages
+from megaframe.architecture.stages import compute_trained_share, plan_stages
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.hardware.cluster import Cluster
@@ -36,7 +36,7 @@ from megaframe.planner.kernel_times import (
 from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
 from megaframe.planner.machine import Machine, PassTimes
 from megaframe.planner.memory import compute_host_bytes_per_element
-from megaframe.planner.parameter_counts import compute_trained_share, count_rank_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 
 Number = Any
 _ITERATIONS = 5

@@ -18,6 +18,7 @@ from megaframe.architecture.layer import (
     MixerDescription,
 )
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec, RepeatedLinearSpec
+from megaframe.architecture.stages import compute_trained_share
 from megaframe.planner.communication_times import (
     estimate_context_parallel_times,
     estimate_expert_parallel_times,
@@ -31,7 +32,6 @@ from megaframe.planner.kernel_times import (
     estimate_linear_seconds,
 )
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
-from megaframe.planner.parameter_counts import compute_trained_share
 
 Number = Any
 """A float, or a numpy array of them."""

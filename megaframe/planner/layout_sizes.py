@@ -92,11 +92,18 @@ class BlocksPerRank:
 
 
 def count_blocks_per_rank(
-    model: ModelConfig, train: TrainConfig, sizes: LayoutSizes
+    model: ModelConfig, train: TrainConfig, sizes: LayoutSizes, frozen: tuple[str, ...]
 ) -> BlocksPerRank:
-    """Return how the layers are divided, where the head counts as many blocks as it has work."""
+    """Return how the layers are divided, where the head counts as many blocks as it has work.
+
+    Args:
+        model: The section `model`.
+        train: The section `train`.
+        sizes: Of the layouts.
+        frozen: Patterns of the names of parameters that have no gradients.
+    """
     layers, stages = model.layers, sizes.pipeline * sizes.chunks
-    head_weight = _compute_head_weight(model, train, sizes)
+    head_weight = _compute_head_weight(model, train, sizes, frozen)
     above, below = np.ceil(head_weight), np.floor(head_weight)
     even = np.maximum(np.ceil((layers + above) / stages), above)
     with_last_alone = (
@@ -120,12 +127,14 @@ def count_blocks_per_rank(
     return BlocksPerRank(np.where(alone, layers, fullest), np.where(alone, layers, last_rank))
 
 
-def _compute_head_weight(model: ModelConfig, train: TrainConfig, sizes: LayoutSizes) -> Array:
+def _compute_head_weight(
+    model: ModelConfig, train: TrainConfig, sizes: LayoutSizes, frozen: tuple[str, ...]
+) -> Array:
     """Return the work of the head in units of a block's work, as `stages` counts it."""
-    works = [compute_block_work(model, train, layer) for layer in range(model.layers)]
+    works = [compute_block_work(model, train, layer, frozen) for layer in range(model.layers)]
     forward = sum(work.forward for work in works) / len(works)
     backward = sum(work.backward + work.weight for work in works) / len(works)
-    end = compute_output_work(model, train)
+    end = compute_output_work(model, train, frozen)
     twice = np.where(sizes.recompute == 2, 2.0, 1.0)
     head = end.forward + end.backward + end.weight
     return head / np.maximum(twice * forward + backward, 1e-30)

@@ -31,7 +31,12 @@ from megaframe.planner.activations import (
     compute_rotary_bytes,
     compute_weight_pass_bytes,
 )
-from megaframe.planner.layout_sizes import RECOMPUTE, LayoutSizes, count_blocks_per_rank
+from megaframe.planner.layout_sizes import (
+    RECOMPUTE,
+    BlocksPerRank,
+    LayoutSizes,
+    count_blocks_per_rank,
+)
 from megaframe.planner.memory import compute_max_width_per_token
 from megaframe.planner.parameter_counts import count_model_parameters, count_rank_parameters
 from megaframe.planner.peak_memory import compute_overhead_bytes
@@ -58,7 +63,9 @@ def estimate_peak_memory(
         c: The sizes of the candidates.
         schedule: Their schedules.
     """
-    blocks, one_stage = _BlockTable(config.model, config.parallel, config.train, c), c.pipeline == 1
+    division = count_blocks_per_rank(config.model, config.train, c, config.frozen_patterns)
+    blocks = _BlockTable(config.model, config.parallel, config.train, c, division)
+    one_stage = c.pipeline == 1
     v_shaped = schedule.mark(lambda each: each.placement == "vee")
     nowhere = np.zeros(len(v_shaped), dtype=bool)
     first, last, inner = _count_held(c, schedule)
@@ -97,7 +104,12 @@ class _BlockTable:
     and then looked up. Kinds are numbered, the one with most parameters first."""
 
     def __init__(
-        self, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, c: LayoutSizes
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        c: LayoutSizes,
+        division: BlocksPerRank,
     ) -> None:
         kinds = [_drop_window(describe_block(model, n)) for n in range(model.layers)]
         sizes_of_kinds = {kind: _count_elements(kind) for kind in dict.fromkeys(kinds)}
@@ -145,7 +157,6 @@ class _BlockTable:
         self.table = np.asarray(tables, dtype=float)[row]
         one_sample = train.model_copy(update={"microbatch": 1})
         self.rotary = float(compute_rotary_bytes(model, one_sample))
-        division = count_blocks_per_rank(model, train, c)
         self.chunks = np.asarray(c.chunks, dtype=int)
         self.per_rank = {True: division.fullest, False: division.last}
 

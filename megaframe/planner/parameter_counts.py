@@ -17,7 +17,7 @@ from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.layer import HasParameters
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
-from megaframe.architecture.stages import StagePlan
+from megaframe.architecture.stages import StagePlan, compute_trained_share
 from megaframe.config import ParallelConfig, TrainConfig
 from megaframe.config.model import ModelConfig
 from megaframe.layout import Layout
@@ -280,23 +280,6 @@ def list_layer_kinds(
         (describe_block(model, layer), compute_trained_share(model, frozen, layer))
         for layer in range(model.layers)
     ]
-
-
-def compute_trained_share(model: ModelConfig, frozen: tuple[str, ...], layer: int) -> float:
-    """Return the share of the elements of a layer's matrices that is not frozen.
-
-    Args:
-        model: The section.
-        frozen: `optim.frozen`.
-        layer: The layer's number.
-    """
-    if not frozen or model.emulate is not None:
-        return 1.0
-    trained, every = (
-        sum(part.matrices for part in _count_block(model, layer, 1, 1, 1, patterns))
-        for patterns in (frozen, ())
-    )
-    return trained / every if every else 1.0
 
 
 @lru_cache(maxsize=4096)

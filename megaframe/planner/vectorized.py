@@ -123,7 +123,10 @@ class BusiestRank:
 
 def _find_busiest_rank(machine: Machine, block: CostBreakdown, head: CostBreakdown) -> BusiestRank:
     """Return what the rank with most work has: the most blocks, or fewer blocks and the head."""
-    division = count_blocks_per_rank(machine.config.model, machine.config.train, machine.sizes)
+    config = machine.config
+    division = count_blocks_per_rank(
+        config.model, config.train, machine.sizes, config.frozen_patterns
+    )
     fullest, last = division.fullest, division.last
     head_rank_is_busiest = (
         last * block.combined.total + head.combined.total > fullest * block.combined.total

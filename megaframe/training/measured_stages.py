@@ -200,7 +200,7 @@ def _describe(
         costs = works.sum_by_stage(plan_stages(divided))
         return float(simulate(build_step_schedule(divided, microbatches), costs).bubble)
 
-    modelled = compute_part_works(config.model, config.train)
+    modelled = compute_part_works(config.model, config.train, config.frozen_patterns)
     by_work = modelled.divide(len(layers), recompute=config.train.recompute == "full")
     bubbles = [predict_bubble(each) for each in (by_work, layers)]
     before, after = (

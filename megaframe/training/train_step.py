@@ -145,7 +145,10 @@ class TrainStep:
         if not config.parallel.expert_overlap:
             return plan(lower(schedule))
         paired = find_overlap_pairs(
-            schedule, compute_stage_costs(config.model, config.train, plan_stages(config))
+            schedule,
+            compute_stage_costs(
+                config.model, config.train, plan_stages(config), config.frozen_patterns
+            ),
         )
         ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
         return plan(Schedule(ranks), paired)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.stages import (
+    compute_output_work,
     compute_stage_costs,
     divide_blocks,
     plan_stages,
@@ -92,6 +93,24 @@ def test_layers_count_with_what_their_windows_see():
             (near_layers + far) * 2 * matrices + 2 * attention_flops, rel=1e-14
         )
         assert weight == (near_layers + far) * 2 * matrices
+
+
+def test_frozen_layers_and_a_frozen_head_have_no_weight_gradients():
+    """So a frozen layer is two thirds of the work of another one, where keys are few."""
+    frozen = {"frozen": (*(f"blocks.{layer}.*" for layer in range(6)), "*.gain")}
+    config = make_config(10, model={"vocab": 1, "window": 1}, pipeline=2).replace(optim=frozen)
+    plans = plan_stages(config)
+    assert [len(plan.blocks) for plan in plans] == [6, 4]
+    costs = compute_stage_costs(config.model, config.train, plans, config.frozen_patterns)
+    matrices = 2 * 12 * 64 * 64
+    assert costs.weight == (0, 4 * matrices)
+    assert plan_stages(make_config(10, model={"vocab": 1, "window": 1}, pipeline=2)) != plans
+    head = compute_output_work(config.model, config.train)
+    for pattern, products in (("head.*", 2), ("embedding.*", 3)):
+        work = compute_output_work(config.model, config.train, (pattern,))
+        assert work.total / head.total == products / 3
+    tied = config.model.model_copy(update={"tie_embeddings": True})
+    assert compute_output_work(tied, config.train, ("embedding.*",)).total == head.total * 2 / 3
 
 
 def test_layers_are_as_given_and_blocks_run_again_as_said():

@@ -10,7 +10,7 @@ from slow_cases import slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import plan_stages
+from megaframe.architecture.stages import compute_trained_share, plan_stages
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
@@ -23,7 +23,7 @@ from megaframe.planner.layer_times import estimate_block_times
 from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
 from megaframe.planner.machine import Machine
 from megaframe.planner.memory_estimates import estimate_peak_memory
-from megaframe.planner.parameter_counts import compute_trained_share, count_rank_parameters
+from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.planner.peak_memory import compute_pipeline_memory
 from megaframe.planner.searched_schedules import ScheduleColumn
 from megaframe.schedule.named import NAMED_SCHEDULES
