@@ -73,7 +73,7 @@ def test_a_resumed_phase_ends_at_its_tokens_with_another_batch(monkeypatch):
     saved = decide_phases(config)[1]
     twice = config.replace(train={"global_batch": 8})
     position = RunPosition(14, 56, saved)
-    monkeypatch.setattr("megaframe.training.phases.find_position", lambda config: position)
+    monkeypatch.setattr("megaframe.training.phases.find_position", lambda *sections: position)
     (phase,) = decide_phases(twice)
     assert phase.data.phase == saved.data.phase and phase.checkpoint.resume is None
     assert phase.train.steps == 14 + 24 // 8

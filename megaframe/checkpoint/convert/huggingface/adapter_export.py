@@ -111,7 +111,7 @@ def _map_base(run: RunConfig, family: str | None) -> list[HuggingFaceTensor]:
     """Return the tensors of the base as a Hugging Face model."""
     model = run.model.model_copy(update={"adapters": None})
     row, _ = write_model_config(model, run.train, family)
-    specs = list_model_specs(run.model_copy(update={"model": model}))
+    specs = list_model_specs(model, run.train)
     return list(map_tensors(row, model, specs))
 
 

@@ -67,7 +67,7 @@ def write_checkpoint(config, folder, trained=False):
             values.normal_(0.0, 0.3, generator=generator)
         return values
 
-    specs = {spec.name: spec for spec in list_model_specs(config)}
+    specs = {spec.name: spec for spec in list_model_specs(config.model, config.train)}
     tensors = [(spec, DTYPE_NAMES[torch.float64]) for spec in specs.values()]
     return write_starting_weights(folder, config, "a test", tensors, read).checkpoint
 
