@@ -6,7 +6,8 @@ convolution sees, and tensor ranks have unequal numbers of channels.
 Tests `megaframe.context_parallel.states`, `megaframe.model.causal_convolution`,
 `megaframe.architecture.causal_convolution`, `megaframe.architecture.gated_delta_net`,
 `megaframe.model.gated_delta_net`, `megaframe.architecture.gated_short_convolution`,
-`megaframe.model.gated_short_convolution`, `megaframe.model.mamba2`, `megaframe.architecture.mamba2`, `megaframe.architecture.decay` and
+`megaframe.model.gated_short_convolution`, `megaframe.model.mamba2`,
+`megaframe.architecture.mamba2`, `megaframe.architecture.decay` and
 `megaframe.architecture.no_layer`.
 """
 
