@@ -105,12 +105,13 @@ class TestRanks:
         assert len(ranked.ranks) == 4 and not ranked.missing
 
     @settings(max_examples=60, deadline=None)
-    @given(st.dictionaries(st.integers(0, 9), st.integers(0, 20)), st.integers(0, 20))
-    def test_no_block_makes_room_for_one_that_is_needed_less(self, ranks, rank):
-        stored = {("d", Block(n, 0)): StoredBlock(1, True) for n in range(10)}
-        ranked = {("d", Block(n, 0)): value for n, value in ranks.items()}
+    @given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 1), st.integers(0, 4))
+    def test_no_block_makes_room_for_one_that_is_needed_less(self, ranks, unneeded, rank):
+        blocks = len(ranks) + unneeded
+        stored = {("d", Block(n, 0)): StoredBlock(1, True) for n in range(blocks)}
+        ranked = {("d", Block(n, 0)): value for n, value in enumerate(ranks)}
         victim = choose_victim(ranked, stored, rank)
-        worst = max(ranked.get(key, UNNEEDED) for key in stored)
+        worst = max((ranked.get(key, UNNEEDED) for key in stored), default=0)
         assert (victim is None) == (worst <= rank)
         assert victim is None or ranked.get(victim, UNNEEDED) == worst
 

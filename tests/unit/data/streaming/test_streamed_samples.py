@@ -84,6 +84,9 @@ class TestOrder:
         first, second = tokens[: len(expected)], tokens[len(expected) : 2 * len(expected)]
         assert sorted(first) == sorted(second) == expected
         assert first != second
+        block = set(islice(list_expected(corpus, seed=1, share=0.9), 100))
+        orders = [[row for row in epoch if row in block] for epoch in (first, second)]
+        assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
         assert state["streams"][str(corpus)][0] in (1, 2)
 
     @pytest.mark.slow
