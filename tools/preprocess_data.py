@@ -73,6 +73,7 @@ def _prepare_blocks(options: argparse.Namespace) -> None:
         key=reading.key,
         format=reading.format,
         split_blank_lines=reading.split_blank_lines,
+        where=reading.where,
     )
     streaming = StreamingConfig(
         shuffle_bytes=options.shuffle_bytes, skip_broken=reading.skip_broken
@@ -82,10 +83,11 @@ def _prepare_blocks(options: argparse.Namespace) -> None:
     if corpus.kind != "text":
         raise UserError(f"{corpus.root} has tokens, and --blocks takes text")
     done = prepare_blocks(corpus, options.output, options.workers)
+    filtered = f"; {done.filtered:,} rows left out by --where" if done.filtered else ""
     broken = f"; {done.broken:,} broken rows left out" if done.broken else ""
     print(
         f"{options.output}: {done.documents:,} documents, {done.tokens:,} tokens from "
-        f"{done.size / 1e6:,.1f} MB in {len(corpus.list_shards())} shards{broken}"
+        f"{done.size / 1e6:,.1f} MB in {len(corpus.list_shards())} shards{filtered}{broken}"
     )
 
 
@@ -101,6 +103,8 @@ def _format_summary(job: PreprocessJob, result: PreprocessResult, seconds: float
         line += f"; {resumed.documents:,} documents were done by an earlier run"
     if total.empty:
         line += f"; {total.empty:,} empty documents left out"
+    if total.filtered:
+        line += f"; {total.filtered:,} rows left out by --where"
     if total.broken:
         line += f"; {total.broken:,} broken rows left out"
         line += "".join(f"\n  {named}" for named in result.broken)

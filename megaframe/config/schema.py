@@ -197,6 +197,9 @@ class DataSourceConfig(Section):
     """Of a corpus of text: the format of all its files. `auto`: by the suffix of each."""
     split_blank_lines: bool = False
     """Of a corpus of plain text: a document per paragraph, not per file."""
+    where: tuple[str, ...] = ()
+    """Of a corpus of text: conditions on the fields of a row, such as [lang=en, score>=0.5], all of
+    which hold for the rows that are read."""
     files: tuple[str, ...] = ()
     """Files of a corpus, as names below `path`, where a server cannot list them or only some are
     meant. Empty: all files below `path`."""

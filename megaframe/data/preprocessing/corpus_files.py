@@ -61,12 +61,15 @@ class CorpusFormat:
         split_blank_lines: Plain text has a document per paragraph, not per file.
         skip_broken: Leave out rows that cannot be used, and plain text that is not UTF-8, and count
             them, instead of refusing the first.
+        where: Conditions on the fields of a row, all of which hold for the rows that are read; see
+            `row_filters.py`.
     """
 
     key: str = "text"
     format: Format = "auto"
     split_blank_lines: bool = False
     skip_broken: bool = False
+    where: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ def add_reading_options(parser: argparse.ArgumentParser, option: str = "--input"
         f"text: one for all, or one for each {option} (default: text)")  # fmt: skip
     add("--format", choices=FORMATS, default="auto", help="of all files (default: by suffix)")
     add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
+    add("--where", nargs="+", default=[], metavar="CONDITION", help="read rows for which all hold, "
+        "such as lang=en 'score>=0.5'")  # fmt: skip
     add("--skip-broken", action="store_true", help="leave out and count rows that cannot be used")
 
 
@@ -122,7 +127,13 @@ def list_readings(
             "one for all, or one for each in the same order (plain text has none: any word)"
         )
     keys = keys if len(keys) > 1 else [*keys] * len(inputs)
-    shared = CorpusFormat("", options.format, options.split_blank_lines, options.skip_broken)
+    shared = CorpusFormat(
+        "",
+        options.format,
+        options.split_blank_lines,
+        options.skip_broken,
+        tuple(options.where),
+    )
     return [
         CorpusFile(path, replace(shared, key=key)) for path, key in zip(inputs, keys, strict=True)
     ]

@@ -11,7 +11,7 @@ import codecs
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import BinaryIO
 
@@ -28,6 +28,7 @@ from megaframe.data.preprocessing.decompress import (
 )
 from megaframe.data.preprocessing.input_shards import InputShard
 from megaframe.data.preprocessing.parquet_file import measure_pages, open_parquet
+from megaframe.data.preprocessing.row_filters import UnjudgedRow, parse_filters
 
 _ROWS = 16
 """Most rows at once; more is no faster."""
@@ -46,12 +47,13 @@ class BrokenRows:
     """The rows that were left out: how many, and what is wrong with the first of them.
 
     Attributes:
-        count: How many, since `take`.
+        count: How many cannot be used, since `take`.
         first: What is wrong with the first ones, each with file and line.
+        filtered: For how many a condition does not hold, since `take_filtered`.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.filtered = 0
         self.first: list[str] = []
 
     def add(self, shard: InputShard, describe: Callable[[], str]) -> None:
@@ -72,6 +74,37 @@ class BrokenRows:
         taken = self.count, tuple(self.first)
         self.count, self.first = 0, []
         return taken
+
+    def take_filtered(self) -> int:
+        """Return the number of rows for which a condition does not hold, and begin to count
+        anew."""
+        taken, self.filtered = self.filtered, 0
+        return taken
+
+
+class _RowSelection:
+    """Which rows of a shard are read.
+
+    Args:
+        shard: The shard.
+        broken: Takes those that are left out.
+    """
+
+    def __init__(self, shard: InputShard, broken: BrokenRows) -> None:
+        self._shard, self._broken = shard, broken
+        self._filters = parse_filters(shard.file.reading.where)
+        self.fields = tuple(each.field for each in self._filters)
+
+    def accepts(self, row: Mapping[str, object], locate: Callable[[], str]) -> bool:
+        """Return whether a row is read, and count it if not. locate: says where it is."""
+        try:
+            accepted = all(each.accepts(row) for each in self._filters)
+        except UnjudgedRow as error:
+            problem = str(error)
+            self._broken.add(self._shard, lambda: f"{locate()}: {problem}")
+            return False
+        self._broken.filtered += not accepted
+        return accepted
 
 
 def read_documents(shard: InputShard, broken: BrokenRows | None = None) -> Iterator[str]:
@@ -132,6 +165,7 @@ def _read_whole(path: str) -> bytes:
 
 
 def _read_jsonl(shard: InputShard, key: str, broken: BrokenRows) -> Iterator[str]:
+    selection = _RowSelection(shard, broken)
     for number, line in enumerate(_read_lines(shard)):
         if line.isspace():
             continue
@@ -141,8 +175,9 @@ def _read_jsonl(shard: InputShard, key: str, broken: BrokenRows) -> Iterator[str
             problem = f"not JSON: {error}; each line must be a whole object{_AS_LINES}"
         else:
             text = record.get(key) if isinstance(record, dict) else None
-            if isinstance(text, str):
-                yield text
+            if isinstance(record, dict) and isinstance(text, str):
+                if selection.accepts(record, partial(_locate_line, shard, number)):
+                    yield text
                 continue
             problem = _describe_missing_text(record, key)
         broken.add(shard, partial(_describe_line, shard, number, problem))
@@ -194,10 +229,13 @@ def _read_column(shard: InputShard, broken: BrokenRows) -> Iterator[str]:
     """Yield the text of each row of a block, whose first row names the columns."""
     rows = read_rows(shard.file, split_lines(_decode_shard(shard)), shard.line)
     names = next(rows).fields
-    column = find_column(shard.file, names)
+    column, selection = find_column(shard.file, names), _RowSelection(shard, broken)
+    stripped = [name.strip() for name in names]
     for line, fields in rows:
         if len(fields) == len(names):
-            yield fields[column]
+            row = dict(zip(stripped, fields, strict=True)) if selection.fields else {}
+            if selection.accepts(row, f"{shard.file.path}:{line}".__str__):
+                yield fields[column]
             continue
         problem = (
             f"{shard.file.path}:{line}: a row with {len(fields)} fields, where the first row "
@@ -247,20 +285,26 @@ def _replace_lone_surrogates(text: str) -> str:
 
 def _read_parquet(shard: InputShard, key: str, broken: BrokenRows) -> Iterator[str]:
     groups = list(range(shard.start, shard.stop))
+    selection = _RowSelection(shard, broken)
+    columns = list(dict.fromkeys([key, *selection.fields]))
     with open_parquet(shard.file.path) as file:
-        largest = measure_pages(shard.file.path, file.metadata, groups, key)
+        largest = sum(
+            measure_pages(shard.file.path, file.metadata, groups, each) for each in columns
+        )
         rows, row = max(1, min(_ROWS, _ROW_BYTES // max(1, largest))), 0
-        for batch in file.iter_batches(rows, groups, columns=[key], use_threads=False):
-            column = batch.column(0)
+        for batch in file.iter_batches(rows, groups, columns=columns, use_threads=False):
+            column = batch.column(key)
+            others = [batch.column(name).to_pylist() for name in selection.fields]
             if rows == 1:
                 check_length(f"{shard.file.path}: row {row}", column.nbytes)
-            for text in column.to_pylist():
+            for number, text in enumerate(column.to_pylist()):
+                fields = {n: o[number] for n, o in zip(selection.fields, others, strict=True)}
                 if text is None:
                     problem = (
                         f"{shard.file.path}: column {key!r} holds nothing in row {row} of row "
                         f"group {shard.start}"
                     )
                     broken.add(shard, problem.__str__)
-                else:
+                elif selection.accepts(fields, f"{shard.file.path}: row {row}".__str__):
                     yield text
                 row += 1

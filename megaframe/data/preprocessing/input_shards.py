@@ -29,6 +29,7 @@ from megaframe.data.preprocessing.decompress import (
     decompress,
 )
 from megaframe.data.preprocessing.parquet_file import list_columns, open_parquet
+from megaframe.data.preprocessing.row_filters import parse_filters
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ def split_file(file: CorpusFile, size: int) -> Iterator[InputShard]:
     """
     file = file.resolve_format()
     reading = file.reading
+    if reading.format == "text" and reading.where:
+        raise InputError(
+            f"{file.path} is plain text, which has no fields for {', '.join(reading.where)}; leave "
+            "the conditions out"
+        )
     disk_bytes, _ = measure_input(file.path)
     if not disk_bytes:
         return
@@ -189,6 +195,10 @@ def _read_row_groups(file: CorpusFile) -> Iterator[InputShard]:
         schema = parquet.schema_arrow
         if key not in schema.names:
             raise InputError(f"{path}: no column {key!r}; {suggest_keys(key, schema.names)}")
+        for condition in parse_filters(file.reading.where):
+            if condition.field not in schema.names:
+                known = suggest_keys(condition.field, schema.names)
+                raise InputError(f"{path}: no column {condition.field!r} for {condition}; {known}")
         kind = schema.field(key).type
         if str(kind) not in ("string", "large_string", "string_view"):
             raise InputError(f"{path}: column {key!r} holds {kind}, not texts")

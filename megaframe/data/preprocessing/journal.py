@@ -59,6 +59,7 @@ class CorpusCounts:
         size: Bytes of input after decompression.
         disk_bytes: Bytes of input as stored on disk.
         broken: Number of rows that cannot be used, which are left out.
+        filtered: Number of rows for which a condition does not hold, which are left out.
     """
 
     documents: int = 0
@@ -67,6 +68,7 @@ class CorpusCounts:
     size: int = 0
     disk_bytes: int = 0
     broken: int = 0
+    filtered: int = 0
 
     def __add__(self, other: CorpusCounts) -> CorpusCounts:
         return CorpusCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -82,6 +84,7 @@ class EncodedDocuments:
         empty: Number of documents without a token, which are left out.
         broken: Number of rows that cannot be used, which are left out.
         named: What is wrong with the first of these.
+        filtered: Number of rows for which a condition does not hold, which are left out.
     """
 
     tokens: NDArray
@@ -89,6 +92,7 @@ class EncodedDocuments:
     empty: int
     broken: int = 0
     named: tuple[str, ...] = ()
+    filtered: int = 0
 
 
 class PreprocessJournal:
@@ -160,7 +164,8 @@ class PreprocessJournal:
             tokens.update(batch.tokens.data)
             lengths.update(batch.lengths.data)
             documents, tokens_read = batch.lengths.size, batch.tokens.size
-            counts += CorpusCounts(documents, batch.empty, tokens_read, broken=batch.broken)
+            left_out = CorpusCounts(broken=batch.broken, filtered=batch.filtered)
+            counts += CorpusCounts(documents, batch.empty, tokens_read) + left_out
         self._writer.flush()
         self._record({"checksums": [tokens.hexdigest(), lengths.hexdigest()], **asdict(counts)})
         self.parts += 1

@@ -275,7 +275,7 @@ def encode_shards(
     for documents in _batch_documents(shards, broken):
         count, named = broken.take()
         encoded = encode_documents(tokenizer, documents, append_eod)
-        yield replace(encoded, broken=count, named=named)
+        yield replace(encoded, broken=count, named=named, filtered=broken.take_filtered())
 
 
 def join_encoded(batches: Sequence[EncodedDocuments], tokenizer: Tokenizer) -> EncodedDocuments:
@@ -287,6 +287,7 @@ def join_encoded(batches: Sequence[EncodedDocuments], tokenizer: Tokenizer) -> E
         sum(batch.empty for batch in batches),
         sum(batch.broken for batch in batches),
         tuple(name for batch in batches for name in batch.named),
+        sum(batch.filtered for batch in batches),
     )
 
 
@@ -302,7 +303,7 @@ def _batch_documents(shards: Iterable[InputShard], broken: BrokenRows) -> Iterat
             if size >= _BATCH:
                 yield batch
                 batch, size = [], 0
-    if batch or broken.count:
+    if batch or broken.count or broken.filtered:
         yield batch
 
 

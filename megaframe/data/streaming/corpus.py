@@ -188,7 +188,8 @@ def find_corpus(source: DataSourceConfig, data: DataConfig) -> Corpus:
         return description
     name = root.rpartition("/")[2]
     skip = data.streaming.skip_broken
-    reading = CorpusFormat(source.key, source.format, source.split_blank_lines, skip)
+    plain = source.split_blank_lines
+    reading = CorpusFormat(source.key, source.format, plain, skip, source.where)
     block_bytes = data.streaming.shuffle_bytes
     sizes = _measure_files(root, source.files)
     prefixes = [name[:-4] for name in sizes if name.endswith(".idx")]
@@ -249,6 +250,10 @@ def parse_description(content: bytes, root: str | None = None) -> Corpus:
     return corpus if root is None else replace(corpus, root=root, kind="blocks")
 
 
+def _build_reading(given: Mapping[str, Any]) -> CorpusFormat:
+    return CorpusFormat(**{**given, "where": tuple(map(str, given["where"]))})
+
+
 def _build_corpus(given: Mapping[str, Any]) -> Corpus:
     record = given["tokenizer"]
     corpus = Corpus(
@@ -256,7 +261,7 @@ def _build_corpus(given: Mapping[str, Any]) -> Corpus:
             **given,
             "files": tuple((name, size) for name, size in given["files"]),
             "weights": tuple(given["weights"]),
-            "reading": CorpusFormat(**given["reading"]),
+            "reading": _build_reading(given["reading"]),
             "tokenizer": record if record is None else parse_tokenizer(record),
         }
     )

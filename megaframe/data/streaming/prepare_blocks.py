@@ -52,7 +52,8 @@ def prepare_blocks(
     for part, made in _make_parts(corpus, folder, workers):
         writer = writer or TextBlockWriter(os.path.join(folder, part.block.stem), dtype)
         writer.append(made)
-        done += CorpusCounts(made.lengths.size, made.empty, made.tokens.size, broken=made.broken)
+        done += CorpusCounts(made.lengths.size, made.empty, made.tokens.size)
+        done += CorpusCounts(broken=made.broken, filtered=made.filtered)
         if isinstance(part, TextPart):
             size = sum(shard.size for shard in part.shards)
             disk_bytes = sum(shard.disk_bytes for shard in part.shards)

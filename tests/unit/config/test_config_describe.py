@@ -79,6 +79,7 @@ def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema
             "key: text (default text), "
             "format: one of auto, jsonl, csv, tsv, parquet, text (default auto), "
             "split_blank_lines: true or false (default false), "
+            "where: a list, each text (default []), "
             "files: a list, each text (default [])}, or only its path",
         ),
     ],
