@@ -10,7 +10,7 @@ Shape legend: R rank, I inputs, O outputs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from megaframe.checkpoint.convert.huggingface.folder_export import (
 from megaframe.checkpoint.convert.huggingface.tensor_names import map_tensors
 from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, TensorPart
 from megaframe.checkpoint.train_state import read_train_state
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.adapters import AdaptersConfig
 from megaframe.errors import UserError
 from megaframe.io.regular_file import make_folder, write_file
@@ -92,8 +92,11 @@ def export_adapters(
     if adapters is None:
         raise UserError(f"{checkpoint} has no adapters; export its weights with export-hf")
     torch_dtype = TORCH_DTYPES[dtype or run.train.precision]
-    modules = list(_read_modules(checkpoint, run, family, torch_dtype))
-    others = _list_modules_without(run, family, {module.module for module in modules})
+    linears = list_adapted_weights(run.model)
+    _refuse_experts(checkpoint, linears)
+    whole = _map_base(run.model, run.train, family)
+    modules = list(_read_modules(checkpoint, linears, whole, torch_dtype))
+    others = _list_modules_without(whole, {module.module for module in modules})
     config = _make_config(adapters, modules, others, base)
     tensors = {}
     for module in modules:
@@ -107,32 +110,39 @@ def export_adapters(
         raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from None
 
 
-def _map_base(run: RunConfig, family: str | None) -> list[HuggingFaceTensor]:
-    """Return the tensors of the base as a Hugging Face model."""
-    model = run.model.model_copy(update={"adapters": None})
-    row, _ = write_model_config(model, run.train, family)
-    specs = list_model_specs(model, run.train)
-    return list(map_tensors(row, model, specs))
-
-
-def _list_modules_without(run: RunConfig, family: str | None, adapted: set[str]) -> set[str]:
-    """Return the last parts of the names of all modules that have no adapter."""
-    names = (tensor.name.removesuffix(".weight") for tensor in _map_base(run, family))
-    return {name.rpartition(".")[2] for name in names if name not in adapted}
-
-
-def _read_modules(
-    checkpoint: Checkpoint, run: RunConfig, family: str | None, dtype: torch.dtype
-) -> Iterator[_ModuleAdapter]:
-    """Yield the adapters of all of their matrices that have any."""
-    linears = list_adapted_weights(run.model)
+def _refuse_experts(checkpoint: Checkpoint, linears: Mapping[str, LinearSpec]) -> None:
+    """Raise `UserError` if experts have adapters."""
     for name, linear in linears.items():
         if isinstance(linear, GroupedLinearSpec):
             raise UserError(
                 f"{checkpoint} has adapters of experts ({name}), which are no modules that peft "
                 "could add them to; export the sums with export-hf"
             )
-    for tensor in _map_base(run, family):
+
+
+def _map_base(
+    model: ModelConfig, train: TrainConfig, family: str | None
+) -> list[HuggingFaceTensor]:
+    """Return the tensors of the base as a Hugging Face model."""
+    base = model.model_copy(update={"adapters": None})
+    row, _ = write_model_config(base, train, family)
+    return list(map_tensors(row, base, list_model_specs(base, train)))
+
+
+def _list_modules_without(whole: Iterable[HuggingFaceTensor], adapted: set[str]) -> set[str]:
+    """Return the last parts of the names of all modules that have no adapter."""
+    names = (tensor.name.removesuffix(".weight") for tensor in whole)
+    return {name.rpartition(".")[2] for name in names if name not in adapted}
+
+
+def _read_modules(
+    checkpoint: Checkpoint,
+    linears: Mapping[str, LinearSpec],
+    whole: Iterable[HuggingFaceTensor],
+    dtype: torch.dtype,
+) -> Iterator[_ModuleAdapter]:
+    """Yield the adapters of all of their matrices that have any."""
+    for tensor in whole:
         adapters = _find_adapters(tensor, linears)
         if not adapters:
             continue
