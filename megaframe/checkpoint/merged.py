@@ -12,37 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import JsonValue
 
 from megaframe.architecture.adapted_weights import list_adapted_weights
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.low_rank import Adapter
+from megaframe.checkpoint.base_weights import BaseWeights
 from megaframe.checkpoint.folder import locate_checkpoint
 from megaframe.checkpoint.load import Checkpoint, open_checkpoint
 from megaframe.checkpoint.manifest import SAVED_TENSORS, compute_checksum
 from megaframe.checkpoint.slices import Box, Slice, intersect
 from megaframe.checkpoint.stores.store import StorePath, parse_path
+from megaframe.checkpoint.train_state import read_train_state
 from megaframe.config import ModelConfig
+from megaframe.config.url import is_url
 from megaframe.errors import UserError
+from megaframe.io.untrusted import make_printable
 
 _OTHERS = "optimizer."
 """Prefix of tensors that are no weights."""
 _MOST_BASES = 8
 """Checkpoints of adapters that are each the base of the next one, at most."""
-
-
-class BaseWeights(BaseModel):
-    """The weights that adapters belong to.
-
-    Attributes:
-        path: The checkpoint, as it was found.
-        fingerprint: Digest of its tensors.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: str
-    fingerprint: str
 
 
 def record_base(path: StorePath) -> BaseWeights:
@@ -63,13 +53,13 @@ def compute_fingerprint(checkpoint: Checkpoint) -> str:
     return compute_checksum(tensors + repr(checkpoint.state.get("base")).encode())
 
 
-def open_base(base: BaseWeights, location: str, owner: object, depth: int = 0) -> Checkpoint:
+def open_base(base: BaseWeights, location: str, owner: Checkpoint, depth: int = 0) -> Checkpoint:
     """Open the checkpoint that adapters belong to, as a model.
 
     Args:
         base: Which one it is.
         location: Where it is if it is no longer at its path, such as `checkpoint.weights`; may be
-            empty.
+            empty. If it is a URL, a base under a URL is opened.
         owner: The checkpoint of the adapters, for messages.
         depth: How many checkpoints of adapters this is the base of.
 
@@ -77,6 +67,13 @@ def open_base(base: BaseWeights, location: str, owner: object, depth: int = 0) -
         UserError: If it is not there, or is another one.
     """
     path = parse_path(base.path)
+    if not isinstance(path, Path) and isinstance(owner.path, Path) and not is_url(location):
+        # Whoever hands over a folder does not decide what is asked for over a network.
+        raise UserError(
+            f"{owner} holds adapters of a base under a URL, {make_printable(base.path)}, which a "
+            "checkpoint on a disk cannot make a command open; resume with checkpoint.weights=URL, "
+            "or keep both in one store"
+        )
     try:
         checkpoint = open_checkpoint(path)
     except UserError as error:
@@ -128,11 +125,14 @@ def merge_adapters(checkpoint: Checkpoint, depth: int = 0) -> Checkpoint:
         return checkpoint
     if depth >= _MOST_BASES:
         raise UserError(f"{checkpoint}: more than {_MOST_BASES} checkpoints of adapters in a row")
-    base = checkpoint
-    if (given := checkpoint.state.get("base")) is not None:
-        weights = config.get("checkpoint", {}).get("weights") or ""
-        base = open_base(BaseWeights.model_validate(given), weights, checkpoint, depth + 1)
-    return _MergedCheckpoint(checkpoint, base, ModelConfig.model_validate(model))
+    state = read_train_state(checkpoint)
+    if state.base is None:
+        base = checkpoint
+    else:
+        location = state.config.checkpoint.weights or ""
+        location = "" if is_url(location) else location  # as the checkpoint says, not the user
+        base = open_base(state.base, location, checkpoint, depth + 1)
+    return _MergedCheckpoint(checkpoint, base, state.config.model)
 
 
 class _MergedCheckpoint(Checkpoint):

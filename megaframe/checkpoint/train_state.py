@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
-from megaframe.checkpoint.merged import BaseWeights
+from megaframe.checkpoint.base_weights import BaseWeights
 from megaframe.config import RunConfig
 from megaframe.config.compare import PLACES, TRAINING_ONLY, find_differences
 from megaframe.config.migration import upgrade_keys

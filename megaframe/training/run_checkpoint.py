@@ -21,9 +21,9 @@ from megaframe.checkpoint import (
     find_checkpoint,
     locate_checkpoint,
 )
+from megaframe.checkpoint.base_weights import BaseWeights
 from megaframe.checkpoint.manager import CheckpointManager
 from megaframe.checkpoint.merged import (
-    BaseWeights,
     is_of_base,
     open_base,
     open_model,

@@ -1,7 +1,8 @@
 """Whole runs with adapters: from a base, resumed under other layouts, saved without the base, and
 read as the model that both are together.
 
-Tests `megaframe.architecture.adapted_weights` and `megaframe.checkpoint.merged`.
+Tests `megaframe.architecture.adapted_weights`, `megaframe.checkpoint.base_weights` and
+`megaframe.checkpoint.merged`.
 """
 
 import shutil
@@ -13,8 +14,10 @@ from slow_cases import slow
 from tolerances import assert_near, near, promised
 
 from megaframe.checkpoint import locate_checkpoint, open_checkpoint
+from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
 from megaframe.checkpoint.merged import open_model
 from megaframe.config import load
+from megaframe.errors import UserError
 from megaframe.inference.library import load_model
 from megaframe.training.rank_pool import RankFailure
 
@@ -123,3 +126,20 @@ def test_exports_during_a_run_are_the_sums(pool, overrides, make_base, tmp_path)
         weight = merged.read_tensor("blocks.1.mlp.down.weight")
     assert_near(exported["model.layers.1.mlp.down_proj.weight"], weight, 3)
     assert not any("lora" in name or "adapters" in name for name in exported)
+
+
+def test_a_state_that_names_no_base_is_refused(pool, overrides, make_base, tmp_path):
+    base = make_base(LLAMA)
+    keys = {**LLAMA, "model__adapters": ADAPTERS, "checkpoint__every": 1, "train__steps": 1}
+    pool.run(1, train, overrides(**keys, checkpoint__weights=base))
+    path = locate_checkpoint(tmp_path / "run", "path")
+    for wrong, message in (
+        ({"path": ["elsewhere"]}, r"has no run state: base.path"),
+        ({"path": "else\0where", "fingerprint": "0" * 16}, r"has no run state: base.path"),
+        ({"path": "s3://bucket/step-00000001", "fingerprint": "0" * 16}, "a base under a URL, s3:"),
+    ):
+        manifest = decode_manifest((path / MANIFEST).read_bytes(), path)
+        manifest.state["base"] = wrong
+        (path / MANIFEST).write_bytes(encode_manifest(manifest))
+        with pytest.raises(UserError, match=message):
+            open_model(path)
