@@ -44,7 +44,7 @@ def test_what_can_be_adapted_passes(keys):
 
 
 def test_layers_without_matrices_have_no_adapters():
-    blocks = [{"mixer": "gated_linear", "feed_forward": "none"}]
+    blocks = [{"mixer": "differential", "feed_forward": "none"}]
     model = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 11, "blocks": blocks}
     with use_examples():
         names = [extension.name for extension in get_registry().extensions]
