@@ -16,7 +16,7 @@ from megaframe.errors import UserError
 
 LEAST_RUNS = 3
 """As many as the law has numbers."""
-_EXPONENTS = np.geomspace(0.01, 1.0, 2001)
+_LEAST_EXPONENT, _MOST_EXPONENT, _TRIED, _REFINEMENTS = 0.01, 1.0, 201, 4
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,20 @@ def fit_compute_law(flops: Sequence[float], losses: Sequence[float]) -> ComputeL
             f"of E + A C^-a; run {LEAST_RUNS} or more"
         )
     unit = float(np.exp(np.log(sizes).mean()))
-    fits = [_fit_linear((sizes / unit) ** -exponent, values) for exponent in _EXPONENTS]
-    best = int(np.argmin([error for *_, error in fits]))
-    irreducible, factor, _ = fits[best]
+    exponents = np.geomspace(_LEAST_EXPONENT, _MOST_EXPONENT, _TRIED)
+    for _ in range(_REFINEMENTS):
+        fits = [_fit_linear((sizes / unit) ** -exponent, values) for exponent in exponents]
+        best = int(np.argmin([error for *_, error in fits]))
+        exponent, (irreducible, factor, _) = float(exponents[best]), fits[best]
+        # Between the neighbours of the best one the error has one minimum.
+        around = exponents[max(0, best - 1)], exponents[min(best + 1, _TRIED - 1)]
+        exponents = np.geomspace(*around, _TRIED)
     if factor <= 0.0:
         raise UserError(
             f"the losses {', '.join(f'{loss:.4g}' for loss in losses)} do not fall with the FLOPs "
             f"of the runs; look for a better learning rate, or train longer"
         )
-    return ComputeLaw(irreducible, factor, float(_EXPONENTS[best]), unit)
+    return ComputeLaw(irreducible, factor, exponent, unit)
 
 
 def _fit_linear(powers: np.ndarray, losses: np.ndarray) -> tuple[float, float, float]:

@@ -6,7 +6,7 @@ Tests `megaframe.planner.ladder` and `megaframe.planner.theory.loss_fit`.
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megaframe.config import load
@@ -27,6 +27,7 @@ DEMO = load(None, ["model.layers=4", "model.hidden=256", "model.heads=4", "model
     exponent=st.floats(0.03, 0.5),
     sizes=st.lists(st.floats(1.5, 8.0), min_size=3, max_size=5),
 )
+@example(irreducible=0.0, factor=1.0, exponent=0.484375, sizes=[2.0, 2.0, 2.0, 5.0])
 def test_a_law_is_found_again_and_says_what_comes(irreducible, factor, exponent, sizes):
     flops = [1e12]
     for size in sizes:
@@ -35,7 +36,7 @@ def test_a_law_is_found_again_and_says_what_comes(irreducible, factor, exponent,
     losses = [law.compute_loss(size) for size in flops]
     fitted = fit_compute_law(flops[:-1], losses[:-1])
     for size, loss in zip(flops, losses, strict=True):
-        assert fitted.compute_loss(size) == pytest.approx(loss, rel=2e-3)
+        assert fitted.compute_loss(size) == pytest.approx(loss, rel=1e-4)
 
 
 def test_what_never_falls_below_nothing_is_no_negative_loss():
