@@ -1,4 +1,5 @@
-"""Trains a SentencePiece model on a corpus: lossless, with byte fallback, and reproducible.
+"""Trains a tokenizer on a corpus, lossless and reproducible: a SentencePiece model with byte
+fallback, or a byte-level BPE of Hugging Face's tokenizers, which may have control tokens for chats.
 
 Text is not normalised and whitespace is kept, so that decoding restores every document, including
 code. If a corpus is larger than the training sample, documents are taken from its files in turn.
@@ -8,8 +9,10 @@ This gives a fixed sample from all files without reading all of them.
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megaframe.data.indexed_dataset_writer import write_failure
@@ -20,8 +23,9 @@ from megaframe.data.tokenizer import import_library
 from megaframe.errors import UserError
 from megaframe.io.regular_file import write_file
 
-Kind = Literal["bpe", "unigram"]
+Kind = Literal["bpe", "unigram", "byte-bpe"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Two of SentencePiece, and one of Hugging Face's tokenizers."""
 _SHARD_BYTES = 1 << 21
 _LONGEST_SENTENCE = 16384
 
@@ -30,7 +34,7 @@ def train_sentencepiece(
     inputs: Sequence[CorpusFile],
     output: str,
     vocab: int,
-    kind: Kind,
+    kind: Literal["bpe", "unigram"],
     megabytes: float,
 ) -> int:
     """Train a SentencePiece model on a sample of text, and write `output`.model.
@@ -82,13 +86,113 @@ def train_sentencepiece(
     return sample.num_characters
 
 
-class _TrainingSample:
-    """Yields lines of documents, taken from the files in turn, until there are `limit`
-    characters."""
+@dataclass(frozen=True)
+class ControlTokens:
+    """Tokens that no text contains.
 
-    def __init__(self, inputs: Sequence[CorpusFile], limit: int) -> None:
+    Attributes:
+        end: Ends documents.
+        others: Such as those at which a message of a chat begins and ends.
+        answer_end: That of these which ends an answer of a chat; empty if none does.
+        template: Source of the chat template; empty for none.
+    """
+
+    end: str = "<|endoftext|>"
+    others: Sequence[str] = ()
+    answer_end: str = ""
+    template: str = ""
+
+    def check(self) -> None:
+        """Raise `UserError` for a token that is empty or named twice, or for an end of answers that
+        is none of them."""
+        names = [self.end, *self.others]
+        twice = sorted({name for name in names if names.count(name) > 1 or not name})
+        if twice:
+            raise UserError(f"control tokens {names}: {twice} is empty or named twice")
+        if self.answer_end and self.answer_end not in names:
+            raise UserError(
+                f"--answer-end {self.answer_end} is no control token; use one of {names}"
+            )
+
+
+def train_byte_bpe(
+    inputs: Sequence[CorpusFile],
+    folder: str,
+    vocab: int,
+    megabytes: float,
+    control: ControlTokens = ControlTokens(),
+) -> int:
+    """Train a byte-level BPE on a sample of text. Writes a folder with its `tokenizer.json` and,
+    beside it, what programs that chat need: `tokenizer_config.json`, `generation_config.json` and
+    `chat_template.jinja`.
+
+    Args:
+        inputs: Files of the corpus; text is taken from them in turn.
+        folder: Where to write.
+        vocab: Size of the vocabulary, with bytes and control tokens.
+        megabytes: About how much text to train on, in MB (1e6 bytes).
+        control: Its control tokens.
+
+    Returns:
+        The number of characters used.
+
+    Raises:
+        UserError: If the text cannot be read, or is too little for the vocabulary size.
+    """
+    control.check()
+    library, names = import_library("tokenizers", "hf"), [control.end, *control.others]
+    least = len(library.pre_tokenizers.ByteLevel.alphabet()) + len(names)
+    if vocab < least:
+        raise UserError(
+            f"--vocab {vocab} is too few: bytes and control tokens alone are {least}; use {least} "
+            "or more"
+        )
+    model = library.Tokenizer(library.models.BPE())
+    model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=names,
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    sample = _TrainingSample(inputs, int(megabytes * 1e6), keeps_lines=True)
+    try:
+        model.train_from_iterator(iter(sample), trainer)
+    except UserError:
+        raise sample.error or InputError("the corpus cannot be read") from None
+    if not sample.num_characters:
+        raise InputError(f"the corpus is empty: no text in {list_names(inputs)}")
+    if model.get_vocab_size() < vocab:
+        raise UserError(
+            f"--vocab {vocab} with {sample.num_characters} characters: there are only "
+            f"{model.get_vocab_size()} different tokens; use that, or more text"
+        )
+    answer_end = control.answer_end or control.end
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": control.end}
+    ends = sorted({model.token_to_id(control.end), model.token_to_id(answer_end)})
+    _write(f"{folder}/tokenizer_config.json", json.dumps(settings, indent=2).encode())
+    _write(f"{folder}/generation_config.json", json.dumps({"eos_token_id": ends}).encode())
+    if control.template:
+        _write(f"{folder}/chat_template.jinja", control.template.encode())
+    _write(f"{folder}/tokenizer.json", model.to_str().encode())
+    return sample.num_characters
+
+
+class _TrainingSample:
+    """Yields lines of documents, taken from the files in turn, until there are `limit` characters.
+
+    Args:
+        inputs: The files.
+        limit: Characters.
+        keeps_lines: Whether lines keep their ends.
+    """
+
+    def __init__(
+        self, inputs: Sequence[CorpusFile], limit: int, *, keeps_lines: bool = False
+    ) -> None:
         self._inputs = [file.resolve_format() for file in inputs]
-        self._limit = limit
+        self._limit, self._keeps_lines = limit, keeps_lines
         self.num_characters = 0
         self.error: UserError | None = None
 
@@ -103,7 +207,7 @@ class _TrainingSample:
     def _read_lines(self) -> Iterator[str]:
         documents = interleave([self._read_documents(file) for file in self._inputs])
         for text in documents:
-            for line in text.split("\n"):
+            for line in text.splitlines(keepends=True) if self._keeps_lines else text.split("\n"):
                 for start in range(0, len(line), _LONGEST_SENTENCE):
                     yield line[start : start + _LONGEST_SENTENCE]
             self.num_characters += len(text)

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from made_tokenizers import CORPUS, RANKS, rank_lines, train_tokenizer
 
 from megaframe.data.preprocessing.corpus_files import CorpusFile
-from megaframe.data.preprocessing.train_tokenizer import interleave, train_sentencepiece
+from megaframe.data.preprocessing.train_tokenizer import (
+    ControlTokens,
+    interleave,
+    train_byte_bpe,
+    train_sentencepiece,
+)
 from megaframe.data.tiktoken_ranks import PUBLISHED_RANKS
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
+from megaframe.inference.chat import find_chat_format
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +199,53 @@ def test_training_is_deterministic_and_bounded(folder, tmp_path, kind):
     with pytest.raises(UserError, match=r"--vocab 99999 .*too high.*<= \d+"):
         train_sentencepiece([CorpusFile(corpus)], str(tmp_path / "u"), 99999, kind, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["t.model"]
+
+
+MARKS = ControlTokens(
+    others=("<|start|>", "<|stop|>"), answer_end="<|stop|>", template="{{ messages[0].content }}"
+)
+
+
+def test_a_byte_level_bpe_is_deterministic_and_can_chat(folder, tmp_path):
+    """It restores any text, no text becomes a control token, and its end of an answer is known."""
+    corpus = [CorpusFile(str(folder / "corpus.txt"))]
+    for name in ("one", "other"):
+        assert train_byte_bpe(corpus, str(tmp_path / name), 300, 1, MARKS) == len(CORPUS)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == [
+        *("chat_template.jinja", "generation_config.json", "tokenizer.json"),
+        "tokenizer_config.json",
+    ]
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+    name = f"hf:{tmp_path}/one/tokenizer.json"
+    tokenizer = load_tokenizer(name)
+    assert tokenizer.vocab_size == 300 and tokenizer.eod_name == "<|endoftext|>"
+    text = "aé\u2028 \t\r\n" + CORPUS[:99] + "<|stop|>\x00"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and len(ids) < len(text.encode())
+    control = {tokenizer.find_id(mark) for mark in ("<|endoftext|>", *MARKS.others)}
+    assert len(control) == 3 and not control & {*ids}
+    chat = find_chat_format(name, tokenizer)
+    assert chat.ends == {tokenizer.eod, tokenizer.find_id("<|stop|>")}
+    assert chat.template == MARKS.template
+
+
+def test_a_byte_level_bpe_that_cannot_be_is_refused(folder, tmp_path):
+    corpus = [CorpusFile(str(folder / "corpus.txt"))]
+    for vocab, control, words in (
+        (258, MARKS, r"--vocab 258 is too few: .* alone are 259; use 259 or more"),
+        (99999, MARKS, r"--vocab 99999 with \d+ characters: there are only \d+ different tokens"),
+        (300, ControlTokens(others=("a", "a")), r"\['a'\] is empty or named twice"),
+        (300, ControlTokens(answer_end="x"), "--answer-end x is no control token; use one of"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train_byte_bpe(corpus, str(tmp_path / "t"), vocab, 1, control)
+    for content, message in (('{"text": ""}\n', "corpus is empty"), ("{\n", r"c\.jsonl:1: not")):
+        (tmp_path / "c.jsonl").write_text(content)
+        with pytest.raises(UserError, match=message):
+            train_byte_bpe([CorpusFile(str(tmp_path / "c.jsonl"))], str(tmp_path / "t"), 300, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
 
 
 def test_training_explains_an_empty_and_a_bad_corpus(tmp_path):
