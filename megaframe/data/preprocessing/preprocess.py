@@ -8,6 +8,7 @@ space are bounded by the parts in progress.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -177,7 +178,7 @@ def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
             )
     states = [measure_input(file.path) for file in files]
     size = sum(size for size, _ in states)
-    return {
+    entry = {
         "version": 4,
         "inputs": [
             [_locate_file(file.path), *state, asdict(file.reading)]
@@ -187,6 +188,9 @@ def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
         "tokenizer": fingerprint,
         "append_eod": job.append_eod,
     }
+    # As it is read again: without tuples.
+    plain: JournalEntry = json.loads(json.dumps(entry))
+    return plain
 
 
 def _locate_file(path: str) -> str:
