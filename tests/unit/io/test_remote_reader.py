@@ -30,6 +30,7 @@ def quiet():
 
 def test_any_range_is_that_of_the_file(server, tmp_path, monkeypatch):
     monkeypatch.setattr(remote_reader, "_READ", 10_000)
+    monkeypatch.setattr(remote_requests, "FIRST_PAUSE", 0.01)
     content, draw = (tmp_path / "a.bin").read_bytes(), random.Random(2)
     asked = 0
 
