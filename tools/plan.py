@@ -156,6 +156,35 @@ def select_fixed_keys(config: RunConfig, given: Sequence[str]) -> dict[str, Any]
     return fixed
 
 
+def select_phase(config: RunConfig, number: int | None) -> RunConfig:
+    """Return the config of a phase as that of a run of its own, from its first step to its last.
+
+    Args:
+        config: The whole run. Without phases it is returned as it is.
+        number: Which of `data.phases`, from 1; None for the first.
+
+    Raises:
+        UserError: There is no such phase.
+    """
+    phases = len(config.data.phases)
+    if number is not None and not 1 <= number <= phases:
+        has = f"has {phases}; use 1 to {phases}" if phases else "has none; leave --phase out"
+        raise UserError(f"--phase {number}: data.phases {has}")
+    if not phases:
+        return config
+    from megaframe.training.phases import decide_phases  # needs torch
+
+    phase = decide_phases(config.replace(checkpoint={"resume": None}))[(number or 1) - 1]
+    place = phase.data.phase
+    assert place is not None
+    steps = phase.train.last_step - place.step
+    return phase.replace(
+        train={"steps": steps, "stop_after": None},
+        data={"phases": (), "phase": None},
+        optim={"span": None},
+    )
+
+
 def parse_space(arguments: argparse.Namespace) -> SearchSpace:
     """Return what a command line asks for.
 
@@ -168,6 +197,7 @@ def parse_space(arguments: argparse.Namespace) -> SearchSpace:
         from megaframe.training.run_length import decide_steps  # needs torch
 
         config, _ = decide_steps(config, data=False)
+    config = select_phase(config, arguments.phase)
     cluster_name = arguments.cluster or config.parallel.cluster
     cluster = load_cluster(cluster_name or DEFAULT)
     if cluster_name is None:
@@ -325,6 +355,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         f"parallel.cluster, or {DEFAULT})",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="default: as the layout says")
+    parser.add_argument(
+        "--phase", type=int, metavar="N", help="plan this one of data.phases, from 1 (default: 1)"
+    )
     parser.add_argument("--search", action="store_true", help="choose the layout")
     for name, (_, text) in EXPLANATIONS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"explain {text}")

@@ -92,6 +92,25 @@ def test_a_budget_is_spent_on_a_model_and_its_layout(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_phase_is_planned_as_a_run_of_its_own():
+    """With its own samples and layout, and as many steps as reach its tokens."""
+    keys = ["train.seq=8192", "train.global_batch=8", "parallel.context=2"]
+    base = ("--config", "configs/llama3-8b.yaml", "--json", "--gpus", 16)
+    short = ("train.seq=2048", "train.global_batch=64")
+    phases = f"data.phases=[{{tokens: 8388608}}, {{tokens: 4194304, overrides: {keys}}}]"
+    first, same, second = (
+        json.loads(plan(*base, *words, *short, phases))
+        for words in ((), ("--phase", 1), ("--phase", 2))
+    )
+    alone = json.loads(plan(*base, *keys))
+    assert first == same and first["layout"]["context"] == 1
+    assert second["layout"]["context"] == 2
+    assert second["step_seconds"] == alone["step_seconds"] != first["step_seconds"]
+    message = plan(*base, "--phase", 3, *short, phases, status=2)
+    assert "--phase 3: data.phases has 2; use 1 to 2" in message
+    assert "--phase 1: data.phases has none" in plan(*base, "--phase", 1, *short, status=2)
+
+
 def test_a_dry_run_counts_what_the_plan_says():
     arguments = ["--gpus", 64, "--dry-run", "--rank", 37, "--json", "train.global_batch=16"]
     sizes = ["parallel.tensor=4", "parallel.pipeline=4", "parallel.zero=1", "model.layers=8"]
