@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from megaframe.architecture.adapters import InputKind, is_target
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
-from megaframe.architecture.low_rank import InputKind, is_target
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.traffic import AxisTraffic

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.low_rank import Adapter
+from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.spec import Constant, Normal, ParamSpec
 
 Number = Any

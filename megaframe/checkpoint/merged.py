@@ -15,8 +15,8 @@ import torch
 from pydantic import JsonValue
 
 from megaframe.architecture.adapted_weights import list_adapted_weights
+from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
-from megaframe.architecture.low_rank import Adapter
 from megaframe.checkpoint.base_weights import BaseWeights
 from megaframe.checkpoint.folder import locate_checkpoint
 from megaframe.checkpoint.load import Checkpoint, open_checkpoint

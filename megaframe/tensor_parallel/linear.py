@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.linear import LinearSpec
-from megaframe.architecture.low_rank import Adapter
 from megaframe.distributed.collectives import Pending, all_gather
 from megaframe.ops.autograd import backward, get_direct_apply
 from megaframe.ops.kernel_dispatch import Kernels

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
+from megaframe.architecture.adapters import Adapter, is_target, matches
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
-from megaframe.architecture.low_rank import Adapter, is_target, matches
 from megaframe.config.adapters import AdaptersConfig
 from megaframe.config.model import ModelConfig
 from megaframe.errors import join_or

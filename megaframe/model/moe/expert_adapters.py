@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.linear import GroupedLinearSpec
-from megaframe.architecture.low_rank import Adapter
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 

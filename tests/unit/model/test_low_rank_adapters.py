@@ -2,7 +2,7 @@
 does whose matrices are W + alpha / rank B A, and the gradients of A and B follow from that of the
 sum.
 
-Tests `megaframe.architecture.low_rank`, `megaframe.config.adapters` and
+Tests `megaframe.architecture.adapters`, `megaframe.config.adapters` and
 `megaframe.model.moe.expert_adapters`.
 """
 

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaframe.architecture.adapted_weights import list_adapted_weights
+from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
-from megaframe.architecture.low_rank import Adapter
 from megaframe.checkpoint import Checkpoint
 from megaframe.checkpoint.convert.huggingface.folder_export import (
     TORCH_DTYPES,
