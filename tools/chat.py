@@ -14,7 +14,7 @@ from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.inference.chat import Message
 from megaframe.inference.chat_server import ChatServer
-from megaframe.inference.generation import SamplingOptions
+from megaframe.inference.generation import SamplingOptions, add_sampling_options
 from megaframe.inference.library import load_model
 from megaframe.inference.model import Model
 from megaframe.io.closed_output import allow_closed_output
@@ -112,14 +112,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--system", help="what the conversation begins with")
     positive = make_integer_parser(1, 10**6)
     parser.add_argument("--tokens", type=positive, default=200, help="of an answer, at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-k", type=int, default=50, help="sample from the K likeliest; 0: all")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest that have probability P together; 1: all",
-    )
+    add_sampling_options(parser)
     parser.add_argument(
         "--seed", type=make_integer_parser(0, 2**62), default=0, help="of the answers"
     )

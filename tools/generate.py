@@ -15,7 +15,11 @@ from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.inference.chat import Message
-from megaframe.inference.generation import SamplingOptions, StreamedText
+from megaframe.inference.generation import (
+    SamplingOptions,
+    StreamedText,
+    add_sampling_options,
+)
 from megaframe.inference.library import load_model
 from megaframe.inference.model import Model
 from megaframe.inference.prompts import read_prompts
@@ -162,18 +166,7 @@ def _parse_arguments() -> argparse.Namespace:
         default=16,
         help="texts of which each pass computes a token, at most; they need memory for their past",
     )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the most likely token"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=50, help="sample from the K most likely; 0: all"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely that have probability P together; 1: all",
-    )
+    add_sampling_options(parser)
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first sample; the next has the next one"
     )

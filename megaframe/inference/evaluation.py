@@ -138,11 +138,27 @@ def compute_log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Ten
     x = stage.compute_hidden(microbatch)
     labels = microbatch.labels_BS.flatten()
     places = (labels != IGNORE).nonzero().flatten()
-    rows = count_rows_per_chunk(head.weight.value.shape[0], host=x.device.type == "cpu")
+    words = head.weight.value.shape[0]
+    return score_rows(head.compute_logits, x[places], labels[places], words)
+
+
+def score_rows(
+    compute_logits: Callable[[Tensor], Tensor], x_TH: Tensor, labels_T: Tensor, words: int
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of the label of each row, in the type of the logits [T], and
+    whether no token is more likely, bool [T]. Logits exist for a chunk of rows at a time.
+
+    Args:
+        compute_logits: Returns the logits [rows, V] of rows of the stream.
+        x_TH: The stream after the last block.
+        labels_T: The labels.
+        words: V.
+    """
+    rows = count_rows_per_chunk(words, host=x_TH.device.type == "cpu")
     likelihoods, greedy = [], []
-    for piece in places.split(rows):
-        logits_TV, piece_labels = head.compute_logits(x[piece]), labels[piece]
-        at_label = logits_TV.gather(1, piece_labels[:, None])[:, 0]
+    for piece, labels in zip(x_TH.split(rows), labels_T.split(rows), strict=True):
+        logits_TV = compute_logits(piece)
+        at_label = logits_TV.gather(1, labels[:, None])[:, 0]
         likelihoods.append(at_label - logits_TV.logsumexp(-1))
         greedy.append(at_label >= logits_TV.amax(-1))
     return torch.cat(likelihoods), torch.cat(greedy)

@@ -3,6 +3,7 @@ several texts at a time."""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -219,6 +220,19 @@ class SamplingOptions:
             likelier = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.where(likelier < self.top_p, 0.0)
         return int(ids[candidates][torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command line from which `SamplingOptions` are made."""
+    add = parser.add_argument
+    add("--temperature", type=float, default=0.8, help="0 takes the most likely token")
+    add("--top-k", type=int, default=50, help="sample from the K most likely; 0: all")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely that have probability P together; 1: all",
+    )
 
 
 @dataclass(frozen=True)

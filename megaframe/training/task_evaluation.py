@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import EvaluateConfig, RunConfig
@@ -31,16 +30,13 @@ from megaframe.inference.generation import (
     sample_by,
 )
 from megaframe.metrics import MetricsLogger
-from megaframe.model.layer_inputs import move_to_device
 from megaframe.training.train_step import TrainStep
+from megaframe.training.windows import pad_windows, split_windows, stack_ends
 
 if TYPE_CHECKING:
     from megaframe.inference.lm_eval import TaskOptions
 
 _END, _SCORE, _PREDICT = 0, 1, 2
-_LENGTH_UNIT = 64
-"""Samples are padded to a multiple of this many tokens, so that passes have few different
-shapes."""
 
 
 class TaskEvaluator:
@@ -152,22 +148,15 @@ class _TaskPasses:
                 self._compute_predictions(tokens, labels)
 
     def _score(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        tokens, labels = self._pad(microbatch.tokens_BS, 0), self._pad(microbatch.labels_BS, IGNORE)
+        tokens = pad_windows(microbatch.tokens_BS, self._train.seq, 0)
+        labels = pad_windows(microbatch.labels_BS, self._train.seq, IGNORE)
         self._send(_SCORE, torch.cat((tokens, labels)))
         scores = self._compute_scores(tokens, labels)
         assert scores is not None, "the rank that runs the harness has the head"
         return scores
 
     def _predict(self, samples: Mapping[int, Sequence[int]]) -> Tensor:
-        windows = [torch.tensor(ids[-self._train.seq :]) for ids in samples.values()]
-        longest = max(map(len, windows))
-        tokens = torch.zeros(len(windows), longest, dtype=torch.int64)
-        labels = torch.full_like(tokens, IGNORE)
-        for row, window in enumerate(windows):
-            # Padding comes after the text, where none of its tokens attends to it.
-            tokens[row, : len(window)] = window
-            labels[row, len(window) - 1] = row
-        tokens, labels = self._pad(tokens, 0), self._pad(labels, IGNORE)
+        tokens, labels = stack_ends(samples.values(), self._train.seq)
         self._send(_PREDICT, torch.cat((tokens, labels)))
         logits = self._compute_predictions(tokens, labels)
         assert logits is not None, "the rank that runs the harness has the head"
@@ -197,11 +186,7 @@ class _TaskPasses:
         missing = rows - len(tokens_WS)
         tokens = torch.cat((tokens_WS, tokens_WS.new_zeros(missing, tokens_WS.shape[1])))
         labels = torch.cat((labels_WS, labels_WS.new_full((missing, labels_WS.shape[1]), IGNORE)))
-        parts = (x.split(self._train.microbatch) for x in (tokens, labels, torch.arange(rows)))
-        return [
-            move_to_device(Microbatch(*part), self._mesh.device)
-            for part in zip(*parts, strict=True)
-        ]
+        return split_windows(tokens, labels, self._train.microbatch, self._mesh.device)
 
     def _send(self, kind: int, rows: Tensor) -> None:
         """Send what all others receive. rows: int64 [R, N]."""
@@ -216,9 +201,3 @@ class _TaskPasses:
         kind, *shape = head.tolist()
         rows = all_reduce(torch.zeros(shape, dtype=torch.int64, device=device), world).wait()
         return kind, rows.cpu()
-
-    def _pad(self, x_WS: Tensor, filling: int) -> Tensor:
-        """Return x with its last dim padded to a multiple of `_LENGTH_UNIT`, or a sample."""
-        length = x_WS.shape[1]
-        longer = min(self._train.seq, -(-length // _LENGTH_UNIT) * _LENGTH_UNIT)
-        return F.pad(x_WS, (0, longer - length), value=filling)

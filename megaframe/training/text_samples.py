@@ -13,16 +13,14 @@ from hashlib import blake2b
 import torch
 
 from megaframe.config import RunConfig
-from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.extensions.sink import TextSample
 from megaframe.inference.generation import SamplingOptions, encode_prompt, load_run_tokenizer
 from megaframe.training.train_step import TrainStep
+from megaframe.training.windows import split_windows, stack_ends
 
-_LENGTH_UNIT = 64
-"""Texts are padded to a multiple of this many tokens, so that passes have few different shapes."""
 _NO_TOKEN = -1
 
 
@@ -92,7 +90,9 @@ class TextSampler:
             generators: Of each text.
         """
         device = self._mesh.device
-        logits_PV = self._train_step.predict(self._make_microbatches(texts, device), len(texts))
+        train = self._config.train
+        microbatches = split_windows(*stack_ends(texts, train.seq), train.microbatch, device)
+        logits_PV = self._train_step.predict(microbatches, len(texts))
         chosen = torch.zeros(len(texts), dtype=torch.float64)
         if self._is_first and logits_PV is not None:
             # A model may have more ids than the tokenizer.
@@ -104,25 +104,6 @@ class TextSampler:
                     chosen[number] = _NO_TOKEN
         total = all_reduce(chosen.to(device), self._mesh.world).wait()
         return [int(value) for value in total.tolist()]
-
-    def _make_microbatches(
-        self, texts: Sequence[Sequence[int]], device: torch.device
-    ) -> list[Microbatch]:
-        """Return the last tokens of all texts as microbatches of at most `train.microbatch`
-        samples, which ask for the prediction after the last token of each text."""
-        train = self._config.train
-        longest = min(train.seq, max(map(len, texts)))
-        length = min(train.seq, -(-longest // _LENGTH_UNIT) * _LENGTH_UNIT)
-        tokens_PS = torch.zeros(len(texts), length, dtype=torch.int64)
-        labels_PS = torch.full_like(tokens_PS, IGNORE)
-        for row, ids in enumerate(texts):
-            window = ids[-train.seq :]
-            # Padding comes after the text, where none of its tokens attends to it.
-            tokens_PS[row, : len(window)] = torch.tensor(window)
-            labels_PS[row, len(window) - 1] = row
-        numbers_P = torch.arange(len(texts))
-        parts = (x.to(device).split(train.microbatch) for x in (tokens_PS, labels_PS, numbers_P))
-        return [Microbatch(*part) for part in zip(*parts, strict=True)]
 
     def _make_generator(self, step: int, number: int) -> torch.Generator:
         """Return what draws the choices of a text: its own for each step, so that a text depends on

@@ -19,7 +19,6 @@ from torch import Tensor
 from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.block import count_kv_copies
 from megaframe.architecture.moe import count_near_experts
-from megaframe.architecture.output_head import count_rows_per_chunk
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -29,6 +28,7 @@ from megaframe.data_parallel.sharded_parameters import ShardedParameters, TiedEm
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
+from megaframe.inference.evaluation import score_rows
 from megaframe.layout import EXPERT_SETS
 from megaframe.metrics import Part
 from megaframe.model.layer_inputs import (
@@ -280,14 +280,7 @@ class TrainStep:
             return None
         head = self.stages[len(self.rank_of) - 1].head
         assert head is not None
-        chunk = count_rows_per_chunk(head.weight.spec.shape[0], host=x.device.type == "cpu")
-        likelihoods, greedy = [], []
-        for piece, labels in zip(x.split(chunk), labels_R.split(chunk), strict=True):
-            logits_RV = self._compute_logits(piece)
-            at_label = logits_RV.gather(1, labels[:, None])[:, 0]
-            likelihoods.append(at_label - logits_RV.logsumexp(-1))
-            greedy.append(at_label >= logits_RV.amax(-1))
-        return torch.cat(likelihoods), torch.cat(greedy)
+        return score_rows(self._compute_logits, x, labels_R, head.weight.spec.shape[0])
 
     def _compute_hidden_rows(
         self, microbatches: Sequence[Microbatch], rows: int, *, counts: bool = True

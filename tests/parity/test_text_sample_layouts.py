@@ -1,5 +1,8 @@
 """Samples of text during training are the same under every layout, and training does not notice
-them."""
+them.
+
+Tests `megaframe.training.text_samples` and `megaframe.training.windows`.
+"""
 
 from functools import cache
 

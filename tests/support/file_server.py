@@ -3,15 +3,15 @@
 import html
 import os
 import socket
-import threading
-import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
+from loopback_server import LoopbackServer
 
-class FileServer:
+
+class FileServer(LoopbackServer):
     """Serves a folder until `close`. Every request first calls `fault(method, path)`, which says
     how it is answered:
 
@@ -56,25 +56,7 @@ class FileServer:
 
         self._server = QuietServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.02,), daemon=True
-        )
-        self._thread.start()
-
-    def close(self):
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def stop_for(self, seconds):
-        """Close the port, and open it again `seconds` later; return at once."""
-
-        def act():
-            self.close()
-            time.sleep(seconds)
-            self._start(self.port)
-
-        threading.Thread(target=act, daemon=True).start()
+        self._serve()
 
     def answer(self, request, method):
         name = unquote(request.path).lstrip("/")

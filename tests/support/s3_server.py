@@ -5,16 +5,16 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import Counter
 
+from loopback_server import LoopbackServer
 from werkzeug.serving import make_server
 
 BUCKET = "bucket"
 SECRET = "Zq8-secret-of-the-tests"
 
 
-class Server:
+class Server(LoopbackServer):
     """Serves until `close`. Every request first calls `fault(method, path)`: None answers it, a
     number answers with that status, "reset" breaks the connection halfway through the body.
 
@@ -49,25 +49,7 @@ class Server:
 
     def _start(self, port):
         self._server = make_server("127.0.0.1", port, self._answer, threaded=True)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.02,), daemon=True
-        )
-        self._thread.start()
-
-    def close(self):
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def stop_for(self, seconds):
-        """Close the port, and open it again `seconds` later; return at once."""
-
-        def act():
-            self.close()
-            time.sleep(seconds)
-            self._start(self.port)
-
-        threading.Thread(target=act, daemon=True).start()
+        self._serve()
 
     def _answer(self, environ, start_response):
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
