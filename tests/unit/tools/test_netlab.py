@@ -53,7 +53,8 @@ def list_namespaces():
 def list_processes(mark):
     """Return the ids of the processes with `mark` among the words of their command line."""
     pids = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for name in filter(str.isdigit, os.listdir("/proc")):  # a glob fails at a process that ends
+        path = Path("/proc", name, "cmdline")
         try:
             words = path.read_bytes().split(b"\0")
         except OSError:
