@@ -31,7 +31,6 @@ _REFUSED = {
         "gemma3n",
     ),
     "keys and values that layers share": ("gemma4_text (num_kv_shared_layers)",),
-    "experts beside a dense MLP": ("gemma4_text (enable_moe_block)",),
     "Mamba-1": ("jamba", "mamba"),
     "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),

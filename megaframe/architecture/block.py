@@ -139,7 +139,8 @@ class BlockDescription:
             if self.norms_after:
                 parts["attention_post_norm"] = self.norm
         if self.has_second_half:
-            if self.norms_before and not self.shares_norm:
+            own = self.shares_norm or self.feed_forward.normalises_input
+            if self.norms_before and not own:
                 parts["mlp_norm"] = self.norm
             if self.norms_after:
                 parts["mlp_post_norm"] = self.norm
@@ -207,9 +208,10 @@ class BlockDescription:
             saved = saved + SavedActivations(values=self.norm.width)
         recomputed = recompute == "selective" and self.norm.recomputes
         if self.norms_before:
-            needs_rows = [self.feed_forward.keeps_normed_input]
+            normalises = self.feed_forward.normalises_input
+            needs_rows = [self.feed_forward.keeps_normed_input and not normalises]
             needs_rows += [m.keeps_normed_input and not self.shares_norm for m in self.mixers]
-            norms = 1 if self.shares_norm else halves
+            norms = 1 if self.shares_norm else halves - normalises
             kept_norms = min(norms, sum(needs_rows)) if recomputed else norms
             saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
@@ -381,6 +383,7 @@ def _describe_feed_forward(
         init_std=model.init_std,
         output_std=output_std,
         moe=model.moe,
+        norm=describe_norm(model) if model.moe.own_norms else None,
     )
 
 

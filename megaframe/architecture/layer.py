@@ -302,6 +302,11 @@ class FeedForwardDescription(LayerDescription):
     """A layer that treats every token alone."""
 
     @property
+    def normalises_input(self) -> bool:
+        """Whether it has norms of the stream before its parts, so that its block has none."""
+        return False
+
+    @property
     def experts_per_token(self) -> int:
         """To how many experts the rows of a token are sent; 0 without experts."""
         return 0

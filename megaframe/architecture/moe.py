@@ -13,6 +13,7 @@ from megaframe.architecture.layer import FeedForwardDescription, HasParameters, 
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.mlp import MLPDescription
+from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import Constant, ParamSpec, locate_shard
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.model import ModelConfig, MoEConfig
@@ -41,18 +42,23 @@ class RouterDescription:
     Attributes:
         matrix: Its product, in at least fp32, of a rank's own rows, perhaps with a bias.
         initial_balance: 0 for a bias of the scores, 1 for the load of the last step.
+        has_gain: Whether the output of each expert has a learned factor.
     """
 
     matrix: LinearSpec
     initial_balance: float
+    has_gain: bool = False
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield the specs of the matrix, of the balance and of the bias if there is one."""
+        """Yield the specs of the matrix, of the balance, and of the bias and the experts' factors
+        if there are any."""
         weight, *bias = self.matrix.declare_parameters(name)
         yield weight
-        start = Constant(self.initial_balance)
-        yield ParamSpec(f"{name}.balance", self.matrix.outputs, start, role="balance")
+        start, shape = Constant(self.initial_balance), self.matrix.outputs
+        yield ParamSpec(f"{name}.balance", shape, start, role="balance")
         yield from bias
+        if self.has_gain:
+            yield ParamSpec(f"{name}.gain", shape, Constant(1.0), role="gain")
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class MoEDescription(FeedForwardDescription):
         init_std: Standard deviation of the first matrices.
         output_std: That of the second ones.
         moe: The config of the router.
+        norm: Of the stream, wherever the layer has one (`model.moe.own_norms`); None for nowhere.
     """
 
     hidden: int
@@ -94,9 +101,24 @@ class MoEDescription(FeedForwardDescription):
     init_std: float
     output_std: float
     moe: MoEConfig
+    norm: NormDescription | None = None
 
     name = "moe"
     keeps_normed_input = True
+
+    @property
+    def normalises_input(self) -> bool:
+        """Whether each of its parts has a norm of its own."""
+        return self.norm is not None
+
+    @property
+    def norms(self) -> Mapping[str, NormDescription]:
+        """Those before the router, the experts and the shared MLP, and after the last two."""
+        if self.norm is None:
+            return {}
+        of_shared = ("shared_norm", "shared_post_norm") * (self.moe.shared > 0)
+        names = ("router_norm", "experts_norm", "experts_post_norm", *of_shared)
+        return dict.fromkeys(names, self.norm)
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -119,7 +141,7 @@ class MoEDescription(FeedForwardDescription):
         """The router."""
         moe = self.moe
         matrix = LinearSpec((self.hidden,), (moe.experts,), self.init_std, bias=moe.router_bias)
-        return RouterDescription(matrix, 0.0 if moe.balance == "bias" else 1.0)
+        return RouterDescription(matrix, float(moe.balance != "bias"), moe.expert_gain)
 
     @property
     def experts(self) -> ExpertsDescription:
@@ -180,6 +202,7 @@ class MoEDescription(FeedForwardDescription):
             "experts": self.experts,
             **({} if shared is None else {"shared": shared}),
             **({} if gate is None else {"shared_gate": gate}),
+            **self.norms,
         }
 
     @property
@@ -213,7 +236,8 @@ class MoEDescription(FeedForwardDescription):
         # Jitter keeps its factors and its result; the normalised rows only where experts use them
         # here.
         if moe.jitter:
-            elements += (1 + (arriving == 0 or moe.shared > 0)) * hidden
+            elements += hidden
+            elements += hidden * ((arriving == 0 or moe.shared > 0) and not self.normalises_input)
         balanced = moe.balance_loss > 0 and moe.balance != "none"
         penalised = moe.z_loss > 0
         # The scores; the loads of their samples, unless all samples have the same; the logits.
@@ -225,7 +249,12 @@ class MoEDescription(FeedForwardDescription):
             saved = saved + self.shared.count_saved(parallel, recompute)
         if self.shared_gate is not None:  # what it is multiplied by, and the gate
             saved = saved + SavedActivations(hidden + 1)
-        return saved
+        if moe.expert_gain:  # the weights of choices before and the factors of their experts
+            saved = saved + SavedActivations(statistics=2 * moe.top_k)
+        for norm in self.norms.values():
+            saved = saved + norm.saved
+        # Experts that select from rows as they arrive need no others.
+        return saved + SavedActivations(-hidden * (self.normalises_input and arriving > 0))
 
     @property
     def balances_samples(self) -> bool:
@@ -291,13 +320,17 @@ class MoEDescription(FeedForwardDescription):
 
     @property
     def input_products(self) -> int:
-        """The router's, of rows without jitter, and those of the shared MLP and its gate."""
+        """The router's, of rows without jitter, and those of the shared MLP and its gate, unless
+        each normalises them by itself."""
+        if self.normalises_input:
+            return 0
         return sum((self.moe.jitter == 0, self.shared is not None, self.shared_gate is not None))
 
     @property
     def keeps_output_gradient(self) -> bool:
-        """Only a shared MLP without a gate does; experts keep the rows that were routed to them."""
-        return self.shared is not None and self.shared_gate is None
+        """Only a shared MLP without a gate and a norm after it does; experts keep the rows that
+        were routed to them."""
+        return self.shared is not None and self.shared_gate is None and self.norm is None
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the rows of the experts and the gradients of their outputs, those of the shared
@@ -312,8 +345,9 @@ class MoEDescription(FeedForwardDescription):
         elements = hidden + moe.top_k * per_choice
         shared = self.shared
         if shared is not None:
-            # Its input is that of the router, unless jitter made another one of it.
-            elements += shared.up.results + shared.width + hidden * (1 + (moe.jitter > 0))
+            # Its input is that of the router, unless jitter or norms make another one of it.
+            apart = moe.jitter > 0 or self.normalises_input
+            elements += shared.up.results + shared.width + hidden * (1 + apart)
             parts = shared, replace(shared, adapters=None)
             adapted, plain = (part.count_saved_for_weights(parallel, recompute) for part in parts)
             elements += adapted.values - plain.values

@@ -102,6 +102,12 @@ class MoEConfig(Section):
     `model.bias`."""
     router_bias: bool = False
     """A bias of the router's logits (gpt-oss), which is trained like its weights."""
+    expert_gain: bool = False
+    """Multiply the output of each expert by a learned factor, which is 1 at first (Gemma 4)."""
+    own_norms: bool = False
+    """Let the router, the experts and the shared experts each normalise the stream by a norm of
+    their own, in place of the one before all of them, and normalise what experts and what shared
+    experts give before it is summed, as in Gemma 4 26B-A4B."""
     capacity: Annotated[float, Field(gt=0)] | None = None
     """In training, limit the tokens that each rank sends to an expert to this factor times the mean
     load of a microbatch, and drop those with the lowest scores. Results then depend on the layout.

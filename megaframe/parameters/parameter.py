@@ -248,6 +248,6 @@ def _walk(node: object) -> Iterator[Parameter]:
     elif isinstance(node, Module):
         for child in vars(node).values():
             yield from _walk(child)
-    elif isinstance(node, (list, tuple)):
-        for child in node:
+    elif isinstance(node, (list, tuple, dict)):
+        for child in node.values() if isinstance(node, dict) else node:
             yield from _walk(child)

@@ -156,6 +156,13 @@ def _find_half_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> I
             f"{place}.parallel={block.parallel} has no effect with {place}.{absent[0]}=none; leave "
             "it out, or use parallel=none"
         )
+    own_norms = _get_kind(feed_forward) == "moe" and model.moe is not None and model.moe.own_norms
+    if own_norms and (block.norms in ("after", "none") or block.parallel != "none"):
+        yield (
+            f"model.moe.own_norms=true puts norms before experts, and {place} has norms="
+            f"{block.norms} and parallel={block.parallel}; use norms=before or both and "
+            "parallel=none, or model.moe.own_norms=false"
+        )
     if block.parallel == "one_norm" and block.norms in ("after", "none"):
         yield (
             f"{place}.parallel=one_norm has no norm to share with norms={block.norms}; use "

@@ -58,6 +58,11 @@ def _find_router_mistakes(moe: MoEConfig) -> Iterator[str]:
             "model.moe.shared_gate=true has no effect with model.moe.shared=0; use "
             "model.moe.shared=1 or more, or model.moe.shared_gate=false"
         )
+    if moe.own_norms and moe.shared_gate:
+        yield (
+            "model.moe.own_norms=true normalises what model.moe.shared_gate=true would scale, so "
+            "that the gate does nothing; leave one of them out"
+        )
     if moe.experts % moe.groups:
         yield (
             f"model.moe.groups={moe.groups} does not divide model.moe.experts={moe.experts}; "

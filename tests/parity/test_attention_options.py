@@ -81,12 +81,18 @@ SHAPES = {
             },
         ],
     },
+    "gemma-4-experts": {
+        **{"norm": "rmsnorm", "init_std": 0.5},
+        "blocks": [{"feed_forward": "moe", "norms": "both"}, {"feed_forward": "moe"}],
+        "moe": {"experts": 4, "ffn": 16, "shared": 2, "expert_gain": True, "own_norms": True},
+    },
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
 TENSOR_AND_ZERO = (4, {"tensor": 2, "data": 2, "zero": 3}, "full")
 NESTED = (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, "none")
 RING_AND_TENSOR = (4, {"context": 2, **RING, "tensor": 2}, "selective")
+EXPERTS = (4, {"tensor": 2, "expert": 2, "data": 2, "zero": 3}, "selective")
 LAYOUTS = [
     (2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
     (2, {"data": 2, "zero": 2}, "none"),
@@ -105,7 +111,7 @@ CASES = [
     for number, name in enumerate(SHAPES)
     for place, layout in enumerate(LAYOUTS)
     if (number + place) % 2 == 0
-]
+] + [("gemma-4-experts", *EXPERTS)]
 QUICK = [
     ("scores", *NESTED),
     ("whole-norms", *TENSOR_AND_ZERO),
@@ -116,6 +122,7 @@ QUICK = [
     ("alibi", *NESTED),
     ("values", *RING_AND_TENSOR),
     ("gemma-4", *NESTED),
+    ("gemma-4-experts", *EXPERTS),
 ]
 
 

@@ -52,6 +52,7 @@ PUBLISHED = {
     "qwen3.5-35b-a3b": 34_660_610_688,
     "lfm3-1.7b": 1_728_801_536,
     "gemma4-31b": 30_697_345_340,
+    "gemma4-26b-a4b": 25_233_141_790,
 }
 
 # Billions of parameters that are active for a token, as the authors report them.
@@ -65,6 +66,7 @@ ACTIVE = {
     "kimi-k2": 32.6,
     "llama4-scout": 17,
     "nemotron-3-nano-30b-a3b": 3.6,
+    "gemma4-26b-a4b": 3.8,
 }
 
 

@@ -114,8 +114,10 @@ def _halves(weights, model, layer, x, mask, positions, counted):
         return stream, 0.0
     start = stream if block.parallel == "none" else x
     norm = "attention_norm" if block.parallel == "one_norm" else "mlp_norm"
+    has_experts = f"{name}.moe.router.weight" in weights
+    before = before and not (has_experts and model.moe.own_norms)
     y = _norm(weights, model, f"{name}.{norm}", start, model.norm) if before else start
-    if f"{name}.moe.router.weight" in weights:
+    if has_experts:
         branch, losses = _experts(weights, model, name, y, counted)
     else:
         branch, losses = _mlp(weights, model, block.feed_forward, name, y), 0.0
@@ -315,7 +317,13 @@ def _rotate(model, x, positions, width, base, scaling=None):
 def _experts(weights, model, name, y, counted):
     """Compute every token and every one of its experts separately; return output and losses."""
     moe, x, kind = model.moe, y, get_part_name(model.activation)
-    logits = y @ weights[f"{name}.moe.router.weight"].T
+
+    def normalised(part, rows):
+        own = f"{name}.moe.{part}_norm"
+        return _norm(weights, model, own, rows, model.norm) if moe.own_norms else rows
+
+    logits = normalised("router", y) @ weights[f"{name}.moe.router.weight"].T
+    y = normalised("experts", y)
     logits = logits + weights.get(f"{name}.moe.router.bias", 0.0)
     scores = torch.sigmoid(logits) if moe.score == "sigmoid" else logits.softmax(-1)
     balance = weights[f"{name}.moe.router.balance"]
@@ -338,20 +346,22 @@ def _experts(weights, model, name, y, counted):
             for e in chosen:
                 load[b, e] += float(counted[b, s])
                 gate = moe.scale * scores[b, s, e] / total
+                gate = gate * weights[f"{name}.moe.router.gain"][e] if moe.expert_gain else gate
                 before, after = (gate, 1.0) if moe.scale_inputs else (1.0, gate)
                 outer = before * y[b, s] @ up[e].reshape(-1, model.hidden).T
                 outer = outer if biases[0] is None else outer + biases[0][e].flatten()
                 result = down[e] @ _activated(kind, outer, moe.ffn)
                 result = result if biases[1] is None else result + biases[1][e]
                 out[b, s] = out[b, s] + after * result
+    out = normalised("experts_post", out)
     if moe.shared:
-        width = moe.shared * moe.ffn
+        y, width = normalised("shared", x), moe.shared * moe.ffn
         outputs = width * (2 if kind in _GATES else 1)
         inner = _activated(kind, _linear(weights, f"{name}.moe.shared.up", y, outputs), width)
         of_all = _linear(weights, f"{name}.moe.shared.down", inner, model.hidden)
         if moe.shared_gate:
             of_all = of_all / (1 + torch.exp(-y @ weights[f"{name}.moe.shared_gate.weight"].T))
-        out = out + of_all
+        out = out + normalised("shared_post", of_all)
     share = scores / scores.sum(-1, keepdim=True) * counted[..., None]
     if moe.balance == "global":
         relative = balance.expand(load.shape)

@@ -46,7 +46,7 @@ def save_random_model(config, path):
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
             if not value.is_floating_point():
                 continue
-            if "norm" in key or "ln_" in key or key.endswith(("bias", "layer_scalar")):
+            if "norm" in key or "ln_" in key or key.endswith(("bias", "_scalar", "scale")):
                 # In steps that fp32 adds exactly to 1, as some families do.
                 value.add_((0.2 * torch.randn(value.shape) * 1024).round() / 1024)
     model.save_pretrained(path)

@@ -30,9 +30,10 @@ class Router(Module):
 
     def __init__(self, name: str, description: MoEDescription, setup: LayerSetup) -> None:
         self.name, self.moe, self.setup = name, description.moe, setup
-        weight, balance, *bias = map(Parameter, description.router.declare_parameters(name))
+        weight, balance, *others = map(Parameter, description.router.declare_parameters(name))
         self.weight, self.balance = weight, balance
-        self.bias: Parameter | None = bias[0] if bias else None
+        self.gain: Parameter | None = others.pop() if self.moe.expert_gain else None
+        self.bias: Parameter | None = others.pop() if others else None
 
     def __call__(
         self, x_RH: Tensor, inputs: MicrobatchInputs, state: PassState
@@ -58,6 +59,8 @@ class Router(Module):
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
         chosen_RK, gates_RK = self._choose_by_kernel(logits_RE) or self._choose_plain(scores_RE)
         gates_RK = gates_RK * moe.scale
+        if self.gain is not None:
+            gates_RK = gates_RK * self.gain.use().to(gates_RK.dtype)[chosen_RK]
         # Only where gradients are recorded, so that a block that is recomputed counts once.
         if torch.is_grad_enabled():
             gates_RK = self._balance(logits_RE, scores_RE, gates_RK, chosen_RK, inputs, state)

@@ -276,6 +276,11 @@ MODELS |= {
     },
     "norms without gains": {"kv_heads": 1, "qk_norm": "l2", "position": "none"},
     "scaled inputs of experts": {"moe": {"experts": 4, "ffn": 10, "scale_inputs": True}},
+    "norms of experts": {
+        **{"norm": "rmsnorm", "activation": "swiglu"},
+        "moe": {"experts": 4, "ffn": 10, "shared": 1, "expert_gain": True, "own_norms": True},
+    },
+    "norms of experts alone": {"moe": {"experts": 4, "own_norms": True, "jitter": 0.1}},
     "trained slopes": {"activation": "xielu", "norm": "rmsnorm"},
     "layer norms of queries": {"kv_heads": 2, "qk_norm": "layernorm", "head_bias": True},
     "layer norms of heads": {

@@ -311,6 +311,11 @@ MODELS |= {
             },
         ],
     },
+    "gemma_4_experts": {
+        **{"layers": 2, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2, "norm_eps": 0.1},
+        "blocks": [{"feed_forward": "moe", "norms": "both"}, {"feed_forward": "moe"}],
+        "moe": {"experts": 4, "ffn": 10, "shared": 2, "expert_gain": True, "own_norms": True},
+    },
     "llama_4": {
         **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},
         "blocks": [

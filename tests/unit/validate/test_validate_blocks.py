@@ -11,6 +11,9 @@ LATENT = {"kv_rank": 8, "head_dim": 4, "rotary_dim": 2, "value_dim": 4}
 OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
 
 
+OWN_NORMS = {"experts": 4, "own_norms": True}
+
+
 @pytest.mark.parametrize(
     ("model", "message", "suggested"),
     [
@@ -79,6 +82,11 @@ OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
             {"blocks": [{"mixer": "none", "second_mixer": "mamba2"}]},
             "model.blocks.0.second_mixer=mamba2 has no first one beside it; say it in",
             {"blocks": [{"mixer": "mamba2"}]},
+        ),
+        (
+            {"blocks": [{"feed_forward": "moe", "norms": "after"}], "moe": OWN_NORMS},
+            "puts norms before experts, and model.blocks.0 has norms=after and parallel=none",
+            {"blocks": [{"feed_forward": "moe", "norms": "both"}], "moe": OWN_NORMS},
         ),
         (
             {"blocks": [{"feed_forward": "none", "parallel": "two_norms"}]},

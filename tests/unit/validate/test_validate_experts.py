@@ -46,6 +46,16 @@ EXPERTS = "model.moe={experts: 8, groups: 4}"
             "model.moe.shared=1 or more, or model.moe.shared_gate=false",
         ),
         (
+            (
+                EXPERTS,
+                "model.moe.own_norms=true",
+                "model.moe.shared=1",
+                "model.moe.shared_gate=true",
+            ),
+            "model.moe.own_norms=true normalises what model.moe.shared_gate=true would scale, so "
+            "that the gate does nothing; leave one of them out",
+        ),
+        (
             (EXPERTS, "model.activation=xielu"),
             "model.activation=xielu has slopes that are trained, which experts have no place for; "
             "use model.activation=relu2, or say activation in the MLPs of model.blocks",

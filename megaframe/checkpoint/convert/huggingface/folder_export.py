@@ -152,7 +152,7 @@ def plan_export(
     config |= {**ids, **dict.fromkeys(("dtype", "torch_dtype"), get_dtype_name(torch_dtype))}
     specs = list_model_specs(run.model, run.train)
     checkpoint.require_shapes({spec.name: spec.shape for spec in specs})
-    tensors = list(map_tensors(row, run.model, specs))
+    tensors = list(map_tensors(row, run.model, specs, row.read_scales(config)))
     refuse_left_out(row, run.model, specs, tensors)
     tensors = _fold_output_multiplier(row, tensors, compute_output_multiplier(run.model))
     _check_constants(row, checkpoint, specs)

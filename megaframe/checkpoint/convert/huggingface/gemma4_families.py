@@ -1,7 +1,7 @@
-"""Gemma 4 (Google 2026): wider heads where layers see all tokens, whose keys may be their values.
+"""Gemma 4 (Google 2026): wider heads where layers see all tokens, whose keys may be their values,
+and experts beside the MLP of each layer.
 
-Its models with embeddings per layer, keys and values that layers share, or experts beside an MLP
-are refused.
+Its models with embeddings per layer, or keys and values that layers share, are refused.
 """
 
 from __future__ import annotations
@@ -65,15 +65,20 @@ class HeadsOfTypes(Key):
         outer = {name: config[name] for name in self.required}
         for number, layer in enumerate(facts.layers):
             is_full = layer["mixer.window"] is None
-            sizes = {**outer, **self._find_own_sizes(config, number, is_full)}
+            names = _name_layer(number, facts)
+            sizes = {**outer, **self._find_own_sizes(config, names, is_full)}
             layer[_WIDTH], layer[_HEADS] = sizes["head_dim"], sizes["num_key_value_heads"]
             layer["mixer.keys_as_values"] = shares and is_full
-        if unknown := {*(config.get("per_layer_config") or ())} - set(_name_layers(facts)):
+        known = {name for n in range(len(facts.layers)) for name in _name_layer(n, facts)}
+        if unknown := {*(config.get("per_layer_config") or ())} - known:
             raise UserError(f"per_layer_config names no layer with {reprlib.repr(unknown.pop())}")
 
-    def _find_own_sizes(self, config: Mapping[str, Any], number: int, is_full: bool) -> Keys:
+    def _find_own_sizes(
+        self, config: Mapping[str, Any], names: Sequence[str], is_full: bool
+    ) -> Keys:
         if "per_layer_config" in config:
-            own = (config["per_layer_config"] or {}).get(str(number), {})
+            listed = config["per_layer_config"] or {}
+            own: Keys = next((listed[name] for name in names if name in listed), {})
         elif is_full:
             own = {"head_dim": config.get("global_head_dim") or _WIDTH_OF_FULL}
             if config.get("attention_k_eq_v"):
@@ -95,8 +100,58 @@ class HeadsOfTypes(Key):
         }
 
 
-def _name_layers(facts: Facts) -> list[str]:
-    return [str(number) for number in range(len(facts.layers))]
+@dataclass(frozen=True)
+class ExpertsBesideMLP(Key):
+    """Whether layers have experts, to which their MLP then is what shared experts are."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The switch and the sizes."""
+        sizes = ("intermediate_size", "num_experts", "top_k_experts", "moe_intermediate_size")
+        return {"enable_moe_block": Flag, **dict.fromkeys(sizes, Size)}
+
+    @property
+    def required(self) -> Sequence[str]:
+        """The width of the MLP."""
+        return ("intermediate_size",)
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the MLP of each layer, and the experts."""
+        width = config["intermediate_size"]
+        if not config.get("enable_moe_block"):
+            facts.set("feed_forward.ffn", width)
+            return
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            if config.get(name) is None:
+                raise UserError(f"{name} is missing, and enable_moe_block=true needs it")
+        one = config["moe_intermediate_size"]
+        if width % one:
+            raise UserError(
+                f"intermediate_size={width} is no multiple of moe_intermediate_size={one}, as "
+                "which its MLP would be shared experts"
+            )
+        facts.set("feed_forward.kind", "moe")
+        experts = {"experts": config["num_experts"], "top_k": config["top_k_experts"], "ffn": one}
+        experts |= {"shared": width // one, "score": "softmax", "balance": "sequence"}
+        experts |= {"normalise": True, "expert_gain": True, "own_norms": True}
+        for name, value in experts.items():
+            facts.set(f"moe.{name}", value)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the sizes."""
+        one, experts = facts.get("moe.ffn"), facts.get("moe.experts")
+        width = facts.get("feed_forward.ffn")
+        return {
+            "enable_moe_block": experts is not None,
+            "intermediate_size": (facts.get("moe.shared") or 0) * one if experts else width,
+            **{"num_experts": experts, "top_k_experts": facts.get("moe.top_k")},
+            "moe_intermediate_size": one,
+        }
+
+
+def _name_layer(number: int, facts: Facts) -> tuple[str, str]:
+    """Return the names of a layer, of which transformers writes the second one: all are as long."""
+    return str(number), str(number).zfill(len(str(len(facts.layers) - 1)))
 
 
 @dataclass(frozen=True)
@@ -137,6 +192,7 @@ class Limited(Key):
         return {self.name: self.values[0]}
 
 
+_MLP = ("gate", "up", "down")
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {
@@ -151,7 +207,9 @@ GEMMA4 = LLAMA.derive(
         "feed_forward.activation",
         {"gelu_pytorch_tanh": "geglu"},
         default="gelu_pytorch_tanh",
+        otherwise="moe.activation",
     ),
+    ExpertsBesideMLP(),
     Pair("rms_norm_eps", "norm_eps", default=1e-6),
     Pair("tie_word_embeddings", "tie_embeddings", default=True),
     Pair("final_logit_softcapping", "logit_softcap"),
@@ -166,18 +224,26 @@ GEMMA4 = LLAMA.derive(
         **{"norms": "both", "mixer.qk_norm": "head", "mixer.value_norm": True},
         **{"mixer.score_scale": 1.0, "layer_scalar": True},
         "embedding_scale": lambda facts: facts.get("hidden") ** 0.5,
+        "router_scale": lambda facts: facts.get("hidden") ** -0.5,
     },
-    fixed={"hidden_act": None, "num_kv_shared_layers": 0, "enable_moe_block": False},
+    fixed={"hidden_act": None, "num_kv_shared_layers": 0},
     # Of the parts that are refused.
-    neutral=(
-        *("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts"),
-        "moe_intermediate_size",
-    ),
+    neutral=("vocab_size_per_layer_input", "use_double_wide_mlp"),
+    scales={"moe.router": "router_scale"},
     block={
         **QK_NORMS,
         "post_attention_layernorm": "attention_post_norm",
-        "pre_feedforward_layernorm": "mlp_norm",
+        "pre_feedforward_layernorm": "mlp_norm or moe.shared_norm",
         "post_feedforward_layernorm": "mlp_post_norm",
+        "post_feedforward_layernorm_1": "moe.shared_post_norm",
+        "pre_feedforward_layernorm_2": "moe.experts_norm",
+        "post_feedforward_layernorm_2": "moe.experts_post_norm",
+        **{f"mlp.{part}_proj": f"mlp.{part} or moe.shared.{part}" for part in _MLP},
+        "router.proj": "moe.router",
+        "router.scale": "moe.router_norm",
+        "router.per_expert_scale": "moe.expert_gain",
+        "experts.gate_up_proj": "moe.all_experts.gate moe.all_experts.up",
+        "experts.down_proj": "moe.all_experts.down",
         "layer_scalar": "layer_scalar",
     },
 )

@@ -77,6 +77,8 @@ _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layern
 _WHOLE_NAMES = {
     "attention.sinks": "attention.sinks.logits",
     "layer_scalar": "layer_scalar.gain",
+    "moe.router_norm": "moe.router_norm.gain",
+    "moe.expert_gain": "moe.router.gain",
     **{f"mlp.activation.{side}": f"mlp.activation.{side}" for side in ("positive", "negative")},
     **dict.fromkeys(("delta_net.rate", "delta_net.rate_of_4_dims"), "delta_net.decay.rate"),
     "delta_net.step": "delta_net.decay.step",

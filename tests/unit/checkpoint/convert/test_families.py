@@ -382,6 +382,12 @@ GEMMA4 = {
 }
 
 
+GEMMA4_EXPERTS = {
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+    "hidden_size": 16,  # by whose root fp32 divides exactly
+}
+
+
 def test_heads_of_gemma4_are_those_of_each_type_of_layers():
     family = FAMILIES["gemma4_text"]
     mixers = list_mixers(family.read_model(GEMMA4))
@@ -393,6 +399,12 @@ def test_heads_of_gemma4_are_those_of_each_type_of_layers():
     assert [mixer.window for mixer in ends] == [5, 5, 5, None]
     own = {"per_layer_config": {"0": {"head_dim": 6}}}
     assert [m.head_dim for m in list_mixers(family.read_model(GEMMA4 | own))] == [6, 8, 8, 8]
+    more = {
+        "num_hidden_layers": 11,
+        "layer_types": None,
+        "per_layer_config": {"05": own["per_layer_config"]["0"]},
+    }
+    assert [m.head_dim for m in list_mixers(family.read_model(GEMMA4 | more))][4:7] == [8, 6, 8]
 
 
 @pytest.mark.parametrize(
@@ -401,7 +413,11 @@ def test_heads_of_gemma4_are_those_of_each_type_of_layers():
         ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input=4 is not supported"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is missing"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported, only 0"),
-        ({"enable_moe_block": True}, "enable_moe_block=True is not supported, only False"),
+        ({"enable_moe_block": True}, "num_experts is missing, and enable_moe_block=true needs it"),
+        (
+            {**GEMMA4_EXPERTS, "moe_intermediate_size": 7},
+            "intermediate_size=24 is no multiple of moe_intermediate_size=7",
+        ),
         ({"use_bidirectional_attention": "all"}, "'all' is not supported, only None and 'vision'"),
         ({"per_layer_config": {"4": {}}}, "per_layer_config names no layer with '4'"),
         ({"per_layer_config": {"0": {"window": 3}}}, "per_layer_config"),
@@ -424,6 +440,7 @@ NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedd
         slow("bamba", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
         slow("falcon_h1", {"mamba_rms_norm": False, "mamba_conv_bias": False}),
         slow("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
+        ("gemma4_text", GEMMA4_EXPERTS),
         slow("falcon_h1", {"mamba_norm_before_gate": False, "tie_word_embeddings": True}),
     ],
 )
