@@ -24,6 +24,7 @@ from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.data.training_shares import divide_for_evaluation
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
+from megaframe.inference.chat import find_chat_format
 from megaframe.inference.evaluation import Score, read_sequence, read_split, score
 from megaframe.inference.generation import load_run_tokenizer, load_stage, read_run_tokenizer
 from megaframe.io.closed_output import allow_closed_output
@@ -139,7 +140,9 @@ def _on_tasks(
     names = arguments.tasks.split(",")
     tasks = TaskOptions(names, arguments.include, arguments.shots, arguments.limit)
     tokenizer = load_run_tokenizer(config.data, config.model, arguments.tokenizer, record)
-    results = evaluate_tasks(LocalModel(stage, context, arguments.batch), tokenizer, tasks)
+    named = arguments.tokenizer or config.data.tokenizer
+    chat = find_chat_format(named, tokenizer) if arguments.chat else None
+    results = evaluate_tasks(LocalModel(stage, context, arguments.batch), tokenizer, tasks, chat)
     if not arguments.json:
         for task, metrics in results.items():
             for name, value in metrics.items():
@@ -203,6 +206,7 @@ def _parse_arguments() -> argparse.Namespace:
     add("--include", metavar="FOLDER", help="YAML files of tasks, in place of the harness's own")
     add("--shots", type=int, help="examples before each question (default: as the task says)")
     add("--limit", type=_parse_positive, help="questions of each task (default: all)")
+    add("--chat", action="store_true", help="ask each question of a task as a user of a chat does")
     add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 

@@ -393,6 +393,8 @@ class EvaluateConfig(Section):
     """Examples before each question. Default: as many as a task says."""
     limit: Positive | None = None
     """Questions of each task. Default: all."""
+    chat: bool = False
+    """Ask each question as a user of a chat does, by the chat template beside the tokenizer."""
 
 
 class FaultToleranceConfig(Section):

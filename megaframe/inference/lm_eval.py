@@ -6,11 +6,12 @@ parts of the package: scoring of windows (`evaluation.py`) and sampling (`genera
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
+from megaframe.inference.chat import ChatFormat
 from megaframe.inference.evaluation import Score, TokenSequence, score
 from megaframe.inference.generation import SampledIds, SampleRequest, SamplingOptions, sample_batch
 from megaframe.io.progress import Progress
@@ -98,11 +100,14 @@ class HarnessModel(TemplateLM):
     Args:
         model: The model.
         tokenizer: The tokenizer of its data.
+        chat: How questions become messages of a user, if they do.
     """
 
-    def __init__(self, model: TaskModel, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, model: TaskModel, tokenizer: Tokenizer, chat: ChatFormat | None = None
+    ) -> None:
         super().__init__()
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._chat = model, tokenizer, chat
 
     @property
     def eot_token_id(self) -> int:
@@ -117,8 +122,53 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the token ids of a text, without special tokens whatever the arguments."""
+        """Return the token ids of a text, whatever the arguments without special tokens but those
+        of the chat template."""
+        if self._chat is not None:
+            return self._chat.tokenizer.encode_with_control_tokens(string)[0]
         return self._tokenizer.encode(string)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the source of the chat template, by which the harness names its results."""
+        return None if self._chat is None else self._chat.template
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return what stands for the text of a chat until all texts are made together, because the
+        template runs in a process of its own."""
+        return json.dumps([chat_history, {"add_generation_prompt": add_generation_prompt}])
+
+    def _render(self, requests: list[Instance]) -> list[Instance]:
+        """Return requests with the texts of their chats.
+
+        Raises:
+            UserError: What is asked or a choice has the name of a control token.
+        """
+        if self._chat is None:
+            return requests
+        for request in requests:
+            self._chat.check_messages([{"choice": request.args[1]}])
+        chats = {text: json.loads(text) for text in (request.args[0] for request in requests)}
+        for asked, _ in chats.values():
+            self._chat.check_messages(asked)
+        messages, variables = ([chat[n] for chat in chats.values()] for n in (0, 1))
+        made = self._chat.render(messages, variables)
+        texts = dict(zip(chats, made, strict=True))
+        return [
+            replace(request, arguments=(texts[request.args[0]], *request.args[1:]))
+            for request in requests
+        ]
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return, for each request of (context, text), the log-probability of the text and whether
+        each of its tokens is the most likely one."""
+        results: list[tuple[float, bool]] = super().loglikelihood(
+            self._render(requests), disable_tqdm
+        )
+        return results
 
     def _loglikelihood_tokens(
         self,
@@ -150,6 +200,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each text up to the first stop string of the task or the end of document."""
+        requests = self._render(requests)
         asked = [self._make_request(*request.args) for request in requests]
         texts = [""] * len(asked)
         for step in self._model.sample(asked):
@@ -160,7 +211,8 @@ class HarnessModel(TemplateLM):
 
     def _make_request(self, prompt: str, options: Mapping[str, Any]) -> SampleRequest:
         """Return what a task asks for: to continue a text up to the first stop string."""
-        start = self._tokenizer.encode(prompt) or [self.eot_token_id]
+        start = self.tok_encode(prompt) or [self.eot_token_id]
+        ends = {self.eot_token_id} if self._chat is None else self._chat.ends
         chance = options.get("do_sample", True) and float(options.get("temperature") or 0.0)
         top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
         tokens = int(options.get("max_gen_toks", _MOST_GENERATED))
@@ -168,7 +220,7 @@ class HarnessModel(TemplateLM):
 
         def is_complete(ids: Sequence[int]) -> bool:
             text = self._decode_new(ids, start)
-            return ids[-1] == self.eot_token_id or any(end in text for end in _list_ends(options))
+            return ids[-1] in ends or any(end in text for end in _list_ends(options))
 
         return SampleRequest(start, tokens, sampling, 0, is_complete)
 
@@ -224,7 +276,10 @@ def find_tasks(tasks: TaskOptions) -> TaskManager:
 
 
 def evaluate_tasks(
-    model: TaskModel, tokenizer: Tokenizer, tasks: TaskOptions
+    model: TaskModel,
+    tokenizer: Tokenizer,
+    tasks: TaskOptions,
+    chat: ChatFormat | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of each task, with the harness's names.
 
@@ -232,6 +287,7 @@ def evaluate_tasks(
         model: The model.
         tokenizer: The tokenizer of its data.
         tasks: Which tasks, and how many questions.
+        chat: Ask as a user of a chat, in this format.
 
     Raises:
         UserError: For tasks that the harness does not know and for tasks whose data is not on this
@@ -241,12 +297,13 @@ def evaluate_tasks(
     try:
         with _as_single_process():
             results = simple_evaluate(
-                HarnessModel(model, tokenizer),
+                HarnessModel(model, tokenizer, chat),
                 tasks=list(tasks.names),
                 num_fewshot=tasks.shots,
                 limit=tasks.limit,
                 task_manager=manager,
                 log_samples=False,
+                apply_chat_template=chat is not None,
             )
     except (OSError, ConnectionError, ValueError) as error:
         raise UserError(f"tasks {','.join(tasks.names)}: {error}") from error

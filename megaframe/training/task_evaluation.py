@@ -22,6 +22,7 @@ from megaframe.data.tokenizer import import_library
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
+from megaframe.inference.chat import ChatFormat, find_chat_format
 from megaframe.inference.evaluation import Score, TokenSequence, score_by
 from megaframe.inference.generation import (
     SampledIds,
@@ -56,6 +57,9 @@ class TaskEvaluator:
         self._evaluate, self._mesh = config.evaluate, mesh
         self._passes = _TaskPasses(config, mesh, train_step)
         self._tokenizer = load_run_tokenizer(config.data, config.model)
+        self._chat: ChatFormat | None = None
+        if config.evaluate.chat:
+            self._chat = find_chat_format(config.data.tokenizer, self._tokenizer)
         coordinate = mesh.coordinate
         self._is_driver = coordinate["pipeline"] == train_step.rank_of[-1] and not any(
             coordinate[axis] for axis in ("tensor", "context", "data")
@@ -89,7 +93,8 @@ class TaskEvaluator:
         from megaframe.inference.lm_eval import evaluate_tasks  # imports the harness
 
         try:
-            scores = evaluate_tasks(self._passes, self._tokenizer, self._make_options())
+            options = self._make_options()
+            scores = evaluate_tasks(self._passes, self._tokenizer, options, self._chat)
         except Exception as error:  # the others wait for an end, and the run goes on
             result: dict[str, float | str] = {"error": f"{type(error).__name__}: {error}"}
         else:
