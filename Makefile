@@ -1,4 +1,4 @@
-# Two commands, each from nothing: `make demo` trains a GPT, `make test` proves it.
+# Commands from nothing: `make demo` trains a GPT, `make model` one that answers, `make test` proves it.
 # `make demo OVERRIDES="train.steps=20"` changes keys of the demo.
 
 PYTHON ?= python3
@@ -9,6 +9,9 @@ SECONDS ?= 60
 SEED ?= $(shell date +%s)
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
+MODEL := runs/model
+MEGABYTES ?= 40
+VOCAB ?= 4096
 
 # Tests of what `make test-all` leaves out where it is not installed: Ray, lm-evaluation-harness, and
 # Slurm, which comes with the machine or not.
@@ -27,12 +30,22 @@ VERSION_TESTS := tests/unit/kernels tests/parity/test_kernels.py tests/parity/te
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-again test-engines test-processors test-versions lint format docs fuzz parity-fuzz gpu-check \
+.PHONY: demo model test test-all test-again test-engines test-processors test-versions lint format docs fuzz parity-fuzz gpu-check \
 	wheels clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
 	$(BIN)/python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
+
+# From text to chat, in stages (docs/road.md). The same command continues what was interrupted.
+# MEGABYTES, VOCAB, BASE and CHAT make it shorter: sizes of texts and tokenizer, and keys of both runs.
+model: $(MODEL)/sources.idx $(MODEL)/prose.idx $(MODEL)/dialogues.idx $(MODEL)/questions.jsonl
+	$(BIN)/python pretrain_gpt.py --config configs/demo-chat-base.yaml $(BASE)
+	$(BIN)/python pretrain_gpt.py --config configs/demo-chat.yaml $(CHAT)
+	rm -rf $(MODEL)/huggingface
+	$(BIN)/python tools/checkpoint.py export-hf $(MODEL)/chat --to $(MODEL)/huggingface \
+		--tokenizer hf:$(MODEL)/tokenizer/tokenizer.json
+	$(BIN)/python tools/chat.py --checkpoint $(MODEL)/chat/checkpoints --temperature 0 --echo < docs/examples/questions.txt
 
 # Every mechanism once. What repeats one of them with other cases is marked slow.
 test: .venv/ready
@@ -114,6 +127,22 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 	$(BIN)/python tools/preprocess_data.py --input $< --output $(DEMO)/python \
 		--tokenizer sentencepiece:$(DEMO)/tokenizer.model
 
+$(MODEL)/%.jsonl: | .venv/evaluate
+	$(BIN)/python tools/demo_corpus.py --kind $* --megabytes $(MEGABYTES) --output $@
+
+$(MODEL)/tokenizer/tokenizer.json: $(MODEL)/sources.jsonl $(MODEL)/prose.jsonl
+	$(BIN)/python tools/train_tokenizer.py --input $^ --vocab $(VOCAB) --kind byte-bpe \
+		--control "<|im_start|>,<|im_end|>" --answer-end "<|im_end|>" \
+		--template docs/examples/chatml.jinja --output $(@D) --overwrite
+
+$(MODEL)/dialogues.idx: $(MODEL)/dialogues.jsonl $(MODEL)/tokenizer/tokenizer.json
+	$(BIN)/python tools/preprocess_chat.py --input $< --output $(basename $@) \
+		--tokenizer hf:$(MODEL)/tokenizer/tokenizer.json --overwrite
+
+$(MODEL)/%.idx: $(MODEL)/%.jsonl $(MODEL)/tokenizer/tokenizer.json
+	$(BIN)/python tools/preprocess_data.py --input $< --output $(basename $@) \
+		--tokenizer hf:$(MODEL)/tokenizer/tokenizer.json --overwrite
+
 # pip comes first: the one that Python 3.11 brings takes twice as long to see what fits. torch comes
 # alone, so that nothing else can ask for another build of it, and is compiled while pip brings the
 # rest, which is compiled by who first needs it. So is the tests' stand-in for GPUs, if it can be.
@@ -126,8 +155,12 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
 	touch $@
 
-.venv/engines: .venv/ready
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[ray,evaluate]'
+.venv/evaluate: .venv/ready
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[evaluate]'
+	touch $@
+
+.venv/engines: .venv/evaluate
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[ray]'
 	touch $@
 
 clean:

@@ -59,7 +59,7 @@ def converse(model: Model, arguments: argparse.Namespace, sampling: SamplingOpti
     """Answer each line that is read, as one conversation."""
     system = arguments.system
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    while (line := read_line()) is not None:
+    while (line := read_line(arguments.echo)) is not None:
         try:
             if line:
                 answer(model, arguments, sampling, messages, line)
@@ -67,14 +67,16 @@ def converse(model: Model, arguments: argparse.Namespace, sampling: SamplingOpti
             print(f"error: {error}", file=sys.stderr)
 
 
-def read_line() -> str | None:
-    """Return the next line that a user writes; None at the end."""
+def read_line(echo: bool) -> str | None:
+    """Return the next line that a user writes; None at the end. With `echo` it is printed."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     try:
         line = sys.stdin.readline(_LONGEST_LINE)
     except UnicodeDecodeError as error:
         raise UserError(f"the standard input is not UTF-8: {error.reason}") from None
+    if line and echo:
+        print(f"> {line.strip()}", flush=True)
     return line.strip() if line else None
 
 
@@ -118,6 +120,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ema", action="store_true", help="use averages of weights (optim.ema)")
     parser.add_argument("--tokenizer", help="KIND:PATH; default: the tokenizer of the run")
+    parser.add_argument("--echo", action="store_true", help="print each line that is read")
     parser.add_argument("--serve", action="store_true", help="serve a page instead")
     parser.add_argument("--host", default=LOOPBACK, help=f"--serve: default {LOOPBACK}")
     port = make_integer_parser(0, 65535)

@@ -84,6 +84,9 @@ class ConsoleSink(Sink):
             self._since = RunTotals()
         if line.get("eval_loss") is not None:
             self._print(format_evaluation(line), None)
+        for task, scores in line.get("eval_tasks", {}).items():
+            shown = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+            self._print(f"step {line['step']}: task {task}: {shown}", None)
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
         """Print samples, a line each."""

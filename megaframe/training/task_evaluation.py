@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from megaframe.inference.lm_eval import TaskOptions
 
 _END, _SCORE, _PREDICT = 0, 1, 2
+_NO_SCORE = "sample_len"
+"""What the harness counts beside its metrics."""
 
 
 class TaskEvaluator:
@@ -102,7 +104,7 @@ class TaskEvaluator:
                 f"eval_tasks/{task}/{name.removesuffix(',none')}": float(value)
                 for task, metrics in scores.items()
                 for name, value in metrics.items()
-                if isinstance(value, float | int) and "stderr" not in name
+                if isinstance(value, float | int) and "stderr" not in name and name != _NO_SCORE
             }
         self._passes.end(result)
         return result

@@ -153,6 +153,9 @@ def test_each_line_of_a_conversation_is_answered(folder, checkpoint, monkeypatch
     first, second = printed.err.splitlines()
     assert first.startswith("error: the message has <|im_end|>")
     assert second.startswith("error: the chat has ") and "the model sees 64" in second
+    run_tool(monkeypatch, "chat", "a\n b \n", *common, "--echo")
+    said = [message["content"] for message in messages]
+    assert capsys.readouterr().out == f"> a\n{said[1]}\n> b\n{said[3]}\n"
     prompts = ("--prompt", "a", "--prompt", "b")
     run_tool(monkeypatch, "generate", "", *common, "--chat", *prompts)
     apart = ["".join(model.chat([asked], tokens=3, temperature=0)) for asked in messages[::2]]

@@ -63,7 +63,7 @@ def print_lines(tmp_path, capsys, monkeypatch):
 def test_lines_header_and_summary(print_lines):
     lines = [make_line(step) for step in range(1, 11)]
     lines[3] = make_line(4, eval_loss=2.25, eval_perplexity=9.4877, eval_bits_per_byte=1.5)
-    lines[6] = make_line(7, eval_loss=2.5)
+    lines[6] = make_line(7, eval_loss=2.5, eval_tasks={"choose": {"acc": 0.25, "acc_norm": 0.5}})
     printed = print_lines(lines, train={"steps": 10}, metrics={"every": 4}).splitlines()
     assert printed[0] == "a [note]"
     assert re.split(r"\s\s+", printed[1].strip()) == [
@@ -76,6 +76,7 @@ def test_lines_header_and_summary(print_lines):
     assert len(header) == len(first)
     assert "step 4: validation loss 2.2500, perplexity 9.488, 1.5000 bits per byte" in printed
     assert "step 7: validation loss 2.5000" in printed
+    assert "step 7: task choose: acc 0.2500, acc_norm 0.5000" in printed
     assert sum("grad norm" in text for text in printed) == 1
     summary = "\n".join(printed)
     for part in (
