@@ -174,7 +174,8 @@ def select_phase(config: RunConfig, number: int | None) -> RunConfig:
         return config
     from megaframe.training.phases import decide_phases  # needs torch
 
-    phase = decide_phases(config.replace(checkpoint={"resume": None}))[(number or 1) - 1]
+    whole = config.replace(checkpoint={"resume": None}, train={"stop_after": None})
+    phase = decide_phases(whole)[(number or 1) - 1]
     place = phase.data.phase
     assert place is not None
     steps = phase.train.last_step - place.step

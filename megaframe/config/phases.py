@@ -97,7 +97,7 @@ def count_tokens_left(train: TrainConfig, data: DataConfig, step: int, samples_s
         step: Steps that are done.
         samples_seen: Samples of these steps.
     """
-    end = train.steps if data.phase is None else train.last_step
+    end = train.steps if data.phase is None else data.phase.end
     own = count_samples(train, max(0, end - step), samples_seen) * train.seq
     later = data.phases[data.phase.number :] if data.phase is not None else ()
     return own + sum(phase.tokens for phase in later)

@@ -247,6 +247,8 @@ class PhasePosition(Section):
     """Steps of the run before it."""
     samples: NonNegative = 0
     """Samples of these steps."""
+    end: NonNegative = 0
+    """The step of the run that it ends with; 0: not decided."""
 
 
 class DataConfig(Section):

@@ -42,8 +42,9 @@ def decide_phases(config: RunConfig) -> list[RunConfig]:
             place = PhasePosition(number=number, step=position.step, samples=position.samples)
             phase = phase.replace(checkpoint={"resume": "latest"})
         position = _find_end(phase.train, phase.data, place, position)
-        phase = give_own_learning_rate(phase, number, (place.step, position.step))
-        end = None if number == len(config.data.phases) else position.step
+        place = place.model_copy(update={"end": position.step})
+        phase = give_own_learning_rate(phase, number, (place.step, place.end))
+        end = None if number == len(config.data.phases) else place.end
         configs.append(phase.replace(data={"phase": place}, train={"stop_after": end}))
     given, total = config.train.steps, position.step
     if "steps" in config.train.model_fields_set and given != total:
@@ -51,7 +52,17 @@ def decide_phases(config: RunConfig) -> list[RunConfig]:
             f"train.steps={given} and data.phases disagree: they take {total:,} steps; leave "
             "train.steps out"
         )
-    return [phase.replace(train={"steps": total}) for phase in configs]
+    configs = [phase.replace(train={"steps": total}) for phase in configs]
+    return configs if config.train.stop_after is None else _stop(configs, config.train.stop_after)
+
+
+def _stop(configs: list[RunConfig], step: int) -> list[RunConfig]:
+    """Return the phases of a run up to `train.stop_after`, at least the one that it is in."""
+    begun = [phase for phase in configs[1:] if phase.data.phase and phase.data.phase.step < step]
+    return [
+        phase.replace(train={"stop_after": min(step, phase.train.last_step)})
+        for phase in (configs[0], *begun)
+    ]
 
 
 def find_phase(data: DataConfig, position: RunPosition) -> PhasePosition:
@@ -64,7 +75,7 @@ def find_phase(data: DataConfig, position: RunPosition) -> PhasePosition:
     saved = position.config
     if saved is None or saved.data.phase is None:
         return PhasePosition()
-    number, end = saved.data.phase.number, saved.train.stop_after or saved.train.steps
+    number, end = saved.data.phase.number, saved.data.phase.end or saved.train.last_step
     if position.step < end or number >= len(data.phases):
         return saved.data.phase
     return PhasePosition(number=number + 1, step=position.step, samples=position.samples)
@@ -74,8 +85,8 @@ def describe_phase(train: TrainConfig, data: DataConfig) -> list[str]:
     """Return a line about the phase of a config; none without phases."""
     if data.phase is None:
         return []
-    name, end = name_phase(data, data.phase.number), train.stop_after or train.steps
-    return [f"{name}: steps {data.phase.step + 1:,} to {end:,} of {train.steps:,}"]
+    name, place = name_phase(data, data.phase.number), data.phase
+    return [f"{name}: steps {place.step + 1:,} to {place.end:,} of {train.steps:,}"]
 
 
 def _find_end(

@@ -220,8 +220,8 @@ class RunCheckpoint:
             UserError: If the checkpoint is not followed by the phase of this config, because later
                 checkpoints cannot be read.
         """
-        data = self._config.data
-        if data.phase is None or data.phase == state.config.data.phase:
+        data, saved = self._config.data, state.config.data.phase
+        if data.phase is None or (saved is not None and saved.number == data.phase.number):
             return
         follows = find_phase(data, RunPosition(checkpoint.step, 0, state.config)).number
         if follows != data.phase.number:

@@ -231,8 +231,8 @@ class Trainer:
         elif self.callbacks.stopping:
             why = self.callbacks.describe_stop()
             rows = [("stopped", f"after step {self.step} of {steps} {why}")]
-        elif self.config.data.phase is not None:
-            phase = name_phase(self.config.data, self.config.data.phase.number)
+        elif (place := self.config.data.phase) is not None and self.step >= place.end:
+            phase = name_phase(self.config.data, place.number)
             return [("ended", f"{phase} after step {self.step} of {steps}")]
         else:
             rows = [("stopped", f"after step {self.step} of {steps}, by train.stop_after")]

@@ -1,6 +1,7 @@
 """Runs in phases: the same answer under every layout, which phases may change, and after stops."""
 
 import json
+import re
 import statistics
 
 import pytest
@@ -162,6 +163,21 @@ def test_a_checkpoint_of_an_earlier_phase_is_not_continued_in_a_later_one(phased
     again = [*words, f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000002"]
     assert main(again) == 0
     assert [line["step"] for line in read_lines(tmp_path / "run")] == [*range(1, 9)]
+
+
+def test_stop_after_ends_a_phase_that_can_be_continued(phased, tmp_path):
+    """Within a phase, and where one ends, after which the next one does not begin."""
+    phases = [(4 * 8, []), (4 * 8, ["optim.lr=1e-4"])]
+    words = phased(phases, checkpoint__resume="latest")
+    for step, said in ((2, "stopped"), (4, "ended"), (6, "stopped")):
+        assert main([*words, f"train.stop_after={step}"]) == 0
+        assert [line["step"] for line in read_lines(tmp_path / "run")] == [*range(1, step + 1)]
+        assert re.search(rf"{said} +.*after step {step} of 8", log(tmp_path / "run"))
+    assert main(words) == 0
+    assert main(phased(phases, run__dir=tmp_path / "whole")) == 0
+    assert_same_losses(
+        read_losses(tmp_path / "run"), read_losses(tmp_path / "whole"), because=SAME_STATE
+    )
 
 
 def test_stop_after_ends_a_run_that_can_be_continued(overrides, tmp_path):

@@ -75,7 +75,9 @@ def test_a_resumed_phase_ends_at_its_tokens_with_another_batch(monkeypatch):
     position = RunPosition(14, 56, saved)
     monkeypatch.setattr("megaframe.training.phases.find_position", lambda *sections: position)
     (phase,) = decide_phases(twice)
-    assert phase.data.phase == saved.data.phase and phase.checkpoint.resume is None
+    place = phase.data.phase
+    assert (place.step, place.samples, place.end) == (10, 40, 14 + 24 // 8)
+    assert phase.checkpoint.resume is None
     assert phase.train.steps == 14 + 24 // 8
 
 
