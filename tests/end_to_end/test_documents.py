@@ -20,6 +20,7 @@ from megaframe.errors import UserError
 
 NOT_HERE = {
     "make test": "is what runs this test",
+    "make model": "test_model_command.py runs it",
     ".venv/bin/python benchmarks/prediction/published.py --write": "test_predictions.py runs it",
 }
 GUIDES = (
@@ -51,6 +52,7 @@ GUIDES = (
     "clusters",
     "gpu",
     "tree",
+    "road",
 )
 """Guides in docs/, in the order in which their commands run."""
 SMALLER = "train.seq=64 train.global_batch=4 train.microbatch=2 train.eval_samples=4"
