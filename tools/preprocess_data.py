@@ -49,7 +49,9 @@ def main() -> None:
     files, notes = list_corpus_files(list_readings(options, options.input))
     for note in notes:
         print(note)
-    job = PreprocessJob(tuple(files), options.tokenizer, options.output, not options.no_eod)
+    job = PreprocessJob(
+        tuple(files), options.tokenizer, options.output, not options.no_eod, options.deduplicate
+    )
     begin = time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
@@ -65,8 +67,11 @@ def main() -> None:
 
 
 def _prepare_blocks(options: argparse.Namespace) -> None:
-    if len(options.input) > 1 or options.no_eod or options.overwrite:
-        raise UserError("--blocks takes one --input, and neither --no-eod nor --overwrite")
+    if len(options.input) > 1 or options.no_eod or options.overwrite or options.deduplicate:
+        raise UserError(
+            "--blocks takes one --input, and none of --no-eod, --overwrite and --deduplicate: the "
+            "blocks are those that a run makes of the text"
+        )
     reading = list_readings(options, options.input)[0].reading
     source = DataSourceConfig(
         path=options.input[0],
@@ -103,6 +108,8 @@ def _format_summary(job: PreprocessJob, result: PreprocessResult, seconds: float
         line += f"; {resumed.documents:,} documents were done by an earlier run"
     if total.empty:
         line += f"; {total.empty:,} empty documents left out"
+    if total.duplicates:
+        line += f"; {total.duplicates:,} duplicates left out"
     if total.filtered:
         line += f"; {total.filtered:,} rows left out by --where"
     if total.broken:
@@ -129,6 +136,8 @@ def _parse_arguments() -> argparse.Namespace:
     add("--shuffle-bytes", type=make_integer_parser(1 << 16, 1 << 40), default=64 << 20,
         metavar="BYTES", help="text of a block (default: %(default)s)")  # fmt: skip
     add("--no-eod", action="store_true", help="do not end documents with the tokenizer's EOD")
+    add("--deduplicate", action="store_true", help="keep only the first of documents with the same "
+        "tokens; takes up to 72 bytes of memory for each")  # fmt: skip
     add("--overwrite", action="store_true", help="replace OUTPUT and another unfinished run of it")
     return parser.parse_args()
 

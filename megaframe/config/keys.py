@@ -193,6 +193,7 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
             if not key.field.is_required()
             else f"{key.name}: {key.allowed}"
             for key in _collect_keys(annotation, "")
+            if "." not in key.name  # the section that has it describes it
         )
         alone = f", or only its {section.main_key}" if section.main_key else ""
         return "{" + ", ".join(fields) + "}" + alone

@@ -177,6 +177,26 @@ TextFormat = Literal["auto", "jsonl", "csv", "tsv", "parquet", "text"]
 """How files have texts; `auto`: by the suffix of each."""
 
 
+TokenName = Annotated[NonNegative | str, Field(union_mode="left_to_right")]
+
+
+class FillInTheMiddleConfig(Section):
+    """Documents whose middle comes last (Bavarian et al. 2022), and the special tokens that say
+    so."""
+
+    rate: Fraction = 0.5
+    """Share of the documents of training samples that are changed. Validation samples are not."""
+    spm_rate: Fraction = 0.5
+    """Share of these whose suffix comes before the prefix (SPM); the prefix comes first in the rest
+    (PSM)."""
+    prefix: TokenName
+    """Special token before the prefix: its name in `data.tokenizer`, or its id."""
+    suffix: TokenName
+    """The same before the suffix."""
+    middle: TokenName
+    """The same before the middle."""
+
+
 class DataSourceConfig(Section):
     """A token file or a corpus, and its share of the data."""
 
@@ -188,6 +208,11 @@ class DataSourceConfig(Section):
     while the run trains, or a folder of token files (docs/guides/streaming.md)."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of samples from this source, relative to the others."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Most passes over the training samples of this source. After them it leaves the blend, and the
+    others keep the ratios of their weights. Of a stream, a whole number. Default: no limit."""
+    max_tokens: Positive | None = None
+    """The same in tokens of its samples."""
     split: Split | None = None
     """The split of this source: [0, 1, 0] only evaluates it, [1, 0, 0] only trains on it. Default:
     `data.split`."""
@@ -203,6 +228,9 @@ class DataSourceConfig(Section):
     files: tuple[str, ...] = ()
     """Files of a corpus, as names below `path`, where a server cannot list them or only some are
     meant. Empty: all files below `path`."""
+    fim: FillInTheMiddleConfig | None = None
+    """Fill-in-the-middle: the middle of some documents comes last. Special tokens take the place of
+    their last three tokens (docs/guides/shaping.md)."""
 
 
 class StreamingConfig(Section):
@@ -279,7 +307,7 @@ class DataConfig(Section):
     a tokenizer.json is the `eos_token` of the tokenizer_config.json beside it; hf:PATH?eod=TOKEN
     names another."""
     document_ends: Literal["index", "tokens"] | NonNegative = "index"
-    """Where documents end for the next three keys: where the index of the token file says, or, as
+    """Where documents end for the next four keys: where the index of the token file says, or, as
     for Megatron's flags, after each token that ends documents: that of `data.tokenizer`
     (`tokens`), or the one with this id."""
     reset_positions: bool = False
@@ -289,6 +317,11 @@ class DataConfig(Section):
     mask_eod: bool = False
     """Mask the loss of the token after an end of document (the first token of an unrelated
     text)."""
+    packing: Literal["none", "best_fit"] = "none"
+    """How documents become samples. `none`: end to end, and cut wherever a sample is full.
+    `best_fit`: whole, each in the sample where it leaves the least room (Ding et al. 2024), and the
+    rest of a sample is padding without labels; only documents longer than a sample are cut. No
+    label reaches from one document into another. Needs `reset_attention`."""
     label_weights: bool = True
     """Weigh the loss of each label as the weight file of its source says, if there is one
     (docs/guides/finetuning.md). False counts all labels alike."""
@@ -297,6 +330,11 @@ class DataConfig(Section):
     `mask_eod`. Samples are changed whole, the same way under any layout and after a resume."""
     prefetch: NonNegative = 2
     """Number of batches that a background thread reads ahead."""
+
+    @property
+    def masks_document_starts(self) -> bool:
+        """Whether the first token of a document is no label."""
+        return self.mask_eod or self.packing != "none"
 
 
 class CheckpointConfig(Section):

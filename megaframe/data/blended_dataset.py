@@ -23,14 +23,17 @@ from megaframe.config.model import ModelConfig
 from megaframe.config.part_calls import call_part
 from megaframe.config.schema import DataConfig, DataSourceConfig, TrainConfig
 from megaframe.config.schema import Split as Shares
+from megaframe.data.fill_in_the_middle import find_fill_in_the_middle
 from megaframe.data.gpt_dataset import GPTDataset, locate_documents, number_documents
 from megaframe.data.label_weights import WEIGHT_DTYPE
 from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.sample_cut import SampleCut
 from megaframe.data.shuffle import derive_source_key, sample_indices
+from megaframe.data.source_limits import check_caps, find_limit, list_caps
 from megaframe.data.split_advice import SPLITS, Split, SplitSetting
 from megaframe.data.streaming.corpus import is_stream
 from megaframe.data.streaming.open_streams import Streams
-from megaframe.data.streaming.streamed_dataset import BlockCut, Cursor, StreamedDataset
+from megaframe.data.streaming.streamed_dataset import Cursor, StreamedDataset
 from megaframe.data.token_file_record import TokenizerRecord
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.data.transforms import SampleTransforms
@@ -52,7 +55,8 @@ class BlendedDataset:
 
     `sources`, `paths`, `weights`, `sizes` (samples per epoch), `records` (what made the file, if
     that is known) and `names` have one entry per source, in the order of the config. A name is the
-    file name, or the path if several sources have that file name. `masks_labels` says whether some
+    file name, or the path if several sources have that file name. `caps` has the sources that a run
+    does not repeat without end, by path. `masks_labels` says whether some
     tokens may have no label, or one with a weight.
 
     Args:
@@ -87,6 +91,7 @@ class BlendedDataset:
                 f"data.sources[...].split leave it none; "
                 f"{_advise_shares(data, split, is_evaluation)}"
             )
+        self._used = used_sources
         self.paths = tuple(source.path for source, _ in used_sources)
         vocab = model.vocab or _ANY_TOKEN
         self._seq = train.seq
@@ -94,19 +99,19 @@ class BlendedDataset:
         end = find_document_end(data)
         self.sources: list[GPTDataset | StreamedDataset] = []
         for source, shares in used_sources:
-            if is_stream(source.path):
-                if streams is None:
-                    raise UserError(f"{source.path} {_NO_STREAM}")
-                cut = BlockCut(split, shares, self._seq, vocab, end, data.label_weights)
+            packed = data.packing == "best_fit"
+            cut = SampleCut(split, shares, self._seq, vocab, end, data.label_weights, packed)
+            if not is_stream(source.path):
+                setting = SplitSetting(source.path if source.split else None, is_evaluation)
+                self.sources.append(cut.open(source.path, setting))
+            elif streams is None:
+                raise UserError(f"{source.path} {_NO_STREAM}")
+            else:
                 self.sources.append(streams.open(source, cut, seed))
-                continue
-            setting = SplitSetting(source.path if source.split else None, is_evaluation)
-            self.sources.append(
-                GPTDataset(
-                    source.path, split, shares, self._seq, vocab, end, setting,
-                    weighted=data.label_weights,
-                )
-            )  # fmt: skip
+        self.caps = list_caps([source for source, _ in used_sources])
+        if split == "train":
+            for (source, _), samples in zip(used_sources, self.sources, strict=True):
+                check_caps(source, samples, self._seq)
         self.weights = tuple(source.weight for source, _ in used_sources)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
@@ -124,47 +129,24 @@ class BlendedDataset:
             if split == "train" or call_part(part, "includes_validation", bool)
         ]
         self._transforms = SampleTransforms(transforms, seed, vocab)
+        self._fills = tuple(
+            find_fill_in_the_middle(source, data, record.eod if record else None, seed)
+            if split == "train"
+            else None
+            for (source, _), record in zip(used_sources, self.records, strict=True)
+        )
         dtypes = {source.weight_dtype for source in self.sources} - {None}
         self._has_weights = WEIGHT_DTYPE in dtypes
-        self.masks_labels = bool(dtypes or transforms or data.mask_eod)
+        self.masks_labels = bool(dtypes or transforms or data.masks_document_starts)
 
     def find_text_starts(self, sources_N: Numbers, numbers_N: Numbers) -> NDArray[np.bool_]:
         """Return where a label of these samples is the first token of a document, bool [N, S]. See
         `read` for the arguments."""
         starts_NS = np.empty((sources_N.size, self._seq), np.bool_)
         windows_N = self._sample_windows(sources_N, numbers_N)
-        for source, rows in self._group_rows_by_source(sources_N):
-            starts_NS[rows] = source.is_document_start(windows_N[rows])[:, 1:]
+        for index, rows in self._group_rows_by_source(sources_N):
+            starts_NS[rows] = self.sources[index].is_document_start(windows_N[rows])[:, 1:]
         return starts_NS
-
-    def describe_documents(self, eod: int | None) -> Iterator[str]:
-        """Yield a line for each source whose index has a single document, or fewer than there are
-        ends of documents inside them, if keys of the run act on documents.
-
-        Args:
-            eod: The token that ends documents, where the file's record does not say; None if
-                nothing says.
-        """
-        data = self._data
-        keys = [
-            key for key in ("reset_positions", "reset_attention", "mask_eod") if getattr(data, key)
-        ]
-        if not keys or data.document_ends != "index":
-            return
-        for source, record in zip(self.sources, self.records, strict=True):
-            if isinstance(source, StreamedDataset):
-                continue
-            end = record.eod if record else eod
-            documents = source.count_documents()
-            inside = 0 if end is None else source.count_inner_ends(end)
-            if documents == 1 or inside > documents:
-                ends = f", and {inside} ends of documents (token {end}) inside" if inside else ""
-                yield (
-                    f"the index of {source.path} has {documents} "
-                    f"document{'s' * (documents > 1)}{ends}: data.{', data.'.join(keys)} act where "
-                    "the index begins one; data.document_ends=tokens, or the id of the token that "
-                    "ends documents, makes them act on tokens"
-                )
 
     def list_tokenizers(self) -> Iterator[tuple[str, TokenizerRecord]]:
         """Yield each source whose tokenizer is known, in words, and its tokenizer."""
@@ -206,6 +188,20 @@ class BlendedDataset:
                 sizes[index] = source.count(most)
         return numbers_N < sizes[sources_N]
 
+    def find_limits(self, consumed: Sequence[int], size: int) -> list[int | None]:
+        """Return the most samples that each source gives in all, by its `epochs` and `max_tokens`;
+        None where nothing limits them, or only beyond the next ones of a stream.
+
+        Args:
+            consumed: Samples that each source has given.
+            size: How many the next ones are.
+        """
+        keys = [source for source, _ in self._used]
+        return [
+            find_limit(source, samples, self._seq, given, size)
+            for source, samples, given in zip(keys, self.sources, consumed, strict=True)
+        ]
+
     def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
         """Read these samples, in this order, as one microbatch.
 
@@ -218,27 +214,31 @@ class BlendedDataset:
         """
         data, shape = self._data, (sources_N.size, self._seq)
         tokens_NS, labels_NS = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        needs_documents = data.reset_positions or data.reset_attention or data.mask_eod
-        needs_documents = needs_documents or bool(self._transforms)
+        needs_documents = data.reset_positions or data.reset_attention
+        needs_documents |= data.masks_document_starts or bool(self._transforms)
+        needs_documents |= any(fill is not None for fill in self._fills)
         weights_NS = np.ones(shape, np.float32) if self._has_weights else None
         next_N = np.empty(shape[0], np.int64)
         beginnings_NT = np.zeros((shape[0], shape[1] + 1), np.bool_) if needs_documents else None
         windows_N = self._sample_windows(sources_N, numbers_N)
-        for source, rows in self._group_rows_by_source(sources_N):
-            tokens_RT = source.read(windows_N[rows])
+        for index, rows in self._group_rows_by_source(sources_N):
+            source, fill = self.sources[index], self._fills[index]
+            tokens_RT = source.read(windows_N[rows]).astype(np.int64, copy=False)
+            weights_RT = source.read_label_weights(windows_N[rows])
+            if beginnings_NT is not None:
+                beginnings_NT[rows] = source.is_document_start(windows_N[rows])
+                if fill is not None:
+                    fill.apply(tokens_RT, weights_RT, beginnings_NT[rows], samples_N[rows])
             tokens_NS[rows] = tokens_RT[:, :-1]
             labels_NS[rows] = tokens_RT[:, 1:]
             next_N[rows] = tokens_RT[:, -1]
-            weights_RS = source.read_label_weights(windows_N[rows])
-            if weights_RS is not None:
-                labels_NS[rows] = np.where(weights_RS == 0, IGNORE, labels_NS[rows])
+            if weights_RT is not None:
+                labels_NS[rows] = np.where(weights_RT[:, 1:] == 0, IGNORE, labels_NS[rows])
                 if weights_NS is not None:
-                    weights_NS[rows] = weights_RS
-            if beginnings_NT is not None:
-                beginnings_NT[rows] = source.is_document_start(windows_N[rows])
+                    weights_NS[rows] = weights_RT[:, 1:]
         positions_NS = documents_NS = None
         if beginnings_NT is not None:
-            if data.mask_eod:
+            if data.masks_document_starts:
                 labels_NS[beginnings_NT[:, 1:]] = IGNORE
             if self._transforms:
                 documents = number_documents(beginnings_NT[:, :-1])
@@ -278,18 +278,16 @@ class BlendedDataset:
             self._windows = sample_indices(positions, self.sizes, self._keys)
         return self._windows[numbers_N - self._windows_start]
 
-    def _group_rows_by_source(
-        self, sources_N: Numbers
-    ) -> Iterator[tuple[GPTDataset | StreamedDataset, Numbers | slice]]:
-        """Yield each source of the batch and the rows that come from it."""
+    def _group_rows_by_source(self, sources_N: Numbers) -> Iterator[tuple[int, Numbers | slice]]:
+        """Yield the index of each source of the batch and the rows that come from it."""
         if len(self.sources) == 1:
-            yield self.sources[0], slice(None)
+            yield 0, slice(None)
             return
         order = np.argsort(sources_N, kind="stable")
         ends = np.flatnonzero(np.diff(sources_N[order])) + 1
         for rows in np.split(order, ends):
             if rows.size:
-                yield self.sources[int(sources_N[rows[0]])], rows
+                yield int(sources_N[rows[0]]), rows
 
 
 def split_batch(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:

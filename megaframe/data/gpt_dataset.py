@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.data.indexed_dataset import IndexedDataset
-from megaframe.data.label_weights import check_label_weights, open_label_weights
+from megaframe.data.label_weights import find_wrong_weight, open_label_weights, refuse_weight
 from megaframe.data.split_advice import SPLITS, Split, SplitSetting, enlarge_split, split_range
 from megaframe.data.token_file_record import TokenFileRecord, read_record
 from megaframe.errors import UserError
@@ -54,6 +54,9 @@ class GPTDataset:
         UserError: If the file cannot be read, or the split is not contiguous in the file.
     """
 
+    _fewest_tokens: int | None = None
+    """Of a split; None: those of a window."""
+
     def __init__(
         self,
         path: str,
@@ -84,22 +87,24 @@ class GPTDataset:
         if documents == 1:
             begin, end = split_range(tokens, shares, split)
             self._first, tokens = self._first + begin, end - begin
-        if tokens < seq + 1:
+        fewest = self._fewest_tokens or seq + 1
+        if tokens < fewest:
             shorter = f"train.seq={tokens - 1} in a new run, or " if tokens > 1 else ""
             raise NoSamples(
-                f"train.seq={seq} needs {seq + 1} tokens for one sample, but the {split} split of "
+                f"train.seq={seq} needs {fewest} tokens for one sample, but the {split} split of "
                 f"{path} has {tokens}; {shorter}{self._advise(shares, split, seq, setting)}"
             )
-        self.windows = (tokens - 1) // seq
         self._seq = seq
         self._starts: NDArray[np.int64] | None = None
         self.tokens = np.asarray(self._file.tokens)[self._first : self._first + tokens]
-        self._rows_WT = self._view_windows(self.tokens)
         self._weights = open_label_weights(path, self._file) if weighted else None
         self.weight_dtype = self._weights and self._weights.dtype
-        if self._weights is not None:
-            weights = np.asarray(self._weights.tokens)[self._first : self._first + tokens]
-            self._weights_WT = self._view_windows(weights)
+        self.windows = self._arrange()
+        if not self.windows:
+            raise NoSamples(
+                f"no document of the {split} split of {path} has 2 tokens, so there is nothing to "
+                f"predict; {self._advise(shares, split, seq, setting)}"
+            )
 
     def read(self, windows_W: NDArray[np.int64]) -> NDArray[np.integer]:
         """Return the tokens of these windows, [W, T], in the file's dtype.
@@ -107,33 +112,32 @@ class GPTDataset:
         Raises:
             UserError: For a token id that is negative or not below the vocabulary size.
         """
-        tokens_WT = self._rows_WT[windows_W]
+        tokens_WT = self._gather(self.tokens, windows_W)
         self._check(tokens_WT, windows_W)
         return tokens_WT
 
     def read_label_weights(self, windows_W: NDArray[np.int64]) -> NDArray | None:
-        """Return the weights of the labels of these windows, [W, S], in the file's dtype; None if
-        all are 1.
+        """Return the weights that the tokens of these windows have as labels, [W, T], in the file's
+        dtype; None if all are 1.
 
         Raises:
             UserError: For a number that is no weight.
         """
         if self._weights is None:
             return None
-        weights_WT = self._weights_WT[windows_W]
-        check_label_weights(self.path, weights_WT, self._first + windows_W * self._seq)
-        return weights_WT[:, 1:]
-
-    def _view_windows(self, numbers: NDArray) -> NDArray:
-        """Return all windows of the split as rows of a view of its numbers."""
-        step = numbers.itemsize
-        shape, strides = (self.windows, self._seq + 1), (self._seq * step, step)
-        return np.lib.stride_tricks.as_strided(numbers, shape, strides, writeable=False)
+        file_weights = np.asarray(self._weights.tokens)[self._first :][: self.tokens.size]
+        weights_WT = self._gather(file_weights, windows_W)
+        place = find_wrong_weight(weights_WT)
+        if place is not None:
+            row, column = place
+            token = self._locate(int(windows_W[row]), column)
+            refuse_weight(self.path, token, weights_WT[row, column])
+        return weights_WT
 
     def is_document_start(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return where in these windows a document begins, bool[W, T]."""
         if self._end is not None:
-            ends_WS = self._rows_WT[windows_W, :-1] == self._end
+            ends_WS = self._gather(self.tokens, windows_W)[:, :-1] == self._end
             firsts_W = self._first + windows_W * self._seq
             before_W = np.asarray(self._file.tokens)[np.maximum(firsts_W - 1, 0)]
             begins_W = (before_W == self._end) | (firsts_W == 0)
@@ -215,6 +219,22 @@ class GPTDataset:
             self._starts = starts[starts >= self._first]  # a part of a document may begin within it
         return self._starts
 
+    def _arrange(self) -> int:
+        """Decide which tokens each window has. Returns how many windows there are."""
+        return (self.tokens.size - 1) // self._seq
+
+    def _gather(self, numbers: NDArray, windows_W: NDArray[np.int64]) -> NDArray:
+        """Return these windows of the tokens of the split, or of what else each of them has, as
+        rows [W, T]."""
+        step = numbers.itemsize
+        shape, strides = (self.windows, self._seq + 1), (self._seq * step, step)
+        rows_WT = np.lib.stride_tricks.as_strided(numbers, shape, strides, writeable=False)
+        return rows_WT[windows_W]
+
+    def _locate(self, window: int, column: int) -> int:
+        """Return the place in the file of a token of a window."""
+        return self._first + window * self._seq + column
+
     def _check(self, tokens_WT: NDArray[np.integer], windows_W: NDArray[np.int64]) -> None:
         """Raise `UserError` for a token id that is not in the model's vocabulary."""
         if not tokens_WT.size:
@@ -226,7 +246,7 @@ class GPTDataset:
         if int(unsigned_WT.max()) < limit:
             return
         row, column = np.argwhere(unsigned_WT >= limit)[0]
-        position = self._first + int(windows_W[row]) * self._seq + int(column)
+        position = self._locate(int(windows_W[row]), int(column))
         token = int(tokens_WT[row, column])
         remedy = (
             f"use the tokenizer that wrote the file, or model.vocab={token + 1} or more"

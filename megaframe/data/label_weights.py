@@ -8,6 +8,7 @@ uint8 is a mask of 0 and 1; float32 has any numbers of 0 or more.
 from __future__ import annotations
 
 import os
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,22 +57,27 @@ def _locate(file: IndexedDataset) -> NDArray[np.int64]:
     return np.asarray(file.pointers) // file.dtype.itemsize
 
 
-def check_label_weights(prefix: str, weights_WT: NDArray, first_W: NDArray[np.int64]) -> None:
-    """Raise `UserError` for a number that is no weight.
-
-    Args:
-        prefix: Path of the token file without suffix.
-        weights_WT: Weights of windows.
-        first_W: Where in the file each window begins.
-    """
+def find_wrong_weight(weights_WT: NDArray) -> tuple[int, int] | None:
+    """Return where the first number is that is no weight; None if all are."""
     is_mask = weights_WT.dtype == MASK_DTYPE
     # NaN compares as false.
     good_WT = weights_WT <= 1 if is_mask else (weights_WT >= 0) & (weights_WT < np.inf)
     if good_WT.all():
-        return
-    row, column = np.argwhere(~good_WT)[0]
+        return None
+    row, column = np.argwhere(~good_WT)[0].tolist()
+    return row, column
+
+
+def refuse_weight(prefix: str, token: int, weight: np.generic) -> NoReturn:
+    """Raise `UserError` for a number that is no weight.
+
+    Args:
+        prefix: Path of the token file without suffix.
+        token: Place of the number in the file.
+        weight: The number.
+    """
+    is_mask = weight.dtype == MASK_DTYPE
     allowed = "0 and 1, in uint8; others are float32" if is_mask else "finite numbers of 0 or more"
     raise UserError(
-        f"{prefix}{SUFFIX}.bin: token {int(first_W[row]) + int(column)} has the weight "
-        f"{weights_WT[row, column]}; weights are {allowed}"
+        f"{prefix}{SUFFIX}.bin: token {token} has the weight {weight}; weights are {allowed}"
     )

@@ -19,11 +19,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.config.batch_ramp import compute_batch_size
+from megaframe.config.batch_ramp import compute_batch_size, count_samples
 from megaframe.config.schema import RunConfig
+from megaframe.data.blend import Blend
 from megaframe.data.blended_dataset import BlendedDataset, select_sources, split_batch
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.data.sampler import Blend, BlendSources, SamplerState, restore_sampler
+from megaframe.data.sampler import BlendSources, SamplerState, restore_sampler
+from megaframe.data.source_descriptions import describe_documents, describe_passes
 from megaframe.data.split_advice import Split
 from megaframe.data.streaming.open_streams import Streams
 from megaframe.data.streaming.streamed_dataset import START
@@ -157,7 +159,9 @@ class Loader:
         self._validation: BlendedDataset | None = None
         sizes = tuple(self._dataset.sizes.tolist())
         digests = tuple(source.compute_digest() for source in self._dataset.sources)
-        self._sources = BlendSources(self._dataset.paths, self._dataset.weights, sizes, digests)
+        self._sources = BlendSources(
+            self._dataset.paths, self._dataset.weights, sizes, digests, self._dataset.caps
+        )
         self._state_returned = self._state_read = SamplerState.start(self._sources)
         self._eod: int | None = None
         self._text_bytes: TextBytes | None = None
@@ -269,9 +273,16 @@ class Loader:
             self._prefetch = Prefetch(self._read_step, depth)
         return self._prefetch.next() if self._prefetch else self._read_step()
 
-    def describe_sources(self) -> Iterator[str]:
-        """Yield lines for the run log about what may not be meant in the training data."""
-        yield from self._dataset.describe_documents(self._eod)
+    def describe_sources(self, steps: int) -> Iterator[str]:
+        """Yield lines for the run log: how often the sources are seen, and what may not be meant in
+        the training data. steps: that are left of the run.
+
+        Raises:
+            UserError: The limits of the sources leave fewer samples than these steps take.
+        """
+        samples = count_samples(self._config.train, steps, self._state_returned.samples)
+        yield from describe_passes(self._dataset, self.consumed, samples)
+        yield from describe_documents(self._dataset, self._config.data, self._eod)
 
     def iterate_validation(self, samples: int) -> Iterator[ValidationBatch]:
         """Yield this rank's share of the first `samples` samples of the validation split, each
@@ -322,7 +333,8 @@ class Loader:
         """Read the next step. Returns it and the state after it."""
         before, microbatch = self._state_read, self._config.train.microbatch
         size = self.compute_global_batch(before.samples)
-        sources, numbers, after = before.take(size)
+        limits = self._dataset.find_limits(before.blend.consumed, size)
+        sources, numbers, after = before.take(size, limits)
         positions = np.arange(size).reshape(-1, self._ranks, microbatch)
         positions_N = positions[:, self._rank].reshape(-1)
         batch = self._dataset.read(

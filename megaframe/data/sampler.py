@@ -1,13 +1,5 @@
 """Sampler: which sample of which source comes next, and how far a run has come in its data.
 
-`Blend` chooses the source of each sample: earliest deadline first, in integer arithmetic. After n
-samples, a source with share w should have given w * n of them. Its sample j (from 0) may be given
-once w * n has grown past j, and must be given before it grows past j + 1. Of the samples that may
-be given, the one with the earliest deadline is chosen. The obvious rule, to choose the source with
-the largest deficit, lets sources lag by more than one sample; this rule never does (see
-`Blend.take`). Shares are ratios of integers, so nothing drifts however long a run is, and the
-counts are the whole state.
-
 `SamplerState` keeps these counts by the source's path, also for sources that a later blend drops,
 so that a source never repeats a sample within an epoch however the blend changes between resumes.
 A source whose files have moved is recognised by its file name, which also determines its order, its
@@ -23,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -32,113 +23,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megaframe.data.blend import Blend, Cap, Limits
 from megaframe.data.streaming.streamed_dataset import START, Cursor
 from megaframe.errors import UserError
 
 T = TypeVar("T")
-_RESOLUTION = 2**40
 _SAME = Fraction(1)
-
-
-@dataclass(frozen=True)
-class Blend:
-    """The state of a weighted blend of sources: a few integers per source.
-
-    Attributes:
-        weights: Relative shares, positive integers.
-        consumed: Number of samples that each source has given; its next sample has this number.
-        base: `consumed` at the moment from which the current weights count.
-    """
-
-    weights: tuple[int, ...]
-    consumed: tuple[int, ...]
-    base: tuple[int, ...]
-
-    @staticmethod
-    def start(weights: Sequence[float], consumed: Sequence[int] | None = None) -> Blend:
-        """Return a blend whose weights count from now on.
-
-        Args:
-            weights: Relative shares of the sources.
-            consumed: Samples that each source has given before; None: none.
-        """
-        counts = tuple(consumed) if consumed is not None else (0,) * len(weights)
-        return Blend(round_weights(weights), counts, counts)
-
-    def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Blend]:
-        """Take the next `size` samples.
-
-        Returns sources int64[size] (index of the source), numbers int64[size] (number of the sample
-        within its source, over all epochs) and the blend after them. The sequence does not depend
-        on the sizes in which it is taken.
-
-        Of the first n samples since the weights began to count, a source with share w has given
-        floor(w * n) or ceil(w * n). Proof: sample j must be given in the window (floor(j / w),
-        ceil((j + 1) / w)). The fractional blend meets all these windows, so a schedule that meets
-        them exists, and then earliest deadline first meets them too (Liu and Layland 1973; for
-        windows of this form Baruah et al. 1996).
-        """
-        if len(self.weights) == 1:
-            first = self.consumed[0]
-            numbers: NDArray[np.int64] = np.arange(first, first + size)
-            return np.zeros(size, np.int64), numbers, replace(self, consumed=(first + size,))
-        samples_given = [now - then for now, then in zip(self.consumed, self.base, strict=True)]
-        sources = schedule_earliest_deadlines(self.weights, samples_given, size)
-        counts = np.bincount(sources, minlength=len(self.weights))
-        consumed = np.asarray(self.consumed, np.int64)
-        after = tuple((consumed + counts).tolist())
-        numbers = consumed[sources] + _count_occurrences(sources, counts)
-        return sources, numbers, replace(self, consumed=after)
-
-
-def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return integers in the ratio of the weights, rounded to 2**-40 of the largest and at least
-    1."""
-    largest = max(weights)
-    return tuple(max(1, round(weight / largest * _RESOLUTION)) for weight in weights)
-
-
-def schedule_earliest_deadlines(
-    weights: Sequence[int], samples_given: Sequence[int], size: int
-) -> NDArray[np.int64]:
-    """Return the sources of the next `size` samples, int64[size].
-
-    Ties go to the source listed first. There is always a source that may give, because not all of
-    them can be ahead of their shares.
-
-    Args:
-        weights: Relative shares of the sources, positive integers.
-        samples_given: Number of samples that each source has given so far.
-        size: Number of samples to schedule.
-    """
-    total, now = sum(weights), sum(samples_given)
-    counts = list(samples_given)
-    waiting = [(counts[i] * total // weight, i) for i, weight in enumerate(weights)]
-    heapify(waiting)
-    ready: list[tuple[int, int]] = []
-    sources = np.empty(size, np.int64)
-    for position in range(size):
-        while waiting and waiting[0][0] <= now + position:
-            _, source = heappop(waiting)
-            deadline = -(-(counts[source] + 1) * total // weights[source])
-            heappush(ready, (deadline, source))
-        _, source = heappop(ready)
-        sources[position] = source
-        counts[source] += 1
-        heappush(waiting, (counts[source] * total // weights[source], source))
-    return sources
-
-
-def _count_occurrences(sources: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how often each entry's value occurs before it, int64 of the length of `sources`.
-
-    counts: how often each value occurs.
-    """
-    order = np.argsort(sources, kind="stable")
-    firsts = np.cumsum(counts) - counts
-    occurrences = np.empty_like(sources)
-    occurrences[order] = np.arange(sources.size) - np.repeat(firsts, counts)
-    return occurrences
 
 
 @dataclass(frozen=True)
@@ -150,12 +40,14 @@ class BlendSources:
         weights: Relative shares of the samples.
         sizes: Samples per epoch.
         digests: See `IndexedDataset.compute_digest`.
+        caps: The `epochs` and `max_tokens` of each, where one of them is set.
     """
 
     paths: tuple[str, ...]
     weights: tuple[float, ...]
     sizes: tuple[int, ...]
     digests: tuple[str, ...]
+    caps: Mapping[str, Cap] = field(default_factory=dict)
 
     def map_by_path(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return the values, one per source, by the path of the source."""
@@ -188,10 +80,12 @@ class SamplerState:
         """Return the state before the first sample."""
         return SamplerState(sources, Blend.start(sources.weights), 0, {})
 
-    def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], SamplerState]:
+    def take(
+        self, size: int, limits: Limits = ()
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], SamplerState]:
         """Return the source and the number of each of the next `size` samples, and the state
-        after them."""
-        sources, numbers, blend = self.blend.take(size)
+        after them. limits: see `Blend.take`."""
+        sources, numbers, blend = self.blend.take(size, limits)
         return sources, numbers, replace(self, blend=blend, samples=self.samples + size)
 
     def state(self) -> dict[str, Any]:
@@ -207,6 +101,7 @@ class SamplerState:
             "digests": map_by_path(self.sources.digests),
             "numbers": dict(self.numbers),
             **({"streams": _list_cursors(self.cursors)} if self.cursors else {}),
+            **({"caps": dict(self.sources.caps)} if self.sources.caps else {}),
         }
 
 
@@ -252,12 +147,13 @@ def restore_sampler(
     """
     _check(state)
     new_paths = _find_moved_sources(state, sources)
-    consumed, base, weights, sizes, digests, streams, numbers = (
+    consumed, base, weights, sizes, digests, streams, caps, numbers = (
         {new_paths.get(path, path): value for path, value in table.items()}
         for table in (
             *(state[key] for key in ("consumed", "base", "weights", "sizes")),
             state.get("digests", {}),
             state.get("streams", {}),
+            state.get("caps", {}),
             state["numbers"] if "numbers" in state else number_same_names(state["sizes"]),
         )
     )
@@ -278,10 +174,10 @@ def restore_sampler(
             "the samples of all sources are cut anew for another train.seq: each source continues "
             "after as many tokens as it has given, in a new order that may repeat some of them"
         )
-    elif weights == sources.map_by_path(sources.weights):
+    elif weights == sources.map_by_path(sources.weights) and caps == sources.caps:
         blend = replace(blend, base=tuple(base[path] for path in sources.paths))
     else:
-        notes.append(_describe_change(weights, sources, state["samples"]))
+        notes.append(_describe_change(weights, caps, sources, state["samples"]))
     notes += _describe_files(sizes if scale == _SAME else {}, digests, sources)
     cursors = {path: Cursor(*place).scale(scale) for path, place in streams.items()}
     return SamplerState(sources, blend, state["samples"], removed, numbers, cursors), notes
@@ -340,7 +236,7 @@ def _check(state: Mapping[str, Any]) -> None:
         and all(map(_is_count, numbers.values()))
         and isinstance(digests, Mapping)
         and _are_cursors(state.get("streams", {}))
-        and all(isinstance(table, Mapping) for table in tables)
+        and all(isinstance(table, Mapping) for table in (*tables, state.get("caps", {})))
         and all(_is_count(n) for key in ("consumed", "base", "sizes") for n in state[key].values())
         and set(state["weights"]) == set(state["base"]) == set(state["sizes"])
         and all(state["base"][path] <= state["consumed"].get(path, -1) for path in state["base"])
@@ -363,12 +259,17 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 53
 
 
-def _describe_change(before: Mapping[str, float], sources: BlendSources, samples: int) -> str:
+def _describe_change(
+    before: Mapping[str, float], caps: Mapping[str, Cap], sources: BlendSources, samples: int
+) -> str:
     now = sources.map_by_path(sources.weights)
     parts = {
         "added": [path for path in now if path not in before],
         "removed": [path for path in before if path not in now],
         "other weight": [path for path in now if path in before and now[path] != before[path]],
+        "other epochs or max_tokens": [
+            path for path in now if path in before and sources.caps.get(path) != caps.get(path)
+        ],
     }
     change = "; ".join(f"{change} {', '.join(paths)}" for change, paths in parts.items() if paths)
     return (

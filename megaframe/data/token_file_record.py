@@ -54,12 +54,14 @@ class TokenFileRecord:
         eod: The id that ends documents.
         documents: Number of documents in the file.
         tokens: Number of tokens in the file.
+        duplicates: Documents of the text that were left out, as others have the same tokens.
     """
 
     tokenizer: TokenizerRecord
     eod: int
     documents: int
     tokens: int
+    duplicates: int = 0
 
 
 def record_tokenizer(name: str, tokenizer: Tokenizer) -> TokenizerRecord:
@@ -131,6 +133,7 @@ def read_record(prefix: str, documents: int, tokens: int) -> TokenFileRecord | N
 def _parse_record(content: Any) -> TokenFileRecord:
     """Return the record in a JSON value. Raises what comes of another value."""
     counts = [content[name] for name in ("eod", "documents", "tokens")]
+    counts.append(content.get("duplicates", 0))
     if not all(type(count) is int for count in counts):
         raise ValueError
     return TokenFileRecord(parse_tokenizer(content["tokenizer"]), *counts)

@@ -309,7 +309,7 @@ def _make_microbatch(
         if passage.beginnings is not None:
             beginnings_WT[row, : length + 1] = passage.beginnings[window.begin : window.end + 1]
     options = data or DataConfig()
-    if options.mask_eod:
+    if options.masks_document_starts:
         labels_WS[beginnings_WT[:, 1:]] = IGNORE
     numbers = number_documents(beginnings_WT[:, :-1]) if options.reset_attention else None
     places = locate_documents(beginnings_WT[:, :-1]) if options.reset_positions else None

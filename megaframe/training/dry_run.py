@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from megaframe.architecture.pipeline import build_step_schedule, summarize_pipeline
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig, dump
+from megaframe.config.batch_ramp import count_samples
 from megaframe.config.compare import PLACES, find_differences
+from megaframe.data.blended_dataset import BlendedDataset
+from megaframe.data.source_descriptions import describe_passes
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.metrics.run_summary import summarize_model
@@ -15,6 +18,7 @@ from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import find_frozen_names, format_parameter_groups
 from megaframe.planner.memory import RankMemory, compute_rank_memory
 from megaframe.schedule import lower
+from megaframe.training.run_length import has_token_files
 from megaframe.validate.invariance import describe_layout_dependence
 from megaframe.validate.run import find_warnings
 
@@ -54,11 +58,21 @@ def describe_run(
         *summarize_model(config.train, config.data, layout, specs),
         *format_parameter_groups(config.optim, specs, frozen),
         *summarize_pipeline(config, schedule),
+        *_describe_sources(config),
         *_format_memory_table(memories),
         *find_warnings(config, layout, node),
         *describe_layout_dependence(config),
     ]
     return "\n".join(lines)
+
+
+def _describe_sources(config: RunConfig) -> Iterator[str]:
+    """Yield how often the run sees each of its token files, if all of them are here."""
+    data, train = config.data, config.train
+    if not data.phases and has_token_files(data):
+        dataset = BlendedDataset(config.model, train, data, "train", config.run.seed)
+        start = (0,) * len(dataset.names)
+        yield from describe_passes(dataset, start, count_samples(train, train.steps))
 
 
 def _format_memory_table(columns: Sequence[RankMemory]) -> Iterator[str]:

@@ -40,7 +40,7 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
     if epochs is None or _has_wrong_ramp(config.train) or (data and not config.data.sources):
         return config, []  # the checks of a config say what is wrong
     given = train.steps if "steps" in train.model_fields_set else None
-    if not data and not _has_token_files(config.data):
+    if not data and not has_token_files(config.data):
         return config, [_describe_missing_files(config.data, given)]
     streams = [source.path for source in config.data.sources if is_stream(source.path)]
     if streams:
@@ -64,7 +64,7 @@ def decide_steps(config: RunConfig, *, data: bool = True) -> tuple[RunConfig, li
             f"train.steps={given} and data.epochs={epochs:g} disagree: {taken}; use "
             f"train.steps={steps}, leave train.steps out, or use data.epochs=null"
         )
-    return config.replace(train={"steps": steps}), [taken + _describe_passes(dataset, samples)]
+    return config.replace(train={"steps": steps}), [taken]
 
 
 def has_undecided_length(data: DataConfig, train: TrainConfig) -> bool:
@@ -81,7 +81,8 @@ def _has_wrong_ramp(train: TrainConfig) -> bool:
     return ramp is not None and not 0 <= (top - ramp.start) // ramp.increment <= MOST_MICROBATCHES
 
 
-def _has_token_files(data: DataConfig) -> bool:
+def has_token_files(data: DataConfig) -> bool:
+    """Return whether there are sources and all are token files that are here."""
     sources = data.sources
     return bool(sources) and all(Path(f"{source.path}.idx").exists() for source in sources)
 
@@ -96,18 +97,3 @@ def _describe_missing_files(data: DataConfig, given: int | None) -> str:
             "not here; give the number: train.steps=N"
         )
     return f"{name} is taken for train.steps={given}, as the token files are not here"
-
-
-def _describe_passes(dataset: BlendedDataset, samples: int) -> str:
-    """Return how often the sources are seen, if their weights differ from their sizes."""
-    total = sum(dataset.weights)
-    passes = [
-        (samples * weight / total / size, name)
-        for weight, size, name in zip(
-            dataset.weights, dataset.sizes.tolist(), dataset.names, strict=True
-        )
-    ]
-    (fewest, seldom), (most, often) = min(passes), max(passes)
-    if most <= 1.01 * fewest:
-        return ""
-    return f"; by their weights, {seldom} is seen {fewest:.3g} and {often} {most:.3g} times"

@@ -187,7 +187,11 @@ class Trainer:
             mesh,
             self.train_step.schedule,
             step=self.step,
-            notes=[*notes, *self.loader.describe_sources(), *routine_notes],
+            notes=[
+                *notes,
+                *self.loader.describe_sources(max(0, config.train.steps - self.step)),
+                *routine_notes,
+            ],
             details=routine_details,
             old_metrics=old_metrics,
             restored_notes=[

@@ -29,8 +29,20 @@ def find_source_mistakes(model: ModelConfig, data: DataConfig) -> Iterator[str]:
         mistake = find_url_mistake(source.path) if is_url(source.path) else None
         if mistake:
             yield f"data.sources[{number}]: {mistake}"
+        for key in ("prefix", "suffix", "middle") if source.fim and vocab else ():
+            token = getattr(source.fim, key)
+            if isinstance(token, int) and vocab and token >= vocab:
+                yield (
+                    f"data.sources[{number}].fim.{key}={token} is no token of model.vocab={vocab}; "
+                    f"use an id of 0 to {vocab - 1}"
+                )
     if data.document_ends == "tokens" and data.tokenizer is None:
         yield NO_END_TOKEN
+    if data.packing != "none" and not data.reset_attention:
+        yield (
+            f"data.packing={data.packing} puts documents into samples that are not to see each "
+            "other; use data.reset_attention=true, or data.packing=none"
+        )
     if isinstance(data.document_ends, int) and vocab and data.document_ends >= vocab:
         yield (
             f"data.document_ends={data.document_ends} is no token of model.vocab={vocab}; use an "

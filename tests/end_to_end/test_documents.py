@@ -26,6 +26,7 @@ NOT_HERE = {
 GUIDES = (
     "start",
     "streaming",
+    "shaping",
     "finetuning",
     "layout",
     "long_context",

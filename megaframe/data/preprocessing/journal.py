@@ -44,6 +44,7 @@ _LOCK = "lock"
 _OWN_NAMES = re.compile(
     r"lock|journal\.jsonl|tokens\.(bin|idx)|[0-9]{8,}\.(bin|idx)(\.[0-9]+\.unfinished)?"
 )
+_DOCUMENTS_READ = 4096
 _LARGEST_JOURNAL = 1 << 30
 """Bytes; a line has about 200 and a part up to 16 MB, so this is enough for 80 TB."""
 
@@ -60,6 +61,7 @@ class CorpusCounts:
         disk_bytes: Bytes of input as stored on disk.
         broken: Number of rows that cannot be used, which are left out.
         filtered: Number of rows for which a condition does not hold, which are left out.
+        duplicates: Number of documents with the same tokens as one before, which are left out.
     """
 
     documents: int = 0
@@ -69,6 +71,7 @@ class CorpusCounts:
     disk_bytes: int = 0
     broken: int = 0
     filtered: int = 0
+    duplicates: int = 0
 
     def __add__(self, other: CorpusCounts) -> CorpusCounts:
         return CorpusCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -85,6 +88,7 @@ class EncodedDocuments:
         broken: Number of rows that cannot be used, which are left out.
         named: What is wrong with the first of these.
         filtered: Number of rows for which a condition does not hold, which are left out.
+        duplicates: Number of documents that were there before, which are left out.
     """
 
     tokens: NDArray
@@ -93,6 +97,7 @@ class EncodedDocuments:
     broken: int = 0
     named: tuple[str, ...] = ()
     filtered: int = 0
+    duplicates: int = 0
 
 
 class PreprocessJournal:
@@ -164,12 +169,27 @@ class PreprocessJournal:
             tokens.update(batch.tokens.data)
             lengths.update(batch.lengths.data)
             documents, tokens_read = batch.lengths.size, batch.tokens.size
-            left_out = CorpusCounts(broken=batch.broken, filtered=batch.filtered)
+            left_out = CorpusCounts(
+                broken=batch.broken, filtered=batch.filtered, duplicates=batch.duplicates
+            )
             counts += CorpusCounts(documents, batch.empty, tokens_read) + left_out
         self._writer.flush()
         self._record({"checksums": [tokens.hexdigest(), lengths.hexdigest()], **asdict(counts)})
         self.parts += 1
         self.total += counts
+
+    def read_finished(self) -> Iterator[EncodedDocuments]:
+        """Yield the documents of the finished parts, a few thousand at a time."""
+        tokens_path, index_path = self._list_files()
+        with open_file(index_path, inside=self.home) as file:
+            file.seek(HEADER.size)
+            content = file.read(4 * self.total.documents)
+        lengths = np.frombuffer(content, "<i4")
+        with open_file(tokens_path, inside=self.home) as file:
+            for start in range(0, lengths.size, _DOCUMENTS_READ):
+                part = lengths[start : start + _DOCUMENTS_READ]
+                content = file.read(int(part.sum(dtype=np.int64)) * self._dtype.itemsize)
+                yield EncodedDocuments(np.frombuffer(content, self._dtype), part, 0)
 
     def finish(self, tokenizer: TokenizerRecord, eod: int) -> None:
         """Complete the token file, rename it to its final name and remove the folder.
@@ -181,7 +201,8 @@ class PreprocessJournal:
         self._record(_FINISHING)
         self._writer.finish()
         total = self.total
-        write_record(self._output, TokenFileRecord(tokenizer, eod, total.documents, total.tokens))
+        counts = total.documents, total.tokens, total.duplicates
+        write_record(self._output, TokenFileRecord(tokenizer, eod, *counts))
         self.remove()
 
     def close(self) -> None:

@@ -35,6 +35,11 @@ from megaframe.data.preprocessing.corpus_files import (
     list_names,
     measure_input,
 )
+from megaframe.data.preprocessing.deduplicate import (
+    DigestTable,
+    digest_documents,
+    drop_duplicates,
+)
 from megaframe.data.preprocessing.documents import BrokenRows, read_documents
 from megaframe.data.preprocessing.input_shards import InputShard, split_file
 from megaframe.data.preprocessing.journal import (
@@ -66,12 +71,14 @@ class PreprocessJob:
         tokenizer: KIND:PATH.
         output: Path of the token file without suffix.
         append_eod: Whether to end each document with the tokenizer's `eod`.
+        deduplicate: Whether to keep only the first of documents with the same tokens.
     """
 
     inputs: tuple[CorpusFile, ...]
     tokenizer: str
     output: str
     append_eod: bool = True
+    deduplicate: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,11 +136,16 @@ def preprocess(
     disk_bytes = sum(size for _, size, *_ in manifest["inputs"])
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with open_journal(job.output, dtype, manifest, overwrite) as folder:
-        resumed, broken = folder.total, list[str]()
+        resumed, broken, seen = folder.total, list[str](), DigestTable()
         parts = islice(_group_shards(job, manifest["part_size"]), folder.parts, None)
         try:
             report(resumed, disk_bytes)
+            if job.deduplicate and resumed.documents:
+                for batch in folder.read_finished():
+                    seen.add(digest_documents(batch))
             for counts, batches in _encode_parts(job, tokenizer, parts, workers, folder.path):
+                if job.deduplicate:
+                    batches = drop_duplicates(batches, seen)
                 folder.append(counts, _collect_broken(batches, broken))
                 report(folder.total, disk_bytes)
             if not folder.total.tokens:
@@ -179,7 +191,7 @@ def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
     states = [measure_input(file.path) for file in files]
     size = sum(size for size, _ in states)
     entry = {
-        "version": 4,
+        "version": 5,
         "inputs": [
             [_locate_file(file.path), *state, asdict(file.reading)]
             for file, state in zip(files, states, strict=True)
@@ -187,6 +199,7 @@ def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
         "part_size": min(max(size // _PARTS, _SMALLEST_PART), _LARGEST_PART),
         "tokenizer": fingerprint,
         "append_eod": job.append_eod,
+        "deduplicate": job.deduplicate,
     }
     # As it is read again: without tuples.
     plain: JournalEntry = json.loads(json.dumps(entry))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from megaframe.config.schema import DataConfig, DataSourceConfig
+from megaframe.data.sample_cut import SampleCut
 from megaframe.data.streaming.block_cache import BlockCache
 from megaframe.data.streaming.corpus import Corpus, find_corpus
 from megaframe.data.streaming.stream_reader import ProducerProcess, StreamReader
-from megaframe.data.streaming.streamed_dataset import BlockCut, StreamedDataset
+from megaframe.data.streaming.streamed_dataset import StreamedDataset
 
 
 class Streams:
@@ -25,7 +26,7 @@ class Streams:
         self._producer: ProducerProcess | None = None
         self._opened: list[StreamedDataset] = []
 
-    def open(self, source: DataSourceConfig, cut: BlockCut, seed: int) -> StreamedDataset:
+    def open(self, source: DataSourceConfig, cut: SampleCut, seed: int) -> StreamedDataset:
         """Return the samples of a source.
 
         Args:

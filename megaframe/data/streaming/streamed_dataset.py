@@ -14,7 +14,6 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from operator import attrgetter
 from typing import NamedTuple
@@ -24,8 +23,8 @@ from numpy.typing import NDArray
 
 from megaframe.data.gpt_dataset import GPTDataset, NoSamples
 from megaframe.data.label_weights import WEIGHT_DTYPE
+from megaframe.data.sample_cut import SampleCut
 from megaframe.data.shuffle import derive_source_key, sample_indices
-from megaframe.data.split_advice import Split
 from megaframe.data.streaming.block_files import BlockInfo
 from megaframe.data.streaming.corpus import Corpus, Position
 from megaframe.data.streaming.stream_reader import StreamReader
@@ -58,18 +57,6 @@ class Cursor(NamedTuple):
 START = Cursor(0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class BlockCut:
-    """How the tokens of a block become samples; see `GPTDataset`."""
-
-    split: Split
-    shares: tuple[float, float, float]
-    seq: int
-    vocab: int
-    end: int | None
-    weighted: bool
-
-
 class StreamedDataset:
     """The samples of one split of a corpus.
 
@@ -87,7 +74,7 @@ class StreamedDataset:
 
     windows = 0
 
-    def __init__(self, corpus: Corpus, cut: BlockCut, seed: int, reader: StreamReader) -> None:
+    def __init__(self, corpus: Corpus, cut: SampleCut, seed: int, reader: StreamReader) -> None:
         self.path, self.corpus = corpus.root, corpus
         self._cut, self._seed, self._reader = cut, seed, reader
         self.weight_dtype = WEIGHT_DTYPE if corpus.weights and cut.weighted else None
@@ -105,11 +92,11 @@ class StreamedDataset:
         it. consumed: how many were given."""
         return self._seek(max(consumed - 1, self._cursors[0].first)) if consumed else START
 
-    def count(self, most: int) -> int:
-        """Return how many samples the first epoch has, or `most` if it has more."""
+    def count(self, most: int, epochs: int = 1) -> int:
+        """Return how many samples the first epochs have, or `most` if they have more."""
         while self._measure_end(self._cursors[-1]) < most:
             following = self._find_next(self._cursors[-1])
-            if following.epoch:
+            if following.epoch >= epochs:
                 return following.first
             self._cursors.append(following)
         return most
@@ -120,13 +107,14 @@ class StreamedDataset:
         return np.concatenate(parts)
 
     def read_label_weights(self, numbers_N: Numbers) -> NDArray | None:
-        """Return the weights of the labels of these samples, [N, S]; None if all are 1."""
+        """Return the weights that tokens of these samples have as labels, [N, T]; None if all are
+        1."""
         if self.weight_dtype is None:
             return None
         parts = []
         for block, windows in self._find_windows(numbers_N):
             weights = block.read_label_weights(windows)
-            shape = windows.size, self._cut.seq
+            shape = windows.size, self._cut.seq + 1
             parts.append(np.ones(shape, np.float32) if weights is None else weights)
         return np.concatenate(parts).astype(np.float32)
 
@@ -217,11 +205,8 @@ class StreamedDataset:
         return self._open[position]
 
     def _cut_block(self, prefix: str) -> GPTDataset | None:
-        cut = self._cut
         try:
-            return GPTDataset(
-                prefix, cut.split, cut.shares, cut.seq, cut.vocab, cut.end, weighted=cut.weighted
-            )
+            return self._cut.open(prefix)
         except NoSamples:
             return None
 

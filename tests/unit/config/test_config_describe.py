@@ -75,12 +75,18 @@ def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema
         (
             "data.sources",
             "a list, each {path: text, weight: a number > 0 (default 1.0), "
+            "epochs: a number > 0 or null (default null), "
+            "max_tokens: a whole number >= 1 or null (default null), "
             "split: null or a list of 3, each a number from 0 to 1 (default null), "
             "key: text (default text), "
             "format: one of auto, jsonl, csv, tsv, parquet, text (default auto), "
             "split_blank_lines: true or false (default false), "
             "where: a list, each text (default []), "
-            "files: a list, each text (default [])}, or only its path",
+            "files: a list, each text (default []), "
+            "fim: {rate: a number from 0 to 1 (default 0.5), "
+            "spm_rate: a number from 0 to 1 (default 0.5), prefix: a whole number >= 0 or text, "
+            "suffix: a whole number >= 0 or text, middle: a whole number >= 0 or text} "
+            "or null (default null)}, or only its path",
         ),
     ],
 )

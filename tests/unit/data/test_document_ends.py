@@ -105,7 +105,7 @@ def test_the_end_is_the_tokenizers(tmp_path):
 
 
 def describe(config):
-    return [*Loader(config, 0, 1).describe_sources()]
+    return [*Loader(config, 0, 1).describe_sources(1)][1:]
 
 
 def test_an_index_without_the_documents_is_said(tmp_path):

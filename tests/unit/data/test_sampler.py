@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaframe.data.sampler import Blend, round_weights
+from megaframe.data.blend import Blend, round_weights
 
 weight_lists = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12)
 
