@@ -1,6 +1,7 @@
 """Sources that are used up leave the blend.
 
-Tests `megaframe.data.blend`, `megaframe.data.source_limits` and `megaframe.data.source_descriptions`.
+Tests `megaframe.data.blend`, `megaframe.data.source_limits` and
+`megaframe.data.source_descriptions`.
 """
 
 import json
