@@ -58,6 +58,7 @@ SETTINGS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "resume_from_checkpoint": "checkpoint.resume",
         "head_dim": "model.head_dim",
         "max_seq_length": "train.seq",
+        "packing": "data.packing=best_fit",
         "max_length": "train.seq",
         "warmup_ratio": "optim.warmup, in steps",
         "logging_dir": "metrics.tensorboard",
@@ -203,7 +204,7 @@ SETTINGS_WITHOUT_KEY: Mapping[str, Mapping[str, str]] = {
             "data is read by a thread of each rank, and data.prefetch is how far ahead",
         ),
         **dict.fromkeys(
-            ("remove_unused_columns", "group_by_length", "packing", "do_train", "do_eval"),
+            ("remove_unused_columns", "group_by_length", "do_train", "do_eval"),
             "samples of train.seq tokens are cut from token files",
         ),
         **dict.fromkeys(

@@ -287,8 +287,8 @@ def _describe_files(
         path, before, now = changed_sizes[0]
         yield (
             f"{len(changed_sizes)} sources have a different number of samples than before ({path}: "
-            f"{now}, before {before}), because of their files, train.seq or data.split; their "
-            "order is new and may repeat samples"
+            f"{now}, before {before}), because of their files, train.seq, data.split or "
+            "data.packing; their order is new and may repeat samples"
         )
     changed_contents = _find_changed(digests, sources.map_by_path(sources.digests))
     if changed_contents:

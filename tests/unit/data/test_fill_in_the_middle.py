@@ -109,7 +109,7 @@ def test_samples_do_not_depend_on_ranks_or_on_a_resume_and_validation_is_plain(t
     for tokens, labels in rows.values():
         pairs = zip(labels, tokens[1:], strict=False)  # the last label is of no input
         assert all(label in (IGNORE, token) for label, token in pairs)
-    resumed = Loader(config, 1, 2)
+    resumed = Loader(config, 2, 4)
     resumed.load(steps[0].state)
     (second,) = take(resumed, 1)
     for microbatch in second.microbatches:
