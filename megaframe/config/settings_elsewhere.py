@@ -58,7 +58,7 @@ SETTINGS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "resume_from_checkpoint": "checkpoint.resume",
         "head_dim": "model.head_dim",
         "max_seq_length": "train.seq",
-        "packing": "data.packing=best_fit",
+        "packing": "data.packing",
         "max_length": "train.seq",
         "warmup_ratio": "optim.warmup, in steps",
         "logging_dir": "metrics.tensorboard",
