@@ -25,8 +25,8 @@ ALL_SLOW = {
     "unit/tools/test_slurm.py",
 }
 """Files without a quick test: a training run until experts are balanced, the stages of `make
-model`, and engines, which may not be installed: a cluster of Ray, and one of Slurm, which holds a job for a
-minute before it runs it again."""
+model`, and engines, which may not be installed: a cluster of Ray, and one of Slurm, which holds a
+job for a minute before it runs it again."""
 SCHEDULES = "parity/test_pipeline_parallel.py::test_schedules_do_not_change_the_answer"
 PARITY = "parity/test_{}.py::test_layouts_do_not_change_the_answer"
 SHOWN_BY = {
