@@ -73,6 +73,7 @@ STEPS = (
         120,
         kernels=("router", "expert_order", "permute", "unpermute", "attention_backward"),
     ),
+    Step("recurrent", 60, kernels=("delta_rule", "ssd")),
 )
 KERNELS = tuple(name for step in STEPS for name in step.kernels)
 

@@ -103,6 +103,7 @@ def list_cases(s: CaseSizes) -> Iterator[KernelCase]:
     yield from _make_experts(replace(s, experts=FINER * s.experts, ffn=s.ffn // FINER))
     yield from _make_quantise(s)
     yield from _make_fp8_experts(s)
+    yield from _make_recurrence(s)
 
 
 def _make_elementwise(s: CaseSizes) -> Iterator[KernelCase]:
@@ -381,3 +382,42 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         )
         make_arguments = partial(make_gradient, count)
         yield KernelCase("grouped_scaled_gradient", case, make_arguments, work, length=places)
+
+
+def _make_recurrence(s: CaseSizes) -> Iterator[KernelCase]:
+    """Yield the cases of recurrent mixers. Their work is that of chunks of 64 tokens, without what
+    inverts the systems."""
+    documents = partial(torch.zeros, (1, s.length), dtype=torch.int32)
+
+    def draw_falls(heads: int, *channels: int) -> Tensor:
+        return torch.rand(1, s.length, heads, *channels).mul_(-0.1).requires_grad_()
+
+    def draw_heads(groups: int, values: int) -> tuple[Tensor, ...]:
+        key = torch.nn.functional.normalize(draw_normal(1, s.length, groups, s.width), dim=-1)
+        query = draw_normal(1, s.length, groups, s.width, grad=True)
+        return query, key.requires_grad_(), draw_normal(1, s.length, s.heads, values, grad=True)
+
+    def make_delta_rule(groups: int, channels: int) -> tuple[Any, ...]:
+        strength = torch.rand(1, s.length, s.heads).requires_grad_()
+        falls = draw_falls(s.heads, channels)
+        return *draw_heads(groups, s.width), strength, falls, documents()
+
+    def make_ssd() -> tuple[Any, ...]:
+        return *draw_heads(1, s.width // 2), draw_falls(s.heads), documents()
+
+    rows, chunk = s.length * s.heads, 64
+    # Of a chunk's tokens with each other: scores and system, what solves it, and what is read; and
+    # reading the state twice and adding to it.
+    near, far = 4 * chunk * s.width, 3 * s.width * s.width
+    work = LeastWork(flops=2.0 * rows * (near + far))
+    for name, groups, channels in (
+        (f"decays of heads, {s.width} wide", max(s.heads // 2, 1), 1),
+        (f"decays of channels, {s.width} wide", s.heads, s.width),
+    ):
+        make = partial(make_delta_rule, groups, channels)
+        back = LeastWork(flops=2 * work.flops)
+        yield KernelCase("delta_rule", name, make, work, back, length=s.length * s.width)
+    less = LeastWork(flops=2.0 * rows * (3 * chunk * s.width // 2 + s.width * s.width))
+    name = f"heads of {s.width // 2}, keys of {s.width}"
+    back = LeastWork(flops=2 * less.flops)
+    yield KernelCase("ssd", name, make_ssd, less, back, length=s.length * s.width)

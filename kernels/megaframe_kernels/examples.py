@@ -24,6 +24,7 @@ from megaframe_kernels.experts import (
     router,
 )
 from megaframe_kernels.fp8 import grouped_fp8, grouped_fp8_gradient, grouped_quantize, quantize
+from megaframe_kernels.recurrent import launches as recurrent
 from megaframe_kernels.update import adamw, square_sum
 
 
@@ -222,6 +223,28 @@ def _launch_grouped_fp8() -> Iterator[Example]:
     yield Example("gradients in e5m2", wide, least_chip=90)
 
 
+def _launch_recurrence(
+    *cases: tuple[str, tuple[int, int, int, int], torch.dtype], corrects: bool
+) -> Iterator[Example]:
+    """Yield examples of key heads, value heads, and their widths; of decays of heads and, where
+    tokens correct, of channels."""
+
+    def call(sizes: tuple[int, int, int, int], dtype: torch.dtype, channels: bool) -> None:
+        groups, heads, width, values = sizes
+        query = _make_tensor(1, 8192, groups, width, dtype=dtype)
+        value = _make_tensor(1, 8192, heads, values, dtype=dtype)
+        falls = _make_tensor(1, 8192, heads, width if channels else 1, dtype=torch.float32)
+        strength = falls[..., 0] if corrects else None
+        documents = _make_tensor(1, 8192, dtype=torch.int32)
+        initial = _make_tensor(1, heads, width, values, dtype=torch.float32)
+        arguments = query, query, value, strength, falls, documents
+        out, final, *kept = recurrent.launch_forward(*arguments, initial)
+        recurrent.launch_backward(out, final, *arguments, *kept)
+
+    for name, sizes, dtype in cases:
+        yield Example(name, partial(call, sizes, dtype, "channels" in name))
+
+
 EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "norm": _launch_norms,
     "activation": _launch_activations,
@@ -236,5 +259,19 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "grouped_product": _launch_grouped,
     "quantise": _quantise,
     "grouped_scaled_product": _launch_grouped_fp8,
+    "delta_rule": partial(
+        _launch_recurrence,
+        ("heads of 128", (16, 32, 128, 128), torch.bfloat16),
+        ("heads of 128, channels", (32, 32, 128, 128), torch.bfloat16),
+        ("heads of 128, fp32", (16, 32, 128, 128), torch.float32),
+        ("heads of 64, channels, fp32", (32, 32, 64, 64), torch.float32),
+        corrects=True,
+    ),
+    "ssd": partial(
+        _launch_recurrence,
+        ("heads of 64, keys of 128", (8, 128, 128, 64), torch.bfloat16),
+        ("heads of 64, keys of 256", (1, 48, 256, 64), torch.bfloat16),
+        corrects=False,
+    ),
 }
 """Examples by the name of a kernel."""

@@ -23,6 +23,7 @@ from megaframe_kernels.fp8 import (
     scaled_product,
 )
 from megaframe_kernels.kernel import Kernel
+from megaframe_kernels.recurrent import recurrence
 from megaframe_kernels.update import adamw, square_sum
 
 _ALL = (
@@ -47,6 +48,8 @@ _ALL = (
     grouped_quantize.QUANTISE_COLUMNS,
     grouped_fp8.KERNEL,
     grouped_fp8_gradient.KERNEL,
+    recurrence.DELTA_RULE,
+    recurrence.SSD,
 )
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ALL})
 """All kernels, from which `select` chooses implementations."""

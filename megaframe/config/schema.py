@@ -168,6 +168,9 @@ class KernelsConfig(Section):
     fp8: Literal["auto", "triton", "torch", "reference"] = "auto"
     """Rounding to 8 bits and 8-bit matrix products, for `train.fp8`. On a GPU that has no fast
     ones only `reference` runs, slower than 16 bits; otherwise that is an error."""
+    recurrent: Literal["auto", "triton", "reference"] = "auto"
+    """States of gated delta nets, Kimi delta attention and Mamba-2. A kernel divides samples into
+    chunks of its own, whatever the mixer's `chunk` is."""
 
 
 Split = tuple[Fraction, Fraction, Fraction]

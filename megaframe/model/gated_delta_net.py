@@ -8,10 +8,10 @@ c_t = b_t (v_t - a_t k_t S_{t-1}). Its output is o_t = q_t S_t. In Kimi delta at
 
 Within a chunk the corrections are a triangular system, (I + A) C = b V - b a K S, where S is the
 state before the chunk and A_ts = b_t a_(s+1..t) k_t k_s for s < t. So products compute all tokens
-of a chunk at once (section 3.3 of the paper), in plain torch; there is no kernel of our own yet.
-Decays are sums of logarithms, and nothing is divided by one. Those of channels are inside of the
-products k_t k_s and q_t k_s: a pair of tokens lies in the two halves of some block of 2, 4, 8, ...
-tokens, and both decays count from its middle (`multiply_decayed`).
+of a chunk at once (section 3.3 of the paper), by a kernel or in plain torch. Decays are sums of
+logarithms, and nothing is divided by one. Those of channels are inside of the products k_t k_s and
+q_t k_s: a pair of tokens lies in the two halves of some block of 2, 4, 8, ... tokens, and both
+decays count from its middle (`multiply_decayed`).
 
 Shape legend: B samples, S tokens, G key heads, R value heads of each, K and V their widths, X
 numbers for a key head, P pieces of samples, C chunks, L tokens of a chunk, T tokens of a piece with
@@ -38,6 +38,7 @@ from megaframe.model.key_value_cache import StateCache
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
+from megaframe.model.recurrent_kernels import find_delta_rule
 from megaframe.ops.autograd import recompute
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.linear import Elementwise, Linear
@@ -112,7 +113,11 @@ class GatedDeltaNet(Module):
         query, key, value = self._split_channels(mixed)
         gate, strength, falls = self._split_gates(gates, *made[1:])
         heads = query, key, value, strength, falls
-        out, state = apply_delta_rule(*heads, inputs, self.description.chunk, cache is not None)
+        run = find_delta_rule(self.kernels, *heads, inputs)
+        if run is None:
+            chunk, needs_state = self.description.chunk, cache is not None
+            run = partial(apply_delta_rule, *heads, inputs, chunk, needs_state)
+        out, state = run()
         if cache is not None and state is not None:
             seen = seen_PTGX[:, inputs.length :]
             cache.replace(inputs.length, seen=seen, state=state)

@@ -5,7 +5,7 @@ S_t = a_t S_{t-1} + k_t^T d_t x_t, where d_t is its step; its output is y_t = q_
 and queries (`B` and `C` in the paper) are those of a group of heads.
 
 Tokens of a chunk see each other through products, as in attention, and what is before the chunk
-through the state (section 6 of the paper), in plain torch; there is no kernel of our own yet.
+through the state (section 6 of the paper), by a kernel or in plain torch.
 Decays are sums of logarithms, and nothing is divided by one.
 
 Shape legend: B samples, S tokens, G groups, R heads of each, V width of a head, K that of a key, X
@@ -32,6 +32,7 @@ from megaframe.model.causal_convolution import convolve, convolve_last
 from megaframe.model.key_value_cache import StateCache
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.pass_state import PassState
+from megaframe.model.recurrent_kernels import find_ssd
 from megaframe.ops.autograd import recompute
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.linear import Elementwise, Linear
@@ -48,7 +49,7 @@ class Mamba2(Module):
             description: What it declares.
             setup: What the run fixes.
         """
-        self.description, self.context = description, setup.context
+        self.description, self.context, self.kernels = description, setup.context, setup.kernels
         self.input = Linear(f"{name}.input", description.input, setup.tensor)
         specs = description.convolution.declare_parameters(f"{name}.convolution")
         self.convolution, *bias = map(Parameter, specs)
@@ -87,7 +88,11 @@ class Mamba2(Module):
         steps, falls = self._compute_decays(steps)
         value = x * steps.unsqueeze(-1).to(x)
         heads = query, key, value, falls
-        out, state = pass_through_states(*heads, inputs, self.description.chunk, cache is not None)
+        run = find_ssd(self.kernels, *heads, inputs)
+        if run is None:
+            chunk, needs_state = self.description.chunk, cache is not None
+            run = partial(pass_through_states, *heads, inputs, chunk, needs_state)
+        out, state = run()
         if cache is not None and state is not None:
             cache.replace(inputs.length, seen=seen_PTGX[:, inputs.length :], state=state)
         return self._finish(out, x, gate)

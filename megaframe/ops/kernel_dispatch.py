@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaframe.config import ModelConfig, RunConfig, TrainConfig
+from megaframe.config.blocks import GatedDeltaNetConfig, Mamba2Config
 from megaframe.config.parts import ActivationPart, NormPart
 from megaframe.config.registry import list_parts
 from megaframe.config.schema import KernelsConfig
@@ -49,6 +50,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "grouped_scaled_product",
         "grouped_scaled_gradient",
     ),
+    "recurrent": ("delta_rule", "ssd"),
 }
 """The kernels of the library that each key of the config section `kernels` selects. A kernel that
 lacks the named implementation is chosen as under `auto`."""
@@ -217,7 +219,12 @@ def _describe_choice(choice: KernelChoice) -> str:
 
 def _list_used_families(model: ModelConfig, train: TrainConfig) -> tuple[str, ...]:
     """Return the keys of `FAMILIES` whose kernels a step of this run calls."""
-    unused = {"experts": model.moe is None, "fp8": train.fp8 == "none"}
+    mixers = [mixer for block in model.blocks or () for mixer in (block.mixer, block.second_mixer)]
+    unused = {
+        "experts": model.moe is None,
+        "fp8": train.fp8 == "none",
+        "recurrent": not any(isinstance(m, GatedDeltaNetConfig | Mamba2Config) for m in mixers),
+    }
     return tuple(key for key in FAMILIES if not unused.get(key, False))
 
 

@@ -30,6 +30,8 @@ CHIPS = (80, 90, 100)
 NARROW = {"layers": 1, "heads": 2, "head_dim": 8, "vocab": 16}
 MOE = {**NARROW, "moe": {"experts": 4, "ffn": 16, "top_k": 2}}
 SCORES = {"mixer": {"softcap": 1.0, "sinks": True}}
+DELTA = {"kind": "gated_delta_net", "key_dim": 4, "key_heads": 1, "value_heads": 1, "value_dim": 4}
+MAMBA = {"heads": 2, "head_dim": 4, "groups": 1, "state_dim": 4}
 CONFIGS = {
     "gpt2, plain loss": ({**MODELS["gpt2"]}, {}, {}, {}),
     "gpt2, bf16, softcap, label smoothing": (
@@ -57,6 +59,14 @@ CONFIGS = {
     "8 bits, block": (
         {**NARROW, "hidden": 128, "moe": {**MOE["moe"], "ffn": 256}},
         *({"fp8": "block", "seq": 4}, {}, {}),
+    ),
+    "delta rule, Mamba-2": (
+        {**NARROW, "blocks": [{"mixer": DELTA, "second_mixer": {"kind": "mamba2", **MAMBA}}]},
+        *({}, {}, {}),
+    ),
+    "decays of channels on a ring": (
+        {**NARROW, "blocks": [{"mixer": {**DELTA, "decay_rank": 3, "gate_rank": 4}}]},
+        *({}, {"context": 2}, {}),
     ),
 }
 """Of the model, the training, the layout and, where not all of them are Triton's, the kernels."""

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.numeric
 
 MOE = {"experts": 4, "ffn": 6, "top_k": 2, "balance_loss": 0.1}
 SMALL = {"layers": 1, "heads": 2}
+DELTA = {"kind": "gated_delta_net", "key_dim": 5, "key_heads": 2}
 SHAPES = {
     "gpt2": {**MODELS["gpt2"], "logit_softcap": 3.0},
     "llama": {**MODELS["llama"], "rotary_fraction": 0.5, "dropout": 0.1},
@@ -31,6 +32,15 @@ SHAPES = {
         "blocks": [
             {"mixer": {"window": 4, "kv_heads": 1, "softcap": 1.0, "sinks": True, "v_head_dim": 2}},
             {"mixer": {"kv_heads": 1, "sinks": True}},
+        ],
+    },
+    "recurrent": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "position": "none", "init_std": 0.3},
+        "blocks": [
+            {
+                "mixer": {**DELTA, "value_heads": 4, "value_dim": 6, "decay_rank": 3},
+                "second_mixer": {"kind": "mamba2", "heads": 4, "head_dim": 3, "state_dim": 5},
+            }
         ],
     },
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
@@ -44,6 +54,7 @@ OPTIM = {"eps": 0.01}  # with less, AdamW makes a full step of a gradient that i
 FORCED = dict.fromkeys(FAMILIES, "triton")
 ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
 ROTATED = ALWAYS | {"qkv_rotary"}
+RECURRENT = ALWAYS - {"attention"}
 EXPERTS = {"router", "grouped_product", "grouped_gradient"}
 LOCAL = {"expert_order", "permute", "unpermute"}
 IN_8_BITS = {"quantise", "quantise_columns", "grouped_scaled_product", "grouped_scaled_gradient"}
@@ -54,6 +65,7 @@ CASES = [
     slow("llama", 2, {"tensor": 2, "zero": 2}, "full", ALWAYS | {"rotary"}),
     slow("windows", 1, {}, "full", ROTATED | {"rotary"}),
     slow("windows", 2, RING, "none", ROTATED | {"rotary", "attention_backward"}),
+    slow("recurrent", 2, RING, "none", RECURRENT | {"delta_rule", "ssd"}),
     ("moe", 1, {}, "none", ROTATED | EXPERTS | LOCAL),
     slow("moe", 2, {"tensor": 2, "expert": 2}, "none", ROTATED | EXPERTS),
     slow("moe, tensor", 1, {}, "none", ROTATED | IN_8_BITS | {"quantise_experts"}),
@@ -136,7 +148,7 @@ def known(pool):
 
 
 def make_arguments(name, parallel, recompute, precision="fp32"):
-    packed = name in ("llama", "windows")
+    packed = name in ("llama", "windows", "recurrent")
     train = {**TRAIN, "recompute": recompute, "precision": precision}
     if eight := name.partition(", ")[2]:
         train |= {"fp8": eight, "seq": 4}

@@ -33,6 +33,7 @@ def compile_kernels(folder, *arguments):
         ("--kernels", "rotary", "router", "--chips", *map(str, CHIPS)),
         ("--kernels", "grouped_scaled_product", "--examples", "blocks", "--chips", "90", "100"),
         ("--kernels", "attention", "--examples", "head 64", "head 128", "--chips", "90"),
+        ("--kernels", "delta_rule", "--examples", "heads of 128", "--chips", "90"),
     ],
 )
 def test_nothing_spills(arguments, tmp_path):

@@ -43,6 +43,21 @@ def make_attention_backward_arguments():
     return (*tensors, sinks.detach(), scale, softcap)
 
 
+def make_recurrence_arguments():
+    heads = make_leaf(1, 6, 1, 4), make_leaf(1, 6, 1, 4, seed=1), make_leaf(1, 6, 2, 8, seed=2)
+    strength, sums = make_leaf(1, 6, 2, seed=3), (-make_random(1, 6, 2, 1).abs()).requires_grad_()
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2]], dtype=torch.int32, device=DEVICE)
+    return *heads, strength, sums, documents, make_leaf(1, 2, 4, 8, seed=5)
+
+
+def make_recurrence_backward_arguments():
+    *arguments, initial = (
+        x.detach() if isinstance(x, torch.Tensor) else x for x in make_recurrence_arguments()
+    )
+    out, final, *kept = ops.recurrence(*arguments, initial)
+    return out, final, *arguments, *kept
+
+
 LABELS = torch.tensor([1, -100, 4], device=DEVICE)
 CASES = {
     "norm": lambda: (
@@ -117,6 +132,8 @@ CASES = {
         ),
     ),
 }
+CASES["recurrence"] = make_recurrence_arguments
+CASES["recurrence_backward"] = make_recurrence_backward_arguments
 
 
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -1,0 +1,1 @@
+"""Recurrent mixers: the gated delta rule, and the state space of Mamba-2."""
