@@ -10,7 +10,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megaframe.config.schema import DataConfig, DataSourceConfig, StreamingConfig
+from megaframe.config.data import DataConfig, DataSourceConfig, StreamingConfig
 from megaframe.data.preprocessing.corpus_files import (
     add_reading_options,
     list_corpus_files,

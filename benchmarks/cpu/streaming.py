@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import ROOT
 
-from megaframe.config.schema import DataConfig, DataSourceConfig, StreamingConfig
+from megaframe.config.data import DataConfig, DataSourceConfig, StreamingConfig
 from megaframe.data.indexed_dataset import choose_token_dtype
 from megaframe.data.preprocessing.corpus_files import CorpusFile
 from megaframe.data.preprocessing.journal import EncodedDocuments

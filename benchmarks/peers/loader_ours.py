@@ -8,8 +8,9 @@ import resource
 import time
 from importlib.metadata import version
 
+from megaframe.config.data import DataConfig, DataSourceConfig
 from megaframe.config.model import ModelConfig
-from megaframe.config.schema import DataConfig, DataSourceConfig, RunConfig, TrainConfig
+from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.data.loader import Loader
 
 

@@ -1,5 +1,6 @@
 """The configuration of a run: typed sections, read from YAML and overrides, and checked."""
 
+from megaframe.config.data import DataConfig, DataSourceConfig
 from megaframe.config.describe import (
     describe_all_keys,
     describe_common_keys,
@@ -19,8 +20,6 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import (
     BatchRampConfig,
     CheckpointConfig,
-    DataConfig,
-    DataSourceConfig,
     EvaluateConfig,
     FaultToleranceConfig,
     MetricsConfig,

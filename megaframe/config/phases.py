@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megaframe.config.batch_ramp import count_samples
+from megaframe.config.data import DataConfig
 from megaframe.config.load import apply_overrides, list_overridden_keys
-from megaframe.config.schema import DataConfig, RunConfig, TrainConfig
+from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.errors import UserError
 
 _LEARNING_RATE = frozenset(

@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megaframe.config.data import DataConfig, DataSourceConfig
+from megaframe.config.data import Split as Shares
 from megaframe.config.model import ModelConfig
 from megaframe.config.part_calls import call_part
-from megaframe.config.schema import DataConfig, DataSourceConfig, TrainConfig
-from megaframe.config.schema import Split as Shares
+from megaframe.config.schema import TrainConfig
 from megaframe.data.fill_in_the_middle import find_fill_in_the_middle
 from megaframe.data.gpt_dataset import GPTDataset, locate_documents, number_documents
 from megaframe.data.label_weights import WEIGHT_DTYPE

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.config.schema import DataConfig, DataSourceConfig
+from megaframe.config.data import DataConfig, DataSourceConfig
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.data.transforms import make_generator
 from megaframe.errors import UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megaframe.config.schema import DataConfig
+from megaframe.config.data import DataConfig
 from megaframe.data.blended_dataset import BlendedDataset
 from megaframe.data.packed_dataset import PackedDataset
 from megaframe.data.source_limits import divide_samples

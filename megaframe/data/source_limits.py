@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megaframe.config.schema import DataSourceConfig
+from megaframe.config.data import DataSourceConfig
 from megaframe.data.blend import Cap, Limits, round_weights
 from megaframe.data.gpt_dataset import GPTDataset
 from megaframe.data.streaming.streamed_dataset import StreamedDataset

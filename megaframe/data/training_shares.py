@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config.compare import find_differences
-from megaframe.config.schema import DataConfig, Split
+from megaframe.config.data import DataConfig, Split
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.streaming.corpus import is_stream
 from megaframe.errors import UserError

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from megaframe.config import RunConfig
 from megaframe.config.batch_ramp import count_samples, count_steps
+from megaframe.config.data import DataConfig, PhasePosition
 from megaframe.config.phases import give_own_learning_rate, make_phase_config, name_phase
-from megaframe.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    PhasePosition,
-    TrainConfig,
-)
+from megaframe.config.schema import CheckpointConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.training.run_position import RunPosition, find_position
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.config.data import DataConfig
 from megaframe.config.keys import format_value
 from megaframe.config.model import ModelConfig
-from megaframe.config.schema import DataConfig, TrainConfig
+from megaframe.config.schema import TrainConfig
 from megaframe.config.url import find_url_mistake, is_url
 
 NO_SOURCES = (

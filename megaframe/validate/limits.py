@@ -8,9 +8,9 @@ from functools import lru_cache
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.embedding import describe_token_table
 from megaframe.architecture.spec import count_copies
+from megaframe.config.data import DataConfig
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.schema import DataConfig
 
 
 def find_limit_mistakes(

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.architecture.window import list_windows
+from megaframe.config.data import DataConfig
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
-from megaframe.config.schema import DataConfig, TrainConfig
+from megaframe.config.schema import TrainConfig
 from megaframe.errors import find_nearest_divisors
 from megaframe.validate.blocks import check_each_block
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.config.data import DataConfig
 from megaframe.config.keys import format_value
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.parts import LossPart
-from megaframe.config.schema import (
-    BatchRampConfig,
-    DataConfig,
-    EvaluateConfig,
-    KernelsConfig,
-    TrainConfig,
-)
+from megaframe.config.schema import BatchRampConfig, EvaluateConfig, KernelsConfig, TrainConfig
 from megaframe.errors import find_nearest_multiples, join_or, list_divisors
 
 MOST_MICROBATCHES = 1 << 16

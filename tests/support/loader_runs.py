@@ -5,9 +5,10 @@ from pathlib import Path
 import torch
 from token_files import make_counting_documents, write_token_file
 
+from megaframe.config.data import DataConfig
+from megaframe.config.data import DataSourceConfig as SourceConfig
 from megaframe.config.model import ModelConfig
-from megaframe.config.schema import DataConfig, RunConfig, TrainConfig
-from megaframe.config.schema import DataSourceConfig as SourceConfig
+from megaframe.config.schema import RunConfig, TrainConfig
 
 SEQ = 8
 SPLIT = (0.8, 0.2, 0.0)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import BinaryIO, get_args
 
-from megaframe.config.schema import TextFormat as Format
+from megaframe.config.data import TextFormat as Format
 from megaframe.config.url import find_url_mistake, is_url
 from megaframe.data.preprocessing.journal import JOURNAL, PARTS
 from megaframe.data.token_file_record import SUFFIX

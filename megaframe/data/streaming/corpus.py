@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import xxhash
 
-from megaframe.config.schema import DataConfig, DataSourceConfig
+from megaframe.config.data import DataConfig, DataSourceConfig
 from megaframe.config.url import is_url
 from megaframe.data.label_weights import SUFFIX as WEIGHTS
 from megaframe.data.preprocessing.corpus_files import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaframe.config.schema import DataConfig, DataSourceConfig
+from megaframe.config.data import DataConfig, DataSourceConfig
 from megaframe.data.sample_cut import SampleCut
 from megaframe.data.streaming.block_cache import BlockCache
 from megaframe.data.streaming.corpus import Corpus, find_corpus

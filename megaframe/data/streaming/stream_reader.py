@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import IO
 
-from megaframe.config.schema import StreamingConfig
+from megaframe.config.data import StreamingConfig
 from megaframe.data.streaming.block_cache import BlockCache, Demand, Reader
 from megaframe.data.streaming.block_files import BlockInfo, read_info
 from megaframe.data.streaming.corpus import Block, Corpus, Position, StreamOrder

@@ -18,11 +18,11 @@ from megaframe.config.blocks import (
     QueryScaleConfig,
     RotaryScalingConfig,
 )
+from megaframe.config.data import PhaseConfig, PhasePosition
 from megaframe.config.keys import find_nearest_keys, get_config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.registry import is_part
-from megaframe.config.schema import PhaseConfig, PhasePosition
 from megaframe.config.section import MOST
 from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError

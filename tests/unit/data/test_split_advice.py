@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from token_files import make_counting_documents, write_token_file
 
 from megaframe.config import load
-from megaframe.config.schema import DataConfig
+from megaframe.config.data import DataConfig
 from megaframe.data.gpt_dataset import GPTDataset
 from megaframe.data.split_advice import SPLITS, SplitSetting, enlarge_split, split_range
 from megaframe.data.training_shares import divide_for_evaluation, find_changed_shares
