@@ -26,11 +26,7 @@ here are those that fp32 rounds to, about 1e-7 beside theirs. BLOOM's code round
 its GELU to 8 digits, which moves logits by about 1e-9.
 """
 _REFUSED = {
-    "embeddings for each layer": (
-        "gemma4_text (hidden_size_per_layer_input)",
-        "gemma3n",
-    ),
-    "keys and values that layers share": ("gemma4_text (num_kv_shared_layers)",),
+    "several streams in a block (AltUp)": ("gemma3n",),
     "Mamba-1": ("jamba", "mamba"),
     "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
     "sparse attention with an indexer": ("deepseek_v32", "glm_moe_dsa"),
@@ -86,6 +82,10 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "blocks with one half"
     if {"sliding_window", "window_size"} & {*keys}:
         yield "windows"
+    if "num_kv_shared_layers" in keys:
+        yield "keys that layers share"
+    if "hidden_size_per_layer_input" in keys:
+        yield "per-layer embeddings"
     if "attention_chunk_size" in keys:
         yield "chunks"
     if "attn_scale" in keys or any(isinstance(key, ScaledRotaryKeys) for key in family.keys):

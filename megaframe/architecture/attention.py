@@ -274,6 +274,7 @@ class AttentionDescription(SoftmaxAttention):
         alibi: Negative binary logarithm of ALiBi's smallest slope; None without ALiBi.
         output_gate: Whether the output is multiplied by a sigmoid for each `head` or for each
             `element` of it, or `none`.
+        hands_keys: Whether later layers attend to its keys and values, too.
     """
 
     kv_heads: int
@@ -288,6 +289,7 @@ class AttentionDescription(SoftmaxAttention):
     has_sinks: bool = False
     alibi: float | None = None
     output_gate: str = "none"
+    hands_keys: bool = False
 
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
         """Yield a message if tensor ranks can neither divide nor share key and value heads, and

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 
 from megaframe.architecture.activation import describe_activation
@@ -19,6 +19,7 @@ from megaframe.architecture.layer import (
     MixerDescription,
     SavedActivations,
 )
+from megaframe.architecture.layer_embedding import LayerEmbeddingDescription
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
 from megaframe.architecture.mamba2 import Mamba2Description
 from megaframe.architecture.mla import LatentAttentionDescription
@@ -32,6 +33,7 @@ from megaframe.architecture.norm import (
 )
 from megaframe.architecture.parametrisation import compute_score_multiplier
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
+from megaframe.architecture.shared_keys import SharedKeyAttentionDescription
 from megaframe.architecture.spec import Constant, ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.architecture.window import Chunk, get_window
@@ -80,6 +82,7 @@ class BlockDescription:
         drops: Whether parts of what each half adds are dropped at random in training.
         second_mixer: Starts from the same rows as the mixer, and adds to its output.
         scalar: A factor of the stream after the block; None for none.
+        layer_embedding: Adds an input of its own to the stream after both halves; None without one.
     """
 
     mixer: MixerDescription
@@ -91,6 +94,7 @@ class BlockDescription:
     drops: bool = False
     second_mixer: MixerDescription = field(default_factory=NoMixer)
     scalar: ScalarDescription | None = None
+    layer_embedding: LayerEmbeddingDescription | None = None
 
     @property
     def norms_before(self) -> bool:
@@ -115,8 +119,10 @@ class BlockDescription:
 
     @property
     def layers(self) -> tuple[MixerDescription | FeedForwardDescription, ...]:
-        """The mixers and the feed-forward layer that there are, in order of use."""
-        return (*self.mixers, *([self.feed_forward] if self.has_second_half else ()))
+        """The mixers, the feed-forward layer, and what adds an input of its own, as far as they
+        are there; in order of use."""
+        own = () if self.layer_embedding is None else (self.layer_embedding,)
+        return (*self.mixers, *([self.feed_forward] if self.has_second_half else ()), *own)
 
     @property
     def has_second_half(self) -> bool:
@@ -130,7 +136,7 @@ class BlockDescription:
 
     @property
     def first_half(self) -> Mapping[str, HasParameters]:
-        """What the block computes first, and all norms."""
+        """What the block computes first, all norms, and the scalar."""
         parts: dict[str, HasParameters] = {}
         if self.mixers:
             if self.norms_before:
@@ -148,9 +154,8 @@ class BlockDescription:
 
     @property
     def second_half(self) -> Mapping[str, HasParameters]:
-        """The part whose parameters are used last and whose gradients are complete first."""
-        layer = self.feed_forward
-        return {layer.name: layer} if self.has_second_half else {}
+        """The parts whose parameters are used last and whose gradients are complete first."""
+        return {layer.name: layer for layer in self.layers[len(self.mixers) :]}
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters.
@@ -198,7 +203,8 @@ class BlockDescription:
 
         It is what the mixers and the feed-forward keep, the stream between them, the outputs of the
         norms before them with their statistics, unless they are recomputed, the inputs of the norms
-        after them with their statistics, and what a scalar multiplies.
+        after them with their statistics, the stream before what follows the halves, and what a
+        scalar multiplies.
         """
         layers, halves = self.layers, self.halves
         saved = sum(
@@ -216,14 +222,17 @@ class BlockDescription:
             saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
             saved = sum([self.norm.saved] * halves, saved)
+        if self.layer_embedding is not None:  # what its gates are computed from
+            saved = saved + SavedActivations(values=self.norm.width)
         if self.scalar is not None:  # what it multiplies
             saved = saved + SavedActivations(values=self.norm.width)
         return saved
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
-        layers, together = self.layers, (self.layers,)
-        apart, in_parallel = (self.mixers, layers[len(self.mixers) :]), self.parallel != "none"
+        layers, in_parallel = self.layers, self.parallel != "none"
+        apart = (self.mixers, *((layer,) for layer in layers[len(self.mixers) :]))
+        together = (layers if self.layer_embedding is None else layers[:-1],)
         saved = sum(
             (layer.count_saved_for_weights(parallel, recompute) for layer in layers),
             SavedActivations(),
@@ -290,6 +299,8 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
         replace(_describe_mixer(model, each, output_std), adapters=adapters)
         for each in (block.mixer, block.second_mixer)
     )
+    if isinstance(mixer, AttentionDescription) and layer < model.layers:
+        mixer = _describe_shared_keys(mixer, layer, find_key_sources(model))
     return BlockDescription(
         mixer,
         replace(feed_forward, adapters=adapters),
@@ -300,6 +311,7 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
         model.dropout > 0,
         second_mixer,
         ScalarDescription() if block.layer_scalar else None,
+        _describe_layer_embedding(model, output_std) if layer < model.layers else None,
     )
 
 
@@ -317,6 +329,25 @@ def find_block_config(model: ModelConfig, layer: int) -> BlockConfig:
         if moe is not None and has_experts(moe, layer)
         else MLPConfig(),
     )
+
+
+@lru_cache(maxsize=256)
+def find_key_sources(model: ModelConfig) -> tuple[int | None, ...]:
+    """Return for each layer the number of the one whose keys and values it attends to: the nearest
+    before it that has its own and sees as far. None for layers with their own, and for those before
+    which there is none."""
+    own: dict[tuple[int | None, int | None], int] = {}
+    sources: list[int | None] = []
+    for layer in range(model.layers):
+        mixer = find_block_config(model, layer).mixer
+        if not isinstance(mixer, AttentionConfig):
+            sources.append(None)
+            continue
+        sight = mixer.window, mixer.attention_chunk
+        sources.append(own.get(sight) if mixer.shared_keys else None)
+        if not mixer.shared_keys:
+            own[sight] = layer
+    return tuple(sources)
 
 
 @lru_cache(maxsize=256)
@@ -351,13 +382,30 @@ def list_mixers(model: ModelConfig) -> list[MixerDescription]:
 
 
 def count_mixers(model: ModelConfig) -> int:
-    """Return how many mixers the layers have."""
-    return sum(len(describe_block(model, layer).mixers) for layer in range(model.layers))
+    """Return how many mixers of the layers keep something of past tokens: all but those that attend
+    to the keys and values of another one."""
+    blocks = (describe_block(model, layer) for layer in range(model.layers))
+    mixers = (mixer for block in blocks for mixer in block.mixers)
+    return sum(not isinstance(mixer, SharedKeyAttentionDescription) for mixer in mixers)
 
 
 def count_kv_copies(model: ModelConfig, tensor: int) -> int:
     """Return how many tensor ranks share each key and value head: 1 if there are enough heads."""
     return max(count_copies(mixer.ring_groups, tensor) for mixer in list_mixers(model))
+
+
+def _describe_layer_embedding(
+    model: ModelConfig, output_std: float
+) -> LayerEmbeddingDescription | None:
+    if model.layer_embeddings is None:
+        return None
+    return LayerEmbeddingDescription(
+        hidden=model.hidden,
+        width=model.layer_embeddings,
+        norm=describe_norm(model),
+        init_std=model.init_std,
+        output_std=output_std,
+    )
 
 
 def _describe_feed_forward(
@@ -449,6 +497,17 @@ def _describe_attention(
         has_sinks=config.sinks,
         output_gate=config.output_gate,
     )
+
+
+def _describe_shared_keys(
+    mixer: AttentionDescription, layer: int, sources: Sequence[int | None]
+) -> AttentionDescription:
+    """Return attention as the layer has it, of whose keys and values others may be the users."""
+    source = sources[layer]
+    if source is not None:
+        values = {field.name: getattr(mixer, field.name) for field in fields(mixer)}
+        return SharedKeyAttentionDescription(**values, source=source)
+    return replace(mixer, hands_keys=layer in sources)
 
 
 def _describe_latent_attention(

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from megaframe.architecture.block import describe_norm
 from megaframe.architecture.layer import HasParameters, LayerDescription, SavedActivations
+from megaframe.architecture.layer_embedding import InputProjectionSpec
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
-from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.norm import NormDescription, RMSNormDescription
 from megaframe.architecture.spec import Constant, Normal, ParamSpec
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
@@ -57,6 +58,43 @@ class TableDescription:
         return TensorTraffic(moved, moved, 0)
 
 
+@dataclass(frozen=True)
+class LayerEmbeddingsDescription:
+    """What makes the inputs that layers have besides the stream.
+
+    Attributes:
+        layers: Number of layers.
+        tokens: A table that has those of all layers in a row.
+        projection: From the stream to those of all layers.
+        norm: Of each that is projected.
+    """
+
+    layers: int
+    tokens: TableDescription
+    projection: LinearSpec
+    norm: NormDescription
+
+    @property
+    def width(self) -> int:
+        """Of one input."""
+        return self.norm.width
+
+    @property
+    def parts(self) -> Mapping[str, HasParameters]:
+        """The table, the projection and the norm."""
+        return {
+            "layer_tokens": self.tokens,
+            "layer_projection": self.projection,
+            "layer_norm": self.norm,
+        }
+
+    def count_saved(self, parallel: ParallelConfig) -> SavedActivations:
+        """Return what the look-up keeps, and what is normalised with a statistic for each layer."""
+        projected = SavedActivations(self.projection.results)
+        statistics = (self.norm.saved_statistics for _ in range(self.layers))
+        return sum(statistics, self.tokens.count_saved(parallel) + projected)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingDescription(LayerDescription):
     """What makes the stream from token numbers.
@@ -65,20 +103,23 @@ class EmbeddingDescription(LayerDescription):
         tokens: The table of tokens.
         positions: That of learned positions; None without any.
         norm: Of what is looked up; None without one.
+        layer_embeddings: What makes further inputs of layers; None without any.
     """
 
     tokens: TableDescription
     positions: TableDescription | None
     norm: NormDescription | None
+    layer_embeddings: LayerEmbeddingsDescription | None = None
 
     name = "embedding"
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """The tables, and the norm if there is one."""
+        """The tables, the norm if there is one, and what makes further inputs of layers."""
         parts: dict[str, HasParameters] = {"tokens": self.tokens}
         more = {"positions": self.positions, "norm": self.norm}
-        return parts | {name: part for name, part in more.items() if part is not None}
+        parts |= {name: part for name, part in more.items() if part is not None}
+        return parts if self.layer_embeddings is None else {**parts, **self.layer_embeddings.parts}
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the numbers of rows that are not those of the microbatch itself: positions are
@@ -86,12 +127,16 @@ class EmbeddingDescription(LayerDescription):
         too."""
         positions = 0 if self.positions is None else 8 * parallel.tensor
         saved = self.tokens.count_saved(parallel) + SavedActivations(other_bytes=positions)
-        return saved if self.norm is None else saved + self.norm.saved
+        saved = saved if self.norm is None else saved + self.norm.saved
+        layer_embeddings = self.layer_embeddings
+        return saved if layer_embeddings is None else saved + layer_embeddings.count_saved(parallel)
 
     @property
     def tensor_traffic(self) -> TensorTraffic:
-        """What the table of tokens moves; that of positions is whole."""
-        return self.tokens.tensor_traffic
+        """What the tables of tokens move; that of positions is whole."""
+        moved = self.tokens.tensor_traffic
+        layer_embeddings = self.layer_embeddings
+        return moved if layer_embeddings is None else moved + layer_embeddings.tokens.tensor_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +236,24 @@ def describe_embedding(model: ModelConfig, seq: int) -> EmbeddingDescription:
     """
     tokens = TableDescription(model.vocab or 0, model.hidden, model.init_std, split=True)
     norm = describe_norm(model) if model.embedding_norm else None
-    positions = describe_position_table(model, seq)
-    return EmbeddingDescription(tokens=tokens, positions=positions, norm=norm)
+    positions, inputs = describe_position_table(model, seq), describe_layer_embeddings(model)
+    return EmbeddingDescription(
+        tokens=tokens, positions=positions, norm=norm, layer_embeddings=inputs
+    )
+
+
+def describe_layer_embeddings(model: ModelConfig) -> LayerEmbeddingsDescription | None:
+    """Return what makes the inputs of layers, if the model has any. A vocabulary that is not known
+    yet counts as 0."""
+    if model.layer_embeddings is None:
+        return None
+    width = model.layers * model.layer_embeddings
+    return LayerEmbeddingsDescription(
+        model.layers,
+        TableDescription(model.vocab or 0, width, model.init_std, split=True),
+        InputProjectionSpec((model.hidden,), (width,), model.init_std),
+        RMSNormDescription(model.layer_embeddings, model.norm_eps),
+    )
 
 
 def describe_head(model: ModelConfig, norm: NormDescription) -> HeadDescription:

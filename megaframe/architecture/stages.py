@@ -232,7 +232,8 @@ class PartWorks:
 def compute_part_works(
     model: ModelConfig, train: TrainConfig, frozen: tuple[str, ...] = ()
 ) -> PartWorks:
-    """Return the modelled work of all parts of a model. A lookup has no products.
+    """Return the modelled work of all parts of a model. A look-up has no products; what makes the
+    inputs of layers has.
 
     Args:
         model: The section `model`.
@@ -241,7 +242,16 @@ def compute_part_works(
     """
     blocks = (compute_block_work(model, train, layer, frozen) for layer in range(model.layers))
     output = compute_output_work(model, train, frozen)
-    return PartWorks(PassWork(0, 0, 0), tuple(blocks), output)
+    return PartWorks(_compute_embedding_work(model, train, frozen), tuple(blocks), output)
+
+
+def _compute_embedding_work(
+    model: ModelConfig, train: TrainConfig, frozen: tuple[str, ...]
+) -> PassWork:
+    linears = describe_embedding(model, train.seq).linears
+    work = 0.0 if model.emulate is not None else 2.0 * sum(linear.elements for linear in linears)
+    is_trained = not is_frozen(frozen, "embedding.layer_projection.weight")
+    return PassWork(work, work, work * is_trained)
 
 
 def compute_block_work(

@@ -117,6 +117,9 @@ class AttentionConfig(Section):
     keys_as_values: bool = False
     """Let values be the keys as they are before norms and rotation, without a product of their own,
     as in layers of Gemma 4 that see all tokens."""
+    shared_keys: bool = False
+    """Attend to the keys and values of the nearest layer before that computes its own and has the
+    same window, as the last layers of Gemma 3n and 4 do, and compute queries alone."""
     score_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor of the scores. Default: 1 / sqrt(head_dim)."""
     query_scale: QueryScaleConfig | None = None

@@ -170,6 +170,10 @@ class ModelConfig(Section):
     """Normalise embeddings before the first block (BLOOM)."""
     head_bias: bool = False
     """A bias of the logits, one for each word (Phi-2, GPT-J)."""
+    layer_embeddings: Positive | None = None
+    """Per-layer embeddings (Gemma 3n and 4): width of an input that each layer has for each token
+    besides the stream. The first stage makes those of all layers, from a table and from a
+    projection of the embeddings. Default: none."""
     latent: LatentAttentionConfig | None = None
     """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads are
     computed from narrow latents. `kv_heads`, `head_dim` and `qk_norm` are then ignored."""

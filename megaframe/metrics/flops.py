@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megaframe.architecture.block import describe_block
-from megaframe.architecture.embedding import get_vocab_size
+from megaframe.architecture.embedding import describe_embedding, get_vocab_size
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import compute_block_work, plan_stages
@@ -66,6 +66,8 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
         3 * sum(block.count_attention_flops(seq, causal=causal) for block in described)
         for causal in (True, False)
     )
+    embedding = describe_embedding(model, seq).linears if model.emulate is None else []
+    elements["matrix"] += sum(linear.elements for linear in embedding)
     matrices = 6 * float(elements["matrix"])
     head = 6 * float(elements["head"]) * (1 + depth)
     layers = [layer for plan in plan_stages(config) for layer in plan.blocks[: plan.recomputed]]

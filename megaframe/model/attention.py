@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaframe.architecture.attention import AttentionDescription
+from megaframe.architecture.handed import name_keys
 from megaframe.context_parallel.ring import ring_attention
 from megaframe.context_parallel.ring_mask import RingMask
 from megaframe.model.alibi import Alibi
@@ -24,7 +25,14 @@ from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
 class Attention(Module):
-    """Self-attention of one layer, with grouped key and value heads."""
+    """Self-attention of one layer, with grouped key and value heads.
+
+    Attributes:
+        names: Of the keys and the values, if several layers attend to them.
+    """
+
+    computes_keys = True
+    """Whether it makes keys and values itself."""
 
     def __init__(self, name: str, description: AttentionDescription, setup: LayerSetup) -> None:
         """Make the layers.
@@ -39,8 +47,10 @@ class Attention(Module):
         self.query_scale = description.query_scale
         self.groups, self.width = description.kv_heads, description.head_dim
         self.per_group, self.group_widths = description.heads_per_group, description.group_widths
-        self.qkv = Linear(f"{name}.qkv", description.qkv, setup.tensor)
-        self.qk_norms = make_query_key_norms(name, description, setup)
+        self.names: tuple[str, ...] = ()
+        if description.hands_keys:
+            self.names = name_keys(name.rpartition(".")[0])
+        self._make_products(name, description, setup)
         self.norm_after_rotation = description.norm_after_rotation
         self.value_eps = description.norm_eps if description.value_norm else None
         self.keys_as_values = description.keys_as_values
@@ -55,6 +65,13 @@ class Attention(Module):
         gate = description.gate
         self.gate = None if gate is None else Linear(f"{name}.gate", gate, setup.tensor)
         self.output = Linear(f"{name}.output", description.output, setup.tensor)
+
+    def _make_products(
+        self, name: str, description: AttentionDescription, setup: LayerSetup
+    ) -> None:
+        """Make what queries, keys and values come from."""
+        self.qkv = Linear(f"{name}.qkv", description.qkv, setup.tensor)
+        self.qk_norms = make_query_key_norms(name, description, setup)
 
     def __call__(
         self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
@@ -72,11 +89,7 @@ class Attention(Module):
         Returns:
             A tensor like x.
         """
-        batch, length = inputs.batch, inputs.length
-        qkv = inputs.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
-            batch, length, -1, sum(self.group_widths)
-        )
-        query_BSND, key_BSGD, value_BSGD = self._divide(qkv, inputs)
+        query_BSND, key_BSGD, value_BSGD = self._compute_heads(x, norm, inputs, state)
         mask = inputs.masks[self.window]
         heads_TV = attend_heads(
             query_BSND,
@@ -87,7 +100,8 @@ class Attention(Module):
             self.setup,
             softcap=self.softcap,
             sinks_N=None if self.sinks is None else self.sinks.use(),
-            cache=state.find_cache(self, self.window),
+            cache=state.find_cache(self.names or self, self.window),
+            extends_cache=self.computes_keys,
             query_scale=inputs.find_query_scale(self.query_scale),
         )
         if self.gate is not None:
@@ -96,6 +110,18 @@ class Attention(Module):
             heads_TV = (heads_TV.view(*gates_TN1.shape[:2], -1) * gates_TN1).flatten(1)
         # The product of a row linear is reduce-scattered in equal parts, so the padding comes back.
         return self.output(inputs.rows.pad(heads_TV), state.deferred)
+
+    def _compute_heads(
+        self, x: Tensor, norm: Elementwise | None, inputs: MicrobatchInputs, state: PassState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's queries [B, S, N, D], keys [B, S, G, D] and values [B, S, G, V]. The
+        arguments are those of a call."""
+        qkv = inputs.rows.remove_padding(self.qkv(x, state.deferred, norm))
+        qkv = qkv.view(inputs.batch, inputs.length, -1, sum(self.group_widths))
+        query, key, value = self._divide(qkv, inputs)
+        for name, tensor in zip(self.names, (key, value), strict=False):
+            state.handed.hand_on(name, tensor)
+        return query, key, value
 
     def _divide(self, qkv: Tensor, inputs: MicrobatchInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's queries [B, S, N, D] and keys [B, S, G, D], normalised and rotated,
@@ -150,6 +176,7 @@ def attend_heads(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
     cache: LayerCache | None = None,
+    extends_cache: bool = True,
     query_scale: Tensor | None = None,
 ) -> Tensor:
     """Compute this tensor rank's heads for this context rank's tokens, which attend to those of the
@@ -167,6 +194,7 @@ def attend_heads(
             None for none.
         cache: Gets the keys and values. If it has others already, the queries are of the token
             after them, of each sample; None where all tokens of a sample are here.
+        extends_cache: Whether it does, and not an earlier layer with the same keys and values.
         query_scale: Factor of each token's queries, [S, 1, 1] or [B, S, 1, 1]; None for none.
 
     Returns:
@@ -175,9 +203,10 @@ def attend_heads(
     if query_scale is not None:
         query_BSND = query_BSND * query_scale
     if cache is not None:
-        is_first = cache.length == 0
-        keys, values, seen = cache.extend(key_BSGD, value_BSGV)
-        if not is_first:
+        if extends_cache:
+            cache.extend(key_BSGD, value_BSGV)
+        if cache.length > key_BSGD.shape[1]:
+            keys, values, seen = cache.see()
             return _attend_to_past(query_BSND, keys, values, seen, scale, softcap, sinks_N)
     # The two ways of context parallelism nest: heads are exchanged within a group of neighbours,
     # and the ring passes keys around between groups.

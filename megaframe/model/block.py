@@ -19,10 +19,12 @@ from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.no_layer import NoLayer
+from megaframe.architecture.shared_keys import SharedKeyAttentionDescription
 from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
 from megaframe.model.gated_delta_net import GatedDeltaNet
 from megaframe.model.gated_short_convolution import GatedShortConvolution
+from megaframe.model.layer_embedding import LayerEmbedding
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.mamba2 import Mamba2
 from megaframe.model.mla import LatentAttention
@@ -30,6 +32,7 @@ from megaframe.model.mlp import MLP
 from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
+from megaframe.model.shared_keys import SharedKeyAttention
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
@@ -47,6 +50,13 @@ BlockLayer = (
 
 class Absent(Module):
     """Stands for the half that a block does not have, and has no parameters."""
+
+
+class ModuleList(Module):
+    """Several modules that are one part of a block."""
+
+    def __init__(self, modules: list[Module]) -> None:
+        self.modules = modules
 
 
 class LayerScalar(Module):
@@ -80,6 +90,12 @@ class TransformerBlock(Module):
         if description.scalar is not None:
             self.layer_scalar = LayerScalar(f"{self.name}.layer_scalar", description.scalar)
         self.mlp = self._build_half(description.feed_forward)
+        self.layer_embedding: LayerEmbedding | None = None
+        self._second_half: Module = self.mlp
+        if description.layer_embedding is not None:
+            name = f"{self.name}.{description.layer_embedding.name}"
+            self.layer_embedding = LayerEmbedding(name, description.layer_embedding, setup)
+            self._second_half = ModuleList([self.mlp, self.layer_embedding])
 
     def _build_half(self, description: LayerDescription) -> BlockLayer | Absent:
         if isinstance(description, NoLayer):
@@ -93,8 +109,15 @@ class TransformerBlock(Module):
 
     @property
     def second_half(self) -> Module:
-        """The MLP, or the experts in its place; without parameters if there are none."""
-        return self.mlp
+        """The MLP, or the experts in its place, and what adds an input of the block's own; without
+        parameters if there are none."""
+        return self._second_half
+
+    @property
+    def handed_names(self) -> tuple[str, ...]:
+        """Names of what the block hands to later ones besides the stream."""
+        mixer = self.attention
+        return mixer.names if isinstance(mixer, Attention) and mixer.computes_keys else ()
 
     def __call__(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Return the residual stream after the block.
@@ -108,6 +131,10 @@ class TransformerBlock(Module):
             A tensor like x.
         """
         x = self._add_halves(x, inputs, state)
+        if self.layer_embedding is not None:
+            x = x + self._finish(
+                self.layer_embedding(x, None, inputs, state), None, "input", inputs
+            )
         return x if self.layer_scalar is None else self.layer_scalar(x)
 
     def _add_halves(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
@@ -115,11 +142,11 @@ class TransformerBlock(Module):
         if self.parallel:
             return self._run_in_parallel(x, inputs, state)
         if isinstance(self.attention, Absent):
-            x = state.boundary.cross(x, self.mlp)
+            x = state.boundary.cross(x, self._second_half)
             return x + self._feed_forward(x, inputs, state)
         # Between the halves: the values of the MLP are waited for here, and in the backward pass
         # its gradients are complete here.
-        branch = state.boundary.cross(self._mix(x, inputs, state), self.mlp)
+        branch = state.boundary.cross(self._mix(x, inputs, state), self._second_half)
         if isinstance(self.mlp, Absent):
             return x + branch
         kernels = self.kernels
@@ -139,7 +166,7 @@ class TransformerBlock(Module):
         rows, norm = self._prepare(x, self.attention_norm)
         branch = self._sum_mixers(rows, norm, inputs, state)
         branch = self._finish(branch, self.attention_post_norm, "attention", inputs)
-        branch = state.boundary.cross(branch, self.mlp)
+        branch = state.boundary.cross(branch, self._second_half)
         if self.mlp_norm is not None:
             rows, norm = self._prepare(x, self.mlp_norm)
         # Otherwise one norm for both; if it is recomputed, by each product.
@@ -204,6 +231,8 @@ def build_layer(description: LayerDescription, block: str, setup: LayerSetup) ->
         layer: BlockLayer = description.make_layer(name, setup)
         return layer
     match description:
+        case SharedKeyAttentionDescription():
+            return SharedKeyAttention(name, description, setup)
         case AttentionDescription():
             return Attention(name, description, setup)
         case LatentAttentionDescription():
@@ -229,6 +258,8 @@ sleeps wakes up late, by varying times."""
 class EmulatedBlock(Module):
     """A block without weights that waits as long as a real one would compute
     (`model.emulate`)."""
+
+    handed_names: tuple[str, ...] = ()
 
     def __init__(self, times: EmulationConfig) -> None:
         self.times = times

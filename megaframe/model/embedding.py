@@ -5,17 +5,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaframe.architecture.block import describe_norm
-from megaframe.architecture.embedding import describe_position_table, describe_token_table
+from megaframe.architecture.embedding import (
+    describe_layer_embeddings,
+    describe_position_table,
+    describe_token_table,
+)
 from megaframe.config import ModelConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.model.layer_embedding import LayerEmbeddings
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs, get_token_positions
 from megaframe.model.norm import Norm
+from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.embedding import EmbeddingTable
 
 
 class Embedding(Module):
-    """Token embedding, plus learned positions if the model has them, and their norm."""
+    """Token embedding, plus learned positions if the model has them, and their norm; and further
+    inputs of layers."""
 
     def __init__(self, model: ModelConfig, seq: int, setup: LayerSetup) -> None:
         self.position, self.scale = model.position, model.embedding_scale
@@ -29,9 +36,26 @@ class Embedding(Module):
         self.norm: Norm | None = None
         if model.embedding_norm:
             self.norm = Norm("embedding.norm", describe_norm(model))
+        layer_embeddings = describe_layer_embeddings(model)
+        self.layer_embeddings: LayerEmbeddings | None = None
+        if layer_embeddings is not None:
+            self.layer_embeddings = LayerEmbeddings(layer_embeddings, setup)
 
-    def __call__(self, microbatch: Microbatch, inputs: MicrobatchInputs) -> Tensor:
-        """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S]."""
+    @property
+    def handed_names(self) -> tuple[str, ...]:
+        """Names of what it hands to layers besides the stream."""
+        return () if self.layer_embeddings is None else self.layer_embeddings.handed_names
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has products, whose weights a backward pass needs."""
+        return self.layer_embeddings is not None
+
+    def __call__(
+        self, microbatch: Microbatch, inputs: MicrobatchInputs, state: PassState
+    ) -> Tensor:
+        """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S], and
+        hand the further inputs of layers to them."""
         tokens_BS = microbatch.tokens_BS
         x = self.tokens(tokens_BS.flatten(), inputs.rows)
         if self.position == "learned":
@@ -42,6 +66,8 @@ class Embedding(Module):
             x = x * self.scale
         if self.norm is not None:
             x = self.norm(x, self.kernels)
+        if self.layer_embeddings is not None:
+            self.layer_embeddings(tokens_BS.flatten(), x, inputs, state)
         return x if inputs.dropout is None else inputs.dropout(x, "embedding")
 
 

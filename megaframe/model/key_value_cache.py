@@ -70,23 +70,18 @@ class LayerCache:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def extend(self, key_BSGD: Tensor, value_BSGV: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add the keys and values of new tokens.
-
-        Args:
-            key_BSGD: The keys, rotated.
-            value_BSGV: The values.
-
-        Returns:
-            Those of all places that the last token may see, [B, T, G, D] and [B, T, G, V], and
-            which of them it sees in each sample, bool [B, 1, 1, T]; None if all.
-        """
-        end = self.length + key_BSGD.shape[1]
+    def extend(self, key_BSGD: Tensor, value_BSGV: Tensor) -> None:
+        """Add the rotated keys, and the values, of new tokens."""
         self._keys = _write(self._keys, self.length, key_BSGD)
         self._values = _write(self._values, self.length, value_BSGV)
-        self.length = end
-        first, mask = self._samples.find_sight(self._window, end, key_BSGD.device)
-        return self._keys[:, first:end], self._values[:, first:end], mask
+        self.length += key_BSGD.shape[1]
+
+    def see(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the keys and values of all places that the last token may see, [B, T, G, D] and
+        [B, T, G, V], and which of them it sees in each sample, bool [B, 1, 1, T]; None if all."""
+        keys, values = self.read()
+        first, mask = self._samples.find_sight(self._window, self.length, keys.device)
+        return keys[:, first:], values[:, first:], mask
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all places."""
@@ -148,11 +143,12 @@ class KeyValueCache:
         self.length = 0
         self._layers = layers
         self._samples = CachedSamples()
-        self._caches: dict[Module, LayerCache] = {}
+        self._caches: dict[object, LayerCache] = {}
         self._states: dict[Module, StateCache] = {}
 
-    def get(self, layer: Module, window: Window) -> LayerCache:
-        """Return that of a layer, whose tokens see this much before them."""
+    def get(self, layer: object, window: Window) -> LayerCache:
+        """Return that of a layer, or of keys and values of this name, of which each token sees this
+        much before itself."""
         if layer not in self._caches:
             self._caches[layer] = LayerCache(self._samples, window)
         return self._caches[layer]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megaframe.architecture.window import Window
 from megaframe.distributed.interleaving import InterleaveHook
+from megaframe.model.handed import HandedTensors
 from megaframe.model.key_value_cache import KeyValueCache, LayerCache, StateCache
 from megaframe.ops.autograd import get_direct_apply
 from megaframe.ops.workspace import Workspace
@@ -116,6 +117,7 @@ class PassState:
         deferred: Computes or keeps the weight gradients of this microbatch.
         interleave_hook: Layers call it before they wait for a transfer.
         cache: What layers keep of the tokens before those of the microbatch; None in training.
+        handed: What layers hand to later ones besides the stream.
     """
 
     statistics: LayerStatistics = field(default_factory=LayerStatistics)
@@ -124,8 +126,9 @@ class PassState:
     deferred: DeferredGradients = field(default_factory=DeferredGradients)
     interleave_hook: InterleaveHook = field(default_factory=InterleaveHook)
     cache: KeyValueCache | None = None
+    handed: HandedTensors = field(default_factory=HandedTensors)
 
-    def find_cache(self, layer: Module, window: Window) -> LayerCache | None:
+    def find_cache(self, layer: object, window: Window) -> LayerCache | None:
         """Return the cache of a layer (`KeyValueCache.get`); None in training."""
         return None if self.cache is None else self.cache.get(layer, window)
 

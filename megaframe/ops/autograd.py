@@ -7,7 +7,7 @@ half a second. This module calls the engine beneath it, which does not need that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
-def backward(output: Tensor | GradientEdge, gradient: Tensor) -> None:
-    """Backpropagate `gradient`, which has the shape of `output`, and accumulate into the `grad` of
-    every leaf that `output` was computed from. The graph is freed."""
+def backward(
+    output: Tensor | GradientEdge,
+    gradient: Tensor,
+    more: Sequence[GradientEdge] = (),
+    gradients: Sequence[Tensor] = (),
+) -> None:
+    """Backpropagate `gradient`, which has the shape of `output`, and `gradients` of `more` outputs,
+    and accumulate into the `grad` of every leaf that they were computed from. The graph is
+    freed."""
     _engine_run_backward(
-        (output,),
-        (gradient,),
+        (output, *more),
+        (gradient, *gradients),
         False,  # keep_graph
         False,  # create_graph
         (),  # inputs: all leaves

@@ -31,7 +31,6 @@ from megaframe.pipeline_parallel.stage_pass import (
     plan_actions,
 )
 from megaframe.schedule import Action, ActionKind, Schedule
-from megaframe.tensor_parallel.axis import count_rows_per_rank
 
 ActionTrace = Callable[[Action, str], AbstractContextManager[object]]
 """Returns a context around one action, given with the name of its kind."""
@@ -291,11 +290,8 @@ class _ScheduleRun:
         stage_index, microbatch = _unpack(action)
         forward = action.kind is ActionKind.RECV_F
         stage, mesh = self._executor.stages[stage_index], self._executor.mesh
-        tokens = self._microbatches[microbatch].tokens_BS.numel()
-        shape = (
-            count_rows_per_rank(tokens, stage.setup.tensor.group.size),
-            stage.config.model.hidden,
-        )
+        form = stage.received if forward else stage.sent
+        shape = form.find_shape(*self._microbatches[microbatch].tokens_BS.shape)
         # The stage keeps a received input until its backward pass, so each has memory of its own.
         buffer = torch.empty(shape, dtype=stage.precision.compute, device=mesh.device)
         other = stage_index - 1 if forward else stage_index + 1

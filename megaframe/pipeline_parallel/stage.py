@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaframe.architecture.handed import list_crossing_tensors
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.sharded_parameters import NoSharding, ParameterSharding
+from megaframe.model.block import EmulatedBlock, TransformerBlock
 from megaframe.model.dropout import DropoutKeys
+from megaframe.model.embedding import Embedding
 from megaframe.model.key_value_cache import KeyValueCache
 from megaframe.model.layer_inputs import (
     LayerSetup,
@@ -40,6 +43,7 @@ from megaframe.pipeline_parallel.activation_offload import (
     OffloadedActivation,
     take_last_input,
 )
+from megaframe.pipeline_parallel.message import StageMessage
 from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.tensor_parallel.deferred_gradients import (
     DeferredGradient,
@@ -85,6 +89,7 @@ class Stage:
 
     Attributes:
         setup: What the run fixes for the layers.
+        received, sent: Form of the messages from the previous stage, and to the next one.
         precision: Types of numbers.
         keys: Of random masks; None if nothing is random.
     """
@@ -109,6 +114,17 @@ class Stage:
         self.embedding, self.blocks = chunk.embedding, chunk.blocks
         self.post_process = chunk.post_process
         self.precision = PRECISIONS[config.train.precision]
+        self.received, self.sent = (
+            StageMessage(
+                list_crossing_tensors(config.model, layer) if is_between else (),
+                config.model.hidden,
+                setup.tensor.group.size,
+            )
+            for layer, is_between in (
+                (self.plan.blocks.start, not self.plan.first),
+                (self.plan.blocks.stop, not self.plan.last),
+            )
+        )
         self._sharding, self._chunk = sharding, chunk
         moe, adapters = config.model.moe, config.model.adapters
         drops = config.model.dropout > 0 or (adapters is not None and adapters.dropout > 0)
@@ -134,6 +150,8 @@ class Stage:
     def _backward_units(self) -> list[Module]:
         """Return the units whose values a backward pass needs, in its order."""
         units: list[Module] = [*self.blocks]
+        if self.embedding is not None and self.embedding.multiplies:
+            units = [self.embedding, *units]
         if self.post_process is not None:
             units += self.post_process.predictors
         return units[::-1]
@@ -165,11 +183,11 @@ class Stage:
             stage_pass: Which pass, and what follows.
             microbatch: This rank's part of the microbatch.
             scale: fp64 scalar; gradients are those of scale * (loss sum).
-            x: [rows, hidden], the output of the previous stage; None on the first stage.
+            x: The output of the previous stage; None on the first stage.
 
         Returns:
-            The output for the next stage, [rows, hidden]; on the last stage the loss sum over valid
-            tokens, fp64 scalar.
+            The output for the next stage: the stream, [rows, hidden], or a message with it
+            (`StageMessage`); on the last stage the loss sum over valid tokens, fp64 scalar.
         """
         inputs = self.make_inputs(microbatch, self.keys, scale)
         state = self.make_pass_state(inputs.adapter_dropout)
@@ -180,12 +198,13 @@ class Stage:
         values = self._make_value_contexts(self.units, stage_pass.next_unit, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):
-                x = self.embedding(microbatch, inputs)
+                x = self.embedding(microbatch, inputs, state)
             # The edge, not the tensor: the first block's leaf holds the same numbers.
             activations.embedding_output = get_gradient_edge(x)
             if on_block is not None:
                 on_block(-1, x.detach())
-        assert x is not None
+        else:
+            x = self._receive(x, inputs, state)
         for index, block in enumerate(self.blocks):
             # The graph of each block begins at a leaf of its own; a recomputed block keeps none.
             leaf = x.detach().requires_grad_()
@@ -204,7 +223,7 @@ class Stage:
         # Nothing of a pass outlives it in the workspace, so no memory is held between passes.
         self._workspace.clear()
         if self.post_process is None:
-            return x.detach()
+            return self._make_message(x.detach(), state)
         loss, activations.post_process = self.post_process.forward(
             x, microbatch, inputs, state, scale, values
         )
@@ -222,6 +241,7 @@ class Stage:
 
         Returns:
             The gradient of this stage's input; on the first stage, that of the embedding's output.
+            Both are messages where outputs are.
         """
         index, last, split = stage_pass.microbatch_index, stage_pass.last, stage_pass.split
         # A split backward leaves the microbatch to `compute_weight_gradients`, which removes it.
@@ -243,6 +263,8 @@ class Stage:
         if self.post_process is not None:
             assert activations.post_process is not None
             gradient = self.post_process.backward(activations.post_process, values, finish)
+        else:
+            gradient = self._receive_gradients(gradient, inputs, state)
         for block in reversed(self.blocks):
             assert gradient is not None
             leaf, output = take_last_input(activations.leaves), activations.outputs.pop()
@@ -251,7 +273,7 @@ class Stage:
                     # Recomputed inside `values`, with the dropout masks of the first time: their
                     # keys are in the inputs.
                     output = get_gradient_edge(block(leaf, inputs, state))
-                backward(output, gradient)
+                self._differentiate(block, output, gradient, state)
             del output  # frees the block's graph before the next block is recomputed
             # The gradient of the leaf is that of the previous block's output.
             gradient = leaf.grad
@@ -262,14 +284,59 @@ class Stage:
         assert gradient is not None
         if self.embedding is not None:
             assert activations.embedding_output is not None
-            backward(activations.embedding_output, gradient)
+            with values(self.embedding) if self.embedding.multiplies else _ALWAYS_HERE:
+                self._differentiate(self.embedding, activations.embedding_output, gradient, state)
             # Drops the graph; the gradients are in the bucket now.
             activations.embedding_output = None
             finish(self.embedding)
         # Gains and biases of all blocks are one bucket, complete only here.
         if last and not split:
             self._sharding.reduce_vectors(self.plan.stage_index)
+        if not self.plan.first:
+            gradient = self._make_gradient_message(gradient, state)
+        state.handed.clear()  # a weight pass does not need it
         return gradient
+
+    def _differentiate(
+        self,
+        part: TransformerBlock | EmulatedBlock | Embedding,
+        output: GradientEdge,
+        gradient: Tensor,
+        state: PassState,
+    ) -> None:
+        """Backpropagate the gradient of a part's output, and those of what it handed on."""
+        backward(output, gradient, *state.handed.take_edges(part.handed_names))
+
+    def _receive(
+        self, message: Tensor | None, inputs: MicrobatchInputs, state: PassState
+    ) -> Tensor:
+        """Return the stream of a message from the previous stage; the rest is handed on."""
+        assert message is not None
+        x, *handed = self.received.unpack(message, inputs.batch, inputs.length)
+        for form, tensor in zip(self.received.tensors, handed, strict=True):
+            state.handed.hand_on(form.name, tensor)
+        return x
+
+    def _make_message(self, x: Tensor, state: PassState) -> Tensor:
+        """Return the message to the next stage."""
+        handed = [state.handed.take(form.name) for form in self.sent.tensors]
+        return self.sent.pack(x, handed).detach()
+
+    def _receive_gradients(
+        self, message: Tensor | None, inputs: MicrobatchInputs, state: PassState
+    ) -> Tensor:
+        """Return the gradient of the stream of a message from the next stage; to the others layers
+        of this stage add theirs."""
+        assert message is not None
+        gradient, *others = self.sent.unpack(message, inputs.batch, inputs.length)
+        for form, other in zip(self.sent.tensors, others, strict=True):
+            state.handed.set_gradient(form.name, other)
+        return gradient
+
+    def _make_gradient_message(self, gradient: Tensor, state: PassState) -> Tensor:
+        """Return the message to the previous stage."""
+        handed = [state.handed.get_gradient(form.name) for form in self.received.tensors]
+        return self.received.pack(gradient, handed)
 
     @torch.no_grad()  # as in autograd's own backward pass, where this work would otherwise run
     def compute_weight_gradients(self, stage_pass: StagePass) -> None:
@@ -312,11 +379,12 @@ class Stage:
         x: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Return the stream [rows, hidden] after the last block, without dropout and gradients.
+        """Return the stream [rows, hidden] after the last block, or a message with it for the next
+        stage, without dropout and gradients.
 
         Args:
             microbatch: The tokens.
-            x: The stream before the first block; None if this stage has the embedding.
+            x: The output of the previous stage; None if this stage has the embedding.
             cache: Of the tokens before those of the microbatch, which are added to it.
         """
         inputs, state = self.make_inputs(microbatch), self.make_pass_state()
@@ -324,12 +392,13 @@ class Stage:
         values = self._make_value_contexts(self.units, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):
-                x = self.embedding(microbatch, inputs)
-        assert x is not None
+                x = self.embedding(microbatch, inputs, state)
+        else:
+            x = self._receive(x, inputs, state)
         for block in self.blocks:
             with values(block):
                 x = block(x, inputs, state)
-        return x
+        return self._make_message(x, state)
 
     @torch.no_grad()
     def compute_logits(self, x: Tensor) -> Tensor:

@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaframe.architecture.block import BlockDescription, describe_block, list_mixers
+from megaframe.architecture.handed import (
+    EMBEDDING,
+    count_message_elements,
+    list_handed_tensors,
+)
 from megaframe.architecture.layer import LayerDescription
 from megaframe.architecture.predictor import PredictorDescription
 from megaframe.architecture.stages import StagePlan, describe_stage
@@ -44,8 +49,9 @@ def compute_peak_activations(
     recompute_size = {
         plan.stage_index: _compute_recompute_bytes(model, parallel, train, plan) for plan in plans
     }
-    stream = train.microbatch * train.seq * model.hidden
-    stream *= DTYPE_BYTES[train.precision]
+    message = {
+        plan.stage_index: _compute_message_bytes(model, parallel, train, plan) for plan in plans
+    }
     listed = {(action.kind, action.stage, action.microbatch) for action in actions}
     kept_bytes = message_bytes = peak = peak_with_messages = 0
     for action in actions:
@@ -67,17 +73,31 @@ def compute_peak_activations(
         elif kind is ActionKind.W:
             kept_bytes -= weight_pass_size[stage]
         if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-            message_bytes += stream
+            message_bytes += message[stage][kind is ActionKind.RECV_B]
         elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
-            message_bytes -= stream
+            message_bytes -= message[stage][kind is ActionKind.SEND_F]
         elif kind in _MESSAGES:
             receive, send, step = _MESSAGES[kind]
             arrives = (receive, stage, microbatch) in listed or stage - step in size
             leaves = (send, stage, microbatch) in listed or stage + step in size
-            message_bytes += stream * (leaves - arrives)
+            received, sent = message[stage][::step]
+            message_bytes += sent * leaves - received * arrives
         peak = max(peak, kept_bytes)
         peak_with_messages = max(peak_with_messages, kept_bytes + message_bytes)
     return peak, peak_with_messages - peak
+
+
+def _compute_message_bytes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, plan: StagePlan
+) -> tuple[int, int]:
+    """Return the bytes of a microbatch's messages between the previous stage and this one, and
+    between this one and the next."""
+    tokens, width = train.microbatch * train.seq, DTYPE_BYTES[train.precision]
+    before, after = (
+        tokens * width * count_message_elements(model, layer, parallel.tensor)
+        for layer in (plan.blocks.start, plan.blocks.stop)
+    )
+    return before, after
 
 
 def _compute_recompute_bytes(
@@ -136,8 +156,26 @@ def _compute_stage_bytes(
         saved += sum(
             _count_saved_bytes(parallel, train, predictor) for predictor in stage.predictors
         )
+    saved += _compute_handed_bytes(model, parallel, train, plan)
     # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
     return inputs * stream + saved + parallel.tensor * compute_rotary_bytes(model, train)
+
+
+def _compute_handed_bytes(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, plan: StagePlan
+) -> int:
+    """Return the bytes that a stage keeps of what is handed from layer to layer. Keys and values
+    are those that their layer keeps anyway, unless it is computed again or context ranks move
+    them."""
+    recomputed = plan.blocks[: plan.recomputed]
+    elements = 0
+    for tensor in list_handed_tensors(model):
+        is_received = not plan.first and tensor.crosses(plan.blocks.start)
+        is_made = tensor.source in plan.blocks or (plan.first and tensor.source == EMBEDDING)
+        is_kept = tensor.source in plan.blocks and tensor.source not in recomputed
+        if is_received or (is_made and not (is_kept and parallel.context == 1)):
+            elements += tensor.count_elements(parallel.tensor)
+    return train.microbatch * train.seq * elements * DTYPE_BYTES[train.precision]
 
 
 def _count_saved_bytes(parallel: ParallelConfig, train: TrainConfig, part: SavingPart) -> int:

@@ -56,14 +56,18 @@ def make_units(
     head = UnitBuckets(
         tables=head_tables, own_tables=() if tied and (first or predictors) else head_tables
     )
-    embeddings = tokens + _make_buckets(-2, [parameters.positions])
+    own = 1 + (first and model.layer_embeddings is not None)
+    embeddings = tables[:own] + _make_buckets(-2, [parameters.positions])
     embedding = UnitBuckets(tables=embeddings, own_tables=embeddings)
     stages, start = {}, 0
     for plan in plans:
         stop = start + len(plan.blocks)
         units, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
         stages[plan.stage_index] = StageBuckets(
-            embedding if plan.first else None, units, head if plan.last else None
+            embedding if plan.first else None,
+            units,
+            head if plan.last else None,
+            plan.first and model.layer_embeddings is not None,
         )
     return stages
 
@@ -99,6 +103,7 @@ def select_trained(
             None if stage.embedding is None else select_of_unit(stage.embedding),
             tuple(map(select_of_unit, stage.blocks)),
             None if stage.head is None else select_of_unit(stage.head),
+            stage.embedding_multiplies,
         )
         for number, stage in stages.items()
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.handed import count_mean_message_elements
 from megaframe.architecture.layer import MixerDescription
 from megaframe.planner.collective_times import estimate_hop_seconds
 from megaframe.planner.machine import Machine, PassTimes
@@ -157,6 +158,6 @@ def _count_bytes_to_next_stage(machine: Machine) -> Number:
     model, software = machine.config.model, machine.software
     if model.emulate is not None:
         return 0.0 * machine.tokens
-    size = machine.rate.width * machine.tokens * model.hidden
+    size = machine.rate.width * machine.tokens * count_mean_message_elements(model)
     divided = software.scatter_pipeline or software.sequence_parallel
     return size / machine.sizes.tensor if divided else size

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from megaframe.architecture.handed import count_message_elements
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config.model import ModelConfig
@@ -42,9 +43,8 @@ def compute_communication_bytes(
     train, tensor = config.train, layout.tensor
     width = DTYPE_BYTES[train.precision]
     tokens = train.microbatch * train.seq / layout.context
-    stream = tokens * config.model.hidden * width
     microbatches = len({a.microbatch for a in actions if a.microbatch is not None})
-    messages = sum(action.kind in _SENDS for action in actions)
+    messages = _count_message_elements(config.model, tensor, plans, actions)
     share = (tensor - 1) / tensor
     weight_passes = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
@@ -69,9 +69,24 @@ def compute_communication_bytes(
             axis: microbatches * sum(moved[axis] for moved in by_stage)
             for axis in ("context", "expert", "expert_tensor")
         },
-        "pipeline": messages * stream / tensor,
+        "pipeline": messages * tokens * width / tensor,
         "data": _compute_data_bytes(config, layout, plans, microbatches),
     }
+
+
+def _count_message_elements(
+    model: ModelConfig, tensor: int, plans: Sequence[StagePlan], actions: Sequence[Action]
+) -> int:
+    """Return the elements per token, summed over tensor ranks, of all messages that are sent."""
+    blocks = {plan.stage_index: plan.blocks for plan in plans}
+    starts = (
+        blocks[action.stage].stop
+        if action.kind is ActionKind.SEND_F
+        else blocks[action.stage].start
+        for action in actions
+        if action.kind in _SENDS and action.stage is not None
+    )
+    return sum(count_message_elements(model, start, tensor) for start in starts)
 
 
 def _count_tensor_elements_of_stage(

@@ -121,6 +121,13 @@ def count_table_elements(machine: Machine) -> Number:
     return np.ceil((model.vocab or 0) / machine.sizes.tensor) * model.hidden
 
 
+def count_layer_table_elements(machine: Machine) -> Number:
+    """Return the number of parameters of a tensor rank's part of the table of inputs of layers."""
+    model = machine.config.model
+    width = 0 if model.emulate is not None else model.layers * (model.layer_embeddings or 0)
+    return np.ceil((model.vocab or 0) / machine.sizes.tensor) * width
+
+
 def count_overlapping_passes(sizes: LayoutSizes, is_looped: Number) -> Number:
     """Return the number of microbatches that a rank computes while it exchanges its stages one by
     one, at the end of a step or at its beginning.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.block import describe_block
+from megaframe.architecture.embedding import describe_embedding
 from megaframe.architecture.layer import (
     BatchedProduct,
     FeedForwardDescription,
@@ -280,6 +281,17 @@ def _estimate_recompute_seconds(
     }[machine.software.selective]
     full = linears.forward + attention.forward + elementwise.forward
     return np.where(recompute == 2, full, np.where(recompute == 1, selective, 0.0))
+
+
+def estimate_embedding_times(machine: Machine) -> CostBreakdown:
+    """Return the seconds of the products of the embedding, which make further inputs of layers; a
+    look-up takes none."""
+    model = machine.config.model
+    if model.emulate is not None:
+        return CostBreakdown(PassTimes())
+    linears = describe_embedding(model, machine.config.train.seq).linears
+    times = (_estimate_linear_times(machine, linear) for linear in linears)
+    return CostBreakdown(sum(times, PassTimes()))
 
 
 def estimate_head_times(machine: Machine) -> CostBreakdown:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.block import BlockDescription, describe_block
-from megaframe.architecture.embedding import describe_position_table
+from megaframe.architecture.embedding import describe_layer_embeddings, describe_position_table
+from megaframe.architecture.handed import count_mean_message_elements
 from megaframe.architecture.optimizer_state import compute_state_bytes
 from megaframe.architecture.output_head import (
     FP32_PARTS,
@@ -217,6 +218,10 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     master = max(4, width)
     table = describe_position_table(model, train.seq)
     positions = 0 if table is None else table.rows * table.width
+    layer_embeddings = describe_layer_embeddings(model)
+    if layer_embeddings is not None:  # what makes them, of which tensor ranks divide the table
+        own = layer_embeddings.tokens.rows * layer_embeddings.tokens.width / c.tensor
+        positions = positions + own + layer_embeddings.projection.elements
     is_whole_model, tied = rank.first & rank.last, model.tie_embeddings
     tables = rank.first * 1 + rank.last - is_whole_model * tied
     ends = blocks.table * tables + positions * rank.first
@@ -309,7 +314,8 @@ def _estimate_transient_bytes(
         2 * rows * compute_max_width_per_token(model) * width / activation_ranks,
         (logits + loss_tensors) * last,
     )
-    messages = np.where(c.pipeline > 1, 2 * stream / activation_ranks, 0.0)
+    handed = count_mean_message_elements(model) / model.hidden
+    messages = np.where(c.pipeline > 1, 2 * stream * handed / activation_ranks, 0.0)
     inputs = 2 * stream * (last + train.offload)
     counts = rank.counts
     between_passes = counts.backward * backward + counts.weight_pass * weight_pass

@@ -12,7 +12,11 @@ from functools import lru_cache
 
 from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
 from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
-from megaframe.architecture.embedding import TableDescription, describe_position_table
+from megaframe.architecture.embedding import (
+    TableDescription,
+    describe_layer_embeddings,
+    describe_position_table,
+)
 from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.layer import HasParameters
 from megaframe.architecture.predictor import describe_predictor
@@ -239,6 +243,12 @@ def count_rank_parameters(
         if position_table is not None:
             positions = _count_part({"positions": position_table}, sizes).replicated
             positions = count(positions, "embedding.positions.weight")
+        layer_embeddings = describe_layer_embeddings(model)
+        if layer_embeddings is not None:
+            own = _count_part(layer_embeddings.parts, sizes, "embedding.", frozen)
+            tables.append(own.split)
+            positions += own.replicated
+            vectors += own.vectors
     if last:
         vectors += count_norm("head.norm")
         for index in range(model.mtp_depth):

@@ -37,6 +37,7 @@ from megaframe.planner.data_parallel_times import (
     ParameterLoad,
     compute_block_load,
     count_buckets,
+    count_layer_table_elements,
     count_overlapping_passes,
     count_table_elements,
     estimate_exposed_exchange_seconds,
@@ -44,7 +45,11 @@ from megaframe.planner.data_parallel_times import (
     resolve_bucket_size,
 )
 from megaframe.planner.goodput import estimate_straggler_share
-from megaframe.planner.layer_times import estimate_block_times, estimate_head_times
+from megaframe.planner.layer_times import (
+    estimate_block_times,
+    estimate_embedding_times,
+    estimate_head_times,
+)
 from megaframe.planner.layout_sizes import make_layout_sizes
 from megaframe.planner.machine import (
     CostBreakdown,
@@ -163,11 +168,12 @@ def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list
 def _estimate_stage_times(
     machine: Machine, plan: StagePlan, blocks: Sequence[CostBreakdown]
 ) -> CostBreakdown:
-    """Return the seconds of a stage for one microbatch: its blocks, and the head if it is last."""
+    """Return the seconds of a stage for one microbatch: its blocks, the products of the embedding
+    if it is first, and the head if it is last."""
     block_times = [blocks[layer] for layer in plan.blocks]
     if plan.last:
         block_times.append(estimate_head_times(machine))
-    total = CostBreakdown(PassTimes())
+    total = estimate_embedding_times(machine) if plan.first else CostBreakdown(PassTimes())
     for number, part in enumerate(block_times):
         total = total + part
         is_recomputed = number < plan.recomputed and machine.config.train.recompute != "full"
@@ -252,7 +258,8 @@ def _estimate_end_of_step(
     blocks = sum((loads[layer] for layer in layers), ParameterLoad())
     load = replace(
         blocks,
-        tables=tables * count_table_elements(machine),
+        tables=tables * count_table_elements(machine)
+        + any(plan.first for plan in plans) * count_layer_table_elements(machine),
         buckets=count_buckets(machine, blocks.total, len(plans), len(layers)),
     )
     named = find_named_schedule(machine.config.parallel.schedule)

@@ -24,13 +24,18 @@ from megaframe.planner.data_parallel_times import (
     ParameterLoad,
     compute_block_load,
     count_buckets,
+    count_layer_table_elements,
     count_overlapping_passes,
     count_table_elements,
     estimate_exposed_exchange_seconds,
     estimate_optimizer_seconds,
 )
 from megaframe.planner.goodput import estimate_straggler_share
-from megaframe.planner.layer_times import estimate_block_times, estimate_head_times
+from megaframe.planner.layer_times import (
+    estimate_block_times,
+    estimate_embedding_times,
+    estimate_head_times,
+)
 from megaframe.planner.layout_sizes import Array, LayoutSizes, count_blocks_per_rank
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
 from megaframe.planner.memory_estimates import estimate_peak_memory
@@ -84,10 +89,12 @@ def _estimate_round(machine: Machine, schedule: ScheduleColumn) -> Estimates:
     head = estimate_head_times(machine)
     busiest = _find_busiest_rank(machine, block, head)
     rank = block.scale(busiest.blocks) + head.scale(busiest.heads)
+    rank = rank + estimate_embedding_times(machine).scale(1.0 * (sizes.pipeline == 1))
     blocks = block_parameters.scale(busiest.blocks)
     load = replace(
         blocks,
-        tables=count_table_elements(machine) * _count_tables(config.model, sizes),
+        tables=count_table_elements(machine) * _count_tables(config.model, sizes)
+        + count_layer_table_elements(machine),
         buckets=count_buckets(machine, blocks.total, sizes.chunks, busiest.blocks),
     )
     breakdown = _break_down_step(machine, rank, load, schedule)

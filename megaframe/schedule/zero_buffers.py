@@ -72,17 +72,20 @@ class StageBuckets:
 
     Attributes:
         blocks: Its blocks, followed by its predictors.
+        embedding_multiplies: Whether the embedding has products, whose weights a backward pass
+            needs.
     """
 
     embedding: UnitBuckets | None
     blocks: tuple[UnitBuckets, ...]
     head: UnitBuckets | None
+    embedding_multiplies: bool = False
 
     def list_units(self, *, backward: bool) -> tuple[UnitBuckets, ...]:
         """Return the units whose values a forward or backward pass needs, in its order."""
-        if backward:
-            return self.blocks[::-1]
         ends = [() if unit is None else (unit,) for unit in (self.embedding, self.head)]
+        if backward:
+            return (*self.blocks[::-1], *(ends[0] if self.embedding_multiplies else ()))
         return (*ends[0], *self.blocks, *ends[1])
 
 
@@ -231,7 +234,7 @@ class _BufferSimulation:
             self._add(unit.tables)
             if not bucket_pass.split:
                 self._reduce(unit.reduced)
-        if stage.embedding is not None:  # needs no values in backward
+        if stage.embedding is not None and not stage.embedding_multiplies:
             self._add(stage.embedding.tables)
             if not bucket_pass.split:
                 self._reduce(stage.embedding.own_tables)
@@ -243,7 +246,7 @@ class _BufferSimulation:
             )  # all gradients are added before any is reduced
             self._reduce(unit.second_half)
             self._reduce(unit.reduced)
-        if stage.embedding is not None:
+        if stage.embedding is not None and not stage.embedding_multiplies:
             self._reduce(stage.embedding.own_tables)
 
     def _visit(

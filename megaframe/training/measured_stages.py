@@ -34,6 +34,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.model.layer_inputs import LayerSetup
 from megaframe.model.model_chunk import build_chunks
 from megaframe.optim.parameter_groups import ParameterGroups
+from megaframe.pipeline_parallel.message import StageMessage
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.pipeline_parallel.stage_pass import StagePass
 from megaframe.planner.parameter_counts import list_layer_kinds
@@ -132,11 +133,15 @@ class _PartTimer:
         self._stage.start_step(0)
         self._microbatch = make_random_microbatch(config, setup.context, mesh.device)
         self._scale = torch.ones((), dtype=torch.float64, device=mesh.device)
-        inputs = self._stage.make_inputs(self._microbatch)
-        rows = inputs.rows.padded // inputs.rows.ranks
-        generator = torch.Generator().manual_seed(0)
-        stream = torch.randn(rows, config.model.hidden, generator=generator)
-        self._stream = stream.to(mesh.device, self._stage.precision.compute)
+        self._input, self._gradient = map(
+            self._make_message, (self._stage.received, self._stage.sent)
+        )
+
+    def _make_message(self, form: StageMessage) -> Tensor:
+        """Return a random message."""
+        shape = form.find_shape(*self._microbatch.tokens_BS.shape)
+        message = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return message.to(self._device, self._stage.precision.compute)
 
     def take_medians(self) -> list[int]:
         """Return the nanoseconds of F, B and W."""
@@ -147,9 +152,9 @@ class _PartTimer:
         """Run F, B and W once; return their nanoseconds."""
         stage, one = self._stage, StagePass(0, split=True)
         self._sharded.start_step()
-        x = None if self._plan.first else self._stream
+        x = None if self._plan.first else self._input
         forward = self._time(lambda: stage.forward(one, self._microbatch, self._scale, x))
-        gradient = None if self._plan.last else self._stream
+        gradient = None if self._plan.last else self._gradient
         backward = self._time(lambda: stage.backward(one, gradient))
         weight = self._time(lambda: stage.compute_weight_gradients(one))
         stage.take_statistics()

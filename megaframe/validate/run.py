@@ -23,6 +23,7 @@ from megaframe.validate.cuda_graph import find_graph_obstacles
 from megaframe.validate.data import find_source_mistakes, find_split_mistakes
 from megaframe.validate.experts import find_expert_mistakes
 from megaframe.validate.gradient_noise import find_gradient_noise_mistakes
+from megaframe.validate.handed import find_handed_mistakes
 from megaframe.validate.limits import find_limit_mistakes
 from megaframe.validate.model import (
     find_model_mistakes,
@@ -90,6 +91,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *(find_context_mistakes(config.model, config.parallel) if not block_mistakes else ()),
         *(find_adapter_mistakes(config.model) if not block_mistakes else ()),
         *find_mtp_mistakes(config.model, config.train),
+        *(find_handed_mistakes(config.model) if not block_mistakes else ()),
         *find_vocabulary_mistakes(config.model, config.data),
         *(find_batch_mistakes(config.train, sizes["data"]) if not axis_mistakes else ()),
         *find_stage_mistakes(config.model, config.parallel, config.train),

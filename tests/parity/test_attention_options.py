@@ -1,7 +1,10 @@
 """Attention with bounded scores, sinks, gated outputs, norms of whole queries, LayerNorms of heads,
 LongRoPE, ALiBi and chunks, a norm of embeddings, experts with scaled inputs, xIELU and a bias of
 the output head give the one-process answer to 1e-10 in fp64 under tensor, context, pipeline and
-data ranks, ZeRO and recompute. Two key heads are shared by neighbours of four tensor ranks.
+data ranks, ZeRO and recompute. Two key heads are shared by neighbours of four tensor ranks. So do
+keys and per-layer embeddings that are handed to later layers, and experts with norms of their own.
+
+Tests `megaframe.model.shared_keys` and `megaframe.model.layer_embedding`.
 """
 
 import pytest
@@ -16,6 +19,7 @@ LONG = {
 }
 """Samples are longer than this, and their parts on context ranks are not."""
 LATER = {"rate": 0.5, "length": 4}
+SHARED = {"shared_keys": True, "window": 5}
 ROTATED_FIRST = {"qk_norm": True, "norm_after_rotation": True}
 HALF = {"kind": "proportional", "proportion": 0.5}
 SHAPES = {
@@ -86,6 +90,22 @@ SHAPES = {
         "blocks": [{"feed_forward": "moe", "norms": "both"}, {"feed_forward": "moe"}],
         "moe": {"experts": 4, "ffn": 16, "shared": 2, "expert_gain": True, "own_norms": True},
     },
+    "layer-embeddings": {
+        **{"norm": "rmsnorm", "init_std": 0.5, "layer_embeddings": 6, "tie_embeddings": True},
+        "blocks": [
+            {"norms": "both", "layer_scalar": True, "mixer": {"window": 5}},
+            {"mixer": SHARED},
+        ],
+    },
+    "shared-keys": {  # of two layers without stages, and of the first three with stages of one
+        **{"norm": "rmsnorm", "init_std": 0.5, "kv_heads": 2},
+        "blocks": [
+            {"mixer": {"qk_norm": True, "value_norm": True, "window": 5}},
+            {"mixer": {**SHARED, "qk_norm": True, "output_gate": "head"}, "norms": "both"},
+            {"mixer": {**SHARED, "sinks": True, "softcap": 2.0}},
+            {"mixer": {"keys_as_values": True, "rotary_scaling": HALF}},
+        ],
+    },
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
@@ -93,6 +113,7 @@ TENSOR_AND_ZERO = (4, {"tensor": 2, "data": 2, "zero": 3}, "full")
 NESTED = (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, "none")
 RING_AND_TENSOR = (4, {"context": 2, **RING, "tensor": 2}, "selective")
 EXPERTS = (4, {"tensor": 2, "expert": 2, "data": 2, "zero": 3}, "selective")
+STAGES = (4, {**ZB_V, "tensor": 2, "zero": 1}, "none")
 LAYOUTS = [
     (2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
     (2, {"data": 2, "zero": 2}, "none"),
@@ -102,15 +123,17 @@ LAYOUTS = [
     RING_AND_TENSOR,
     (4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 1}, "full"),
     (4, {"context": 2, **ALL_TO_ALL, "tensor": 2}, "none"),
-    (4, {**ZB_V, "tensor": 2, "zero": 1}, "none"),
+    STAGES,
     (4, {"pipeline": 2, "context": 2, **RING}, "selective"),
 ]
+ON_ALL = ("shared-keys", "layer-embeddings")
+"""Shapes with tensors that pass from layer to layer beside the stream."""
 CASES = [
     # Every second layout with each shape, the others with the next one.
     (name, *layout)
     for number, name in enumerate(SHAPES)
     for place, layout in enumerate(LAYOUTS)
-    if (number + place) % 2 == 0
+    if (number + place) % 2 == 0 or name in ON_ALL
 ] + [("gemma-4-experts", *EXPERTS)]
 QUICK = [
     ("scores", *NESTED),
@@ -123,6 +146,8 @@ QUICK = [
     ("values", *RING_AND_TENSOR),
     ("gemma-4", *NESTED),
     ("gemma-4-experts", *EXPERTS),
+    ("shared-keys", *STAGES),
+    ("layer-embeddings", *STAGES),
 ]
 
 

@@ -53,6 +53,7 @@ PUBLISHED = {
     "lfm3-1.7b": 1_728_801_536,
     "gemma4-31b": 30_697_345_340,
     "gemma4-26b-a4b": 25_233_141_790,
+    "gemma4-e2b": 4_628_569_379,
 }
 
 # Billions of parameters that are active for a token, as the authors report them.

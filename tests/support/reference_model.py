@@ -44,8 +44,9 @@ def loss(weights, config, microbatch):
     counted, aside = (microbatch.labels_BS != IGNORE).double(), 0.0
     if microbatch.weights_BS is not None:
         counted = counted * microbatch.weights_BS
+    handed = {"inputs": _layer_inputs(weights, model, x, tokens)}
     for layer in range(model.layers):
-        x, losses = _block(weights, model, layer, x, masks[layer], positions, counted)
+        x, losses = _block(weights, model, layer, x, masks[layer], positions, counted, handed)
         aside = aside + losses
     y = _norm(weights, model, "head.norm", x, model.norm)
     labels = microbatch.labels_BS
@@ -84,16 +85,38 @@ def _further(microbatch, depth):
     return tokens, labels, of_labels
 
 
-def _block(weights, model, layer, x, mask, positions, counted):
-    """Return the stream after a block, and the losses that its experts add."""
-    x, losses = _halves(weights, model, layer, x, mask, positions, counted)
+def _block(weights, model, layer, x, mask, positions, counted, handed=None):
+    """Return the stream after a block, and the losses that its experts add. `handed` has the keys
+    and values of the last layer with each window."""
+    x, losses = _halves(weights, model, layer, x, mask, positions, counted, handed)
+    if handed is not None and handed["inputs"]:
+        own = f"blocks.{layer}.layer_embedding"
+        gates = _gelu_tanh(x @ weights[f"{own}.gate.weight"].T) * handed["inputs"][layer]
+        added = gates @ weights[f"{own}.output.weight"].T
+        scale = _block_config(model, layer).residual_scale
+        x = x + scale * _norm(weights, model, f"{own}.post_norm", added, model.norm)
     return x * weights.get(f"blocks.{layer}.layer_scalar.gain", 1.0), losses
 
 
-def _halves(weights, model, layer, x, mask, positions, counted):
+def _layer_inputs(weights, model, x, tokens):
+    """Return the further inputs of all layers, one after the other (Gemma 4)."""
+    if not model.layer_embeddings:
+        return []
+    width, table = model.layer_embeddings, weights["embedding.layer_tokens.weight"]
+    parts = []
+    for layer in range(model.layers):
+        rows = slice(layer * width, (layer + 1) * width)
+        matrix = weights["embedding.layer_projection.weight"][rows]
+        projected = x @ matrix.T / math.sqrt(model.hidden)
+        normed = _norm(weights, model, "embedding.layer_norm", projected, "rmsnorm")
+        parts.append((normed + math.sqrt(width) * table[tokens][..., rows]) / math.sqrt(2))
+    return parts
+
+
+def _halves(weights, model, layer, x, mask, positions, counted, handed):
     name = f"blocks.{layer}"
     block = _block_config(model, layer)
-    own = {"attention": _attention, "latent": _latent_attention}
+    own = {"attention": partial(_attention, handed=handed), "latent": _latent_attention}
     attention = own.get(block.mixer.kind, partial(_mix_by_example, block.mixer.kind))
     before, after = block.norms in ("before", "both"), block.norms in ("after", "both")
 
@@ -171,8 +194,9 @@ def _linear(weights, name, x, outputs):
     return y + weights[f"{name}.bias"].reshape(-1) if f"{name}.bias" in weights else y
 
 
-def _attention(weights, model, mixer, name, y, mask, positions):
+def _attention(weights, model, mixer, name, y, mask, positions, handed=None):
     batch, length, _ = y.shape
+    sight = getattr(mixer, "window", None), getattr(mixer, "attention_chunk", None)
     groups, width = _choose(mixer.kv_heads, model.kv_heads), _choose(mixer.head_dim, model.head_dim)
     per_group = _choose(mixer.heads, model.heads) // groups
     qk_norm = _choose(mixer.qk_norm, model.qk_norm)
@@ -182,8 +206,13 @@ def _attention(weights, model, mixer, name, y, mask, positions):
     base = _choose(mixer.rotary_base, model.rotary_base)
     value_dim = 0 if mixer.keys_as_values else _choose(mixer.v_head_dim, width)
     rows = (per_group + 1) * width
-    qkv = _linear(weights, f"{name}.attention.qkv", y, groups * (rows + value_dim))
-    qkv = qkv.view(batch, length, groups, rows + value_dim)
+    if mixer.shared_keys:  # with keys and values in whose place others come below
+        query = _linear(weights, f"{name}.attention.query", y, groups * per_group * width)
+        query = query.view(batch, length, groups, per_group * width)
+        qkv = torch.cat((query, torch.ones(batch, length, groups, width + value_dim)), -1)
+    else:
+        qkv = _linear(weights, f"{name}.attention.qkv", y, groups * (rows + value_dim))
+        qkv = qkv.view(batch, length, groups, rows + value_dim)
     values, qkv = qkv[..., rows:], qkv[..., :rows].unflatten(3, (per_group + 1, width))
     if mixer.keys_as_values:
         values = qkv[..., -1, :]
@@ -205,6 +234,8 @@ def _attention(weights, model, mixer, name, y, mask, positions):
         path = f"{name}.attention.{part}_norm"
         last = mixer.norm_after_rotation
         x = _rotate(model, x, positions, rotated, base, mixer.rotary_scaling) if last else x
+        if mixer.shared_keys and part == "key":
+            return x
         if qk_norm == "layernorm_per_head":
             own = {f"{path}.gain": weights[f"{path}.gain"][number]}
             x = _norm(own, model, path, x, "layernorm")
@@ -214,8 +245,14 @@ def _attention(weights, model, mixer, name, y, mask, positions):
             x = _norm(weights, model, path, x, "rmsnorm" if qk_norm is True else qk_norm)
         return x if last else _rotate(model, x, positions, rotated, base, mixer.rotary_scaling)
 
+    own = [prepare("key", qkv[:, :, group, -1], group) for group in range(groups)]
+    keys = torch.stack(own, 2)
+    if mixer.shared_keys:
+        keys, values = handed[sight]
+    elif handed is not None:
+        handed[sight] = keys, values
     for group in range(groups):
-        key, value = prepare("key", qkv[:, :, group, -1], group), values[:, :, group]
+        key, value = keys[:, :, group], values[:, :, group]
         for member in range(per_group):
             query = prepare("query", qkv[:, :, group, member], len(heads))
             query = query * _query_factor(mixer, positions)

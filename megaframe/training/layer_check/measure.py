@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.handed import list_handed_tensors
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import ModelConfig, MoEConfig, RunConfig
 from megaframe.data.microbatch import Microbatch
@@ -80,11 +81,13 @@ class _RunnablePart:
         parameters: Its own ones.
         run: Returns its output for rows and the state of a pass, and the gradient of the output if
             the part knows it, as the head does.
+        handed_names: Names of what it hands to later layers.
     """
 
     name: str
     parameters: list[Parameter]
     run: Callable[[Tensor, PassState], tuple[Tensor, Tensor | None]]
+    handed_names: tuple[str, ...] = ()
 
 
 def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
@@ -131,6 +134,8 @@ class _Measuring:
         ahead = chain(*(far[:2] for far in microbatch.ahead))
         given = [microbatch.tokens_BS, microbatch.labels_BS, *ahead]
         given += [] if microbatch.positions_BS is None else [microbatch.positions_BS]
+        self._handed = self._make_handed_tensors()
+        given += self._handed.values()
         self._known = self._weights | set(map(_find_storage, [*tables, *given]))
         self._table_shapes = {table.shape for table in tables}  # also of the negated for backward
 
@@ -144,7 +149,10 @@ class _Measuring:
         assert embedding is not None and post_process is not None, "all stages are on this rank"
         shared = list(embedding.parameters())
         yield _RunnablePart(
-            "embedding", shared, lambda x, state: (embedding(microbatch, inputs), None)
+            "embedding",
+            shared,
+            lambda x, state: (embedding(microbatch, inputs, state), None),
+            embedding.handed_names,
         )
         for layer, block in zip(stage.plan.blocks, stage.blocks, strict=True):
             assert isinstance(block, TransformerBlock)
@@ -171,16 +179,17 @@ class _Measuring:
         inputs = self._inputs
 
         def make_part(name: str, module: Module, run: Callable[..., Tensor]) -> _RunnablePart:
-            parameters = list(module.parameters())
-            return _RunnablePart(name, parameters, lambda x, state: (run(x, state), None))
+            parameters, names = list(module.parameters()), block.handed_names
+            hands = names if module in (block, block.attention) else ()
+            return _RunnablePart(name, parameters, lambda x, state: (run(x, state), None), hands)
 
         for name in _NORMS:
             norm: Norm | None = getattr(block, name)
             if norm is not None:
                 run = partial(_run_norm, norm, block.setup.kernels)
                 yield make_part(f"{block.name}.{name}", norm, run)
-        layers = [block.attention, block.second_mixer, block.mlp]
-        layers = [layer for layer in layers if not isinstance(layer, Absent)]
+        parts = (block.attention, block.second_mixer, block.mlp, block.layer_embedding)
+        layers = [part for part in parts if part is not None and not isinstance(part, Absent)]
         for layer, described in zip(layers, description.layers, strict=True):
             yield make_part(
                 f"{block.name}.{described.name}",
@@ -191,7 +200,7 @@ class _Measuring:
 
     def _measure(self, part: _RunnablePart) -> LayerMeasurement:
         self._sharded.start_step()
-        leaf, state = self._make_leaf(), self._stage.make_pass_state(self._inputs.adapter_dropout)
+        leaf, state = self._make_leaf(), self._make_pass_state()
         known, storages = self._known | {_find_storage(leaf)}, {}
 
         def keep(value: Tensor) -> Tensor:
@@ -207,15 +216,15 @@ class _Measuring:
         if gradient is not None:
             storages[_find_storage(gradient)] = gradient
         kept = [value for value in storages.values() if value.shape not in self._table_shapes]
-        backward(output, torch.randn_like(output) if gradient is None else gradient)
+        _differentiate(part, output, gradient, state)
         backward_bytes = self._mesh.take_traffic()
         with FlopCounterMode(display=False) as counter, self._attention.compute_all_scores():
-            state = self._stage.make_pass_state(self._inputs.adapter_dropout)
+            state = self._make_pass_state()
             output, gradient = part.run(self._make_leaf(), state)
             flops = counter.get_total_flops()
         self._mesh.take_traffic()
         state.deferred.deferring = True
-        backward(output, torch.randn_like(output) if gradient is None else gradient)
+        _differentiate(part, output, gradient, state)
         deferred = state.deferred.take()
         left = _find_storages(deferred)
         queue = DeferredGradientQueue(deferred)
@@ -234,10 +243,36 @@ class _Measuring:
             self._mesh.take_traffic(),
         )
 
+    def _make_pass_state(self) -> PassState:
+        """Return the state of a pass to which all that parts hand on was handed."""
+        state = self._stage.make_pass_state(self._inputs.adapter_dropout)
+        for name, tensor in self._handed.items():
+            state.handed.hand_on(name, tensor)
+        return state
+
+    def _make_handed_tensors(self) -> dict[str, Tensor]:
+        """Return random tensors in place of what parts hand to later layers, by name."""
+        inputs, ranks = self._inputs, self._inputs.rows.ranks
+        sizes = inputs.batch, inputs.length, inputs.rows.padded // ranks, ranks
+        return {
+            tensor.name: torch.randn(tensor.find_shape(*sizes)).to(self._stage.precision.compute)
+            for tensor in list_handed_tensors(self._stage.config.model)
+        }
+
     def _make_leaf(self) -> Tensor:
         rows, width = self._inputs.rows, self._stage.config.model.hidden
         leaf = torch.randn(rows.padded // rows.ranks, width)
         return leaf.to(self._stage.precision.compute).requires_grad_()
+
+
+def _differentiate(
+    part: _RunnablePart, output: Tensor, gradient: Tensor | None, state: PassState
+) -> None:
+    """Backpropagate random gradients of what a part computes, and hands to later layers."""
+    for name in part.handed_names:
+        state.handed.set_gradient(name, torch.randn_like(state.handed.take(name)))
+    gradient = torch.randn_like(output) if gradient is None else gradient
+    backward(output, gradient, *state.handed.take_edges(part.handed_names))
 
 
 def _run_norm(norm: Norm, kernels: Any, x: Tensor, state: PassState) -> Tensor:

@@ -276,6 +276,30 @@ MODELS |= {
     },
     "norms without gains": {"kv_heads": 1, "qk_norm": "l2", "position": "none"},
     "scaled inputs of experts": {"moe": {"experts": 4, "ffn": 10, "scale_inputs": True}},
+    "layer inputs": {
+        **{"norm": "rmsnorm", "layer_embeddings": 6, "layers": 2},
+        "blocks": [{"layer_scalar": True}, {"feed_forward": "none", "norms": "both"}],
+    },
+    "layer inputs in parallel": {
+        "layer_embeddings": 6,
+        "blocks": [{"norms": "after", "parallel": "two_norms"}],
+    },
+    "shared keys": {
+        **{"norm": "rmsnorm", "kv_heads": 2, "layers": 3},
+        "blocks": [
+            {"mixer": {"value_norm": True, "window": 5}},
+            {"mixer": {"shared_keys": True, "window": 5, "qk_norm": True, "sinks": True}},
+            {"mixer": {"shared_keys": True, "window": 5, "output_gate": "element"}},
+        ],
+    },
+    "shared keys without rotation": {
+        **{"kv_heads": 1, "position": "none", "layers": 3},
+        "blocks": [
+            {"mixer": {"keys_as_values": True}},
+            {"mixer": {"shared_keys": True}, "norms": "both"},
+            {"mixer": {"shared_keys": True, "qkv_bias": True}, "parallel": "one_norm"},
+        ],
+    },
     "norms of experts": {
         **{"norm": "rmsnorm", "activation": "swiglu"},
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "expert_gain": True, "own_norms": True},

@@ -53,6 +53,15 @@ MODELS = {
             {"mixer": {"keys_as_values": True, "value_norm": True, "head_dim": 6}},
         ],
     },
+    "shared keys and inputs of layers": {
+        **{"layers": 4, "norm": "rmsnorm", "kv_heads": 2, "layer_embeddings": 6},
+        "blocks": [
+            {"mixer": {"window": 4, "value_norm": True}},
+            {},
+            {"mixer": {"shared_keys": True, "window": 4, "qk_norm": True}},
+            {"mixer": {"shared_keys": True}},
+        ],
+    },
     "two mixers": {"norm": "rmsnorm", "blocks": [{"second_mixer": {**MAMBA, "bias": True}}]},
     "experts": {
         "moe": {"experts": 4, "ffn": 10, "shared": 1, "shared_gate": True},

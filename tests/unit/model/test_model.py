@@ -92,6 +92,7 @@ MODELS |= {
     "three_further": {"mtp_depth": 3, "position": "learned", "bias": True, "window": (5, 2)},
     "latent_of_one_width": {"latent": {**LATENT, "query_rank": 12, "value_dim": 10}},
 }
+SHARED = {"shared_keys": True}
 ROUTED_BIASES = {"expert_bias": True, "router_bias": True}
 MODELS |= {
     "gemma_like": {
@@ -309,6 +310,21 @@ MODELS |= {
                 },
                 "norms": "both",
             },
+        ],
+    },
+    "layer_embeddings": {
+        **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "layer_embeddings": 6, "norm_eps": 0.1},
+        **{"embedding_scale": 2.0, "tie_embeddings": True},
+        "blocks": [{"layer_scalar": True}, {"feed_forward": "none"}, {"residual_scale": 0.5}],
+    },
+    "shared_keys": {
+        **{"layers": 5, "norm": "rmsnorm", "init_std": 0.3, "kv_heads": 2},
+        "blocks": [
+            {"mixer": {"qk_norm": True, "value_norm": True, "window": 4}},
+            {"mixer": {"kv_heads": 1, "keys_as_values": True}},
+            {"mixer": {"qk_norm": True, "shared_keys": True, "window": 4}, "norms": "both"},
+            {"mixer": {**SHARED, "kv_heads": 1, "sinks": True, "output_gate": "head"}},
+            {"mixer": {**SHARED, "kv_heads": 1, "rotary": False, "qkv_bias": True}},
         ],
     },
     "gemma_4_experts": {

@@ -29,6 +29,15 @@ LATENT = {"kv_rank": 64, "head_dim": 32, "rotary_dim": 16, "value_dim": 32, "que
 MOE = {**LLAMA, "moe": {"experts": 16, "ffn": 160}}
 SHORT, SHORT_MOE = {**LLAMA, "layers": 2}, {**MOE, "layers": 2}
 SHARED = {**MOE, "layers": 4, "moe": {**MOE["moe"], "shared": 1, "first": 3}}
+HANDED = {
+    **{**LLAMA, "layers": 4, "layer_embeddings": 32, "tie_embeddings": True},
+    "blocks": [
+        {"mixer": {"window": 64, "qk_norm": True}},
+        {"mixer": {"shared_keys": True, "window": 64}},
+        {"mixer": {"shared_keys": True, "window": 64, "qk_norm": True}, "norms": "both"},
+        {},
+    ],
+}
 INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
 CASES = {
     "one rank": (1, {}, {}, {}),
@@ -151,6 +160,25 @@ CASES = {
         {"recompute": "selective"},
         {"pipeline": 2, "schedule": "zb-h1"},
     ),
+    "handed over stages": (
+        8,
+        HANDED,
+        {},
+        {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2, "zero": 1},
+    ),
+    "handed, blocks again": (
+        4,
+        {**HANDED, "tie_embeddings": False},
+        {"recompute": "full"},
+        {"pipeline": 2, "zero": 2},
+    ),
+    "handed, zero 3": (4, HANDED, {"recompute": "selective"}, {"tensor": 2, "zero": 3}),
+    "norms of experts": (
+        4,
+        {**SHORT, "moe": {**MOE["moe"], "shared": 1, "own_norms": True, "expert_gain": True}},
+        {},
+        {"expert": 2, "zero": 1},
+    ),
     "powersgd, few heads": (8, FEW_HEADS, {}, {"tensor": 4, "zero": 1, "compress": "powersgd"}),
     "powersgd": (8, SHARED, {}, {"expert": 4, "zero": 1, "compress": "powersgd"}),
     "topk, replicas": (8, SHARED, {}, {"zero": 3, "data_replicate": 2, "compress": "topk"}),
@@ -174,7 +202,7 @@ CASES = {
     ),
     "away, pipeline": (8, LLAMA, {}, {"pipeline": 4, "tensor": 2}, {"offload": True}),
 }
-QUICK = ("zero 2, tied", "context", "zb-v", "experts, zero 3")
+QUICK = ("handed over stages", "zero 2, tied", "context", "zb-v", "experts, zero 3")
 """Most axes, and each ZeRO stage that moves gradients."""
 
 

@@ -31,7 +31,7 @@ _BLOCK_DEFAULTS = {
 _MIXER_DEFAULTS = {
     **{"softcap": None, "sinks": False, "output_gate": "none"},
     **{"norm_after_rotation": False, "alibi": None, "attention_chunk": None},
-    **{"value_norm": False, "keys_as_values": False},
+    **{"value_norm": False, "keys_as_values": False, "shared_keys": False},
 }
 _MAMBA2_SIZES = ("heads", "head_dim", "groups", "state_dim", "convolution")
 _BIASES = ("mixer.bias", "feed_forward.up_bias", "feed_forward.down_bias")

@@ -1,7 +1,6 @@
-"""Gemma 4 (Google 2026): wider heads where layers see all tokens, whose keys may be their values,
-and experts beside the MLP of each layer.
-
-Its models with embeddings per layer, or keys and values that layers share, are refused.
+"""Gemma 4 (Google 2026): wider heads where layers see all tokens, whose keys may be their values;
+experts beside the MLP of each layer; last layers with the keys and values of earlier ones, and
+inputs of each layer besides the stream.
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from megaframe.checkpoint.convert.huggingface.key_pairs import (
     choose,
     slide_except,
 )
-from megaframe.checkpoint.convert.huggingface.key_types import Flag, LayerSizes, Size, Text
+from megaframe.checkpoint.convert.huggingface.key_types import Count, Flag, LayerSizes, Size, Text
 from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.checkpoint.convert.huggingface.rotary_keys import RotaryKeysOfTypes
 from megaframe.errors import UserError
 
 _WIDTH, _HEADS = "mixer.head_dim", "mixer.kv_heads"
+_WORDS = 262_144
+"""Words of the table of inputs of layers, of a config without it."""
 _WIDTH_OF_FULL = 512
 """Width of the heads of layers that see all tokens, of a config without it."""
 
@@ -101,14 +102,75 @@ class HeadsOfTypes(Key):
 
 
 @dataclass(frozen=True)
-class ExpertsBesideMLP(Key):
-    """Whether layers have experts, to which their MLP then is what shared experts are."""
+class SharingLayers(Key):
+    """How many last layers attend to the keys and values of earlier ones."""
 
     @property
     def types(self) -> Mapping[str, Any]:
-        """The switch and the sizes."""
+        """The number."""
+        return {"num_kv_shared_layers": Count}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set what these layers do not have, once all else of layers is known."""
+        number = config.get("num_kv_shared_layers") or 0
+        first = len(facts.layers) - number
+        if number and first < 1:
+            raise UserError(
+                f"num_kv_shared_layers={number} leaves none of num_hidden_layers="
+                f"{len(facts.layers)} with keys of its own"
+            )
+        for layer in facts.layers[first:] if number else ():
+            layer["mixer.shared_keys"] = True
+            layer["mixer.value_norm"] = layer["mixer.keys_as_values"] = False
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the number of layers from the first that shares on."""
+        shares = [bool(s) for s in facts.list_values("mixer.shared_keys")]
+        return {"num_kv_shared_layers": len(shares) - [*shares, True].index(True)}
+
+
+@dataclass(frozen=True)
+class LayerEmbeddingWidth(Key):
+    """The width of the inputs of layers besides the stream, and the words of their table."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The width and the words."""
+        return {"hidden_size_per_layer_input": Count, "vocab_size_per_layer_input": Size}
+
+    @property
+    def required(self) -> Sequence[str]:
+        """The width, which is not 0 by default."""
+        return ("hidden_size_per_layer_input",)
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set the width."""
+        width, words = config["hidden_size_per_layer_input"], config["vocab_size"]
+        table = config.get("vocab_size_per_layer_input") or _WORDS
+        if width and table != words:
+            raise UserError(
+                f"vocab_size_per_layer_input={table} is not supported beside vocab_size={words}, "
+                "only the same number"
+            )
+        facts.set("layer_embeddings", width or None)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return both."""
+        words = {"vocab_size_per_layer_input": facts.get("vocab")}
+        return {"hidden_size_per_layer_input": facts.get("layer_embeddings") or 0, **words}
+
+
+@dataclass(frozen=True)
+class ExpertsBesideMLP(Key):
+    """Whether layers have experts, to which their MLP then is what shared experts are; and of
+    others the width of the MLP, which is double where a layer shares keys, if so said."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The switches and the sizes."""
         sizes = ("intermediate_size", "num_experts", "top_k_experts", "moe_intermediate_size")
-        return {"enable_moe_block": Flag, **dict.fromkeys(sizes, Size)}
+        switches = ("enable_moe_block", "use_double_wide_mlp")
+        return {**dict.fromkeys(switches, Flag), **dict.fromkeys(sizes, Size)}
 
     @property
     def required(self) -> Sequence[str]:
@@ -118,9 +180,14 @@ class ExpertsBesideMLP(Key):
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Set the MLP of each layer, and the experts."""
         width = config["intermediate_size"]
+        doubles = bool(config.get("use_double_wide_mlp"))
         if not config.get("enable_moe_block"):
-            facts.set("feed_forward.ffn", width)
+            for layer in facts.layers:
+                shares = layer.get("mixer.shared_keys", False)
+                layer["feed_forward.ffn"] = width * (1 + (doubles and shares))
             return
+        if doubles and any(facts.list_values("mixer.shared_keys")):
+            raise UserError("use_double_wide_mlp=true is not supported with enable_moe_block=true")
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             if config.get(name) is None:
                 raise UserError(f"{name} is missing, and enable_moe_block=true needs it")
@@ -140,8 +207,9 @@ class ExpertsBesideMLP(Key):
     def write(self, facts: Facts) -> Keys:
         """Return the sizes."""
         one, experts = facts.get("moe.ffn"), facts.get("moe.experts")
-        width = facts.get("feed_forward.ffn")
+        width, widths = facts.get("feed_forward.ffn"), facts.list_values("feed_forward.ffn")
         return {
+            "use_double_wide_mlp": widths[-1] != width,
             "enable_moe_block": experts is not None,
             "intermediate_size": (facts.get("moe.shared") or 0) * one if experts else width,
             **{"num_experts": experts, "top_k_experts": facts.get("moe.top_k")},
@@ -162,23 +230,16 @@ class Limited(Key):
         name: The key.
         type: Of its value.
         values: Those that change nothing, of which the first one is written.
-        is_needed: Whether it must be there, because code has another value by default.
     """
 
     name: str
     type: Any
     values: tuple[Any, ...]
-    is_needed: bool = False
 
     @property
     def types(self) -> Mapping[str, Any]:
         """The key."""
         return {self.name: self.type}
-
-    @property
-    def required(self) -> Sequence[str]:
-        """The key, if it is needed."""
-        return (self.name,) * self.is_needed
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
         """Raise `UserError` for other values."""
@@ -209,13 +270,14 @@ GEMMA4 = LLAMA.derive(
         default="gelu_pytorch_tanh",
         otherwise="moe.activation",
     ),
-    ExpertsBesideMLP(),
     Pair("rms_norm_eps", "norm_eps", default=1e-6),
     Pair("tie_word_embeddings", "tie_embeddings", default=True),
     Pair("final_logit_softcapping", "logit_softcap"),
     LastFullTypes(need="present"),
     HeadsOfTypes(),
-    Limited("hidden_size_per_layer_input", int, (0,), is_needed=True),
+    SharingLayers(),
+    ExpertsBesideMLP(),
+    LayerEmbeddingWidth(),
     # Images alone see what is ahead with the second value.
     Limited("use_bidirectional_attention", Text, (None, "vision")),
     RotaryKeysOfTypes(1e6, 1e4, reads_outside=False, proportional=True, sections=_ROPE),
@@ -226,12 +288,18 @@ GEMMA4 = LLAMA.derive(
         "embedding_scale": lambda facts: facts.get("hidden") ** 0.5,
         "router_scale": lambda facts: facts.get("hidden") ** -0.5,
     },
-    fixed={"hidden_act": None, "num_kv_shared_layers": 0},
-    # Of the parts that are refused.
-    neutral=("vocab_size_per_layer_input", "use_double_wide_mlp"),
+    fixed={"hidden_act": None},
     scales={"moe.router": "router_scale"},
+    ends={
+        "model.embed_tokens_per_layer": "embedding.layer_tokens",
+        "model.per_layer_model_projection": "embedding.layer_projection",
+        "model.per_layer_projection_norm": "embedding.layer_norm",
+    },
     block={
         **QK_NORMS,
+        "per_layer_input_gate": "layer_embedding.gate",
+        "per_layer_projection": "layer_embedding.output",
+        "post_per_layer_input_norm": "layer_embedding.post_norm",
         "post_attention_layernorm": "attention_post_norm",
         "pre_feedforward_layernorm": "mlp_norm or moe.shared_norm",
         "post_feedforward_layernorm": "mlp_post_norm",

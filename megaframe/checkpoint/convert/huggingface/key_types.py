@@ -168,6 +168,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _FREE = (
     *("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "seq_length"),
     *("sliding_window", "max_window_layers", "window_size", "attention_chunk_size", "floor_scale"),
-    *("sliding_window_size", "model_max_length"),
+    *("sliding_window_size", "model_max_length", "vocab_size_per_layer_input"),
 )
-"""Numbers of tokens, and of layers beyond the last one, of which tensors have no rows."""
+"""Numbers of tokens, and of layers beyond the last one, of which tensors have no rows, and one of
+words, which is compared with another."""

@@ -27,6 +27,7 @@ from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
+from megaframe.architecture.shared_keys import SharedKeyAttentionDescription
 from megaframe.architecture.window import Chunk
 from megaframe.config import ModelConfig
 from megaframe.config.compare import TRAINING_ONLY
@@ -39,7 +40,7 @@ _LAYER_PATHS = (
 """Where the paths of layers' facts begin; all others are of the whole model."""
 _SHARED = (
     *("layers", "hidden", "vocab", "norm_eps", "embedding_scale", "embedding_norm"),
-    *("tie_embeddings", "init_std"),
+    *("tie_embeddings", "init_std", "layer_embeddings"),
 )
 _ATTENTION = (
     *("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap", "alibi"),
@@ -183,6 +184,7 @@ def _describe_mixer(mixer: MixerDescription) -> dict[str, Any]:
         facts["mixer.v_head_dim"] = mixer.value_dim
         for name in ("norm_after_rotation", "value_norm", "keys_as_values"):
             facts[f"mixer.{name}"] = getattr(mixer, name)
+        facts["mixer.shared_keys"] = isinstance(mixer, SharedKeyAttentionDescription)
         facts["mixer.rotary"] = mixer.rotary is not None
         if mixer.rotary is not None:
             facts |= _describe_rotary(mixer.rotary)

@@ -249,6 +249,10 @@ class _Names:
             return self._find_quarters(kind)
         own, slices = _SLICES.get(module, (module, ()))
         own = "attention.qkv" if module in _OF_GROUP else own
+        if self.layer.get("mixer.shared_keys") and module in _OF_GROUP:
+            if module != "attention.query":
+                return []
+            own, module = module, "attention.queries"
         spec = self.specs.get(f"{self.prefix}{own}.{kind}")
         if kind == "weight" and spec is None:
             spec = self.specs.get(f"{self.prefix}{own}.gain")
@@ -271,7 +275,7 @@ class _Names:
             part = replace(part, head=part.rows, rotated=part.rows)
         if spec.role == "gain":
             part = replace(part, offset=self.family.norm_offset)
-        if module in ("attention.query", "attention.key"):
+        if module in ("attention.query", "attention.queries", "attention.key"):
             part = self._interleave(part, self.layer["mixer.head_dim"])
         return [replace(part, scale=self.scales.get(module, 1.0))]
 

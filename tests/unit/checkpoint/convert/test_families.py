@@ -388,6 +388,12 @@ GEMMA4_EXPERTS = {
 }
 
 
+GEMMA4_INPUTS = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61}
+GEMMA4_SHARING = {
+    **{**GEMMA4_INPUTS, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+}
+
+
 def test_heads_of_gemma4_are_those_of_each_type_of_layers():
     family = FAMILIES["gemma4_text"]
     mixers = list_mixers(family.read_model(GEMMA4))
@@ -410,9 +416,16 @@ def test_heads_of_gemma4_are_those_of_each_type_of_layers():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input=4 is not supported"),
+        (
+            {"hidden_size_per_layer_input": 4},
+            "vocab_size_per_layer_input=262144 is not supported beside vocab_size=61",
+        ),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is missing"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported, only 0"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers=4 leaves none of num_hidden_layers=4"),
+        (
+            {**GEMMA4_EXPERTS, "use_double_wide_mlp": True, "num_kv_shared_layers": 2},
+            "use_double_wide_mlp=true is not supported with enable_moe_block=true",
+        ),
         ({"enable_moe_block": True}, "num_experts is missing, and enable_moe_block=true needs it"),
         (
             {**GEMMA4_EXPERTS, "moe_intermediate_size": 7},
@@ -441,6 +454,9 @@ NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedd
         slow("falcon_h1", {"mamba_rms_norm": False, "mamba_conv_bias": False}),
         slow("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
         ("gemma4_text", GEMMA4_EXPERTS),
+        ("gemma4_text", GEMMA4_SHARING),
+        slow("gemma4_text", {**GEMMA4_SHARING, "attention_k_eq_v": False}),
+        slow("gemma4_text", GEMMA4_INPUTS),
         slow("falcon_h1", {"mamba_norm_before_gate": False, "tie_word_embeddings": True}),
     ],
 )
