@@ -31,7 +31,7 @@ ROWS = sorted((ROOT / "configs/speedrun").glob("*.yaml"))
 
 
 @dataclass(frozen=True)
-class Training:
+class RowTraining:
     """One training of one row.
 
     Attributes:
@@ -72,14 +72,14 @@ def main() -> None:
         arguments.write.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def train(path: Path) -> Training:
+def train(path: Path) -> RowTraining:
     """Train by a config, and return what it took."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"run.dir={folder}/run", "checkpoint.every=0", "checkpoint.resume=null"]
         command = [sys.executable, "pretrain_gpt.py", "--config", str(path), *words]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").open()]
-    return Training(
+    return RowTraining(
         steps=len(lines),
         tokens=sum(line["tokens"] for line in lines),
         seconds=sum(line["seconds"] - line["time"]["evaluation"] for line in lines),
