@@ -21,6 +21,7 @@ _OF_THE_RUN = (
     "checkpoint.folder",
     "checkpoint.resume",
     "checkpoint.weights",
+    "checkpoint.adapters",
 )
 
 

@@ -214,6 +214,9 @@ class CheckpointConfig(Section):
     """Path or URL of a checkpoint to start a new run's weights from, or of a folder of checkpoints
     or a run folder, whose latest is used. If the run has experts and the checkpoint has none, each
     expert starts as a copy of its layer's MLP, or of a part of it."""
+    adapters: str | None = None
+    """A folder that peft saved, whose adapters those of `model.adapters` start from in a new run
+    that has `weights`."""
 
 
 class MetricsConfig(Section):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.checkpoint.manifest import DTYPES
 from megaframe.checkpoint.merged import is_of_base
-from megaframe.config import ModelConfig
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.keys import format_value
 from megaframe.errors import UserError
@@ -60,6 +61,29 @@ def match_weights(
         elif _EXPERTS in name and is_of_base(name):
             slices += _slice_dense_mlp(spec, box, tensor, model.ffn)
     return slices
+
+
+def load_adapters(config: RunConfig, weights: Iterable[tuple[str, ParamSpec, Box, Tensor]]) -> str:
+    """Fill adapters with those of the folder `checkpoint.adapters`. Return a line about it.
+
+    Args:
+        config: The run.
+        weights: (name, spec, box, tensor) of each piece of this rank.
+
+    Raises:
+        UserError: The folder does not fit.
+    """
+    # Not at the top: few runs need what reads other people's folders.
+    from megaframe.checkpoint.convert.huggingface.adapter_import import read_adapters
+
+    assert config.checkpoint.adapters is not None
+    folder = Path(config.checkpoint.adapters)
+    values = read_adapters(folder, config)
+    for name, _, box, tensor in weights:
+        if name in values:
+            tensor.copy_(values[name][box.slices])
+    count = sum(value.numel() for value in values.values())
+    return f"adapters of {folder}: {len(values):,} factors with {count:,} parameters"
 
 
 def describe_loaded_weights(

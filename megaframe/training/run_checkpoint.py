@@ -48,7 +48,11 @@ from megaframe.io.run_files import METRICS_FILE
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import find_frozen_names
 from megaframe.resilience.downtime import find_last_saved
-from megaframe.training.initialize_from import describe_loaded_weights, match_weights
+from megaframe.training.initialize_from import (
+    describe_loaded_weights,
+    load_adapters,
+    match_weights,
+)
 from megaframe.training.phases import find_phase
 from megaframe.training.run_position import RunPosition
 from megaframe.training.train_step import TrainStep
@@ -247,9 +251,9 @@ class RunCheckpoint:
         with open_model(path) as checkpoint:
             saved = read_train_state(checkpoint).config
             # Optimizer state has names of its own; only the master weights bear the spec's.
-            weights = (
+            weights = [
                 piece for piece in self._optimizer.list_tensors() if piece[0] == piece[1].name
-            )
+            ]
             start = time.perf_counter()
             checkpoint.load(match_weights(weights, checkpoint, saved.model, self._config.model))
             seconds = time.perf_counter() - start
@@ -265,6 +269,8 @@ class RunCheckpoint:
                 f"checkpoints hold {trained:,} of {count_parameters(specs):,} parameters: those of "
                 f"adapters, which belong to {self.base.path} ({self.base.fingerprint})"
             )
+        if self._config.checkpoint.adapters:
+            notes.append(load_adapters(self._config, weights))
         self.initial_notes = tuple(notes)
 
     def _refuse_to_begin_again(self) -> None:

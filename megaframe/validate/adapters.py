@@ -12,9 +12,27 @@ from megaframe.architecture.block import describe_block
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.config.adapters import AdaptersConfig
 from megaframe.config.model import ModelConfig
+from megaframe.config.schema import CheckpointConfig
 from megaframe.errors import join_or
 
 _EVERY = AdaptersConfig(rank=1)
+
+
+def find_adapter_import_mistakes(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield a message if adapters are to be read for a model that has none, or without a base."""
+    if checkpoint.adapters is None:
+        return
+    folder = checkpoint.adapters
+    if model.adapters is None:
+        yield (
+            f"checkpoint.adapters={folder} has values for adapters, and this model has none; set "
+            "model.adapters={rank: R, alpha: A} to r and lora_alpha of its adapter_config.json"
+        )
+    if checkpoint.weights is None:
+        yield (
+            f"checkpoint.adapters={folder} holds no base; set checkpoint.weights to the one that "
+            "the adapters were trained on"
+        )
 
 
 def find_adapter_mistakes(model: ModelConfig) -> Iterator[str]:

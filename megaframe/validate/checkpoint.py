@@ -75,6 +75,7 @@ def find_path_mistakes(config: RunConfig) -> Iterator[str]:
     paths = {
         "run.dir": config.run.dir,
         "checkpoint.memory_dir": config.checkpoint.memory_dir,
+        "checkpoint.adapters": config.checkpoint.adapters,
         "parallel.cluster": config.parallel.cluster,
         "data.tokenizer": config.data.tokenizer,
         "metrics.wandb": config.metrics.wandb,

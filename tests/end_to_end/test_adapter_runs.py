@@ -14,6 +14,7 @@ from slow_cases import slow
 from tolerances import assert_near, near, promised
 
 from megaframe.checkpoint import locate_checkpoint, open_checkpoint
+from megaframe.checkpoint.convert.huggingface.adapter_export import export_adapters
 from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
 from megaframe.checkpoint.merged import open_model
 from megaframe.config import load
@@ -126,6 +127,21 @@ def test_exports_during_a_run_are_the_sums(pool, overrides, make_base, tmp_path)
         weight = merged.read_tensor("blocks.1.mlp.down.weight")
     assert_near(exported["model.layers.1.mlp.down_proj.weight"], weight, 3)
     assert not any("lora" in name or "adapters" in name for name in exported)
+
+
+def test_a_run_starts_from_adapters_of_peft(pool, overrides, make_base, tmp_path):
+    """On tensor ranks it begins where the run whose adapters were exported ended."""
+    base = make_base(LLAMA)
+    keys = {**LLAMA, "model__family": "llama", "model__adapters": OF_EXPERTS, "train__steps": 2}
+    keys |= {"checkpoint__weights": base, "checkpoint__every": 2, "optim__lr": 0.02}
+    pool.run(1, train, overrides(**keys, train__eval_every=2))
+    with open_checkpoint(locate_checkpoint(tmp_path / "run", "path")) as checkpoint:
+        export_adapters(checkpoint, tmp_path / "peft", dtype="fp64")
+    keys |= {"checkpoint__adapters": tmp_path / "peft", "run__dir": tmp_path / "on"}
+    keys |= {"train__steps": 1, "train__eval_every": 1, "optim__lr": 1e-30}
+    pool.run(2, train, overrides(**keys, parallel__tensor=2, parallel__zero=2))
+    evaluated = read_lines(tmp_path / "run")[-1]["eval_loss"]
+    assert read_lines(tmp_path / "on")[-1]["eval_loss"] == promised(evaluated)
 
 
 def test_a_state_that_names_no_base_is_refused(pool, overrides, make_base, tmp_path):

@@ -22,6 +22,11 @@ REFUSALS = [
     ([MOE, "model.adapters.dropout=0.1"], ["dropout=0.1 is not for experts", "moe.experts.up"]),
     ([MOE, "model.adapters.rank=9"], ["rank=9 is above", "a matrix of 8 x 64; use 8 or less"]),
     (["model.adapters.rank=2", "model.emulate.forward=1"], ["model.emulate"]),
+    (
+        ["checkpoint.adapters=elsewhere"],
+        ["set model.adapters={rank: R, alpha: A}", "set checkpoint.weights to the one"],
+    ),
+    (["checkpoint.adapters=s3://bucket/a"], ["checkpoint.adapters: takes a path of this machine"]),
 ]
 
 

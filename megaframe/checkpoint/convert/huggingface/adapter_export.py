@@ -38,12 +38,14 @@ from megaframe.model.model_chunk import list_model_specs
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of peft."""
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 """Of the names of a model's parts in that of peft around it."""
 
 
-_Names = tuple[str, str]
+AdapterNames = tuple[str, str]
 """Of A and B in a checkpoint."""
+Rows = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""Where rows are in a box of a weight, and where in B."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,14 @@ def export_adapters(
     torch_dtype = TORCH_DTYPES[dtype or run.train.precision]
     linears = list_adapted_weights(run.model)
     _refuse_experts(checkpoint, linears)
-    whole = _map_base(run.model, run.train, family)
+    whole = map_base(run.model, run.train, family)
     modules = list(_read_modules(checkpoint, linears, whole, torch_dtype))
     others = _list_modules_without(whole, {module.module for module in modules})
     config = _make_config(adapters, modules, others, base)
     tensors = {}
     for module in modules:
         for factor, tensor in (("lora_A", module.a), ("lora_B", module.b)):
-            tensors[f"{_PREFIX}{module.module}.{factor}.weight"] = tensor.contiguous()
+            tensors[f"{PREFIX}{module.module}.{factor}.weight"] = tensor.contiguous()
     try:
         make_folder(folder)
         save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
@@ -120,9 +122,7 @@ def _refuse_experts(checkpoint: Checkpoint, linears: Mapping[str, LinearSpec]) -
             )
 
 
-def _map_base(
-    model: ModelConfig, train: TrainConfig, family: str | None
-) -> list[HuggingFaceTensor]:
+def map_base(model: ModelConfig, train: TrainConfig, family: str | None) -> list[HuggingFaceTensor]:
     """Return the tensors of the base as a Hugging Face model."""
     base = model.model_copy(update={"adapters": None})
     row, _ = write_model_config(base, train, family)
@@ -143,7 +143,7 @@ def _read_modules(
 ) -> Iterator[_ModuleAdapter]:
     """Yield the adapters of all of their matrices that have any."""
     for tensor in whole:
-        adapters = _find_adapters(tensor, linears)
+        adapters = find_adapters(tensor, linears)
         if not adapters:
             continue
         factors = {
@@ -160,12 +160,12 @@ def _read_modules(
         )
 
 
-def _find_adapters(
+def find_adapters(
     tensor: HuggingFaceTensor, linears: Mapping[str, LinearSpec]
-) -> dict[_Names, Adapter]:
+) -> dict[AdapterNames, Adapter]:
     """Return the adapters of all that is stacked in a tensor of theirs, by the names of their
     factors."""
-    adapters: dict[_Names, Adapter] = {}
+    adapters: dict[AdapterNames, Adapter] = {}
     for part in tensor.parts:
         linear = linears.get(part.spec.name)
         for adapter in () if linear is None else linear.adapters:
@@ -186,10 +186,29 @@ def _find_span(part: TensorPart, adapter: Adapter) -> tuple[int, int] | None:
     return (start, stop) if start < stop else None
 
 
+def find_rows(part: TensorPart, adapter: Adapter) -> Rows | None:
+    """Return where the rows of an adapter's matrix are in a box of a weight, and where in B; None
+    if the box has none."""
+    span = _find_span(part, adapter)
+    if span is None:
+        return None
+    outputs = len(part.box.shape) - part.spec.inputs
+    dim, (start, stop) = adapter.dim, span
+    of_weight, of_b = list(part.box.slices[:outputs]), list(part.box.slices[:outputs])
+    shift = adapter.start if adapter.name else 0
+    of_b[dim] = slice(start - shift, stop - shift)
+    of_weight[dim] = slice(start, stop)
+    of_box = tuple(
+        slice(each.start - begin, each.stop - begin)
+        for each, begin in zip(of_weight, part.box.offset, strict=False)
+    )
+    return of_box, tuple(of_b)
+
+
 def _join_rows(
     part: TensorPart,
-    adapters: Mapping[_Names, Adapter],
-    factors: Mapping[_Names, Sequence[Tensor]],
+    adapters: Mapping[AdapterNames, Adapter],
+    factors: Mapping[AdapterNames, Sequence[Tensor]],
     rank: int,
 ) -> Tensor:
     """Return the rows of B for a box of a weight, in their order, [O, R]."""
@@ -198,20 +217,11 @@ def _join_rows(
     joined = torch.zeros(*part.box.shape[:outputs], rank, dtype=first.dtype)
     columns = range(0, rank, rank // len(adapters))
     for (names, adapter), column in zip(adapters.items(), columns, strict=True):
-        span = _find_span(part, adapter)
-        if span is None or not names[0].startswith(part.spec.name.removesuffix("weight")):
+        rows = find_rows(part, adapter)
+        if rows is None or not names[0].startswith(part.spec.name.removesuffix("weight")):
             continue
-        dim, (start, stop) = adapter.dim, span
-        of_weight, of_b = list(part.box.slices[:outputs]), list(part.box.slices[:outputs])
-        shift = adapter.start if adapter.name else 0
-        of_b[dim] = slice(start - shift, stop - shift)
-        of_weight[dim] = slice(start, stop)
-        here = tuple(
-            slice(each.start - begin, each.stop - begin)
-            for each, begin in zip(of_weight, part.box.offset, strict=False)
-        )
-        b_rows = factors[names][1][tuple(of_b)]
-        joined[here][..., column : column + adapter.rank] = b_rows
+        of_box, of_b = rows
+        joined[of_box][..., column : column + adapter.rank] = factors[names][1][of_b]
     return part.to_hugging_face(joined)
 
 

@@ -87,7 +87,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             another one than the index says.
     """
     if not (folder / INDEX).exists():
-        return _read_headers(folder / SINGLE)
+        return read_file_headers(folder / SINGLE)
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in index.values()
@@ -95,7 +95,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         raise UserError(f"{folder / INDEX} has no weight_map of file names in this folder")
     headers: dict[str, TensorHeader] = {}
     for name in sorted(set(index.values())):
-        for tensor, header in _read_headers(folder / name).items():
+        for tensor, header in read_file_headers(folder / name).items():
             if tensor in headers:
                 files = f"{make_printable(headers[tensor].file.name)} and {make_printable(name)}"
                 raise UserError(f"{folder}: {make_printable(tensor)} is in two files, {files}")
@@ -109,7 +109,12 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def _read_headers(path: Path) -> dict[str, TensorHeader]:
+def read_file_headers(path: Path) -> dict[str, TensorHeader]:
+    """Return what a file says about each of its tensors, by name.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
     check_regular_file(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -161,14 +166,19 @@ def read_tensor(header: TensorHeader) -> Tensor:
         UserError: If an element is not finite.
     """
     if header.packed:
-        tensor = dequantize(*map(_read_stored, header.packed))
+        tensor = dequantize(*map(read_stored_tensor, header.packed))
     else:
-        tensor = _read_stored(header).float()
+        tensor = read_stored_tensor(header).float()
     check_finite(header.name, tensor, "fp32")
     return tensor
 
 
-def _read_stored(header: TensorHeader) -> Tensor:
+def read_stored_tensor(header: TensorHeader) -> Tensor:
+    """Return a tensor of a folder in its own type.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
     try:
         with safe_open(header.file, framework="pt") as file:
             tensor: Tensor = file.get_tensor(header.name)

@@ -1,7 +1,8 @@
 """Adapters beside peft: it loads what is exported onto the exported base, computes the same logits,
 and trains as a run does: equal losses and gradient norms on identical batches in fp64.
 
-Tests `megaframe.checkpoint.convert.huggingface.adapter_export`.
+Tests `megaframe.checkpoint.convert.huggingface.adapter_export` and
+`megaframe.checkpoint.convert.huggingface.adapter_import`.
 """
 
 import json
@@ -15,6 +16,7 @@ from tolerances import assert_near
 from megaframe.architecture.spec import Box
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface.adapter_export import export_adapters
+from megaframe.checkpoint.convert.huggingface.adapter_import import read_adapters
 from megaframe.checkpoint.convert.huggingface.model_folder import export_model
 from megaframe.checkpoint.manifest import DTYPE_NAMES
 from megaframe.checkpoint.merged import open_model
@@ -55,10 +57,12 @@ def make_config(name, adapters=None):
     return RunConfig(model=model, train=TRAIN, optim=OPTIM)
 
 
-def write_checkpoint(config, folder, trained=False):
+def write_checkpoint(config, folder, trained=False, known=()):
     """Write a checkpoint of initial values; `trained`: those of all B are drawn as well."""
 
     def read(name):
+        if name in known:
+            return known[name]
         spec = specs[name]
         values = torch.empty(spec.shape, dtype=torch.float64)
         fill_initial_values(values, spec, Box((0,) * len(spec.shape), spec.shape), 1)
@@ -173,6 +177,72 @@ def test_what_peft_has_no_place_for_is_refused(tmp_path):
     with open_checkpoint(path) as checkpoint, pytest.raises(UserError, match=r"of experts \("):
         export_adapters(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", slow("gpt2"), slow("gpt_neox")])
+def test_what_was_exported_is_read_back(name, tmp_path):
+    adapters = {**ADAPTERS, "targets": ["attention.output", "mlp.*"]}
+    path = write_checkpoint(make_config(name, adapters), tmp_path / "run", trained=True)
+    with open_checkpoint(path) as checkpoint:
+        export_adapters(checkpoint, tmp_path / "peft")
+        values = read_adapters(tmp_path / "peft", make_config(name, adapters))
+        assert set(values) == {n for n in checkpoint.tensors if ".adapters." in n}
+        for factor, tensor in values.items():
+            assert tensor.equal(checkpoint.read_tensor(factor)), factor
+
+
+@pytest.mark.parametrize("name", ["phi3", slow("llama")])
+def test_adapters_that_peft_made_compute_the_same(name, tmp_path):
+    """Also where one matrix of theirs is several of ours, which get an adapter each."""
+    from transformers import AutoModelForCausalLM
+
+    base = write_checkpoint(make_config(name), tmp_path / "base")
+    with open_checkpoint(base) as checkpoint:
+        export_model(checkpoint, tmp_path / "hf", tokenizer="none")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+    settings = {"use_rslora": True, "target_modules": "all-linear", "init_lora_weights": False}
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=2, **settings))
+    theirs.save_pretrained(tmp_path / "peft")
+    config = make_config(name, {"rank": 3, "alpha": 2 * 3**0.5})
+    values = read_adapters(tmp_path / "peft", config)
+    path = write_checkpoint(config, tmp_path / "adapted", known=values)
+    with open_model(path) as merged:
+        export_model(merged, tmp_path / "merged", tokenizer="none")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    tokens = torch.randint(0, 37, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, expected = get_logits(merged, tokens), get_logits(theirs, tokens)
+    assert_near(ours, expected, SUMS, size=float(expected.abs().max()))
+
+
+def test_a_folder_that_does_not_fit_is_refused(tmp_path):
+    def refuse(adapters, message, model=None, **settings):
+        (folder / "adapter_config.json").write_text(json.dumps({**saved, **settings}))
+        config = RunConfig(model={**SIZES, **LLAMA, **(model or {}), "adapters": adapters})
+        with pytest.raises(UserError, match=message):
+            read_adapters(folder, config)
+
+    adapters = {**ADAPTERS, "targets": ["query", "down"]}
+    folder = tmp_path / "peft"
+    with open_checkpoint(write_checkpoint(make_config("llama", adapters), tmp_path)) as checkpoint:
+        export_adapters(checkpoint, folder)
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    family = {"family": "llama"}
+    refuse({**adapters, "rank": 4}, r"rank 3 and alpha 6, and .* rank 4 and alpha 6", family)
+    refuse({**adapters, "alpha": 3}, r"use model.adapters.rank=3 model.adapters.alpha=6", family)
+    refuse(adapters, r"q_proj.lora_A.* \[3, 16\], .* \[3, 24\]: it is an", {**family, "hidden": 24})
+    fewer, more = {**adapters, "targets": ["down"]}, {**adapters, "targets": ["query", "mlp.*"]}
+    refuse(fewer, r"has 4 factors; the file has besides them 4, the first .*q_proj", family)
+    refuse(more, r"has 16 factors; the file lacks 8, the first .*gate_proj", family)
+    for settings, message in (
+        ({"use_dora": True}, "use_dora=True is not known here"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern=.*q_proj"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa changes the base"),
+        ({"peft_type": "IA3"}, "peft_type=IA3 is no low-rank adapter"),
+        ({"r": "3"}, "r and lora_alpha are no numbers"),
+        ({"something_new": 1}, "something_new=1 is not known"),
+    ):
+        refuse(adapters, message, family, **settings)
 
 
 def test_names_are_short_where_all_modules_have_adapters(tmp_path):

@@ -1,0 +1,207 @@
+"""Reads adapters that peft saved, as the values that a run's own adapters start from.
+
+Where a matrix of theirs stacks several of ours, each of our adapters gets their A and its own rows
+of their B, which is the same sum. Nothing of the folder is ignored: a setting that would change
+what is computed, a module without an adapter here, or the reverse, is refused by name.
+
+Shape legend: R rank, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaframe.architecture.adapted_weights import list_adapted_weights
+from megaframe.architecture.adapters import Adapter
+from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.spec import Box
+from megaframe.checkpoint.convert.huggingface.adapter_export import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    AdapterNames,
+    Rows,
+    find_adapters,
+    find_rows,
+    map_base,
+)
+from megaframe.checkpoint.convert.huggingface.read_files import (
+    TensorHeader,
+    check_finite,
+    check_type,
+    read_file_headers,
+    read_json,
+    read_stored_tensor,
+)
+from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, TensorPart
+from megaframe.config import RunConfig
+from megaframe.config.adapters import AdaptersConfig
+from megaframe.config.keys import format_value
+from megaframe.errors import UserError
+from megaframe.io.untrusted import make_printable
+
+_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights")
+_WITHOUT_EFFECT = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out"),
+    *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
+)
+"""Keys that say which modules have adapters, as the tensors do, how they were trained, or what a
+key that is refused would need. Any other one is refused if it says anything."""
+_MOST_RANKS = 1 << 20
+_FRESH = (True, False, "gaussian", "orthogonal", "eva")
+"""Initial values that leave the base as it is."""
+
+
+def read_adapters(folder: Path, config: RunConfig) -> dict[str, Tensor]:
+    """Return the values of all factors of a run's adapters, by the names of the parameters.
+
+    Args:
+        folder: What peft's `save_pretrained` wrote.
+        config: The run, whose model has adapters.
+
+    Raises:
+        UserError: If the folder cannot be read, or holds adapters of other matrices, of another
+            rank or scale, or of a kind that is not known here.
+    """
+    adapters = config.model.adapters
+    assert adapters is not None, "the config was not validated"
+    _check_settings(folder / CONFIG, adapters)
+    headers = read_file_headers(folder / WEIGHTS)
+    linears = list_adapted_weights(config.model)
+    whole = map_base(config.model, config.train, None)
+    adapted = [(tensor, found) for tensor in whole if (found := find_adapters(tensor, linears))]
+    _check_names(folder / WEIGHTS, headers, [_name_factors(tensor) for tensor, _ in adapted])
+    values: dict[str, Tensor] = {}
+    for tensor, found in adapted:
+        a, b = (headers[name] for name in _name_factors(tensor))
+        rows, columns = tensor.shape[::-1] if tensor.transposed else tensor.shape
+        _check_factor(a, (adapters.rank, columns))
+        _check_factor(b, (rows, adapters.rank))
+        _fill(values, tensor, found, linears, _read(a), _read(b))
+    return values
+
+
+def _check_settings(path: Path, adapters: AdaptersConfig) -> None:
+    """Raise `UserError` if adapters compute something else than those of a config."""
+    where, settings = make_printable(path), read_json(path)
+    if settings.get("peft_type") != "LORA":
+        kind = make_printable(str(settings.get("peft_type")))
+        raise UserError(f"{where}: peft_type={kind} is no low-rank adapter; use LORA")
+    if settings.get("init_lora_weights", True) not in _FRESH:
+        raise UserError(
+            f"{where}: init_lora_weights={make_printable(str(settings['init_lora_weights']))} "
+            "changes the base, which is not in this folder; convert it by peft first"
+        )
+    for key, value in settings.items():
+        if key not in (*_READ, *_WITHOUT_EFFECT) and value not in (None, False, "none", {}, []):
+            raise UserError(
+                f"{where}: {make_printable(key)}={make_printable(str(value))[:200]} is not known "
+                "here, where all adapters have one rank and scale, and no biases or magnitudes"
+            )
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if type(rank) is not int or not isinstance(alpha, int | float) or not 0 < rank < _MOST_RANKS:
+        raise UserError(f"{where}: r and lora_alpha are no numbers of an adapter")
+    alpha = alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
+    if rank != adapters.rank or not math.isclose(alpha, adapters.alpha):
+        raise UserError(
+            f"{where} has rank {rank} and alpha {alpha:g}, and model.adapters has rank "
+            f"{adapters.rank} and alpha {adapters.alpha:g}; use model.adapters.rank={rank} "
+            f"model.adapters.alpha={alpha!r}"
+        )
+
+
+def _name_factors(tensor: HuggingFaceTensor) -> tuple[str, str]:
+    """Return the names that peft has for A and B of a matrix of theirs."""
+    module = f"{PREFIX}{tensor.name.removesuffix('.weight')}"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def _check_names(
+    path: Path, headers: Mapping[str, TensorHeader], expected: Sequence[tuple[str, str]]
+) -> None:
+    """Raise `UserError` if a file has other tensors than these."""
+    names = {name for factors in expected for name in factors}
+    lacking, extra = sorted(names - set(headers)), sorted(set(headers) - names)
+    for kind, which in (("lacks", lacking), ("has besides them", extra)):
+        if which:
+            raise UserError(
+                f"{make_printable(path)}: model.adapters of this model has {len(names)} factors; "
+                f"the file {kind} {len(which)}, the first is {make_printable(which[0])}; use "
+                "model.adapters.targets and layers that name its modules"
+            )
+
+
+def _check_factor(header: TensorHeader, shape: tuple[int, ...]) -> None:
+    """Raise `UserError` if a factor has another shape."""
+    check_type(header.name, header)
+    if header.shape != shape:
+        raise UserError(
+            f"{make_printable(header.file)}: {make_printable(header.name)} has the shape "
+            f"{format_value(list(header.shape))}, and for this model it would be "
+            f"{format_value(list(shape))}: it is an adapter for another model"
+        )
+
+
+def _read(header: TensorHeader) -> Tensor:
+    values = read_stored_tensor(header)
+    check_finite(header.name, values, header.dtype)
+    return values
+
+
+def _fill(
+    values: dict[str, Tensor],
+    tensor: HuggingFaceTensor,
+    adapters: Mapping[AdapterNames, Adapter],
+    linears: Mapping[str, LinearSpec],
+    a_RI: Tensor,
+    b_OR: Tensor,
+) -> None:
+    """Put the factors of a matrix of theirs into those of ours.
+
+    Raises:
+        UserError: If a matrix of ours is several of theirs with different A.
+    """
+    blocks = b_OR.split([part.rows for part in tensor.parts])
+    for part, rows_OR in zip(tensor.parts, blocks, strict=True):
+        linear = linears.get(part.spec.name)
+        if linear is None:
+            continue
+        box_rows = _arrange(part, rows_OR)
+        for names, adapter, (of_box, of_b) in _list_adapters_of(part, adapters):
+            down, up = linear.make_factors(adapter)
+            a, b = (f"{name}.weight" for name in names)
+            own_a = a_RI.reshape(*down.outputs, *down.inputs)
+            if not values.setdefault(a, own_a).equal(own_a):
+                raise UserError(
+                    f"{make_printable(tensor.name)}: its lora_A differs from that of another "
+                    f"module, with which it is one matrix here, {a}; merge the adapter by peft"
+                )
+            shape = (*up.outputs, *up.inputs)
+            into = values.setdefault(b, torch.zeros(shape, dtype=b_OR.dtype))
+            into[of_b] = box_rows[of_box]
+
+
+def _list_adapters_of(
+    part: TensorPart, adapters: Mapping[AdapterNames, Adapter]
+) -> Iterator[tuple[AdapterNames, Adapter, Rows]]:
+    """Yield the adapters that have rows in a box of a weight, and where these are."""
+    prefix = part.spec.name.removesuffix("weight")
+    for names, adapter in adapters.items():
+        rows = find_rows(part, adapter) if names[0].startswith(prefix) else None
+        if rows is not None:
+            yield names, adapter, rows
+
+
+def _arrange(part: TensorPart, rows_OR: Tensor) -> Tensor:
+    """Return rows of B in the order and shape of a box's outputs, [*outputs, R]."""
+    outputs = len(part.box.shape) - part.spec.inputs
+    shape = (*part.box.shape[:outputs], rows_OR.shape[1])
+    offset = (*part.box.offset[:outputs], 0)
+    return replace(part, box=Box(offset, shape), offset=0.0).from_hugging_face(rows_OR)
