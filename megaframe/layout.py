@@ -11,22 +11,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
-from math import gcd, isqrt
+from math import gcd, isqrt, prod
 from typing import Protocol
 
 from megaframe.errors import TIMES, UserError, find_nearest_divisors, find_nearest_multiples
 
 DENSE_VIEW = ("tensor", "context", "data", "pipeline")
 EXPERT_VIEW = ("expert_tensor", "expert", "expert_data", "pipeline")
-DATA_PARTS = ("data_shard", "data_replicate")
-"""The two parts of `data`: ranks that shard one copy of the state (the faster index), and copies
-of it (the slower index)."""
+DATA_PARTS = ("data_shard", "data_replicate", "islands")
+"""The parts of `data`: ranks that shard one copy of the state (the fastest index), copies of it,
+and islands, which sum no gradients with each other (the slowest index)."""
 AXIS_SETS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("tensor",),
     ("data_shard", "context"),
     ("data_shard", "context", "tensor"),
     ("data_replicate",),
+    ("islands",),
     ("pipeline", "data_shard", "context", "tensor"),
     ("pipeline", "data", "context", "tensor"),
 )
@@ -67,14 +68,18 @@ class AxisSizes(Protocol):
     @property
     def data_replicate(self) -> int: ...
 
+    @property
+    def islands(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Layout:
     """The size of every axis.
 
-    Ranks are numbered with tensor fastest, then context, data, and pipeline slowest. For experts,
-    the tensor × context × data ranks of a stage are viewed as expert_tensor (fastest), expert, and
-    `expert_data`, the replicas of an expert.
+    Ranks are numbered with tensor fastest, then context, the data ranks of one island, pipeline,
+    and islands slowest, so that an island is consecutive ranks. `data` counts the data ranks of all
+    islands. For experts, the tensor × context × data ranks of a stage are viewed as expert_tensor
+    (fastest), expert, and `expert_data`, the replicas of an expert.
 
     Raises:
         UserError: For sizes that do not form a layout.
@@ -87,6 +92,7 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     data_replicate: int = 1
+    islands: int = 1
 
     def __post_init__(self) -> None:
         _raise_mistakes(find_layout_mistakes(asdict(self)))
@@ -112,7 +118,12 @@ class Layout:
     @property
     def data_shard(self) -> int:
         """Data ranks that shard one copy of the state."""
-        return self.data // self.data_replicate
+        return self.island_data // self.data_replicate
+
+    @property
+    def island_data(self) -> int:
+        """Data ranks of an island: those that sum gradients."""
+        return self.data // self.islands
 
     @property
     def expert_data(self) -> int:
@@ -122,12 +133,12 @@ class Layout:
     @property
     def expert_shard(self) -> int:
         """Replicas of an expert within one copy of the state."""
-        return self.expert_data // self.data_replicate
+        return self.expert_data // (self.data_replicate * self.islands)
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """Size of every axis of both views."""
-        return {axis: size for axis, (_, size) in self._compute_strides().items()}
+        return {axis: prod(size for _, size in parts) for axis, parts in self._divide().items()}
 
     def get_coordinate(self, rank: int) -> Mapping[str, int]:
         """Return the index of `rank` on each axis of the dense view."""
@@ -150,33 +161,34 @@ class Layout:
             ValueError: For an index outside of its axis and for axes of two views.
         """
         _check_view(coordinate)
-        strides = self._compute_strides()
+        parts, rank = self._divide(), 0
         for axis, index in coordinate.items():
-            if not 0 <= index < strides[axis][1]:
-                raise ValueError(f"{axis}={index} is outside of 0..{strides[axis][1] - 1}")
-        return sum(index * strides[axis][0] for axis, index in coordinate.items())
+            if not 0 <= index < prod(size for _, size in parts[axis]):
+                raise ValueError(f"{axis}={index} is outside of 0..{self.sizes[axis] - 1}")
+            for stride, size in parts[axis]:
+                rank += index % size * stride
+                index //= size
+        return rank
 
     def list_members(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks whose coordinate differs from that of `rank` only on `axes`, including
         `rank`, in ascending order (fastest axis first).
 
-        The view is the one that `axes` belong to. `data` is `data_shard` and `data_replicate`.
+        The view is the one that `axes` belong to. `data` is `data_shard`, `data_replicate` and
+        `islands`.
         """
         self._check_rank(rank)
-        strides = self._compute_strides()
-        strides_of_axes = [strides[axis] for axis in _check_view(axes)]
-        first = rank - sum(rank // stride % size * stride for stride, size in strides_of_axes)
+        parts = self._list_parts(axes)
+        first = rank - sum(rank // stride % size * stride for stride, size in parts)
         return tuple(first + offset for offset in self._list_offsets(axes))
 
     def list_groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return the distinct `list_members(rank, *axes)`: a partition of the world."""
-        strides = self._compute_strides()
-        strides_of_axes = [strides[axis] for axis in _check_view(axes)]
-        offsets = self._list_offsets(axes)
+        parts, offsets = self._list_parts(axes), self._list_offsets(axes)
         firsts = (
             rank
             for rank in range(self.world)
-            if all(rank // stride % size == 0 for stride, size in strides_of_axes)
+            if all(rank // stride % size == 0 for stride, size in parts)
         )
         return tuple(tuple(first + offset for offset in offsets) for first in firsts)
 
@@ -187,39 +199,55 @@ class Layout:
             text += " = " + TIMES.join(axes)
         if self.data_replicate > 1:
             text += f" (data = shard {self.data_shard}{TIMES}replicate {self.data_replicate})"
+        if self.islands > 1:
+            text += f" in {self.islands} islands"
         if self.expert > 1 or self.expert_tensor > 1:
             experts = [f"{axis} {self.sizes[axis]}" for axis in EXPERT_VIEW[:3]]
             text += "; experts: " + TIMES.join(experts) + " per stage"
         return text
 
-    def _compute_strides(self) -> dict[str, tuple[int, int]]:
-        """Return (distance in ranks between neighbours, size) of every axis."""
+    def _divide(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Return the parts of every axis, the fastest first, as (distance in ranks between
+        neighbours, size)."""
         context = self.tensor
         data = context * self.context
-        pipeline = data * self.data
+        pipeline = data * self.island_data
+        experts = self.expert_tensor * self.expert
+        islands = ((pipeline * self.pipeline, self.islands),) if self.islands > 1 else ()
         return {
-            "tensor": (1, self.tensor),
-            "context": (context, self.context),
-            "data": (data, self.data),
-            "data_shard": (data, self.data_shard),
-            "data_replicate": (data * self.data_shard, self.data_replicate),
-            "pipeline": (pipeline, self.pipeline),
-            "expert_tensor": (1, self.expert_tensor),
-            "expert": (self.expert_tensor, self.expert),
-            "expert_data": (self.expert_tensor * self.expert, self.expert_data),
-            "expert_shard": (self.expert_tensor * self.expert, self.expert_shard),
+            "tensor": ((1, self.tensor),),
+            "context": ((context, self.context),),
+            "data": ((data, self.island_data), *islands),
+            "data_shard": ((data, self.data_shard),),
+            "data_replicate": ((data * self.data_shard, self.data_replicate),),
+            "islands": islands,
+            "pipeline": ((pipeline, self.pipeline),),
+            "expert_tensor": ((1, self.expert_tensor),),
+            "expert": ((self.expert_tensor, self.expert),),
+            "expert_data": ((experts, self.expert_data // self.islands), *islands),
+            "expert_shard": ((experts, self.expert_shard),),
         }
 
     def _compute_coordinate(self, rank: int, view: tuple[str, ...]) -> Mapping[str, int]:
         self._check_rank(rank)
-        strides = self._compute_strides()
-        return {axis: rank // strides[axis][0] % strides[axis][1] for axis in view}
+        coordinate, all_parts = {}, self._divide()
+        for axis in view:
+            index, times = 0, 1
+            for stride, size in all_parts[axis]:
+                index += rank // stride % size * times
+                times *= size
+            coordinate[axis] = index
+        return coordinate
+
+    def _list_parts(self, axes: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Return (distance in ranks between neighbours, size) of all parts of `axes`."""
+        parts = self._divide()
+        return [part for axis in _check_view(axes) for part in parts[axis]]
 
     def _list_offsets(self, axes: tuple[str, ...]) -> list[int]:
         """Return the distance from the first member of a group over `axes` to each member,
         ascending."""
-        strides = self._compute_strides()
-        steps = [range(0, strides[a][0] * strides[a][1], strides[a][0]) for a in _check_view(axes)]
+        steps = [range(0, stride * size, stride) for stride, size in self._list_parts(axes)]
         return sorted(sum(step) for step in product(*steps))
 
     def _check_rank(self, rank: int) -> None:
@@ -295,7 +323,7 @@ def _check_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
     if not dense and not named <= {*EXPERT_VIEW, "expert_shard"}:
         raise ValueError(f"axes {sorted(named)} are not of one view: {DENSE_VIEW} or {EXPERT_VIEW}")
     if "data" in named and named & {*DATA_PARTS}:
-        raise ValueError("axis data already holds data_shard and data_replicate")
+        raise ValueError(f"axis data already holds {', '.join(DATA_PARTS)}")
     return named
 
 
@@ -305,7 +333,8 @@ def _raise_mistakes(mistakes: list[str]) -> None:
 
 
 def find_layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
-    """Return why `sizes`, one per axis and `data_replicate`, cannot be a layout; empty if valid."""
+    """Return why `sizes`, one per axis, `data_replicate` and `islands`, cannot be a layout; empty
+    if valid."""
     mistakes = [
         f"parallel.{axis}={size} must be a whole number >= 1"
         for axis, size in sizes.items()
@@ -313,11 +342,20 @@ def find_layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
     ]
     if mistakes:
         return mistakes
-    data, replicas = sizes["data"], sizes["data_replicate"]
-    if data % replicas:
+    data, replicas, islands = sizes["data"], sizes["data_replicate"], sizes["islands"]
+    if data % islands:
         mistakes.append(
-            f"parallel.data_replicate={replicas} does not divide parallel.data={data}; "
-            f"use {find_nearest_divisors(data, replicas)}"
+            f"parallel.islands={islands} does not divide parallel.data={data}; "
+            f"use {find_nearest_divisors(data, islands)}"
+        )
+        return mistakes
+    if data // islands % replicas:
+        ranks = f"parallel.data={data}"
+        if islands > 1:
+            ranks = f"the {data // islands} data ranks of each of parallel.islands={islands}"
+        mistakes.append(
+            f"parallel.data_replicate={replicas} does not divide {ranks}; "
+            f"use {find_nearest_divisors(data // islands, replicas)}"
         )
     stage = sizes["tensor"] * sizes["context"] * data
     of_a_stage = f"the {stage} ranks of a stage ({TIMES.join(('tensor', 'context', 'data'))})"
@@ -333,12 +371,22 @@ def find_layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
             f"divide {of_a_stage}; use "
             f"parallel.expert={find_nearest_divisors(stage // expert_tensor, expert)}"
         )
-    elif data % replicas == 0 and stage // replicas % (expert * expert_tensor):
+    elif stage // islands % (expert * expert_tensor):
         mistakes.append(
             f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
-            f"divide the {stage // replicas} ranks of a stage that hold one of "
+            f"divide the {stage // islands} ranks of a stage in each of "
+            f"parallel.islands={islands}; use parallel.islands="
+            f"{find_nearest_divisors(gcd(stage // (expert * expert_tensor), data), islands)}"
+        )
+    elif data // islands % replicas == 0 and stage // islands // replicas % (
+        expert * expert_tensor
+    ):
+        copies = gcd(stage // islands // (expert * expert_tensor), data // islands)
+        mistakes.append(
+            f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
+            f"divide the {stage // islands // replicas} ranks of a stage that hold one of "
             f"parallel.data_replicate={replicas} copies; use parallel.data_replicate="
-            f"{find_nearest_divisors(gcd(stage // (expert * expert_tensor), data), replicas)}"
+            f"{find_nearest_divisors(copies, replicas)}"
         )
     return mistakes
 
@@ -346,7 +394,7 @@ def find_layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
 def count_fewest_ranks(parallel: AxisSizes) -> int:
     """Return the smallest world that the axes can be a layout of."""
     stage, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
-    fewest = parallel.data_replicate * (experts // gcd(experts, stage))
+    fewest = parallel.islands * parallel.data_replicate * (experts // gcd(experts, stage))
     return stage * parallel.pipeline * (parallel.data or fewest)
 
 
@@ -367,6 +415,7 @@ def resolve_axis_sizes(parallel: AxisSizes, world: int) -> tuple[dict[str, int],
         "expert": parallel.expert,
         "expert_tensor": parallel.expert_tensor,
         "data_replicate": parallel.data_replicate,
+        "islands": parallel.islands,
     }
     mistakes = find_layout_mistakes(sizes)
     if other_ranks * data != world:

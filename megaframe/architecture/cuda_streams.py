@@ -43,7 +43,7 @@ def count_communicators(
         noise: Whether the noise of gradients is measured.
     """
     sizes = dict(resolve_axis_sizes(parallel, world)[0])
-    sizes["data_shard"] = sizes["data"] // parallel.data_replicate
+    sizes["data_shard"] = sizes["data"] // (parallel.data_replicate * parallel.islands)
     sizes["expert_shard"] = world  # not known without a layout
     axis_sets = _find_wide_axis_sets(AXIS_SETS, sizes)
     if model.moe is not None:

@@ -7,6 +7,7 @@ import math
 from megaframe.config.optim import OptimConfig
 from megaframe.config.part_calls import call_part
 from megaframe.config.parts import OptimizerPart
+from megaframe.config.sync import SyncConfig
 
 UPDATE_CHUNK = 1 << 23
 """Elements of a chunk that an update changes at once where that takes memory of its own."""
@@ -95,3 +96,11 @@ def offload_bytes_per_element(optim: OptimConfig, master: int, *, weights: bool)
     name = "adamw" if optim.name == "muon" else optim.name
     state = compute_state_bytes(optim.model_copy(update={"name": name}), master)
     return state + (master if weights else 0)
+
+
+def count_outer_copies(sync: SyncConfig) -> float:
+    """Return how many numbers in master precision a rank has of each of its own parameters for
+    other islands: the last synchronised weight, momentum and residual, and the difference that
+    travels of one fragment."""
+    kept = 1 + (sync.outer_momentum > 0) + (sync.compress != "none")
+    return kept + 1 / sync.fragments

@@ -6,6 +6,7 @@ Tensor ranks divide every product, so what moves over the tensor axis follows fr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megaframe.architecture.linear import Number
@@ -57,3 +58,27 @@ class AxisTraffic:
             width: Bytes of a value.
         """
         return self.backward * width + self.wide_backward * max(4, width)
+
+
+_SCALED_BLOCKS = {"fp16": 1024, "int8": 1024, "int4": 128}
+"""Elements that share a scale of 4 bytes."""
+_BITS = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
+
+
+def count_message_bytes(compress: str, length: int, width: int, share: float) -> int:
+    """Return the bytes of a message of `data_parallel.compression`.
+
+    Args:
+        compress: Name of the codec; `none` sends elements as they are.
+        length: Elements of the span.
+        width: Bytes of an element.
+        share: Of the elements, for codecs that send some.
+    """
+    if compress == "none":
+        return length * width
+    if compress in _BITS:
+        block = _SCALED_BLOCKS.get(compress)
+        scales = 0 if block is None else 4 * math.ceil(length / block)
+        return math.ceil(length * _BITS[compress] / 8) + scales
+    count = min(length, max(1, math.ceil(share * length)))
+    return 8 + count * width if compress == "randomk" else count * (4 + width)

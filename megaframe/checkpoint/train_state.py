@@ -58,6 +58,8 @@ class TrainState(BaseModel):
         callbacks: What the callbacks of the run remember, by name.
         gradient_noise: What was measured of the noise of gradients.
         base: What the adapters in the checkpoint belong to, if it has no other weights.
+        islands: State of the optimizer of each island; empty if there is one.
+        unmixed: Fragments that islands have pushed and not mixed into their weights yet.
         routines: What multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
             checkpoints of versions that did not record it.
     """
@@ -76,6 +78,8 @@ class TrainState(BaseModel):
     callbacks: dict[str, dict[str, JsonValue]] = {}
     gradient_noise: NoiseAverages = NoiseAverages()
     base: BaseWeights | None = None
+    islands: tuple[OptimizerState, ...] = ()
+    unmixed: tuple[int, ...] = ()
 
 
 def make_initial_train_state(config: RunConfig) -> TrainState:
@@ -148,14 +152,9 @@ def _describe_changed_extensions(saved: Mapping[str, str]) -> Iterator[str]:
 def _find_invalid_values(state: TrainState, step: int) -> Iterator[str]:
     """Yield what cannot be in the state of a run at `step`. A matching checksum does not make it
     true: anybody can compute one."""
-    optimizer, history = state.optimizer, state.history
-    for name, value in (("updates", optimizer.updates), ("good_steps", optimizer.good_steps)):
-        if not 0 <= value <= step:
-            yield f"optimizer.{name}={value} is not from 0 to {step}"
-    if not all(0 <= value <= optimizer.updates for value in optimizer.updates_before.values()):
-        yield f"optimizer.updates_before has numbers that are not from 0 to {optimizer.updates}"
-    if not 0 < optimizer.loss_scale < math.inf:
-        yield f"optimizer.loss_scale={optimizer.loss_scale} is not a number above 0"
+    history = state.history
+    for optimizer in (state.optimizer, *state.islands):
+        yield from _find_invalid_optimizer_values(optimizer, step)
     for name, firsts in (("left_out", history.left_out), ("failed", history.failed)):
         if not all(0 <= first < _MOST_SAMPLES for first in firsts):
             yield f"history.{name} has numbers that no sample has"
@@ -164,6 +163,17 @@ def _find_invalid_values(state: TrainState, step: int) -> Iterator[str]:
         yield f"gradient_noise.measurements={noise.measurements} is not from 0 to {step}"
     if not math.isfinite(noise.squared_norm) or not math.isfinite(noise.variance):
         yield "gradient_noise has numbers that are not finite"
+
+
+def _find_invalid_optimizer_values(optimizer: OptimizerState, step: int) -> Iterator[str]:
+    """Yield what cannot be in the state of an optimizer at `step`."""
+    for name, value in (("updates", optimizer.updates), ("good_steps", optimizer.good_steps)):
+        if not 0 <= value <= step:
+            yield f"optimizer.{name}={value} is not from 0 to {step}"
+    if not all(0 <= value <= optimizer.updates for value in optimizer.updates_before.values()):
+        yield f"optimizer.updates_before has numbers that are not from 0 to {optimizer.updates}"
+    if not 0 < optimizer.loss_scale < math.inf:
+        yield f"optimizer.loss_scale={optimizer.loss_scale} is not a number above 0"
 
 
 def find_restarted(

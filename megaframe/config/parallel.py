@@ -47,6 +47,10 @@ class ParallelConfig(Section):
     """Data-parallel ranks. They split the batch. Default: the ranks left over by the other axes."""
     data_replicate: Positive = 1
     """Number of replicas of a shard group (hybrid sharding); divides `data`."""
+    islands: Positive = 1
+    """Islands of data ranks for slow links: gradients are summed within an island only, and the
+    section `sync` says how islands exchange weights. Divides `data`. An island is consecutive
+    ranks, and with `data_replicate` each island has that many replicas."""
     expert: Positive = 1
     """Expert-parallel ranks. They split the experts."""
     expert_tensor: Positive = 1
@@ -67,13 +71,17 @@ class ParallelConfig(Section):
     """Type in which gradients are reduced. `master` keeps their own type. `bf16` sends half the
     bytes and sums in master precision, over many ranks in steps, which round once each; with
     `zero=0` the sums come back in bf16."""
-    compress: Literal["none", "int8", "topk", "powersgd"] = "none"
+    compress: Literal[
+        "none", "fp16", "int8", "int4", "topk", "randomk", "threshold", "powersgd"
+    ] = "none"
     """Gradient compression for matrices, between replicas, or between all data ranks if there is
-    one replica: `int8` in blocks, `topk` the largest elements, `powersgd` low-rank factors. The
-    compression error is added to the next step's gradients."""
+    one replica: `fp16`, `int8` and `int4` in blocks with a scale each, `topk` the largest elements,
+    `randomk` as many at random, `threshold` the elements that are large beside the root mean
+    square, at most as many, `powersgd` low-rank factors. The compression error is added to the next
+    step's gradients."""
     compress_keep: Annotated[float, Field(gt=0)] | None = None
-    """How much of a gradient is sent. topk: share of its elements, 0.01 by default. powersgd:
-    number of columns of the factors, 4 by default."""
+    """How much of a gradient is sent. topk, randomk, threshold: share of its elements (threshold:
+    at most), 0.01 by default. powersgd: number of columns of the factors, 4 by default."""
     bucket_size: Positive | Literal["auto"] = "auto"
     """Elements of a rank's matrices that are at least reduced, updated and gathered together, in
     whole blocks; half a block if that has as many. `auto`: as many as balance the latency of the

@@ -22,6 +22,7 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.config.parts import CallbackPart, LossPart, SinkPart
 from megaframe.config.registry import Extensible
 from megaframe.config.section import NonNegative, Positive, Section
+from megaframe.config.sync import SyncConfig
 
 
 class RunSection(Section):
@@ -326,6 +327,8 @@ class RunConfig(Section):
     """Architecture."""
     parallel: ParallelConfig = ParallelConfig()
     """How the ranks divide the work."""
+    sync: SyncConfig = SyncConfig()
+    """How islands of data ranks train together."""
     train: TrainConfig = TrainConfig()
     """Steps, batches, precision and evaluation."""
     optim: OptimConfig = OptimConfig()

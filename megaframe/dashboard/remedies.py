@@ -31,6 +31,8 @@ _ADVICE = {
     "communication/pipeline": "messages between stages are slow: put neighbours on a faster link",
     "communication/data": "waits for data ranks: a larger train.global_batch, parallel.zero=1 "
     "instead of 3, or parallel.data_replicate where some links are slow",
+    "communication/islands": "waits for other islands: a larger sync.delay or sync.every, "
+    "sync.compress=int4, or more sync.fragments",
     "communication/expert": "waits for experts: a parallel.dispatch that suits the links, "
     "parallel.expert_overlap=true with a pipeline, or a smaller parallel.expert",
 }

@@ -135,8 +135,9 @@ class Loader:
 
     Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank (p //
     microbatch) % data_ranks, so the batch has the same samples in the same order for any number of
-    ranks. The config must have passed the checks of `megaframe.validate` for this number of ranks,
-    which ensure that batch sizes and ramp are divisible.
+    ranks. Islands each have one piece of the batch, which their ranks divide like this. The config
+    must have passed the checks of `megaframe.validate` for this number of ranks, which ensure that
+    batch sizes and ramp are divisible.
 
     Args:
         config: The run.
@@ -335,8 +336,11 @@ class Loader:
         size = self.compute_global_batch(before.samples)
         limits = self._dataset.find_limits(before.blend.consumed, size)
         sources, numbers, after = before.take(size, limits)
-        positions = np.arange(size).reshape(-1, self._ranks, microbatch)
-        positions_N = positions[:, self._rank].reshape(-1)
+        islands = self._config.parallel.islands
+        island, rank = divmod(self._rank, self._ranks // islands)
+        # An island's share is one piece of the batch, so its ranks may be any number.
+        positions = np.arange(size).reshape(islands, -1, self._ranks // islands, microbatch)
+        positions_N = positions[island, :, rank].reshape(-1)
         batch = self._dataset.read(
             sources[positions_N], numbers[positions_N], before.samples + positions_N
         )

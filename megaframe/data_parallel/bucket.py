@@ -189,6 +189,13 @@ class Bucket:
         # At stage 0 all ranks hold the whole sum, but each still owns a part of it.
         return get_own_part(self.grad_sums, self.sharding.shard)
 
+    @property
+    def owned_weights(self) -> Tensor:
+        """This rank's part of the weights, which no other rank of the same copy saves."""
+        return (
+            self.weights if self.sharding.stage else get_own_part(self.weights, self.sharding.shard)
+        )
+
     def initialize_weights(self, seed: int) -> None:
         """Set the initial weights and nothing else; `publish_weights` makes them values."""
         for parameter, box, weights in self.iterate_pieces(self.weights, self.master_span):
@@ -341,6 +348,17 @@ class Bucket:
             # The only rounding: gathers send these bits, so all ranks compute with the same values.
             self.rounded.copy_(self.weights)
         self.gather()
+
+    def spread_owned_weights(self) -> None:
+        """Bring this rank's part of the weights, which code other than the optimizer has changed,
+        to all ranks that have it, and publish them."""
+        shard = self.sharding.shard
+        if self.sharding.stage == 0 and shard.size > 1:
+            whole = self.weights.to(self.device)
+            all_gather_(whole, shard).wait()
+            if self.offloaded:
+                self.weights.copy_(whole)
+        self.publish_weights()
 
     def gather(self) -> None:
         """Start bringing updated weights to where the model computes; at stage 3 release the values

@@ -26,7 +26,7 @@ from megaframe.parameters.parameter import Module, Parameter, Precision
 
 _TABLES = ("embedding", "head")
 """Roles of parameters that are used only at one end of the model."""
-_VECTORS = ("gain", "bias", "balance")
+VECTORS = ("gain", "bias", "balance")
 """Roles of parameters that are so small that ranks keep their values whole at any ZeRO stage."""
 _SHARDS = {"data": "data_shard", "expert_data": "expert_shard"}
 """For an axis, the name of its ranks within one copy of the state."""
@@ -97,7 +97,7 @@ class BucketLayout:
     def _lay_out_stage(self, stage: int, units: Sequence[Module]) -> None:
         """Make buckets for the parameters of a stage that no earlier stage has."""
         # Gains and biases come first, because the first block waits for them.
-        vectors = {p: None for u in units for p in u.parameters() if p.spec.role in _VECTORS}
+        vectors = {p: None for u in units for p in u.parameters() if p.spec.role in VECTORS}
         buckets = self._make_buckets(list(vectors))
         self.vectors_of[stage] = [bucket for bucket in buckets if bucket.trained]
         self._bucket_of |= {p: bucket for bucket in buckets for p in bucket.parameters}
@@ -157,8 +157,8 @@ class BucketLayout:
         stage = self._parallel.zero
         shard_axes = (_SHARDS.get(axis, axis) for axis in spec.find_reduction_axes(sizes))
         precision = self._precision
-        reducer = ReducerConfig.from_parallel(self._parallel, compress=spec.role not in _VECTORS)
-        if spec.role in _VECTORS:
+        reducer = ReducerConfig.from_parallel(self._parallel, compress=spec.role not in VECTORS)
+        if spec.role in VECTORS:
             # Autograd saves gains and biases, so their values may not be withdrawn.
             stage = min(stage, 1)
         if spec.role == "balance":  # its gradients are counts, which all ranks need exactly
@@ -236,7 +236,7 @@ def _count_matrix_elements(block: Module, mesh: Mesh) -> tuple[int, int]:
     in_second = set() if block.second_half is None else {*block.second_half.parameters()}
     second_half = first_half = 0
     for p in block.parameters():
-        size = 0 if p.spec.role in _VECTORS else p.spec.find_local_box(first, sizes).size
+        size = 0 if p.spec.role in VECTORS else p.spec.find_local_box(first, sizes).size
         second_half, first_half = (
             (second_half + size, first_half) if p in in_second else (second_half, first_half + size)
         )

@@ -9,7 +9,7 @@ import torch
 
 from megaframe.config.parallel import ParallelConfig
 from megaframe.data_parallel.buffers import BufferPool
-from megaframe.data_parallel.compression import Bf16Codec, Int8Codec, TopKCodec
+from megaframe.data_parallel.compression import DEFAULT_SHARE, Bf16Codec, make_codec
 from megaframe.data_parallel.gradient_reducer import (
     CompressedReducer,
     GradientReducer,
@@ -26,13 +26,13 @@ class ReducerConfig:
     Attributes:
         precision: Type of gradients that are not compressed.
         compress: How gradients are compressed that travel over slow links.
-        share: Share of elements that topk sends.
+        share: Share of elements that topk, randomk and threshold send.
         rank: Columns of the factors of powersgd.
     """
 
     precision: Literal["master", "bf16"] = "master"
-    compress: Literal["none", "int8", "topk", "powersgd"] = "none"
-    share: float = 0.01
+    compress: str = "none"
+    share: float = DEFAULT_SHARE
     rank: int = 4
 
     @classmethod
@@ -95,8 +95,7 @@ class ReducerConfig:
         # One row per rank: the residual doubles as the padded send buffer.
         padded = group.size * compute_part_length(length, group.size)
         residual = buffers.borrow(padded, dtype).zero_()
-        codec = Int8Codec() if self.compress == "int8" else TopKCodec(self.share)
-        return CompressedReducer(group, codec, residual)
+        return CompressedReducer(group, make_codec(self.compress, self.share), residual)
 
 
 UNCOMPRESSED = ReducerConfig()

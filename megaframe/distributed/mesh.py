@@ -59,8 +59,8 @@ class Mesh(ProcessGroups):
 
     Attributes:
         store: Shared by all ranks.
-        data_control_group: The data ranks, over separate connections on the host, for small values
-            that must not queue behind large transfers.
+        data_control_group: The data ranks of this rank's island, over separate connections on the
+            host, for small values that must not queue behind large transfers.
         before_close: Functions that `close` calls before it ends the groups.
     """
 
@@ -124,9 +124,8 @@ class Mesh(ProcessGroups):
         if check_collectives:
             self._desync_check = DesyncCheck(self.store, self.rank, self.progress)
         self.add_groups(axis_sets)
-        self.data_control_group = self._make_group(
-            ("data",), layout.list_groups("data"), backend="gloo"
-        )
+        axes = ("data",) if layout.islands == 1 else ("data_shard", "data_replicate")
+        self.data_control_group = self._make_group(axes, layout.list_groups(*axes), backend="gloo")
         if has_others:
             self._watchdog = self._make_watchdog()
             if self.nccl is not None:

@@ -94,8 +94,9 @@ class ProcessGroups:
 
     def _make_key(self, axes: Iterable[str]) -> frozenset[str]:
         """Return the key of the group over `axes`, the same for axis sets that give the same ranks:
-        `data_shard` without replicas is `data`, and `context` with one rank is left out."""
-        sharded_only = self.layout.data_replicate == 1
+        `data_shard` without replicas and islands is `data`, and `context` with one rank is left
+        out."""
+        sharded_only = self.layout.data_replicate == self.layout.islands == 1
         names = {"data" if axis == "data_shard" and sharded_only else axis for axis in axes}
         return frozenset(names) - (set() if self.layout.context > 1 else {"context"})
 

@@ -355,7 +355,7 @@ class Optimizer:
             for (_, name, _), norm in zip(self._owned_pieces, norms, strict=True)
             if not math.isfinite(norm)
         }
-        group = self._model_group
+        group = self._mesh.world
         # The smallest index wins; `group.size` means none.
         first = torch.tensor(group.index if nonfinite else group.size, device=self._mesh.device)
         first = all_reduce(first, group, "min").wait()

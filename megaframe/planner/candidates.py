@@ -89,11 +89,11 @@ class Candidates:
         selected = {name: column[index] for name, column in self.columns.items()}
         return Candidates(**selected, schedules=self.schedules)
 
-    def make_sizes(self, train: TrainConfig) -> LayoutSizes:
-        """Return the sizes for the cost arithmetic."""
+    def make_sizes(self, train: TrainConfig, islands: int) -> LayoutSizes:
+        """Return the sizes for the cost arithmetic, with this many islands."""
         sizes = {name: column for name, column in self.columns.items() if name != "schedule"}
         microbatches = train.global_batch // (self.microbatch * self.data)
-        return LayoutSizes(**sizes, microbatches=microbatches)
+        return LayoutSizes(**sizes, microbatches=microbatches, islands=islands)
 
     @property
     def columns(self) -> dict[str, Array]:
@@ -162,7 +162,8 @@ class SearchSpace:
         candidates = Candidates(
             t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule, schedules
         )
-        return candidates.select(_mask_useful_zero(candidates, self.fixed))
+        islands = self.config.parallel.islands
+        return candidates.select(_mask_useful_zero(candidates, islands, self.fixed))
 
     def make_config(self, candidates: Candidates, index: int) -> RunConfig:
         """Return the config with the layout of one of the candidates."""
@@ -201,6 +202,8 @@ class SearchSpace:
                     data = ranks_left // pipeline
                     if batch % data or fixed.get("data", data) != data:
                         continue
+                    if data % self.config.parallel.islands:
+                        continue
                     axes = tensor, context, pipeline, data
                     yield from self._enumerate_inner_axes(axes, batch // data)
 
@@ -211,8 +214,9 @@ class SearchSpace:
         rank."""
         tensor, context, pipeline, data = axes
         microbatches = tuple(size for size in _MICROBATCHES if samples % size == 0)
-        for replicas in self._list_replica_counts(tensor * context, data):
-            copy_ranks = tensor * context * data // replicas
+        island_data = data // self.config.parallel.islands
+        for replicas in self._list_replica_counts(tensor * context, island_data):
+            copy_ranks = tensor * context * island_data // replicas
             for expert, expert_tensor in self._list_expert_sizes(tensor, copy_ranks):
                 for microbatch in self._get_fixed_or("microbatch", microbatches):
                     if samples % microbatch == 0:
@@ -263,7 +267,8 @@ class SearchSpace:
         ]
 
     def _list_replica_counts(self, ranks_per_sample: int, data: int) -> tuple[int, ...]:
-        """Return the numbers of replicas to try. Each copy of the model is on whole nodes."""
+        """Return the numbers of replicas to try among the data ranks of an island. Each copy of the
+        model is on whole nodes."""
         if "data_replicate" in self.fixed:
             replicas = self.fixed["data_replicate"]
             return (replicas,) if data % replicas == 0 else ()
@@ -330,8 +335,8 @@ class SearchSpace:
         return not any(find_limit_mistakes(self.config.model, parallel, self.config.data))
 
 
-def _mask_useful_zero(c: Candidates, fixed: FixedKeys) -> Array:
+def _mask_useful_zero(c: Candidates, islands: int, fixed: FixedKeys) -> Array:
     """Return the mask of candidates without ZeRO, with other ranks to share with, or with ZeRO as
     given."""
-    alone = (c.data // c.data_replicate) * c.context == 1
+    alone = (c.data // (c.data_replicate * islands)) * c.context == 1
     return (c.zero == 0) | ~alone | ("zero" in fixed)

@@ -17,6 +17,7 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
+from megaframe.planner.island_times import compute_sync_bytes_per_element
 from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
 from megaframe.schedule import Action, ActionKind
 
@@ -26,9 +27,9 @@ _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 def compute_communication_bytes(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> Mapping[str, float]:
-    """Return the bytes over `tensor`, `context`, `data`, `pipeline`, `expert` and `expert_tensor`
-    of a rank with these stages and lowered actions. Over context and expert axes it is the mean of
-    their ranks, with equally loaded experts.
+    """Return the bytes over `tensor`, `context`, `data`, `pipeline`, `expert` and `expert_tensor`,
+    and over `islands` if there are several, of a rank with these stages and lowered actions. Over
+    context and expert axes it is the mean of their ranks, with equally loaded experts.
 
     "data" has the gradients and values of dense parameters, over data and context ranks. At ZeRO 3
     it counts every value in every pass; in fact blocks whose values are still present are not
@@ -71,6 +72,7 @@ def compute_communication_bytes(
         },
         "pipeline": messages * tokens * width / tensor,
         "data": _compute_data_bytes(config, layout, plans, microbatches),
+        **({"islands": _compute_island_bytes(config, layout, plans)} if layout.islands > 1 else {}),
     }
 
 
@@ -166,6 +168,20 @@ def _compute_data_bytes(
     gathers = 2 * microbatches if zero == 3 else 1
     matrices = reduced * scatters * wire + gathered * gathers * width
     return share * (matrices + vectors * (wire + width))
+
+
+def _compute_island_bytes(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> float:
+    """Return the bytes to other islands in the mean step: all parts of a message to their owners,
+    and the sums back. Gains and biases are sent as they are."""
+    sync, islands = config.sync, layout.islands
+    parameters = count_rank_parameters(
+        config.model, config.train, layout, plans, config.frozen_patterns
+    )
+    ranks, width = layout.data_shard * layout.context, max(4, DTYPE_BYTES[config.train.precision])
+    own = parameters.count_shard(ranks, layout.expert_shard)
+    vectors = parameters.vectors / ranks
+    matrices = compute_sync_bytes_per_element(sync, config.train.precision) * (own - vectors)
+    return 2 * (islands - 1) / islands * (matrices + width * vectors) / sync.every
 
 
 def _count_divided(parameters: RankParameters) -> int:

@@ -132,7 +132,7 @@ def _simulate_best(
     choices: list[LayoutChoice] = []
     simulated = 0
     passes = (
-        candidates.make_sizes(config.train).microbatches
+        candidates.make_sizes(config.train, config.parallel.islands).microbatches
         * candidates.pipeline
         * candidates.chunks
         * 3

@@ -34,6 +34,7 @@ class LayoutSizes:
         recompute: Index into `RECOMPUTE`.
         microbatch: Samples per microbatch.
         microbatches: Microbatches per step on each rank.
+        islands: The same for all layouts.
     """
 
     tensor: Number
@@ -48,6 +49,7 @@ class LayoutSizes:
     recompute: Number
     microbatch: Number
     microbatches: Number
+    islands: int = 1
 
     @property
     def world(self) -> Number:
@@ -57,7 +59,7 @@ class LayoutSizes:
     @property
     def shard(self) -> Number:
         """Number of ranks that shard one copy of the parameters outside the experts."""
-        return self.data * self.context // self.data_replicate
+        return self.data * self.context // (self.data_replicate * self.islands)
 
 
 def make_layout_sizes(parallel: ParallelConfig, train: TrainConfig, layout: Layout) -> LayoutSizes:
@@ -75,6 +77,7 @@ def make_layout_sizes(parallel: ParallelConfig, train: TrainConfig, layout: Layo
         recompute=RECOMPUTE.index(train.recompute),
         microbatch=train.microbatch,
         microbatches=train.global_batch // (train.microbatch * layout.data),
+        islands=layout.islands,
     )
 
 

@@ -115,6 +115,7 @@ class Machine:
         self.config, self.cluster, self.sizes = config, cluster, sizes
         self.constants, self.software = constants, constants.software
         self.tokens = sizes.microbatch * config.train.seq / sizes.context
+        stage = sizes.tensor * sizes.context * (sizes.data // sizes.islands)
         self.groups: dict[str, list[GroupLevel]] = {
             "tensor": self.make_group(1, sizes.tensor),
             "context": self.make_group(sizes.tensor, sizes.context),
@@ -123,8 +124,9 @@ class Machine:
             "replicas": self.make_group(sizes.tensor * sizes.shard, sizes.data_replicate),
             "expert": self.make_group(sizes.expert_tensor, sizes.expert),
             "expert_tensor": self.make_group(1, sizes.expert_tensor),
-            "next_stage": self.make_group(sizes.tensor * sizes.context * sizes.data, 2),
-            "pipeline": self.make_group(sizes.tensor * sizes.context * sizes.data, sizes.pipeline),
+            "next_stage": self.make_group(stage, 2),
+            "pipeline": self.make_group(stage, sizes.pipeline),
+            "islands": self.make_group(stage * sizes.pipeline, sizes.islands),
         }
 
     @cached_property
@@ -204,15 +206,17 @@ class Machine:
 
 
 def compute_axis_span(axis: str, layout: Layout) -> tuple[int, int]:
-    """Return (distance between neighbours, number of ranks) of an axis."""
+    """Return (distance between neighbours, number of ranks) of an axis; of `data` within an
+    island."""
     stride = {
         "tensor": 1,
         "context": layout.tensor,
         "data": layout.tensor * layout.context,
-        "pipeline": layout.tensor * layout.context * layout.data,
+        "pipeline": layout.tensor * layout.context * layout.island_data,
+        "islands": layout.world // layout.islands,
         "expert": layout.expert_tensor,
     }[axis]
-    return stride, layout.sizes[axis]
+    return stride, layout.island_data if axis == "data" else layout.sizes[axis]
 
 
 def find_outermost_tier(cluster: Cluster, stride: int, size: int) -> Tier:

@@ -19,6 +19,7 @@ from megaframe.architecture.optimizer_state import (
     compute_state_bytes,
     compute_update_bytes,
     count_moments,
+    count_outer_copies,
     offload_bytes_per_element,
 )
 from megaframe.architecture.output_head import (
@@ -53,6 +54,8 @@ class RankMemory:
         gradients: Including what compression has not sent yet.
         activations: What the backward passes of the microbatches in flight need.
         logits: One chunk.
+        islands: The last synchronised weights, the momentum of the outer optimizer, what
+            compression has not sent yet, and what travels.
         messages: In transit between stages.
         buffers: For arriving gradients on a CPU, and for offloaded data on its way through the
             device.
@@ -68,6 +71,7 @@ class RankMemory:
     optimizer: int
     activations: int
     logits: int
+    islands: int = 0
     messages: int = 0
     buffers: int = 0
     checkpoint: int = 0
@@ -182,6 +186,7 @@ class PlannedRank:
             optimizer=0 if self.is_offloaded else state,
             activations=activations,
             logits=logits,
+            islands=self._compute_outer_bytes(),
             messages=messages,
             buffers=self._compute_buffer_bytes(),
             checkpoint=self._compute_checkpoint_bytes(),
@@ -288,6 +293,13 @@ class PlannedRank:
         if not self.config.metrics.gradient_noise_every or self.config.parallel.context == 1:
             return 0
         return min(SUMMED_AT_ONCE, self.parameters.total)
+
+    def _compute_outer_bytes(self) -> int:
+        """Return the bytes of the outer state, of this rank's own part at any ZeRO stage."""
+        if self.config.parallel.islands == 1:
+            return 0
+        own = self.trained.count_shard(self.ranks, self.expert_ranks)
+        return math.ceil(own * count_outer_copies(self.config.sync)) * self.master
 
     def _compute_update_bytes(self) -> int:
         """Return the bytes that an update takes for itself."""

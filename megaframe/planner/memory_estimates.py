@@ -15,7 +15,7 @@ import numpy as np
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.embedding import describe_layer_embeddings, describe_position_table
 from megaframe.architecture.handed import count_mean_message_elements
-from megaframe.architecture.optimizer_state import compute_state_bytes
+from megaframe.architecture.optimizer_state import compute_state_bytes, count_outer_copies
 from megaframe.architecture.output_head import (
     FP32_PARTS,
     compute_loss_bytes_per_logit,
@@ -229,12 +229,13 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     vectors, split, replicated, shared, experts = (blocks.sum_blocks(name, full) for name in names)
     dense = vectors + split + replicated + shared + ends
     total = dense + experts
-    ranks = c.data * c.context // c.data_replicate
+    ranks = c.shard
     replicas = c.tensor * c.context * c.data // (c.expert * c.expert_tensor)
     shard = (vectors + split + ends) / ranks + replicated / (ranks * c.tensor)
     shard = shard + shared / (ranks * blocks.find_largest("copies"))
-    expert_ranks = np.maximum(1, replicas // c.data_replicate)
+    expert_ranks = np.maximum(1, replicas // (c.data_replicate * c.islands))
     shard = shard + experts / expert_ranks
+    outer = shard * count_outer_copies(config.sync) * master * (c.islands > 1)
     saved_shard, shard = shard - vectors / ranks, np.where(c.zero > 0, shard, total)
     # What a single rank has is never divided.
     is_divided = (
@@ -269,7 +270,7 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     gradients = np.where(c.zero >= 2, buffers + trained * (vectors + shard), trained * total)
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)
-    static = shard * master_and_state + values * width + gradients * master
+    static = shard * master_and_state + values * width + gradients * master + outer
     transient = _estimate_transient_bytes(
         config.model, config.train, rank, get_max_logits_per_chunk(host=chip.is_host)
     )

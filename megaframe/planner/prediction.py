@@ -45,6 +45,7 @@ from megaframe.planner.data_parallel_times import (
     resolve_bucket_size,
 )
 from megaframe.planner.goodput import estimate_straggler_share
+from megaframe.planner.island_times import estimate_exposed_sync_seconds, explain_islands
 from megaframe.planner.layer_times import (
     estimate_block_times,
     estimate_embedding_times,
@@ -59,7 +60,7 @@ from megaframe.planner.machine import (
     find_outermost_tier,
 )
 from megaframe.planner.memory import RankMemory
-from megaframe.planner.parameter_counts import list_layer_kinds
+from megaframe.planner.parameter_counts import count_rank_parameters, list_layer_kinds
 from megaframe.planner.peak_memory import compute_pipeline_memory, select_nonzero_kinds
 from megaframe.schedule import Schedule
 from megaframe.schedule.costs import ActionCosts
@@ -75,6 +76,7 @@ _AXES = {
     "expert": "expert ranks",
     "data": "data ranks",
     "pipeline": "pipeline ranks",
+    "islands": "islands",
 }
 
 
@@ -85,7 +87,8 @@ class Prediction:
     Attributes:
         step_seconds: Mean time of a step, including stragglers but not failures.
         breakdown: Seconds by part, which sum to `step_seconds`: compute; tensor, context, expert,
-            data, pipeline (exposed communication of each axis); bubble, optimizer, other.
+            data, pipeline and, if there are several, islands (exposed communication of each axis);
+            bubble, optimizer, other.
         mfu, hfu: Shares of the chip's dense peak, with causal attention counted as half; hfu
             includes recompute. None if no peak is known.
         tflops_per_gpu: Model TFLOP/s per GPU, with causal attention counted as half.
@@ -235,6 +238,15 @@ def _break_down_step(
     seconds["data"] = data
     seconds["bubble"] = step - work
     seconds["optimizer"] = update
+    if machine.sizes.islands > 1:
+        loads_of_ranks = (
+            _sum_loads(machine, [plans[stage] for stage in schedule.list_stages(number)], loads)
+            for number in range(len(timeline.work))
+        )
+        seconds["islands"] = max(
+            float(estimate_exposed_sync_seconds(machine, load, sum(seconds.values())))
+            for load in loads_of_ranks
+        )
     straggling = estimate_straggler_share(machine.cluster, float(machine.sizes.world))
     seconds["other"] = machine.software.step_kernels * machine.rate.launch + straggling * (
         step + data + update
@@ -252,20 +264,27 @@ def _estimate_end_of_step(
         loads: Parameters of every layer.
         compute: Seconds of one microbatch on the rank.
     """
+    load = _sum_loads(machine, plans, loads)
+    named = find_named_schedule(machine.config.parallel.schedule)
+    overlapped = count_overlapping_passes(machine.sizes, named is not None and named.is_looped)
+    data = float(estimate_exposed_exchange_seconds(machine, load, compute, overlapped))
+    return data, float(estimate_optimizer_seconds(machine, load))
+
+
+def _sum_loads(
+    machine: Machine, plans: Sequence[StagePlan], loads: Sequence[ParameterLoad]
+) -> ParameterLoad:
+    """Return the parameters of a rank's stages, given those of every layer."""
     tied = machine.config.model.tie_embeddings
     layers = [layer for plan in plans for layer in plan.blocks]
     tables = sum(plan.first + (plan.last and not (plan.first and tied)) for plan in plans)
     blocks = sum((loads[layer] for layer in layers), ParameterLoad())
-    load = replace(
+    return replace(
         blocks,
         tables=tables * count_table_elements(machine)
         + any(plan.first for plan in plans) * count_layer_table_elements(machine),
         buckets=count_buckets(machine, blocks.total, len(plans), len(layers)),
     )
-    named = find_named_schedule(machine.config.parallel.schedule)
-    overlapped = count_overlapping_passes(machine.sizes, named is not None and named.is_looped)
-    data = float(estimate_exposed_exchange_seconds(machine, load, compute, overlapped))
-    return data, float(estimate_optimizer_seconds(machine, load))
 
 
 def count_model_flops(config: RunConfig) -> tuple[float, float]:
@@ -364,6 +383,13 @@ def _explain_step(
             "what optim.frozen names is planned without gradients, optimizer state and products of "
             "weight gradients; its tables are exchanged as if they were trained"
         )
+    if layout.islands > 1:
+        parameters = count_rank_parameters(
+            config.model, config.train, layout, plan_stages(config), config.frozen_patterns
+        )
+        own = parameters.count_shard(layout.data_shard * layout.context, layout.expert_shard)
+        alone = step - breakdown["islands"]
+        yield explain_islands(machine, layout, own / layout.pipeline, alone)
     yield f"compute is {breakdown['compute'] / step:.0%} of the step of {step:.3g} s"
     for part in sorted(breakdown, key=lambda name: -breakdown[name]):
         share = breakdown[part] / step

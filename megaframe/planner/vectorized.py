@@ -31,6 +31,7 @@ from megaframe.planner.data_parallel_times import (
     estimate_optimizer_seconds,
 )
 from megaframe.planner.goodput import estimate_straggler_share
+from megaframe.planner.island_times import estimate_exposed_sync_seconds
 from megaframe.planner.layer_times import (
     estimate_block_times,
     estimate_embedding_times,
@@ -70,7 +71,8 @@ def estimate(space: SearchSpace, constants: Constants, candidates: Candidates) -
     rounds = []
     for start in range(0, len(candidates), _AT_ONCE):
         part = candidates.select(slice(start, start + _AT_ONCE))
-        machine = Machine(config, cluster, constants, part.make_sizes(config.train))
+        sizes = part.make_sizes(config.train, config.parallel.islands)
+        machine = Machine(config, cluster, constants, sizes)
         rounds.append(_estimate_round(machine, part.schedule_column))
     step, memory, fits = (
         np.concatenate([getattr(one_round, name) for one_round in rounds])
@@ -187,6 +189,9 @@ def _break_down_step(
     bubble = estimate_bubble_seconds(schedule, sizes, rank.combined)
     seconds["bubble"] = bubble + 2 * (sizes.pipeline - 1) * transfer
     seconds["optimizer"] = estimate_optimizer_seconds(machine, load)
+    if sizes.islands > 1:
+        step = sum(seconds.values())
+        seconds["islands"] = estimate_exposed_sync_seconds(machine, load, step)
     step = sum(seconds.values())
     straggling = estimate_straggler_share(machine.cluster, sizes.world)
     seconds["other"] = software.step_kernels * machine.rate.launch + straggling * step

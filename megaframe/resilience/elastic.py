@@ -48,9 +48,10 @@ def _list_candidates(parallel: ParallelConfig, world: int) -> Iterator[Mapping[s
         axes = dict(zip(_MODEL_AXES, shape, strict=True))
         ranks_per_replica = axes["tensor"] * axes["pipeline"] * axes["context"]
         for data in range(world // ranks_per_replica, 0, -1):
-            for replicas in reversed(list_divisors(data)):
-                if replicas <= parallel.data_replicate:
-                    yield {**axes, "data": data, "data_replicate": replicas}
+            for replicas, islands in product(reversed(list_divisors(data)), repeat=2):
+                if replicas <= parallel.data_replicate and islands <= parallel.islands:
+                    parts = {"data_replicate": replicas, "islands": islands}
+                    yield {**axes, "data": data, **parts}
 
 
 def _rank_shape(shape: tuple[int, ...], configured: list[int]) -> tuple[float, ...]:

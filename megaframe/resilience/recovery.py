@@ -236,7 +236,7 @@ class FaultHandler:
     def _judge(self, metrics: StepValues) -> bool:
         step = self._unjudged.popleft()
         self.exit_signal = self.exit_signal or int(metrics["agreed/told"])
-        finite = step.update.is_finite()
+        finite = not metrics["skipped"]  # of all islands, so that all ranks decide alike
         text = f"step {step.step}"
         if not finite:
             reason = self._describe_nonfinite(step.update, step.maxima, step.samples)

@@ -1,8 +1,9 @@
-"""Batches: the loader's steps, each with its number of valid tokens over all ranks, or the sum of
-the weights of their labels.
+"""Batches: the loader's steps, each with its number of valid tokens over all ranks of an island, or
+the sum of the weights of their labels.
 
 All gradients of a step are divided by that number, so it must be known when the step begins. It is
-known with the batch: without masks every token of the global batch is valid, and with masks the
+known with the batch: without masks every token of an island's share of the global batch is valid,
+and with masks the
 ranks sum the count of the next step while one runs.
 """
 
@@ -22,12 +23,14 @@ class Batches:
 
     Args:
         loader: That of this data rank.
-        data: The data ranks, over a group on the host, so that nothing waits for the device.
+        data: The data ranks of the island, over a group on the host, so that nothing waits for the
+            device.
         masked: Whether some tokens may have no label, so that ranks must count them.
+        islands: Number of islands, which divide the samples of a batch.
     """
 
-    def __init__(self, loader: Loader, data: Group, *, masked: bool) -> None:
-        self._loader, self._data, self._masked = loader, data, masked
+    def __init__(self, loader: Loader, data: Group, *, masked: bool, islands: int = 1) -> None:
+        self._loader, self._data, self._masked, self._islands = loader, data, masked, islands
         self._ahead: tuple[StepBatch, Pending[Tensor]] | None = None
         """The step that was looked at, and the sum of its valid tokens."""
 
@@ -62,7 +65,8 @@ class Batches:
 
     def _sum(self, batch: StepBatch) -> Pending[Tensor]:
         if not self._masked:
-            tokens = batch.samples * batch.microbatches[0].tokens_BS.shape[1]
+            samples = batch.samples // self._islands
+            tokens = samples * batch.microbatches[0].tokens_BS.shape[1]
             return Pending(torch.tensor(tokens, dtype=torch.float64))
         # Gloo's ring takes 2 (ranks - 1) messages, one after the other (gloo/allreduce.cc).
         return all_reduce(torch.tensor(batch.valid, dtype=torch.float64), self._data)

@@ -53,6 +53,7 @@ from megaframe.training.initialize_from import (
     load_adapters,
     match_weights,
 )
+from megaframe.training.island_checkpoint import IslandCheckpoint, remove_island
 from megaframe.training.phases import find_phase
 from megaframe.training.run_position import RunPosition
 from megaframe.training.train_step import TrainStep
@@ -96,6 +97,11 @@ class RunCheckpoint:
     ) -> None:
         self._config, self._checkpointer, self._loader = config, checkpointer, loader
         self._parameters, self._optimizer = train_step.sharded_parameters, train_step.optimizer
+        self._islands = IslandCheckpoint(
+            train_step.islands,
+            train_step.mesh,
+            {p.spec.name for bucket in self._parameters.trained for p in bucket.parameters},
+        )
         self._folder = Path(config.run.dir)
         self.initial_notes: tuple[str, ...] = ()
         self.base: BaseWeights | None = None
@@ -115,12 +121,14 @@ class RunCheckpoint:
         self._parameters.initialize_weights(self._config.run.seed)
         self._load_initial_weights()
         self._optimizer.begin()
+        self._islands.begin()
         return None
 
     def restore(self, source: Checkpoint) -> Restored:
         """Continue from a checkpoint, at the start or in the middle of a run. If a rank cannot read
         it, all ranks use the newest earlier one that all can read."""
         self._parameters.wait_for_values()
+        self._islands.abandon()
         error_text = ""
         try:
             restored = self._load(source)
@@ -130,6 +138,7 @@ class RunCheckpoint:
         if error_text:
             return self.restore(self._checkpointer.open_previous(source, error_text))
         self._optimizer.load_state(restored.state.optimizer)
+        self._islands.continue_from(restored.state)
         data_notes = self._loader.load(restored.state.data, restored.state.config.train.seq)
         return Restored(restored.step, restored.state, (*restored.notes, *data_notes))
 
@@ -157,7 +166,8 @@ class RunCheckpoint:
             if self.base is None or not is_of_base(part.name)
         ]
         residuals = self.list_compression_slices()
-        tensors, values = [*slices, *residuals], state.model_dump(mode="json")
+        tensors = [*self._islands.list_saved(slices), *residuals]
+        values = self._islands.complete_state(state).model_dump(mode="json")
         self._checkpointer.start_save(writer, step, tensors, values, note)
         if residuals or self._config.parallel.serial:  # residuals change before the update
             writer.wait_for_copy()
@@ -196,20 +206,22 @@ class RunCheckpoint:
             if state.base is not None:
                 self._load_base(state.base, [p for p in slices if is_of_base(p.name)], checkpoint)
                 slices = [part for part in slices if not is_of_base(part.name)]
-            self.base, saved = state.base, checkpoint.tensors
+            self.base, saved = state.base, {remove_island(name) for name in checkpoint.tensors}
             residuals = [part for part in self.list_compression_slices() if part.name in saved]
             owned = {(part.name, part.box) for part in self.list_slices(owned_only=True)}
             moments = self._optimizer.list_moments()
             was = state.config
             frozen = find_frozen_names(was.frozen_patterns, list_model_specs(was.model, was.train))
             restarted = find_restarted(moments, saved, frozen)
-            checkpoint.load([*prepare_slices(slices, saved, restarted), *residuals], owned)
+            prepared = [*prepare_slices(slices, saved, restarted), *residuals]
+            island_notes = [*self._islands.load(checkpoint, prepared, owned, state)]
             state.optimizer = state.optimizer.restart(moments, restarted)
             notes = [
                 *describe_resumption(
                     state.config, config, checkpoint.step, str(checkpoint), state.extensions
                 ),
                 *describe_missing_state(slices, saved),
+                *island_notes,
             ]
             if not residuals and any(name.startswith(COMPRESSION_PREFIX) for name in saved):
                 text = "the residual of gradient compression is dropped: it belongs to another "

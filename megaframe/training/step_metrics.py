@@ -110,7 +110,8 @@ class StepMetrics:
             step: Its number, counted from 1.
             result: What it computed on this rank.
             batch: What it computed with.
-            valid: Sum of the weights of the labels of the global batch, which divides all losses.
+            valid: Sum of the weights of the labels of this island's share of the global batch,
+                which divides all losses.
         """
         record, update = self.logger.record, result.update
         for note in self._loader.take_notes():
@@ -125,8 +126,11 @@ class StepMetrics:
                 "or a weight file masks them), so its loss is n/a, as that of any later step "
                 "without one"
             )
-        record("grad_norm", update.grad_norm, "last")
-        record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
+        # Islands differ: the line has their mean, and whether any of them has skipped the step.
+        alone = self._mesh.layout.islands == 1
+        record("grad_norm", update.grad_norm, "last" if alone else "mean")
+        skipped = (~torch.isfinite(update.grad_norm)).double()
+        record("skipped", skipped, "last" if alone else "max")
         record("lr", update.lr, "last")
         record("tokens", batch.samples * self._config.train.seq, "last")
         record("sources", torch.tensor(self._loader.consumed), "last")
@@ -138,6 +142,8 @@ class StepMetrics:
 
     def _record_means(self, step: int, result: StepResult, valid: float) -> None:
         """Record what is a mean over the tokens with a label; see `record`."""
+        # Summed over all ranks, each of these is the mean over islands.
+        valid *= self._mesh.layout.islands
         record, self._loss = self.logger.record, result.loss / valid
         record("loss", self._loss, "sum")
         if self._config.model.mtp_depth:

@@ -42,6 +42,7 @@ from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.compile import Compiled
 from megaframe.ops.fp8 import check_fp8
 from megaframe.ops.kernel_dispatch import make_kernels
+from megaframe.optim.islands import IslandSync
 from megaframe.optim.optimizer import Optimizer, UpdateResult
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.parameters.parameter import PRECISIONS
@@ -75,11 +76,13 @@ class TrainStep:
     """This rank's stages, their parameters and optimizer, and what runs them.
 
     Attributes:
+        mesh: This rank's groups.
         schedule: That of a full batch. All schedules of the run have the same `rank_of`.
         rank_of: The pipeline rank of each stage.
         stages: This rank's stages by index.
         sharded_parameters: Where the values and gradients of the stages are.
         optimizer: Updates them.
+        islands: Synchronises them with other islands; None if there is one.
         kernels: The kernels that the run uses.
         graph: Runs the passes as a CUDA graph; None without `train.cuda_graph`.
     """
@@ -105,7 +108,7 @@ class TrainStep:
             routines: What the plain code of layers is made of.
         """
         train, self._depth = config.train, config.model.mtp_depth
-        self._config, self._mesh = config, mesh
+        self._config, self.mesh = config, mesh
         self._time: Timer = time or (lambda part: nullcontext())
         self._trace: ActionTrace = trace or (lambda action, kind: nullcontext())
         full = train.global_batch // (train.microbatch * mesh.layout.data)
@@ -125,6 +128,12 @@ class TrainStep:
             config, mesh, units, groups.bucketing, tied
         )
         self.optimizer = Optimizer(config.optim, train, mesh, sharded, groups, kernels)
+        self.islands: IslandSync | None = None
+        if mesh.layout.islands > 1:
+            counterparts = mesh.group("islands")
+            self.islands = IslandSync(
+                config.sync, train.steps, counterparts, sharded, self.optimizer
+            )
         self.stages: Mapping[int, Stage] = {
             index: Stage(config, chunk, setup, sharded) for index, chunk in chunks.items()
         }
@@ -157,7 +166,7 @@ class TrainStep:
         self, model: ModelConfig, chunks: Mapping[int, ModelChunk]
     ) -> TiedEmbedding | None:
         """Make the links between stages. Returns the token embedding if another rank has it too."""
-        mesh, rank_of = self._mesh, self.rank_of
+        mesh, rank_of = self.mesh, self.rank_of
         ends = rank_of[0], rank_of[-1]
         shared = model.tie_embeddings or model.mtp_depth > 0
         twice = shared and ends[0] != ends[1]
@@ -185,7 +194,7 @@ class TrainStep:
 
         Args:
             microbatches: This data rank's, with whole samples.
-            step: Number of the step, on which random masks depend.
+            step: Number of steps done before, on which random masks and islands depend.
             scale: Gradients are those of scale * (sum of the losses).
             by_block: Record the largest magnitude of every block; then no CUDA graph is used.
             measured: Measure the gradients of small batches; then no CUDA graph is used either.
@@ -195,7 +204,7 @@ class TrainStep:
             microbatches = [look_ahead(microbatch, self._depth) for microbatch in microbatches]
         parts = self._select_context_parts(microbatches)
         if not isinstance(scale, Tensor):
-            scale = torch.full((), scale, dtype=torch.float64, device=self._mesh.device)
+            scale = torch.full((), scale, dtype=torch.float64, device=self.mesh.device)
         self.sharded_parameters.start_step(measured=measured)
         for stage in self.stages.values():
             stage.start_step(step)
@@ -205,6 +214,9 @@ class TrainStep:
             output = self._run_as_graph(self.graph, plan, parts, scale)
         update = self._update(plan)
         self._executor.wait_for_sends()
+        if self.islands is not None:
+            with self._time("optimizer"):
+                self.islands.end_step(step + 1)
         return StepResult(output.loss, output.mtp_loss, update, output.maxima, output.statistics)
 
     def _run_as_graph(
@@ -230,7 +242,7 @@ class TrainStep:
     def _update(self, plan: RankPlan) -> UpdateResult:
         """Update the weights, which is the last action of a rank's list."""
         action = plan.actions[-1].action
-        progress = self._mesh.progress
+        progress = self.mesh.progress
         progress.begin_part("", action, action.kind.value)
         with self._trace(action, action.kind.value), self._time("optimizer"):
             self.sharded_parameters.wait_for_gradients()
@@ -257,7 +269,7 @@ class TrainStep:
             The logits, in at least fp32, [rows, vocabulary]; None on ranks without the head. They
             are right on the first data rank; the others need not have any.
         """
-        x = self._compute_hidden_rows(microbatches, rows, counts=not self._mesh.coordinate["data"])
+        x = self._compute_hidden_rows(microbatches, rows, counts=not self.mesh.coordinate["data"])
         return None if x is None else self._compute_logits(x)
 
     def score(
@@ -298,7 +310,7 @@ class TrainStep:
         hidden_by_microbatch = self._executor.compute_hidden(plan.schedule, parts)
         if not hidden_by_microbatch:
             return None
-        mesh, stage = self._mesh, self.stages[len(self.rank_of) - 1]
+        mesh, stage = self.mesh, self.stages[len(self.rank_of) - 1]
         tensor, compute = mesh.group("tensor"), stage.precision.compute
         wide = torch.promote_types(compute, torch.float32)
         x = torch.zeros(rows, stage.config.model.hidden, dtype=wide, device=mesh.device)
@@ -319,7 +331,7 @@ class TrainStep:
         weight = stage.head.weight
         logits = own_logits.new_zeros(len(x_RH), weight.spec.shape[0])
         logits[:, weight.box.offset[0] :][:, : own_logits.shape[1]] = own_logits
-        return all_reduce(logits, self._mesh.group("tensor")).wait()
+        return all_reduce(logits, self.mesh.group("tensor")).wait()
 
     def _select_context_parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return this context rank's part of each microbatch."""

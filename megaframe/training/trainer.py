@@ -134,7 +134,10 @@ class Trainer:
         self.loader = Loader(config, data.index, data.size)
         check_same_streams(self.loader, mesh)
         self.batches = Batches(
-            self.loader, mesh.data_control_group, masked=self.loader.masks_labels
+            self.loader,
+            mesh.data_control_group,
+            masked=self.loader.masks_labels,
+            islands=mesh.layout.islands,
         )
         self._validator = Validator(config.train, mesh, self.loader, self.train_step.evaluate)
         self._evaluated: tuple[int, float | None] = (-1, None)

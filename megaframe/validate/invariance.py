@@ -14,6 +14,7 @@ from megaframe.config.schema import RunConfig
 def find_layout_dependence(config: RunConfig) -> Iterator[str]:
     """Yield each option of a config that makes answers depend on the layout: key, value, reason."""
     model, train, parallel, optim = config.model, config.train, config.parallel, config.optim
+    compressed = config.sync.compress != "none"
     if model.moe is not None and model.moe.capacity is not None:
         yield (
             f"model.moe.capacity={model.moe.capacity:g} (drops what an expert gets beyond this "
@@ -28,6 +29,13 @@ def find_layout_dependence(config: RunConfig) -> Iterator[str]:
         )
     if parallel.compress != "none":
         yield f"parallel.compress={parallel.compress} (leaves out some of what ranks sum)"
+    if parallel.islands > 1:
+        yield (
+            f"parallel.islands={parallel.islands} (sums gradients within each island only; layouts "
+            "of the ranks of an island do not matter"
+            + (f", but for sync.compress={config.sync.compress}" if compressed else "")
+            + ")"
+        )
     if optim.state == "int8":
         yield "optim.state=int8 (tensor ranks may cut the blocks that share a scale)"
     if optim.name == "lion" and model.qkv_bias:

@@ -38,6 +38,7 @@ from megaframe.validate.optim import (
 )
 from megaframe.validate.parametrisation import find_parametrisation_mistakes
 from megaframe.validate.pipeline import find_stage_mistakes, find_step_schedule_mistakes
+from megaframe.validate.sync import find_sync_mistakes
 from megaframe.validate.tensor_parallel import find_chunk_mistakes, find_node_crossing_warning
 from megaframe.validate.train import (
     find_batch_mistakes,
@@ -102,6 +103,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
             else ()
         ),
         *find_compression_mistakes(config.parallel, config.train),
+        *find_sync_mistakes(config),
         *find_precision_mistakes(config.train),
         *find_loss_mistakes(config.train, config.kernels),
         *find_sample_mistakes(config.train, config.data),

@@ -143,6 +143,10 @@ def find_precision_mistakes(train: TrainConfig) -> Iterator[str]:
         )
 
 
+SPARSE_CODECS = ("topk", "randomk", "threshold")
+"""Compressions that send some of the elements."""
+
+
 def find_compression_mistakes(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield a message for each mistake in `parallel.compress` and `parallel.compress_keep`."""
     precision = train.precision
@@ -155,12 +159,12 @@ def find_compression_mistakes(parallel: ParallelConfig, train: TrainConfig) -> I
     keep = parallel.compress_keep
     if keep is None:
         return
-    if parallel.compress not in ("topk", "powersgd"):
+    if parallel.compress not in (*SPARSE_CODECS, "powersgd"):
         yield (
             f"parallel.compress_keep={keep:g} has no effect with {name}; leave it out, or use "
-            "parallel.compress=topk or powersgd"
+            f"parallel.compress={', '.join(SPARSE_CODECS)} or powersgd"
         )
-    elif parallel.compress == "topk" and keep > 1:
+    elif parallel.compress in SPARSE_CODECS and keep > 1:
         yield (
             f"parallel.compress_keep={keep:g} is more than all elements, of which {name} sends a "
             "share; use 1 or less"

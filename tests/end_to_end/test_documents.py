@@ -41,6 +41,7 @@ GUIDES = (
     "batch",
     "tensor",
     "experts",
+    "islands",
     "checkpoints",
     "plan",
     "theory",

@@ -116,7 +116,7 @@ def test_the_switch_has_eight_mlps_in_every_other_layer():
     assert count_parameters(specs) == active + 6 * 7 * 2 * 4 * hidden**2
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-moe"])
+@pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-islands"])
 def test_the_demos_are_small(name):
     assert 4e6 < count_active_parameters(list_specs(name)) < 6e6
 
@@ -128,6 +128,7 @@ def test_every_config_is_sound(path):
         config = load(str(path), ["data.sources=[{path: tokens}]"])
     parallel = config.parallel
     ranks = parallel.tensor * parallel.pipeline * parallel.context * parallel.expert
+    ranks *= parallel.islands
     validate_config(config, ranks)
     validate_config(config, 2 * ranks)
     assert config.run.dir == f"runs/{path.stem}"
@@ -136,4 +137,12 @@ def test_every_config_is_sound(path):
 
 def test_every_published_config_is_held_to_its_count():
     names = {path.stem for path in CONFIGS.glob("*.yaml")}
-    assert names == {*PUBLISHED, "gpt3-175b", "gpt2-124m-switch", "demo", "demo-moe", "demo-phases"}
+    assert names == {
+        *PUBLISHED,
+        "gpt3-175b",
+        "gpt2-124m-switch",
+        "demo",
+        "demo-moe",
+        "demo-phases",
+        "demo-islands",
+    }

@@ -25,8 +25,9 @@ sizes = st.sampled_from([1, 1, 2, 3, 4])
 @st.composite
 def draw_layout(draw):
     tensor, context, data, pipeline = (draw(sizes) for _ in range(4))
-    replicate = draw(st.sampled_from(list_divisors(data)))
-    copy = tensor * context * data // replicate
+    islands = draw(st.sampled_from(list_divisors(data)))
+    replicate = draw(st.sampled_from(list_divisors(data // islands)))
+    copy = tensor * context * data // islands // replicate
     expert = draw(st.sampled_from(list_divisors(copy)))
     return Layout(
         tensor,
@@ -36,10 +37,11 @@ def draw_layout(draw):
         expert=expert,
         expert_tensor=draw(st.sampled_from(list_divisors(copy // expert))),
         data_replicate=replicate,
+        islands=islands,
     )
 
 
-SPLIT_DENSE_VIEW = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
+SPLIT_DENSE_VIEW = ("tensor", "context", "data_shard", "data_replicate", "pipeline", "islands")
 
 
 def list_subsets(axes):
@@ -98,11 +100,20 @@ def test_both_views_cover_the_same_ranks_of_a_stage(layout):
     dense = layout.list_groups("tensor", "context", "data")
     assert dense == layout.list_groups("expert_tensor", "expert", "expert_data")
     assert len(dense) == layout.pipeline
-    assert layout.list_groups("data") == layout.list_groups("data_shard", "data_replicate")
-    # Tensor is the fastest axis, and pipeline the slowest: a stage's ranks are consecutive.
+    parts = layout.list_groups("data_shard", "data_replicate", "islands")
+    assert layout.list_groups("data") == parts
+    # Tensor is the fastest axis, then pipeline and islands the slowest: the ranks of a stage of an
+    # island, and those of an island, are consecutive.
     assert layout.list_groups("tensor")[0] == tuple(range(layout.tensor))
-    stage = layout.world // layout.pipeline
-    assert dense == tuple(tuple(range(p * stage, (p + 1) * stage)) for p in range(layout.pipeline))
+    in_island = layout.list_groups("tensor", "context", "data_shard", "data_replicate")
+    stage = layout.world // (layout.pipeline * layout.islands)
+    assert in_island == tuple(
+        tuple(range(p * stage, (p + 1) * stage)) for p in range(layout.pipeline * layout.islands)
+    )
+    island = layout.world // layout.islands
+    for rank in range(layout.world):
+        place = layout.get_coordinate(rank)["data"]
+        assert place // layout.island_data == rank // island
 
 
 def test_order_of_the_axes_is_the_documented_one():

@@ -87,7 +87,7 @@ def _compare_traffic(
     """Yield the bytes moved, by axes. With several context ranks, gradients and values travel over
     context and data ranks together, so the plan's "data" is compared with "context+data". Keys that
     go around a ring are planned as the mean of its ranks."""
-    planned = dict(traffic)
+    planned = {axes: size for axes, size in traffic.items() if axes != "islands"}  # not each step
     if layout.data == 1:  # then gradients and values travel over context ranks alone
         planned["context"] += planned["data"]
     for axes, size in sorted(measured.traffic.items()):

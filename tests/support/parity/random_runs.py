@@ -34,7 +34,7 @@ RANKS = (1, *(2,) * 5, 3, *(4,) * 6, *(6,) * 2, *(8,) * 3, 5, 7)
 """Numbers of ranks; the more often one is here, the more often it is drawn."""
 AXES = ("data", "tensor", "context", "pipeline")
 NOT_PROMISED = {
-    "parallel": {"compress", "compress_keep", "reduce_precision"},
+    "parallel": {"compress", "compress_keep", "reduce_precision", "islands"},
     "train": {"precision", "fp8"},
     "model.moe": {"capacity"},
 }

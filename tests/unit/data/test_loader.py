@@ -31,6 +31,20 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_microbatch(paths, ranks,
                 assert batch.samples_B.tolist() == list(range(first, first + microbatch))
 
 
+@pytest.mark.parametrize(("ranks", "microbatch"), [(2, 4), (4, 1), (8, 1)])
+def test_the_share_of_an_island_does_not_depend_on_its_ranks(paths, ranks, microbatch):
+    """Islands have the halves of the batch that all have together."""
+    single_rank = Loader(make_config(paths), 0, 1)
+    config = make_config(paths, train={"microbatch": microbatch}).replace(parallel={"islands": 2})
+    loaders = [Loader(config, rank, ranks) for rank in range(ranks)]
+    for _ in range(4):
+        steps = [loader.next() for loader in loaders]
+        expected = list_samples([single_rank.next()])
+        half = ranks // 2
+        shares = [list_samples(steps[:half]), list_samples(steps[half:])]
+        assert shares == [expected[:4], expected[4:]]
+
+
 def test_labels_are_the_next_tokens_and_every_epoch_holds_every_sample_once(paths):
     config = make_config(paths[:1], train={"global_batch": 5})
     loader = Loader(config, 0, 1)
