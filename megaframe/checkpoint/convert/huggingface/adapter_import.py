@@ -173,7 +173,7 @@ def _fill(
         linear = linears.get(part.spec.name)
         if linear is None:
             continue
-        box_rows = _arrange(part, rows_OR)
+        box_rows = arrange_rows(part, rows_OR)
         for names, adapter, (of_box, of_b) in _list_adapters_of(part, adapters):
             down, up = linear.make_factors(adapter)
             a, b = (f"{name}.weight" for name in names)
@@ -199,7 +199,7 @@ def _list_adapters_of(
             yield names, adapter, rows
 
 
-def _arrange(part: TensorPart, rows_OR: Tensor) -> Tensor:
+def arrange_rows(part: TensorPart, rows_OR: Tensor) -> Tensor:
     """Return rows of B in the order and shape of a box's outputs, [*outputs, R]."""
     outputs = len(part.box.shape) - part.spec.inputs
     shape = (*part.box.shape[:outputs], rows_OR.shape[1])

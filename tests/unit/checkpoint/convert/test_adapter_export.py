@@ -13,11 +13,13 @@ import torch
 from slow_cases import slow
 from tolerances import assert_near
 
+from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.spec import Box
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface.adapter_export import export_adapters
-from megaframe.checkpoint.convert.huggingface.adapter_import import read_adapters
+from megaframe.checkpoint.convert.huggingface.adapter_import import arrange_rows, read_adapters
 from megaframe.checkpoint.convert.huggingface.model_folder import export_model
+from megaframe.checkpoint.convert.huggingface.tensors import TensorPart
 from megaframe.checkpoint.manifest import DTYPE_NAMES
 from megaframe.checkpoint.merged import open_model
 from megaframe.checkpoint.starting_weights import write_starting_weights
@@ -213,6 +215,14 @@ def test_adapters_that_peft_made_compute_the_same(name, tmp_path):
     with torch.no_grad():
         ours, expected = get_logits(merged, tokens), get_logits(theirs, tokens)
     assert_near(ours, expected, SUMS, size=float(expected.abs().max()))
+
+
+def test_rows_of_interleaved_pairs_are_put_apart():
+    (spec,) = LinearSpec((6,), (2, 8), 0.1).declare_own_parameters("query")
+    part = TensorPart(spec, Box((1, 0, 0), (1, 8, 6)), head=8, rotated=4, scale=2.0)
+    b = torch.arange(24.0).view(1, 8, 3)
+    rows = part.to_hugging_face(b)
+    assert not rows.equal(b[0] / 2.0) and arrange_rows(part, rows).equal(b)
 
 
 def test_a_folder_that_does_not_fit_is_refused(tmp_path):
