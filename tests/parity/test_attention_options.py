@@ -126,14 +126,12 @@ LAYOUTS = [
     STAGES,
     (4, {"pipeline": 2, "context": 2, **RING}, "selective"),
 ]
-ON_ALL = ("shared-keys", "layer-embeddings")
-"""Shapes with tensors that pass from layer to layer beside the stream."""
 CASES = [
     # Every second layout with each shape, the others with the next one.
     (name, *layout)
     for number, name in enumerate(SHAPES)
     for place, layout in enumerate(LAYOUTS)
-    if (number + place) % 2 == 0 or name in ON_ALL
+    if (number + place) % 2 == 0
 ] + [("gemma-4-experts", *EXPERTS)]
 QUICK = [
     ("scores", *NESTED),

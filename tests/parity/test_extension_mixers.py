@@ -309,12 +309,9 @@ def plan_kept(*arguments):
 
 
 KEPT = [
-    ("linear", 1, {}, "none"),
-    ("differential", 2, {"context": 2, **RING}, "none"),
-    ("linear", 4, {"context": 4, **RING}, "selective"),
+    ("linear", 2, {"context": 2, **RING}, "selective"),
     ("differential", 4, {"context": 4, **ALL_TO_ALL}, "full"),
     ("linear", 4, {"context": 4, **NESTED}, "none"),
-    ("linear", 4, {"tensor": 2, "context": 2, **RING}, "none"),
     ("differential", 4, {"tensor": 2, "context": 2, **ALL_TO_ALL}, "selective"),
 ]
 

@@ -43,14 +43,15 @@ def test_layouts_do_not_change_the_answer(pool):
 
 
 @pytest.mark.slow
-def test_fifty_runs_on_up_to_eight_ranks():
+def test_thirty_runs_on_up_to_eight_ranks():
+    """`make parity-fuzz` runs more of them."""
     pool = RankPool(8)
     try:
         check = parity_fuzz.ParityCheck(pool)
-        parity_fuzz.search(check, 50, seed=2)
+        parity_fuzz.search(check, 30, seed=2)
     finally:
         pool.close()
-    assert check.runs == 50 and check.decided_by_rounding <= 3
+    assert check.runs == 30 and check.decided_by_rounding <= 2
 
 
 STEEP = {
