@@ -180,7 +180,7 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
     """
     if config.parallel.bucket_size != "auto":
         return config
-    if layout.data * layout.context == 1:
+    if layout.island_data * layout.context == 1:
         return config.replace(parallel={"bucket_size": 1})
     machine = Machine(
         config,

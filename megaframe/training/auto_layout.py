@@ -214,7 +214,7 @@ def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[s
     size = decided.parallel.bucket_size
     if size == config.parallel.bucket_size:
         return decided, []
-    plans, ranks = plan_stages(decided), layout.data * layout.context
+    plans, ranks = plan_stages(decided), layout.island_data * layout.context
     by_stage = (
         count_rank_parameters(decided.model, decided.train, layout, [plan]).group_blocks(
             decided.parallel, [plan]
