@@ -1,4 +1,5 @@
-"""Adapters: products of low rank that are added to frozen matrices (LoRA, Hu et al. 2021).
+"""Adapters: products of low rank that are added to frozen matrices (LoRA, Hu et al. 2021), and
+magnitudes of the rows of the sums (DoRA, Liu et al. 2024).
 
 Which matrices have one follows from patterns in the config (`model.adapters`). Matrices that lie in
 one weight, such as queries, keys and values, have separate adapters, as they do in models that keep
@@ -28,6 +29,7 @@ class Adapter:
         rank: Outputs of A and inputs of B.
         scale: Factor of the product.
         dropout: Probability with which an input of A is 0 in training.
+        dora: Whether the rows of the sum have trained norms.
         dim: Dim of the weight along which it is several matrices,
         start: where this one begins along it,
         size: and its size there.
@@ -39,6 +41,7 @@ class Adapter:
     rank: int = 0
     scale: float = 1.0
     dropout: float = 0.0
+    dora: bool = False
     dim: int = 0
     start: int = 0
     size: int = 0
@@ -47,8 +50,15 @@ class Adapter:
 
     def name_factors(self, linear: str) -> tuple[str, str]:
         """Return the names of A and B, given that of the linear layer."""
-        prefix = ".".join(filter(None, (linear, "adapters", self.name)))
+        prefix = self._name(linear)
         return f"{prefix}.a", f"{prefix}.b"
+
+    def name_magnitude(self, linear: str) -> str:
+        """Return the name of the magnitudes, given that of the linear layer."""
+        return f"{self._name(linear)}.magnitude"
+
+    def _name(self, linear: str) -> str:
+        return ".".join(filter(None, (linear, "adapters", self.name)))
 
 
 def is_target(config: AdaptersConfig, matrix: str) -> bool:

@@ -449,7 +449,7 @@ class AttentionDescription(SoftmaxAttention):
         norms = {"head": of_heads, "l2": of_heads, "whole": 2 * tensor}.get(self.qk_norm, 0)
         elements += 2 * of_heads * self.qk_norm.startswith("layernorm")
         statistics = self.heads + norms + groups * self.value_norm
-        return SavedActivations(elements, statistics) + self.saved_by_adapters
+        return SavedActivations(elements, statistics) + self.count_saved_by_adapters(parallel)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. The gates use the same rows as

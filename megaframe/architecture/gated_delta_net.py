@@ -184,7 +184,7 @@ class GatedDeltaNetDescription(MixerDescription):
         between them is computed again."""
         latents = [self.down, *self.ups.values()] if self.latents else []
         made = sum(product.results for product in (self.input, *latents))
-        return SavedActivations(made + self.output.terms) + self.saved_by_adapters
+        return SavedActivations(made + self.output.terms) + self.count_saved_by_adapters(parallel)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products, of which `down` uses the same

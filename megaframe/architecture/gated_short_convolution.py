@@ -75,7 +75,7 @@ class GatedShortConvolutionDescription(MixerDescription):
         """Return the result of the first product, and the input of the second one. What is between
         them is computed again."""
         saved = SavedActivations(self.input.results + self.output.terms)
-        return saved + self.saved_by_adapters
+        return saved + self.count_saved_by_adapters(parallel)
 
     @property
     def widest(self) -> int:

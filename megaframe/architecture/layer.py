@@ -192,6 +192,7 @@ class LayerDescription(ABC):
                         rank=config.rank,
                         scale=config.alpha / config.rank,
                         dropout=config.dropout,
+                        dora=config.dora,
                         inputs=inputs,
                         target=target,
                     )
@@ -221,11 +222,16 @@ class LayerDescription(ABC):
         # With dropout what they multiply is another tensor in any case.
         return sum(adapter.inputs == "stream" and not adapter.dropout for adapter in adapters)
 
-    @property
-    def saved_by_adapters(self) -> SavedActivations:
-        """What a forward pass keeps for the adapters: the numbers between A and B. The inputs of A
-        are kept already, and dropped elements are drawn again."""
-        return SavedActivations(sum(linear.saved_by_adapters for linear in self.adapted_linears))
+    def count_saved_by_adapters(self, parallel: ParallelConfig) -> SavedActivations:
+        """Return what a forward pass keeps for the adapters. The inputs of A are kept already, and
+        dropped elements are drawn again.
+
+        Args:
+            parallel: The layout.
+        """
+        adapted = self.adapted_linears
+        saved = (linear.count_saved_by_adapters(parallel.tensor) for linear in adapted)
+        return SavedActivations(sum(saved))
 
     @property
     def matrix_elements(self) -> int:

@@ -80,6 +80,8 @@ class LinearSpec:
                 self.make_factors(adapter), adapter.name_factors(name), strict=True
             ):
                 yield from factor.declare_own_parameters(factor_name)
+            if adapter.dora:
+                yield self.declare_magnitude(adapter, name)
 
     def declare_own_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of the weight and, if there is one, of the bias."""
@@ -126,6 +128,20 @@ class LinearSpec:
         up = replace(bare, inputs=inputs, outputs=tuple(outputs), std=starts, split=last)
         return down, up
 
+    def declare_magnitude(self, adapter: Adapter, name: str) -> ParamSpec:
+        """Return the spec of what is added to the norms of the rows of an adapter's matrix. It
+        starts at 0: no initial value depends on the base, and low precision rounds what a norm has
+        changed by, not the norm.
+
+        Args:
+            adapter: Which one.
+            name: Of the linear layer in the model.
+        """
+        _, up = self.make_factors(adapter)
+        axes = {} if up.split is None else {up.split: "tensor"}
+        name = adapter.name_magnitude(name)
+        return ParamSpec(name, up.outputs, Constant(0.0), role="gain", axes=axes)
+
     @property
     def products(self) -> Iterator[LinearSpec]:
         """The product and those of its adapters, in order of use."""
@@ -153,9 +169,29 @@ class LinearSpec:
         )
 
     @property
-    def saved_by_adapters(self) -> int:
-        """Elements per token that a forward pass keeps for the adapters."""
-        return sum(adapter.rank for adapter in self.adapters)
+    def rescales(self) -> bool:
+        """Whether rows of the weight with its adapters have trained norms."""
+        return any(adapter.dora for adapter in self.adapters)
+
+    def count_saved_by_adapters(self, tensor: int) -> Number:
+        """Return the elements per token, summed over tensor ranks, that a forward pass keeps for
+        the adapters: the numbers between A and B, and the results before they are rescaled."""
+        results, _ = self.compute_local_sizes(tensor)
+        results = results * tensor if self.is_column else results
+        return sum(adapter.rank for adapter in self.adapters) + results * self.rescales
+
+    def count_norms(self, tensor: int) -> tuple[Number, Number]:
+        """Return what the norms of rows need in each forward pass whatever the tokens: FLOPs of a
+        rank, and sums over tensor ranks, which have parts of the rows if they divide inputs."""
+        results, terms = self.compute_local_sizes(tensor)
+        flops: Number = 0
+        sums: Number = 0
+        for adapter in self.adapters:
+            if adapter.dora:
+                rows, rank = results * adapter.size / self.outputs[adapter.dim], adapter.rank
+                flops += 2 * rank * (rows * terms + rank * (rows + terms))
+                sums += 2 * rows * self.is_row
+        return flops, sums
 
     def count_shared_by_adapters(self, tensor: int, *, recompute: bool) -> Number:
         """Return the elements per token, summed over tensor ranks, that a weight pass needs for the

@@ -202,7 +202,7 @@ class Mamba2Description(MixerDescription):
         """Return the result of the first product, and the input of the second one. All that is
         between them is computed again."""
         saved = SavedActivations(self.input.results + self.output.terms)
-        return saved + self.saved_by_adapters
+        return saved + self.count_saved_by_adapters(parallel)
 
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return those of the chunks of a sample: queries with keys, the scores with the inputs,

@@ -121,7 +121,7 @@ class LatentAttentionDescription(SoftmaxAttention):
         """Return the latents, what attention keeps, and unless they are recomputed the normalised
         latents with a statistic for each."""
         saved = self.count_saved_by_heads(parallel) + SavedActivations(sum(self.latents))
-        saved = saved + self.saved_by_adapters
+        saved = saved + self.count_saved_by_adapters(parallel)
         if recompute == "selective":
             return saved
         norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]

@@ -86,7 +86,7 @@ class MLPDescription(FeedForwardDescription):
         """Return the values before the activation, and unless recomputed those after it and what
         it keeps."""
         after = self.width * (1 + self.activation.saved) * (recompute != "selective")
-        return SavedActivations(self.up.results + after) + self.saved_by_adapters
+        return SavedActivations(self.up.results + after) + self.count_saved_by_adapters(parallel)
 
     @property
     def inner_elements(self) -> float:

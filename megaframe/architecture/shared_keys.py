@@ -54,4 +54,4 @@ class SharedKeyAttentionDescription(AttentionDescription):
         if self.gate_width:
             elements += self.heads * self.gate_width + output
         statistics = self.heads * (1 + normalised)
-        return SavedActivations(elements, statistics) + self.saved_by_adapters
+        return SavedActivations(elements, statistics) + self.count_saved_by_adapters(parallel)

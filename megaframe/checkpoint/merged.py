@@ -2,17 +2,20 @@
 
 A run with adapters that began from a checkpoint saves only what it trains, with the place and the
 fingerprint of that base. Whoever wants weights opens such a checkpoint by `open_model`, which reads
-like one of a model without adapters: each weight is that of the base plus scale B A.
+like one of a model without adapters: each weight is that of the base plus scale B A, with DoRA
+rescaled by rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import JsonValue
+from torch import Tensor
 
 from megaframe.architecture.adapted_weights import list_adapted_weights
 from megaframe.architecture.adapters import Adapter
@@ -28,6 +31,7 @@ from megaframe.config import ModelConfig
 from megaframe.config.url import is_url
 from megaframe.errors import UserError
 from megaframe.io.untrusted import make_printable
+from megaframe.tensor_parallel.adapted_results import compute_row_factors
 
 _OTHERS = "optimizer."
 """Prefix of tensors that are no weights."""
@@ -125,14 +129,27 @@ def merge_adapters(checkpoint: Checkpoint, depth: int = 0) -> Checkpoint:
         return checkpoint
     if depth >= _MOST_BASES:
         raise UserError(f"{checkpoint}: more than {_MOST_BASES} checkpoints of adapters in a row")
+    base = open_own_base(checkpoint, depth)
+    return _MergedCheckpoint(checkpoint, base, read_train_state(checkpoint).config.model)
+
+
+def open_own_base(checkpoint: Checkpoint, depth: int = 0) -> Checkpoint:
+    """Return the checkpoint, as a model, whose weights the adapters of another one belong to: the
+    same one if it has them itself.
+
+    Args:
+        checkpoint: With adapters.
+        depth: How many checkpoints of adapters it is the base of.
+
+    Raises:
+        UserError: If the base cannot be opened, or is another one.
+    """
     state = read_train_state(checkpoint)
     if state.base is None:
-        base = checkpoint
-    else:
-        location = state.config.checkpoint.weights or ""
-        location = "" if is_url(location) else location  # as the checkpoint says, not the user
-        base = open_base(state.base, location, checkpoint, depth + 1)
-    return _MergedCheckpoint(checkpoint, base, state.config.model)
+        return checkpoint
+    location = state.config.checkpoint.weights or ""
+    location = "" if is_url(location) else location  # as the checkpoint says, not the user
+    return open_base(state.base, location, checkpoint, depth + 1)
 
 
 class _MergedCheckpoint(Checkpoint):
@@ -160,7 +177,21 @@ class _MergedCheckpoint(Checkpoint):
         for target in slices:
             linear = self._linears.get(target.name)
             if linear is not None and target.tensor.numel():
-                self._add(target, linear)
+                self._merge(target, linear)
+
+    def _merge(self, target: Slice, linear: LinearSpec) -> None:
+        """Make one slice of a weight that of the base with all adapters of it."""
+        if not linear.rescales:
+            self._add(target, linear)
+            return
+        # Rows have norms as a whole.
+        count = len(target.shape) - len(linear.inputs)
+        offset = (*target.offset[:count], *(0 for _ in linear.inputs))
+        shape = (*target.tensor.shape[:count], *linear.inputs)
+        rows = replace(target, offset=offset, tensor=target.tensor.new_empty(shape))
+        self._add(rows, linear)
+        place = tuple(map(slice, target.offset, map(sum, zip(*target.box, strict=True))))
+        target.tensor.copy_(rows.tensor[(slice(None),) * count + place[count:]])
 
     def _add(self, target: Slice, linear: LinearSpec) -> None:
         """Add the products of all adapters of a weight to one slice of it."""
@@ -187,8 +218,41 @@ class _MergedCheckpoint(Checkpoint):
                     slice(start - first, start - first + size)
                     for first, start, size in zip(target.offset, *box, strict=True)
                 )
-                total[index] += adapter.scale * product.view(box[1])
+                whole = total[index] + adapter.scale * product.view(box[1])
+                if adapter.dora:
+                    whole *= self._compute_factors(total[index], whole, linear, adapter, name, box)
+                total[index] = whole
         target.tensor.copy_(total)
+
+    def _compute_factors(
+        self,
+        base: Tensor,
+        whole: Tensor,
+        linear: LinearSpec,
+        adapter: Adapter,
+        name: str,
+        box: Box,
+    ) -> Tensor:
+        """Return what some rows of the sum of a matrix and its adapter are multiplied by.
+
+        Args:
+            base: The rows of the base.
+            whole: The sum.
+            linear: What the product declares.
+            adapter: Which one.
+            name: Of the linear layer.
+            box: Where the rows are in the weight.
+        """
+        spec = linear.declare_magnitude(adapter, name)
+        outputs = len(spec.shape)
+        start = [*box[0][:outputs]]
+        start[adapter.dim] -= adapter.start
+        magnitude = base.new_empty(base.shape[:outputs])
+        self._adapters.load([Slice(spec.name, spec.shape, tuple(start), magnitude)])
+        dims = tuple(range(outputs, base.dim()))
+        norms = torch.stack([torch.linalg.vector_norm(rows, dim=dims) for rows in (base, whole)])
+        factors, _ = compute_row_factors(norms, magnitude)
+        return factors.view(*factors.shape, *(1 for _ in dims))
 
 
 _Part = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

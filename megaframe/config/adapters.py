@@ -14,7 +14,7 @@ FROZEN_BASE = "!*.adapters.*"
 
 class AdaptersConfig(Section):
     """Low-rank adapters (LoRA, Hu et al. 2021): to a frozen matrix W the product alpha / rank B A
-    is added, and only A and B are trained and saved."""
+    is added, and only A and B are trained and saved, with `dora` norms of rows as well."""
 
     rank: Positive = 8
     """Rank of the product: outputs of A, inputs of B."""
@@ -23,6 +23,10 @@ class AdaptersConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the inputs of A; the mask depends only on seed, step, matrix and token. Not for
     experts, whose tokens come from many samples."""
+    dora: bool = False
+    """Whether the norms of the rows of W + alpha / rank B A are trained too (DoRA, Liu et al.
+    2024). They start as those of W, and the norm that a row is divided by has no gradient. Not for
+    experts."""
     targets: tuple[str, ...] = ("*",)
     """The matrices that get an adapter, by their names within a block: `attention.qkv.query`, or
     what follows a dot of it, `query`; `*` matches anything. Default: all of the blocks' mixers,

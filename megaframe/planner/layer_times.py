@@ -153,11 +153,28 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
     products = PassTimes(
         forward, backward, weight + estimate_elementwise_seconds(machine.rate, accumulated)
     )
+    if linear.rescales:
+        products = products + _estimate_rescaling_times(machine, rows, outputs, inputs)
     if machine.linear.width == machine.rate.width:
         return products
     operands = groups * (rows * inputs + outputs * inputs)
     cast = estimate_elementwise_seconds(machine.rate, _CAST_BYTES)
     return products + PassTimes(cast * operands, cast * groups * rows * outputs, 0.0)
+
+
+def _estimate_rescaling_times(
+    machine: Machine, rows: Number, outputs: Number, inputs: Number
+) -> PassTimes:
+    """Return the seconds in which the weight is read for the norms of its rows and for its product
+    with A, and results and their gradients are rescaled."""
+    width, results = machine.rate.width, rows * outputs
+    read = 2 * width * outputs * inputs
+    return PassTimes(
+        estimate_elementwise_seconds(machine.rate, read + 2 * width * results),
+        # dy and y are read, and their products written and summed.
+        estimate_elementwise_seconds(machine.rate, 6 * width * results),
+        0.0,
+    )
 
 
 def _divide_into_parts(

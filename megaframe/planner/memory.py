@@ -184,7 +184,7 @@ class PlannedRank:
             gradients=(gradients + self._count_residuals() + self._count_kept_table())
             * self.master,
             optimizer=0 if self.is_offloaded else state,
-            activations=activations,
+            activations=activations + self._compute_row_factor_bytes(),
             logits=logits,
             islands=self._compute_outer_bytes(),
             messages=messages,
@@ -255,6 +255,19 @@ class PlannedRank:
         )
         vectors = trained.vectors - trained.vectors // self.ranks
         return vectors + borrowed + trained.count_shard(*ranks)
+
+    def _compute_row_factor_bytes(self) -> int:
+        """Return the bytes of the two vectors that each product with DoRA has for its backward
+        passes."""
+        model, tensor = self.config.model, self.config.parallel.tensor
+        results = sum(
+            linear.compute_local_sizes(tensor)[0]
+            for plan in self.plans
+            for layer in plan.blocks
+            for linear in describe_block(model, layer).linears
+            if linear.rescales
+        )
+        return round(2 * results) * self.master
 
     def _make_units(self) -> dict[int, StageBuckets]:
         """Return the units of its stages with the buckets that ZeRO divides."""

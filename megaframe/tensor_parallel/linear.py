@@ -17,11 +17,12 @@ from torch import Tensor
 
 from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.linear import LinearSpec
-from megaframe.distributed.collectives import Pending, all_gather
+from megaframe.distributed.collectives import ALONE, Pending, all_gather
 from megaframe.ops.autograd import backward, get_direct_apply
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel import symmetric_memory
+from megaframe.tensor_parallel.adapted_results import AdaptedRows, RowMagnitudes, apply_addition
 from megaframe.tensor_parallel.axis import TensorParallel
 from megaframe.tensor_parallel.chunked_collectives import (
     RowAssembly,
@@ -61,6 +62,7 @@ class Linear(Module):
         """Whether this rank computes the product of its rows alone."""
         self.column = spec.is_column
         self.adapters = [LowRankAdapter(name, spec, place, tensor) for place in spec.adapters]
+        self.magnitudes = self._make_magnitudes() if spec.rescales else None
 
     def __call__(
         self, x: Tensor, deferred: DeferredGradients, before: Elementwise | None = None
@@ -82,7 +84,19 @@ class Linear(Module):
         y = _apply_linear(x, self, deferred, before)
         for adapter in self.adapters:
             y = adapter.add_to(y, x, self.weight.box.shape[: self._outputs], deferred, before)
+        if self.magnitudes is not None:
+            y = self.magnitudes.rescale(y)
+            y = y if self.bias is None else y.add_(self.bias.value.view(-1))
         return y
+
+    def _make_magnitudes(self) -> RowMagnitudes:
+        rows = [
+            AdaptedRows(each.place, each.a.weight, each.b.weight, each.magnitude)
+            for each in self.adapters
+            if each.magnitude is not None
+        ]
+        divided = self.spec.is_row and not self.is_local
+        return RowMagnitudes(self.weight, rows, self.tensor.group if divided else ALONE)
 
     @property
     def matrix(self) -> Tensor:
@@ -96,8 +110,11 @@ class Linear(Module):
 
     @property
     def flat_bias(self) -> Tensor | None:
-        """This rank's part of the bias, [O], or None."""
-        return None if self.bias is None else self.bias.value.view(-1)
+        """This rank's part of the bias, [O]; None if there is none, or if what it is added to is
+        rescaled before."""
+        if self.bias is None or self.magnitudes is not None:
+            return None
+        return self.bias.value.view(-1)
 
     def add_bias_gradient(self, dy_TO: Tensor) -> None:
         """Add the gradient of the bias, if there is one."""
@@ -106,14 +123,15 @@ class Linear(Module):
 
 
 class LowRankAdapter(Module):
-    """What is added to the results of one matrix of a linear layer: scale B A x.
+    """What is added to the results of one matrix of a linear layer: scale B A x; and with DoRA the
+    magnitudes of its rows.
 
     Both products are linear layers themselves, so only the few numbers per row between them travel
     between tensor ranks, in one part.
     """
 
     def __init__(self, name: str, spec: LinearSpec, place: Adapter, tensor: TensorParallel) -> None:
-        """Make both factors.
+        """Make the parameters.
 
         Args:
             name: Of the linear layer in the model.
@@ -129,6 +147,7 @@ class LowRankAdapter(Module):
                 spec.make_factors(place), place.name_factors(name), strict=True
             )
         )
+        self.magnitude = Parameter(spec.declare_magnitude(place, name)) if place.dora else None
         self._first_input = len(self.a.spec.outputs)
 
     def add_to(
@@ -153,7 +172,7 @@ class LowRankAdapter(Module):
             before = partial(self._drop, before, deferred.dropout)
         low = _apply_linear(x, self.a, deferred, before)
         low = low if place.scale == 1.0 else low * place.scale
-        return _apply_addition(y, _apply_linear(low, self.b, deferred, None), outputs, place)
+        return apply_addition(y, _apply_linear(low, self.b, deferred, None), outputs, place)
 
     def _drop(
         self, before: Elementwise | None, dropout: InputDropout, x: Tensor, kernels: Kernels
@@ -165,37 +184,6 @@ class LowRankAdapter(Module):
         first = box.offset[self._first_input] * math.prod(box.shape[self._first_input + 1 :])
         divided = self.a.spec.is_row and not self.a.is_local
         return dropout(x, self.name, first, all_rows=divided)
-
-
-class _Addition(torch.autograd.Function):
-    """Adds to the results of one of the matrices of a weight, in place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y_TO: Tensor, added: Tensor, outputs: tuple[int, ...], place: Adapter
-    ) -> Tensor:
-        ctx.outputs, ctx.place = outputs, place
-        part = _select_part(y_TO, outputs, place)
-        part.add_(added.view(part.shape))
-        ctx.mark_dirty(y_TO)
-        return y_TO
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (dy,) = gradients
-        part = _select_part(dy, ctx.outputs, ctx.place)
-        # The matrix's own part is copied, unless it is all of the gradient.
-        return dy, part.reshape(len(dy), -1), None, None
-
-
-_apply_addition = get_direct_apply(_Addition)
-
-
-def _select_part(y_TO: Tensor, outputs: tuple[int, ...], place: Adapter) -> Tensor:
-    """Return the results of one matrix, as a view [T, ...]."""
-    y = y_TO.view(len(y_TO), *outputs)
-    # Of the only matrix tensor ranks may have some outputs: those that there are.
-    return y.narrow(place.dim + 1, place.start, place.size) if place.name else y
 
 
 class _Linear(torch.autograd.Function):
@@ -218,8 +206,7 @@ class _Linear(torch.autograd.Function):
         # pass gathers and computes the rest again.
         ctx.save_for_backward(x)
         ctx.linear, ctx.deferred, ctx.before = linear, deferred, before
-        tensor, matrix = linear.tensor, linear.matrix
-        bias = None if linear.bias is None else linear.flat_bias
+        tensor, matrix, bias = linear.tensor, linear.matrix, linear.flat_bias
         group = tensor.group
         if linear.is_local:
             x = x if before is None else before(x, tensor.kernels)

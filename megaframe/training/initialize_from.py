@@ -63,12 +63,17 @@ def match_weights(
     return slices
 
 
-def load_adapters(config: RunConfig, weights: Iterable[tuple[str, ParamSpec, Box, Tensor]]) -> str:
+def load_adapters(
+    config: RunConfig,
+    weights: Iterable[tuple[str, ParamSpec, Box, Tensor]],
+    base: Checkpoint,
+) -> str:
     """Fill adapters with those of the folder `checkpoint.adapters`. Return a line about it.
 
     Args:
         config: The run.
         weights: (name, spec, box, tensor) of each piece of this rank.
+        base: What they belong to, as a model.
 
     Raises:
         UserError: The folder does not fit.
@@ -78,12 +83,12 @@ def load_adapters(config: RunConfig, weights: Iterable[tuple[str, ParamSpec, Box
 
     assert config.checkpoint.adapters is not None
     folder = Path(config.checkpoint.adapters)
-    values = read_adapters(folder, config)
+    values = read_adapters(folder, config, base)
     for name, _, box, tensor in weights:
         if name in values:
             tensor.copy_(values[name][box.slices])
     count = sum(value.numel() for value in values.values())
-    return f"adapters of {folder}: {len(values):,} factors with {count:,} parameters"
+    return f"adapters of {folder}: {len(values):,} tensors with {count:,} parameters"
 
 
 def describe_loaded_weights(

@@ -274,6 +274,8 @@ class RunCheckpoint:
             # What the base lacks has initial values, which only a whole checkpoint keeps.
             names = (spec.name for spec in specs if is_of_base(spec.name))
             lacking = any(name not in checkpoint.tensors for name in names)
+            if self._config.checkpoint.adapters:
+                notes.append(load_adapters(self._config, weights, checkpoint))
         if self._config.model.adapters is not None and not lacking:
             self.base = record_base(path)
             trained = count_parameters(spec for spec in specs if not is_of_base(spec.name))
@@ -281,8 +283,6 @@ class RunCheckpoint:
                 f"checkpoints hold {trained:,} of {count_parameters(specs):,} parameters: those of "
                 f"adapters, which belong to {self.base.path} ({self.base.fingerprint})"
             )
-        if self._config.checkpoint.adapters:
-            notes.append(load_adapters(self._config, weights))
         self.initial_notes = tuple(notes)
 
     def _refuse_to_begin_again(self) -> None:

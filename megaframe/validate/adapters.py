@@ -95,6 +95,11 @@ def _find_wrong_targets(
                 f"model.adapters.targets={','.join(adapters.targets)} names with {name}; use "
                 "dropout=0, or other targets"
             )
+        if adapters.dora and isinstance(linear, GroupedLinearSpec):
+            yield (
+                "model.adapters.dora=true is not for experts, which model.adapters.targets="
+                f"{','.join(adapters.targets)} names with {name}; use dora=false, or other targets"
+            )
 
 
 def _list_matrices(model: ModelConfig) -> dict[str, tuple[LinearSpec, Adapter]]:

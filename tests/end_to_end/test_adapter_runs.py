@@ -26,6 +26,7 @@ LLAMA = {"model__norm": "rmsnorm", "model__activation": "swiglu", "model__kv_hea
 MOE = {**LLAMA, "model__moe": "{experts: 4, ffn: 12, shared: 1}"}
 ADAPTERS = "{rank: 3, alpha: 6, dropout: 0.2}"
 OF_EXPERTS = "{rank: 3, alpha: 6}"
+DORA = "{rank: 3, alpha: 6, dora: true}"
 LAYOUTS = (
     (2, {"tensor": 2, "zero": 3}),
     (4, {"pipeline": 2, "data": 2, "zero": 2}),
@@ -80,11 +81,14 @@ def test_a_run_goes_on_under_other_layouts(model, adapters, pool, overrides, mak
         assert not merged.read_tensor(name).equal(full.read_tensor(name))
 
 
-@pytest.mark.parametrize("model", [LLAMA, slow(MOE)])
-def test_a_merged_model_computes_what_the_run_does(model, pool, overrides, make_base, tmp_path):
-    """A new run from it, without adapters, begins with the loss that the run with them ended at."""
+@pytest.mark.parametrize(("model", "adapters"), [(LLAMA, DORA), slow(MOE, OF_EXPERTS)])
+def test_a_merged_model_computes_what_the_run_does(
+    model, adapters, pool, overrides, make_base, tmp_path
+):
+    """A new run from it, without adapters and on tensor ranks, begins with the loss that the run
+    with them ended at."""
     base = make_base(model)
-    keys = {"model__adapters": OF_EXPERTS, "checkpoint__weights": base, "optim__lr": 0.02}
+    keys = {"model__adapters": adapters, "checkpoint__weights": base, "optim__lr": 0.02}
     keys |= {"train__eval_every": 2, "train__steps": 2, "checkpoint__every": 2}
     pool.run(1, train, overrides(**model, **keys))
     evaluated = read_lines(tmp_path / "run")[-1]["eval_loss"]
@@ -93,7 +97,7 @@ def test_a_merged_model_computes_what_the_run_does(model, pool, overrides, make_
     keys |= {"train__eval_every": 1, "train__steps": 1, "optim__lr": 1e-30}
     if model is MOE:  # the first step would change whom routers choose
         keys["optim__frozen"] = "['*.balance']"
-    pool.run(1, train, overrides(**model, **keys))
+    pool.run(2, train, overrides(**model, **keys, parallel__tensor=2))
     assert read_lines(tmp_path / "on")[-1]["eval_loss"] == near(evaluated, 8 * 16 * 61)
     assert evaluated != before
     merged = load_model(tmp_path / "run")
@@ -132,7 +136,7 @@ def test_exports_during_a_run_are_the_sums(pool, overrides, make_base, tmp_path)
 def test_a_run_starts_from_adapters_of_peft(pool, overrides, make_base, tmp_path):
     """On tensor ranks it begins where the run whose adapters were exported ended."""
     base = make_base(LLAMA)
-    keys = {**LLAMA, "model__family": "llama", "model__adapters": OF_EXPERTS, "train__steps": 2}
+    keys = {**LLAMA, "model__family": "llama", "model__adapters": DORA, "train__steps": 2}
     keys |= {"checkpoint__weights": base, "checkpoint__every": 2, "optim__lr": 0.02}
     pool.run(1, train, overrides(**keys, train__eval_every=2))
     with open_checkpoint(locate_checkpoint(tmp_path / "run", "path")) as checkpoint:

@@ -11,6 +11,7 @@ LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
 SHAPES = {
     "packed-llama": {**LLAMA, "adapters": DROPS},
     "biased": {"bias": True, "dropout": 0.1, "adapters": {"rank": 2, "targets": ("value", "down")}},
+    "magnitudes": {**LLAMA, "bias": True, "adapters": {**DROPS, "dora": True}},
     "first layer": {"adapters": {**DROPS, "layers": (0,)}},
     "latent": {
         "latent": {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5, "query_rank": 12},
@@ -40,6 +41,8 @@ CASES = [
     ("packed-llama", 2, {"tensor": 2, "tensor_chunks": 2}, {"recompute": "selective"}),
     ("packed-llama", 4, {"tensor": 4, "zero": 3}, {"recompute": "full"}),
     ("packed-llama", 4, {"pipeline": 2, "tensor": 2, "schedule": "zb-h1"}, {}),
+    ("magnitudes", 4, {"tensor": 2, "data": 2, "zero": 3}, {"recompute": "selective"}),
+    slow("magnitudes", 4, {"pipeline": 2, "tensor": 2, "schedule": "zb-h1"}, {"recompute": "full"}),
     ("biased", 4, {"context": 2, "data": 2, "zero": 2}, {}),
     ("first layer", 2, {"zero": 3}, {}),
     slow("packed-llama", 4, {"context": 2, "tensor": 2}, {"recompute": "selective"}),

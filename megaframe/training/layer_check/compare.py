@@ -206,11 +206,17 @@ class _Comparison:
                     for linear in description.linears
                 )
                 + flops * samples
+                + sum(flops for flops, _ in self._list_norms()) * layout.world
             ),
             sum(measurement.flops for measurement in self.measured),
             "linears",
             "list_batched_products",
         )
+
+    def _list_norms(self) -> list[tuple[float, float]]:
+        """Return what the norms of rows of each product need (`LinearSpec.count_norms`)."""
+        tensor = self.layout.tensor
+        return [linear.count_norms(tensor) for linear in self.part.description.linears]
 
     def _count_head_passes(self) -> int:
         """Return the products of the head with its loss: the logits, and their gradients."""
@@ -251,6 +257,8 @@ class _Comparison:
         backward["tensor"] += rows * (moved.backward * self._width + both)
         ranks = tensor * layout.context
         label = "+".join(axis for axis in ("context", "tensor") if getattr(layout, axis) > 1)
+        elements = sum(sums for _, sums in self._list_norms())
+        forward["tensor"] += round(2 * elements * wide * (tensor - 1) * (layout.world // tensor))
         samples = description.count_tensor_sums(config.train.microbatch)
         forward[label] += 2 * samples * wide * (ranks - 1) * layout.data
         near = count_near_experts(parallel, parallel.node_size or layout.world)

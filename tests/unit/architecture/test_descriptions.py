@@ -200,6 +200,10 @@ MODELS |= {
         **{"bias": True, "dropout": 0.1},
         "adapters": {"rank": 2, "dropout": 0.2, "targets": ("value", "down")},
     },
+    "magnitudes": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "bias": True},
+        "adapters": {"rank": 3, "alpha": 6.0, "dora": True},
+    },
     "adapters of latents": {"latent": LATENT, "adapters": {"rank": 3}},
     "adapters of other mixers": {
         "blocks": [
@@ -380,6 +384,7 @@ ON_RANKS = {
             "gates",
             "latent",
             "balanced experts",
+            "magnitudes",
         ),
     ),
     "ring": ("alibi of groups", "rotated groups", "latent", "decays of channels", "mamba2"),

@@ -2,8 +2,8 @@
 does whose matrices are W + alpha / rank B A, and the gradients of A and B follow from that of the
 sum.
 
-Tests `megaframe.architecture.adapters`, `megaframe.config.adapters` and
-`megaframe.model.moe.expert_adapters`.
+Tests `megaframe.architecture.adapters`, `megaframe.config.adapters`,
+`megaframe.model.moe.expert_adapters` and `megaframe.tensor_parallel.adapted_results`.
 """
 
 import pytest
@@ -14,6 +14,7 @@ from slow_cases import slow
 from tolerances import assert_near
 
 from megaframe.pipeline_parallel.stage_pass import StagePass
+from megaframe.tensor_parallel.adapted_results import compute_row_factors
 
 ALPHA, RANK = 5.0, 3
 MODELS = {
@@ -131,7 +132,8 @@ def test_loss_and_gradients_are_those_of_the_sum(name, recompute, build, make_mi
 def test_a_new_adapter_changes_nothing(build, make_microbatch):
     """B starts at 0, and the weights without adapters are drawn as ever."""
     model = MODELS["llama"]
-    adapted, plain = build({**model, "adapters": {"dropout": 0.5, "rank": 2}}), build(model)
+    settings = {"dropout": 0.5, "rank": 2, "dora": True}
+    adapted, plain = build({**model, "adapters": settings}), build(model)
     weights, plain_weights = get_weights(adapted), get_weights(plain)
     assert {name for name in weights if ".adapters." not in name} == set(plain_weights)
     for name, value in plain_weights.items():
@@ -141,6 +143,13 @@ def test_a_new_adapter_changes_nothing(build, make_microbatch):
     one = torch.ones((), dtype=torch.float64)
     losses = [built.stage.forward(StagePass(0), microbatch, one) for built in (adapted, plain)]
     assert_near(*losses, TERMS)
+
+
+def test_rows_are_rescaled_to_their_magnitudes():
+    """A row without a direction stays as it is, so that it can learn one."""
+    norms = torch.tensor([[3.0, 4.0, 0.0, 0.0], [8.0, 4.0, 0.0, 2.0]])
+    factors, inverse = compute_row_factors(norms, torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    assert factors.tolist() == [0.5, 1.0, 1.0, 0.5] and inverse.tolist() == [0.125, 0.25, 0.0, 0.5]
 
 
 def test_dropout_is_none_in_evaluation(build, make_microbatch):

@@ -143,13 +143,15 @@ def test_the_estimate_of_a_search_is_near_the_plan(zero, model):
 
 
 ADAPTERS = {"kv_heads": 2, "activation": "swiglu", "adapters": {"rank": 16}}
+DORA = {**ADAPTERS, "adapters": {"rank": 16, "dora": True}}
 EXPERTS = {"moe": {"experts": 4, "ffn": 64, "balance": "none"}, "adapters": {"rank": 16}}
 
 
 @pytest.mark.parametrize(
     ("parallel", "model"),
     [
-        ({"zero": 1, "tensor": 2}, ADAPTERS),
+        ({"zero": 1, "tensor": 2}, DORA),
+        slow({"zero": 1, "tensor": 2}, ADAPTERS),
         slow({"zero": 0}, ADAPTERS),
         slow({"zero": 2, "pipeline": 2}, ADAPTERS),
         ({"zero": 3}, ADAPTERS),

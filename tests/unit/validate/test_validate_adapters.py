@@ -20,6 +20,7 @@ REFUSALS = [
     (["model.adapters.layers=[1,3]"], ["layers=3 is not a layer", "use 0 to 2"]),
     (["model.adapters.targets=[]"], ["targets=[] leaves nothing to train"]),
     ([MOE, "model.adapters.dropout=0.1"], ["dropout=0.1 is not for experts", "moe.experts.up"]),
+    ([MOE, "model.adapters.dora=true"], ["dora=true is not for experts", "with moe.experts.up"]),
     ([MOE, "model.adapters.rank=9"], ["rank=9 is above", "a matrix of 8 x 64; use 8 or less"]),
     (["model.adapters.rank=2", "model.emulate.forward=1"], ["model.emulate"]),
     (
@@ -42,6 +43,7 @@ def test_what_cannot_be_adapted_is_refused(keys, texts):
         ["model.adapters.rank=64"],
         ["model.adapters.targets=[query, 'mlp.*']", "model.adapters.layers=[0]"],
         [MOE, "model.adapters.dropout=0.1", "model.adapters.targets=['attention.*']"],
+        [MOE, "model.adapters.dora=true", "model.adapters.targets=['attention.*']"],
     ],
 )
 def test_what_can_be_adapted_passes(keys):

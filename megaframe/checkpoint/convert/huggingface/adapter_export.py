@@ -2,7 +2,8 @@
 
 A matrix of theirs may stack several of ours, such as queries, keys and values, each with an adapter
 of its own. It gets one adapter with the ranks of all: their A one below the other, and a B whose
-rows have the numbers of their own adapter and zeros elsewhere.
+rows have the numbers of their own adapter and zeros elsewhere. With DoRA it also gets a magnitude
+for each row; of a row without an adapter that is its norm.
 
 Shape legend: R rank, I inputs, O outputs.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch import Tensor
 from megaframe.architecture.adapted_weights import list_adapted_weights
 from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
+from megaframe.architecture.spec import ParamSpec
 from megaframe.checkpoint import Checkpoint
 from megaframe.checkpoint.convert.huggingface.folder_export import (
     TORCH_DTYPES,
@@ -29,6 +32,7 @@ from megaframe.checkpoint.convert.huggingface.folder_export import (
 )
 from megaframe.checkpoint.convert.huggingface.tensor_names import map_tensors
 from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, TensorPart
+from megaframe.checkpoint.merged import open_own_base
 from megaframe.checkpoint.train_state import read_train_state
 from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.adapters import AdaptersConfig
@@ -40,6 +44,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of peft."""
 PREFIX = "base_model.model."
 """Of the names of a model's parts in that of peft around it."""
+FACTORS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+"""Names of A, B and magnitudes in a module."""
 
 
 AdapterNames = tuple[str, str]
@@ -58,6 +64,7 @@ class _ModuleAdapter:
         a: A of all of them, [R, I].
         b: B of all of them, [O, R].
         transposed: Whether their matrix is [I, O].
+        magnitude: Of all its rows, [O]; None without DoRA.
     """
 
     module: str
@@ -65,6 +72,7 @@ class _ModuleAdapter:
     a: Tensor
     b: Tensor
     transposed: bool
+    magnitude: Tensor | None
 
 
 def export_adapters(
@@ -85,7 +93,8 @@ def export_adapters(
 
     Raises:
         UserError: If the checkpoint has no adapters or has some of experts, if no Hugging Face
-            model computes the same as the base, or if the folder exists or cannot be written.
+            model computes the same as the base, if magnitudes need a base that is not there, or if
+            the folder exists or cannot be written.
     """
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
@@ -97,13 +106,18 @@ def export_adapters(
     linears = list_adapted_weights(run.model)
     _refuse_experts(checkpoint, linears)
     whole = map_base(run.model, run.train, family)
-    modules = list(_read_modules(checkpoint, linears, whole, torch_dtype))
+    with ExitStack() as opened:
+        owner = open_own_base(checkpoint) if adapters.dora else checkpoint
+        if owner is not checkpoint:
+            opened.enter_context(owner)
+        modules = list(_read_modules(checkpoint, owner, linears, whole, torch_dtype))
     others = _list_modules_without(whole, {module.module for module in modules})
     config = _make_config(adapters, modules, others, base)
     tensors = {}
     for module in modules:
-        for factor, tensor in (("lora_A", module.a), ("lora_B", module.b)):
-            tensors[f"{PREFIX}{module.module}.{factor}.weight"] = tensor.contiguous()
+        for factor, tensor in zip(FACTORS, (module.a, module.b, module.magnitude), strict=True):
+            if tensor is not None:
+                tensors[f"{PREFIX}{module.module}.{factor}"] = tensor.contiguous()
     try:
         make_folder(folder)
         save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
@@ -137,6 +151,7 @@ def _list_modules_without(whole: Iterable[HuggingFaceTensor], adapted: set[str])
 
 def _read_modules(
     checkpoint: Checkpoint,
+    base: Checkpoint,
     linears: Mapping[str, LinearSpec],
     whole: Iterable[HuggingFaceTensor],
     dtype: torch.dtype,
@@ -157,7 +172,49 @@ def _read_modules(
             torch.cat([a.flatten(1) for a, _ in factors.values()]),
             torch.cat([_join_rows(part, adapters, factors, rank) for part in tensor.parts]),
             tensor.transposed,
+            _join_magnitudes(tensor, adapters, checkpoint, base, dtype),
         )
+
+
+def _join_magnitudes(
+    tensor: HuggingFaceTensor,
+    adapters: Mapping[AdapterNames, Adapter],
+    checkpoint: Checkpoint,
+    base: Checkpoint,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Return the magnitudes of all rows of a tensor of theirs, [O]; None if it has none."""
+    if not any(adapter.dora for adapter in adapters.values()):
+        return None
+    joined = []
+    for part in tensor.parts:
+        norms = measure_rows(base, part.spec)[part.box.slices[: -part.spec.inputs]]
+        name = part.spec.name.removesuffix(".weight")
+        for names, adapter in adapters.items():
+            rows = find_rows(part, adapter)
+            if rows is not None and names == adapter.name_factors(name):
+                of_box, of_magnitude = rows
+                own = checkpoint.read_tensor(adapter.name_magnitude(name))
+                norms[of_box] += own[of_magnitude]
+        joined.append(part.to_hugging_face(norms[..., None])[:, 0])
+    return torch.cat(joined).to(dtype)
+
+
+def measure_rows(base: Checkpoint, spec: ParamSpec) -> Tensor:
+    """Return the norms of the rows of a weight, in the shape of its outputs and at least fp32.
+
+    Args:
+        base: The checkpoint that has it.
+        spec: Of the weight.
+
+    Raises:
+        UserError: If it is not there or damaged.
+    """
+    weight = base.read_tensor(spec.name)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    dims = tuple(range(-spec.inputs, 0))
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=dims, dtype=dtype)
+    return norms
 
 
 def find_adapters(
@@ -251,6 +308,6 @@ def _make_config(
         "fan_in_fan_out": any(module.transposed for module in modules),
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": adapters.dora,
         "inference_mode": True,
     }

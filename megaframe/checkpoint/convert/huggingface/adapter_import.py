@@ -1,8 +1,9 @@
 """Reads adapters that peft saved, as the values that a run's own adapters start from.
 
 Where a matrix of theirs stacks several of ours, each of our adapters gets their A and its own rows
-of their B, which is the same sum. Nothing of the folder is ignored: a setting that would change
-what is computed, a module without an adapter here, or the reverse, is refused by name.
+of their B and of their magnitudes, which is the same sum. Nothing of the folder is ignored: a
+setting that would change what is computed, a module without an adapter here, or the reverse, is
+refused by name.
 
 Shape legend: R rank, I inputs, O outputs.
 """
@@ -21,8 +22,10 @@ from megaframe.architecture.adapted_weights import list_adapted_weights
 from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.spec import Box
+from megaframe.checkpoint import Checkpoint
 from megaframe.checkpoint.convert.huggingface.adapter_export import (
     CONFIG,
+    FACTORS,
     PREFIX,
     WEIGHTS,
     AdapterNames,
@@ -30,6 +33,7 @@ from megaframe.checkpoint.convert.huggingface.adapter_export import (
     find_adapters,
     find_rows,
     map_base,
+    measure_rows,
 )
 from megaframe.checkpoint.convert.huggingface.read_files import (
     TensorHeader,
@@ -46,7 +50,7 @@ from megaframe.config.keys import format_value
 from megaframe.errors import UserError
 from megaframe.io.untrusted import make_printable
 
-_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights")
+_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "init_lora_weights")
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out"),
@@ -59,12 +63,15 @@ _FRESH = (True, False, "gaussian", "orthogonal", "eva")
 """Initial values that leave the base as it is."""
 
 
-def read_adapters(folder: Path, config: RunConfig) -> dict[str, Tensor]:
-    """Return the values of all factors of a run's adapters, by the names of the parameters.
+def read_adapters(
+    folder: Path, config: RunConfig, base: Checkpoint | None = None
+) -> dict[str, Tensor]:
+    """Return the values of a run's adapters, by the names of the parameters.
 
     Args:
         folder: What peft's `save_pretrained` wrote.
         config: The run, whose model has adapters.
+        base: What they belong to, as a model; only read for magnitudes.
 
     Raises:
         UserError: If the folder cannot be read, or holds adapters of other matrices, of another
@@ -77,14 +84,19 @@ def read_adapters(folder: Path, config: RunConfig) -> dict[str, Tensor]:
     linears = list_adapted_weights(config.model)
     whole = map_base(config.model, config.train, None)
     adapted = [(tensor, found) for tensor in whole if (found := find_adapters(tensor, linears))]
-    _check_names(folder / WEIGHTS, headers, [_name_factors(tensor) for tensor, _ in adapted])
+    names = [_name_factors(tensor, adapters) for tensor, _ in adapted]
+    _check_names(folder / WEIGHTS, headers, names)
     values: dict[str, Tensor] = {}
-    for tensor, found in adapted:
-        a, b = (headers[name] for name in _name_factors(tensor))
+    for (tensor, found), own_names in zip(adapted, names, strict=True):
+        a, b, *magnitude = (headers[name] for name in own_names)
         rows, columns = tensor.shape[::-1] if tensor.transposed else tensor.shape
         _check_factor(a, (adapters.rank, columns))
         _check_factor(b, (rows, adapters.rank))
         _fill(values, tensor, found, linears, _read(a), _read(b))
+        for header in magnitude:
+            assert base is not None, "the config was not validated"
+            _check_factor(header, (rows,))
+            _fill_magnitudes(values, tensor, found, base, _read(header))
     return values
 
 
@@ -103,7 +115,7 @@ def _check_settings(path: Path, adapters: AdaptersConfig) -> None:
         if key not in (*_READ, *_WITHOUT_EFFECT) and value not in (None, False, "none", {}, []):
             raise UserError(
                 f"{where}: {make_printable(key)}={make_printable(str(value))[:200]} is not known "
-                "here, where all adapters have one rank and scale, and no biases or magnitudes"
+                "here, where all adapters have one rank and scale, and no biases"
             )
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if type(rank) is not int or not isinstance(alpha, int | float) or not 0 < rank < _MOST_RANKS:
@@ -115,16 +127,23 @@ def _check_settings(path: Path, adapters: AdaptersConfig) -> None:
             f"{adapters.rank} and alpha {adapters.alpha:g}; use model.adapters.rank={rank} "
             f"model.adapters.alpha={alpha!r}"
         )
+    dora = bool(settings.get("use_dora"))
+    if dora != adapters.dora:
+        raise UserError(
+            f"{where}: use_dora={format_value(dora)}, and model.adapters.dora="
+            f"{format_value(adapters.dora)}; use model.adapters.dora={format_value(dora)}"
+        )
 
 
-def _name_factors(tensor: HuggingFaceTensor) -> tuple[str, str]:
-    """Return the names that peft has for A and B of a matrix of theirs."""
+def _name_factors(tensor: HuggingFaceTensor, adapters: AdaptersConfig) -> list[str]:
+    """Return the names that peft has for A, B and, if there are any, magnitudes of a matrix of
+    theirs."""
     module = f"{PREFIX}{tensor.name.removesuffix('.weight')}"
-    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+    return [f"{module}.{factor}" for factor in FACTORS[: 3 if adapters.dora else 2]]
 
 
 def _check_names(
-    path: Path, headers: Mapping[str, TensorHeader], expected: Sequence[tuple[str, str]]
+    path: Path, headers: Mapping[str, TensorHeader], expected: Sequence[Sequence[str]]
 ) -> None:
     """Raise `UserError` if a file has other tensors than these."""
     names = {name for factors in expected for name in factors}
@@ -166,16 +185,14 @@ def _fill(
     """Put the factors of a matrix of theirs into those of ours.
 
     Raises:
-        UserError: If a matrix of ours is several of theirs with different A.
+        UserError: If a matrix of ours is several of theirs with different A, or theirs adds to
+            rows that have no adapter here.
     """
     blocks = b_OR.split([part.rows for part in tensor.parts])
     for part, rows_OR in zip(tensor.parts, blocks, strict=True):
-        linear = linears.get(part.spec.name)
-        if linear is None:
-            continue
-        box_rows = arrange_rows(part, rows_OR)
+        rest = arrange_rows(part, rows_OR).clone()
         for names, adapter, (of_box, of_b) in _list_adapters_of(part, adapters):
-            down, up = linear.make_factors(adapter)
+            down, up = linears[part.spec.name].make_factors(adapter)
             a, b = (f"{name}.weight" for name in names)
             own_a = a_RI.reshape(*down.outputs, *down.inputs)
             if not values.setdefault(a, own_a).equal(own_a):
@@ -185,7 +202,36 @@ def _fill(
                 )
             shape = (*up.outputs, *up.inputs)
             into = values.setdefault(b, torch.zeros(shape, dtype=b_OR.dtype))
-            into[of_b] = box_rows[of_box]
+            into[of_b] = rest[of_box]
+            rest[of_box] = 0
+        if rest.any():
+            raise UserError(
+                f"{make_printable(tensor.name)}: its lora_B has {rest.flatten(0, -2).any(1).sum()} "
+                f"rows that add to matrices of {part.spec.name} without an adapter; use "
+                "model.adapters.targets that name all of them"
+            )
+
+
+def _fill_magnitudes(
+    values: dict[str, Tensor],
+    tensor: HuggingFaceTensor,
+    adapters: Mapping[AdapterNames, Adapter],
+    base: Checkpoint,
+    magnitude_O: Tensor,
+) -> None:
+    """Put what the magnitudes of a matrix of theirs differ by from the norms of the base into
+    ours."""
+    blocks = magnitude_O.split([part.rows for part in tensor.parts])
+    for part, rows_O in zip(tensor.parts, blocks, strict=True):
+        box_rows = arrange_rows(part, rows_O[:, None])[..., 0]
+        norms = measure_rows(base, part.spec)
+        box_rows = box_rows - norms[part.box.slices[: norms.dim()]]
+        for _, adapter, (of_box, of_magnitude) in _list_adapters_of(part, adapters):
+            shape = [*norms.shape]
+            shape[adapter.dim] = adapter.size
+            name = adapter.name_magnitude(part.spec.name.removesuffix(".weight"))
+            into = values.setdefault(name, torch.zeros(shape, dtype=box_rows.dtype))
+            into[of_magnitude] = box_rows[of_box]
 
 
 def _list_adapters_of(

@@ -49,6 +49,7 @@ MODELS = {
     "gpt_neox": {"bias": True, "activation": "gelu", "rotary_fraction": 0.5},
 }
 ADAPTERS = {"rank": 3, "alpha": 6.0}
+DORA = {**ADAPTERS, "dora": True}
 SUMS = 2 * 6 * (16 + 12) + 37
 
 
@@ -68,7 +69,7 @@ def write_checkpoint(config, folder, trained=False, known=()):
         spec = specs[name]
         values = torch.empty(spec.shape, dtype=torch.float64)
         fill_initial_values(values, spec, Box((0,) * len(spec.shape), spec.shape), 1)
-        if trained and name.endswith(".b.weight"):
+        if trained and name.endswith((".b.weight", ".magnitude")):
             generator = torch.Generator().manual_seed(len(name) + values.numel())
             values.normal_(0.0, 0.3, generator=generator)
         return values
@@ -97,21 +98,24 @@ def get_logits(model, tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"),
+    ("name", "targets", "kind"),
     [
-        ("llama", ["*"]),
-        ("phi3", ["*"]),
-        slow("gpt2", ["*"]),
-        slow("gpt_neox", ["*"]),
-        slow("llama", ["query", "mlp.down"]),
-        slow("phi3", ["value", "gate"]),
-        slow("gpt_neox", ["key", "attention.output"]),
+        ("llama", ["*"], ADAPTERS),
+        ("phi3", ["*"], ADAPTERS),
+        slow("gpt2", ["*"], ADAPTERS),
+        slow("gpt_neox", ["*"], ADAPTERS),
+        slow("llama", ["query", "mlp.down"], ADAPTERS),
+        slow("phi3", ["value", "gate"], ADAPTERS),
+        slow("gpt_neox", ["key", "attention.output"], ADAPTERS),
+        ("phi3", ["value", "gate", "mlp.down"], DORA),
+        slow("gpt2", ["*"], DORA),
+        slow("gpt_neox", ["*"], DORA),
     ],
 )
-def test_peft_computes_the_same(name, targets, tmp_path):
+def test_peft_computes_the_same(name, targets, kind, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    adapters = {**ADAPTERS, "targets": targets}
+    adapters = {**kind, "targets": targets}
     adapted, path = load_peft(name, adapters, tmp_path, trained=True)
     with open_model(path) as merged:
         export_model(merged, tmp_path / "merged", tokenizer="none")
@@ -125,17 +129,19 @@ def test_peft_computes_the_same(name, targets, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets", "distance"),
+    ("name", "targets", "kind", "distance"),
     [
         # Not where several of our matrices are one of theirs, whose B peft would train as a whole.
-        ("gpt2", ["attention.output", "mlp.*"], 1e-10),
+        ("gpt2", ["attention.output", "mlp.*"], ADAPTERS, 1e-10),
+        ("gpt2", ["attention.output", "mlp.*"], DORA, 1e-10),
         # In any precision transformers computes rotations and statistics of RMSNorm in fp32.
-        slow("llama", ["*"], 1e-6),
+        slow("llama", ["*"], ADAPTERS, 1e-6),
+        slow("llama", ["*"], DORA, 1e-6),
     ],
 )
-def test_peft_trains_the_same(name, targets, distance, tmp_path):
+def test_peft_trains_the_same(name, targets, kind, distance, tmp_path):
     """Four steps of AdamW with clipping, all of whose losses and norms are equal."""
-    adapters = {**ADAPTERS, "targets": targets}
+    adapters = {**kind, "targets": targets}
     theirs, _ = load_peft(name, adapters, tmp_path, trained=False, is_trainable=True)
     config = make_config(name, adapters)
     train_step = TrainStep(config, Mesh(Layout(), device="cpu"))
@@ -143,7 +149,10 @@ def test_peft_trains_the_same(name, targets, distance, tmp_path):
     trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
     betas, decay = (config.optim.beta1, config.optim.beta2), config.optim.weight_decay
     options = {"lr": config.optim.lr, "betas": betas, "eps": config.optim.eps}
-    optimizer = torch.optim.AdamW(trained, weight_decay=decay, **options)
+    vectors = [parameter for parameter in trained if parameter.dim() == 1]
+    matrices = [parameter for parameter in trained if parameter.dim() == 2]
+    groups = [{"params": matrices}, *([{"params": vectors, "weight_decay": 0.0}] * bool(vectors))]
+    optimizer = torch.optim.AdamW(groups, weight_decay=decay, **options)
     losses = []
     for step in range(4):
         batch = make_global_batch(config.model, config.train, step)
@@ -181,20 +190,29 @@ def test_what_peft_has_no_place_for_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["llama", slow("gpt2"), slow("gpt_neox")])
-def test_what_was_exported_is_read_back(name, tmp_path):
-    adapters = {**ADAPTERS, "targets": ["attention.output", "mlp.*"]}
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", DORA), slow("llama", ADAPTERS), slow("gpt2", ADAPTERS), slow("gpt_neox", DORA)],
+)
+def test_what_was_exported_is_read_back(name, kind, tmp_path):
+    adapters = {**kind, "targets": ["attention.output", "mlp.*"]}
     path = write_checkpoint(make_config(name, adapters), tmp_path / "run", trained=True)
     with open_checkpoint(path) as checkpoint:
         export_adapters(checkpoint, tmp_path / "peft")
-        values = read_adapters(tmp_path / "peft", make_config(name, adapters))
+        values = read_adapters(tmp_path / "peft", make_config(name, adapters), checkpoint)
         assert set(values) == {n for n in checkpoint.tensors if ".adapters." in n}
         for factor, tensor in values.items():
-            assert tensor.equal(checkpoint.read_tensor(factor)), factor
+            saved = checkpoint.read_tensor(factor)
+            if factor.endswith(".magnitude"):  # less the norms that they were added to
+                assert_near(tensor, saved, SUMS, label=factor)
+            else:
+                assert tensor.equal(saved), factor
 
 
-@pytest.mark.parametrize("name", ["phi3", slow("llama")])
-def test_adapters_that_peft_made_compute_the_same(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "dora"), [("phi3", True), slow("phi3", False), slow("llama", False)]
+)
+def test_adapters_that_peft_made_compute_the_same(name, dora, tmp_path):
     """Also where one matrix of theirs is several of ours, which get an adapter each."""
     from transformers import AutoModelForCausalLM
 
@@ -203,10 +221,12 @@ def test_adapters_that_peft_made_compute_the_same(name, tmp_path):
         export_model(checkpoint, tmp_path / "hf", tokenizer="none")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     settings = {"use_rslora": True, "target_modules": "all-linear", "init_lora_weights": False}
-    theirs = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=2, **settings))
+    settings |= {"r": 3, "lora_alpha": 2, "use_dora": dora}
+    theirs = peft.get_peft_model(model, peft.LoraConfig(**settings))
     theirs.save_pretrained(tmp_path / "peft")
-    config = make_config(name, {"rank": 3, "alpha": 2 * 3**0.5})
-    values = read_adapters(tmp_path / "peft", config)
+    config = make_config(name, {"rank": 3, "alpha": 2 * 3**0.5, "dora": dora})
+    with open_checkpoint(base) as checkpoint:
+        values = read_adapters(tmp_path / "peft", config, checkpoint)
     path = write_checkpoint(config, tmp_path / "adapted", known=values)
     with open_model(path) as merged:
         export_model(merged, tmp_path / "merged", tokenizer="none")
@@ -245,7 +265,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     refuse(fewer, r"has 4 factors; the file has besides them 4, the first .*q_proj", family)
     refuse(more, r"has 16 factors; the file lacks 8, the first .*gate_proj", family)
     for settings, message in (
-        ({"use_dora": True}, "use_dora=True is not known here"),
+        ({"use_dora": True}, "use_dora=true, and .* use model.adapters.dora=true"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern=.*q_proj"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa changes the base"),
         ({"peft_type": "IA3"}, "peft_type=IA3 is no low-rank adapter"),
