@@ -126,12 +126,14 @@ LAYOUTS = [
     STAGES,
     (4, {"pipeline": 2, "context": 2, **RING}, "selective"),
 ]
+HANDED = ("shared-keys", "layer-embeddings")
+"""Shapes with tensors that pass from layer to layer beside the stream."""
 CASES = [
     # Every second layout with each shape, the others with the next one.
     (name, *layout)
     for number, name in enumerate(SHAPES)
     for place, layout in enumerate(LAYOUTS)
-    if (number + place) % 2 == 0
+    if (number + place) % 2 == 0 or (name in HANDED and layout == STAGES)
 ] + [("gemma-4-experts", *EXPERTS)]
 QUICK = [
     ("scores", *NESTED),
