@@ -170,3 +170,24 @@ def test_the_base_of_adapters_is_planned_without_gradients_and_state(parallel, m
     others = compare_with_plan(whole, layout, 0, run_meta_step(whole, layout, 0))
     (optimizer,) = (row.counted for row in others if row.name == "optimizer")
     assert compared["optimizer"].counted < optimizer / 3
+
+
+def test_magnitudes_take_time_but_no_weight_gradients():
+    """In the forward pass the weight is read for them too, however few tokens there are."""
+
+    def estimate(dora, microbatch):
+        adapters = {"rank": 16, "dora": dora}
+        wide = {"hidden": 4096, "heads": 32}  # so that the host's launches do not take longer
+        config = make_config([], {**ADAPTERS, **wide, "adapters": adapters})
+        train = config.train.model_copy(update={"microbatch": microbatch})
+        sizes = make_layout_sizes(config.parallel, train, Layout())
+        machine = Machine(config, load_cluster("h100-ib"), get_family_constants("h100"), sizes)
+        return estimate_block_times(machine, 0).compute
+
+    added = []
+    for microbatch in (256, 512):
+        plain, rescaled = estimate(False, microbatch), estimate(True, microbatch)
+        assert rescaled.backward > plain.backward and rescaled.weight == plain.weight
+        added.append(float(rescaled.forward - plain.forward))
+    few, many = added
+    assert few < many < 2 * few
