@@ -224,9 +224,14 @@ def test_adapters_that_peft_made_compute_the_same(name, dora, tmp_path):
     settings |= {"r": 3, "lora_alpha": 2, "use_dora": dora}
     theirs = peft.get_peft_model(model, peft.LoraConfig(**settings))
     theirs.save_pretrained(tmp_path / "peft")
-    config = make_config(name, {"rank": 3, "alpha": 2 * 3**0.5, "dora": dora})
+    adapters = {"rank": 3, "alpha": 2 * 3**0.5, "dora": dora}
+    config = make_config(name, adapters)
     with open_checkpoint(base) as checkpoint:
         values = read_adapters(tmp_path / "peft", config, checkpoint)
+    if name == "phi3":  # whose queries, keys and values are one matrix
+        few = make_config(name, {**adapters, "targets": ["query", "output", "mlp.*"]})
+        with pytest.raises(UserError, match="lora_B has 16 rows that add to matrices of blocks.0"):
+            read_adapters(tmp_path / "peft", few)
     path = write_checkpoint(config, tmp_path / "adapted", known=values)
     with open_model(path) as merged:
         export_model(merged, tmp_path / "merged", tokenizer="none")
