@@ -9,7 +9,7 @@ SECONDS ?= 60
 SEED ?= $(shell date +%s)
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
-MODEL := runs/model
+MODEL := runs/demo-chat-data
 MEGABYTES ?= 40
 VOCAB ?= 4096
 
@@ -42,10 +42,10 @@ demo: $(DEMO)/python.idx
 model: $(MODEL)/sources.idx $(MODEL)/prose.idx $(MODEL)/dialogues.idx $(MODEL)/questions.jsonl
 	$(BIN)/python pretrain_gpt.py --config configs/demo-chat-base.yaml $(BASE)
 	$(BIN)/python pretrain_gpt.py --config configs/demo-chat.yaml $(CHAT)
-	rm -rf $(MODEL)/huggingface
-	$(BIN)/python tools/checkpoint.py export-hf $(MODEL)/chat --to $(MODEL)/huggingface \
+	rm -rf runs/demo-chat-huggingface
+	$(BIN)/python tools/checkpoint.py export-hf runs/demo-chat --to runs/demo-chat-huggingface \
 		--tokenizer hf:$(MODEL)/tokenizer/tokenizer.json
-	$(BIN)/python tools/chat.py --checkpoint $(MODEL)/chat/checkpoints --temperature 0 --echo < docs/examples/questions.txt
+	$(BIN)/python tools/chat.py --checkpoint runs/demo-chat/checkpoints --temperature 0 --echo < docs/examples/questions.txt
 
 # Every mechanism once. What repeats one of them with other cases is marked slow.
 test: .venv/ready

@@ -1,6 +1,6 @@
 """Losses of the first steps of pretraining, beside nanoGPT and plain PyTorch.
 
-python benchmarks/cpu/pretraining_losses.py --nanogpt ../nanoGPT --data runs/model/sources
+python benchmarks/cpu/pretraining_losses.py --nanogpt ../nanoGPT --data runs/demo-chat-data/sources
 
 All three begin with the same weights of a GPT-2 without biases, in fp32, and get the same batches
 and learning rates. Nothing is timed.

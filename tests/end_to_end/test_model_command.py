@@ -20,11 +20,11 @@ SMALL = (
 )
 PHASES = (
     "'data.phases=[{tokens: 40960}, {tokens: 10240, overrides: [optim.schedule=linear, "
-    'optim.min_lr=0, "data.sources=[{path: runs/model/prose}]"]}]\''
+    'optim.min_lr=0, "data.sources=[{path: runs/demo-chat-data/prose}]"]}]\''
 )
 BASE = f"{SMALL} {PHASES} optim.warmup=5"
 CHAT = f"{SMALL} train.steps=60 evaluate.limit=40"
-LOSSES = {"base": 5.225, "chat": 4.686}
+LOSSES = {"demo-chat-base": 5.225, "demo-chat": 4.686}
 """Validation losses at the end of each run, of the library of Python 3.11."""
 TOLERANCE = 0.05
 """What another version's library may change of them."""
@@ -58,14 +58,14 @@ def test_a_model_is_made_from_text_and_answers(clone):
     assert stopped.returncode == 2 and "optim.lr" in stopped.stderr
     finished = make(clone, BASE, CHAT)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "resumed from step 20 of runs/model/base" in finished.stdout
+    assert "resumed from step 20 of runs/demo-chat-base" in finished.stdout
     assert "demo_corpus.py" not in finished.stdout
-    folder = clone / "runs/model"
+    folder = clone / "runs"
     for name, loss in LOSSES.items():
         assert read_last(folder / name, "eval_loss") == pytest.approx(loss, rel=TOLERANCE)
-    assert 0 < read_last(folder / "chat", "eval_tasks")["describe"]["acc"] < 1
+    assert 0 < read_last(folder / "demo-chat", "eval_tasks")["describe"]["acc"] < 1
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= {
-        path.name for path in (folder / "huggingface").iterdir()
+        path.name for path in (folder / "demo-chat-huggingface").iterdir()
     }
     asked, answer = finished.stdout.split("> What does textwrap.dedent do?\n")
     assert asked.count("> ") and answer.partition("\n")[0]

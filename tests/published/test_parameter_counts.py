@@ -145,4 +145,6 @@ def test_every_published_config_is_held_to_its_count():
         "demo-moe",
         "demo-phases",
         "demo-islands",
+        "demo-chat-base",
+        "demo-chat",
     }
