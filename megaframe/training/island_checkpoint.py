@@ -84,7 +84,7 @@ class IslandCheckpoint:
             }
         )
 
-    def load(
+    def load_tensors(
         self,
         checkpoint: Checkpoint,
         slices: Sequence[Slice],

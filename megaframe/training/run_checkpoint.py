@@ -214,7 +214,7 @@ class RunCheckpoint:
             frozen = find_frozen_names(was.frozen_patterns, list_model_specs(was.model, was.train))
             restarted = find_restarted(moments, saved, frozen)
             prepared = [*prepare_slices(slices, saved, restarted), *residuals]
-            island_notes = [*self._islands.load(checkpoint, prepared, owned, state)]
+            island_notes = [*self._islands.load_tensors(checkpoint, prepared, owned, state)]
             state.optimizer = state.optimizer.restart(moments, restarted)
             notes = [
                 *describe_resumption(

@@ -32,6 +32,7 @@ MAY_WAIT = {
     "_compare_with_previous_loss": "the first loss after a load",
     "_save": "the loss and the norm in a checkpoint",
     "_load": "a checkpoint",
+    "load_tensors": "a checkpoint",
     "restore": "ranks agree on the checkpoint to resume from",
 }
 """Functions in which the host may wait for the device, and for what."""

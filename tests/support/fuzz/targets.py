@@ -110,7 +110,7 @@ def read_label_weights():
 
 def write_blocks():
     """Write a folder of blocks."""
-    from megaframe.config.schema import DataConfig, DataSourceConfig, StreamingConfig
+    from megaframe.config.data import DataConfig, DataSourceConfig, StreamingConfig
     from megaframe.data.streaming.corpus import find_corpus
     from megaframe.data.streaming.prepare_blocks import prepare_blocks
 
@@ -125,8 +125,8 @@ def write_blocks():
 
 def read_blocks():
     """Read what a run reads of a folder of blocks."""
+    from megaframe.config import DataConfig, RunConfig, TrainConfig
     from megaframe.config.model import ModelConfig
-    from megaframe.config.schema import DataConfig, RunConfig, TrainConfig
     from megaframe.data.loader import Loader
 
     train = TrainConfig(seq=8, global_batch=2, microbatch=2)
