@@ -3,12 +3,12 @@
 The whole command and its numbers are in docs/road.md.
 """
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
+from entry_runs import read_lines
 from repo_copy import copy_tracked
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'megaframe[evaluate]'")
@@ -48,8 +48,7 @@ def make(clone, base, chat):
 
 def read_last(folder, key):
     """Return the last value of a key in the metrics of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[key] for line in lines if line.get(key) is not None][-1]
+    return [line[key] for line in read_lines(folder) if line.get(key) is not None][-1]
 
 
 def test_a_model_is_made_from_text_and_answers(clone):

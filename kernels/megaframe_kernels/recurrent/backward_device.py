@@ -14,12 +14,14 @@ from megaframe_kernels.recurrent.chunks_device import (
     add_to_state,
     differentiate_decayed,
     find_pairs,
+    load_decays,
     load_documents,
     load_sums,
     load_tile,
     locate,
     multiply_decayed,
     read_state,
+    store_sums,
     store_tile,
 )
 
@@ -98,15 +100,10 @@ def return_through_chunks(
         q = load_tile(query, key_row, groups, count, row, width, L)
         k = load_tile(key, key_row, groups, count, row, width, L)
         d_o = load_tile(d_out, value_row, heads, count, across, value_width, L)
-        last = count - 1
-        s = load_sums(sums, value_row, heads, place, last, width, CHANNELS, WIDTH)
-        total = load_sums(
-            sums, value_row, heads, last + tl.arange(0, 1), last, width, CHANNELS, WIDTH
-        )
         document, newest, oldest = load_documents(documents, chunk, length, heads, L)
-        before = tl.where((document == oldest)[:, None], tl.exp(s), 0.0)
-        after = tl.where((document == newest)[:, None], tl.exp(total - s), 0.0)
-        left = tl.where(newest == oldest, tl.exp(total), 0.0)
+        _, before, after, left = load_decays(
+            sums, document, newest, oldest, value_row, heads, count, width, CHANNELS, L, WIDTH
+        )
         at = (head * chunks + chunk) * (L * L) + square
         new = d_state.to(q.dtype)
         d_c = read_state(k, new, after, CHANNELS, PRECISION)
@@ -199,11 +196,10 @@ def differentiate_chunks(
         d_k = multiply_add(c, tl.trans(new), d_k, PRECISION)
     q = load_tile(query, key_row, groups, count, row, width, L)
     k = load_tile(key, key_row, groups, count, row, width, L)
-    s = load_sums(sums, value_row, heads, place, last, width, CHANNELS, WIDTH)
-    total = load_sums(sums, value_row, heads, last + tl.arange(0, 1), last, width, CHANNELS, WIDTH)
-    d_q *= tl.where((document == oldest)[:, None], tl.exp(s), 0.0)
-    d_k *= tl.where((document == newest)[:, None], tl.exp(total - s), 0.0)
-    left = tl.where(newest == oldest, tl.exp(total), 0.0)
+    s, before, after, left = load_decays(
+        sums, document, newest, oldest, value_row, heads, count, width, CHANNELS, L, WIDTH
+    )
+    d_q, d_k = d_q * before, d_k * after
     d_total = tl.sum(k * d_k, 0) + tl.reshape(left, [left.shape[1]]) * d_left
     own = tl.sum(tl.where(place[:, None] == place[None, :], d_p, 0.0), 1)[:, None]
     d_p = tl.where(find_pairs(document, True), d_p, 0.0)
@@ -216,10 +212,7 @@ def differentiate_chunks(
     d_q, d_k = d_q + own * k, d_k + own * q
     store_tile(d_query, value_row, heads, count, row, width, d_q)
     store_tile(d_key, value_row, heads, count, row, width, d_k)
-    if CHANNELS:
-        store_tile(d_sums, value_row, heads, count, row, width, d_s)
-    else:
-        tl.store(d_sums + value_row + place * heads, tl.sum(d_s, 1), mask=place < count)
+    store_sums(d_sums, value_row, heads, count, width, d_s, CHANNELS)
 
 
 @triton.jit
@@ -314,7 +307,4 @@ def differentiate_corrections(
     store_tile(d_key, value_row, heads, count, row, width, d_left + d_right)
     tl.store(d_strength + value_row + place * heads, d_b, mask=place < count)
     d_s = k * (d_left - d_right)
-    if CHANNELS:
-        store_tile(d_sums, value_row, heads, count, row, width, d_s)
-    else:
-        tl.store(d_sums + value_row + place * heads, tl.sum(d_s, 1), mask=place < count)
+    store_sums(d_sums, value_row, heads, count, width, d_s, CHANNELS)

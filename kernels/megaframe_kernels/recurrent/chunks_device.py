@@ -124,6 +124,64 @@ def load_documents(
 
 
 @triton.jit
+def load_decays(
+    sums: tl.tensor,
+    document: tl.tensor,
+    newest: tl.tensor,
+    oldest: tl.tensor,
+    row: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    CHANNELS: tl.constexpr,
+    L: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return a chunk's logarithms of decays since its start, and the decays from its start to each
+    token, from each token to its end, [L, F], and over all of it, [1, F]; 0 between documents.
+
+    Args:
+        sums: [B, S, H, F].
+        document: As `load_documents` returned them, and so are the next two.
+        newest: Of the last token.
+        oldest: Of the state before the chunk.
+        row: Where the sums of the first token are, counted in heads.
+        heads: From token to token.
+        count: Tokens of the chunk.
+        width: K.
+        CHANNELS: Whether channels decay by themselves.
+        L: Tokens of a whole chunk.
+        WIDTH: K, padded.
+    """
+    last = count - 1
+    since = load_sums(sums, row, heads, tl.arange(0, L), last, width, CHANNELS, WIDTH)
+    total = load_sums(sums, row, heads, last + tl.arange(0, 1), last, width, CHANNELS, WIDTH)
+    before = tl.where((document == oldest)[:, None], tl.exp(since), 0.0)
+    after = tl.where((document == newest)[:, None], tl.exp(total - since), 0.0)
+    return since, before, after, tl.where(newest == oldest, tl.exp(total), 0.0)
+
+
+@triton.jit
+def store_sums(
+    sums: tl.tensor,
+    row: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    tile_LK: tl.tensor,
+    CHANNELS: tl.constexpr,
+) -> None:
+    """Store what `load_sums` would load, given it for each channel: where they decay as one, the
+    sum over them."""
+    if CHANNELS:
+        column = tl.arange(0, tile_LK.shape[1])
+        store_tile(sums, row, heads, count, column, width, tile_LK)
+    else:
+        place = tl.arange(0, tile_LK.shape[0])
+        tl.store(sums + row + place * heads, tl.sum(tile_LK, 1), mask=place < count)
+
+
+@triton.jit
 def find_pairs(document_L: tl.tensor, STRICT: tl.constexpr) -> tl.tensor:
     """Return which tokens, in rows, see which: those of the same document up to themselves, or with
     STRICT before themselves, [L, L]."""

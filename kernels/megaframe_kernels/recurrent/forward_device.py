@@ -14,6 +14,7 @@ from megaframe_kernels.recurrent.chunks_device import (
     add_to_state,
     find_pairs,
     invert,
+    load_decays,
     load_documents,
     load_sums,
     load_tile,
@@ -163,15 +164,10 @@ def pass_chunks(
         q = load_tile(query, key_row, groups, count, row, width, L)
         k = load_tile(key, key_row, groups, count, row, width, L)
         c = load_tile(value, value_row, heads, count, across, value_width, L)
-        last = count - 1
-        s = load_sums(sums, value_row, heads, place, last, width, CHANNELS, WIDTH)
-        total = load_sums(
-            sums, value_row, heads, last + tl.arange(0, 1), last, width, CHANNELS, WIDTH
-        )
         document, newest, oldest = load_documents(documents, chunk, length, heads, L)
-        before = tl.where((document == oldest)[:, None], tl.exp(s), 0.0)
-        after = tl.where((document == newest)[:, None], tl.exp(total - s), 0.0)
-        left = tl.where(newest == oldest, tl.exp(total), 0.0)
+        _, before, after, left = load_decays(
+            sums, document, newest, oldest, value_row, heads, count, width, CHANNELS, L, WIDTH
+        )
         old = state.to(q.dtype)
         at = (head * chunks + chunk) * (L * L) + square
         if CORRECTS:
