@@ -21,10 +21,9 @@ import tokenizers
 import torch
 import transformers
 from harness import PEERS
-from safetensors.torch import save_file
+from recorded_batches import write_batches
 
 from megaframe.config import load
-from megaframe.data.loader import Loader
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SEQ, BATCH, MICROBATCHES = 20, 128, 8, 2
@@ -75,14 +74,7 @@ def compare(folder: Path, python: str) -> tuple[list[float], list[float], dict[s
         *("checkpoint.every=0", "train.eval_every=0"),
     ]
     config_path = str(folder / "checkpoints/config.yaml")
-    loader = Loader(load(config_path, keys), 0, 1)
-    steps = [loader.next().microbatches for _ in range(STEPS)]
-    loader.close()
-    batches = {
-        name: torch.stack([torch.cat([getattr(m, f"{name}_BS") for m in step]) for step in steps])
-        for name in ("tokens", "labels")
-    }
-    save_file(batches, folder / "batches.safetensors")
+    batches = write_batches(load(config_path, keys), STEPS, folder / "batches.safetensors")
     counted = float((batches["labels"] >= 0).float().mean())
     print(f"{dialogues} dialogues; {counted:.0%} of the labels count")
     run_tool("pretrain_gpt.py", "--config", config_path, *keys)

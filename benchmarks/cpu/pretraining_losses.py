@@ -18,13 +18,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from harness import PEERS, describe_measurement
+from recorded_batches import write_batches
 from safetensors.torch import save_file
 
 import megaframe
 from megaframe.config import load
-from megaframe.data.loader import Loader
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ, BATCH, MICROBATCHES = 256, 16, 2
@@ -73,14 +72,7 @@ def compare(
     tensors = megaframe.build_model(config).tensors
     weights = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(weights, folder / "weights.safetensors")
-    loader = Loader(config, 0, 1)
-    steps = [loader.next().microbatches for _ in range(arguments.steps)]
-    loader.close()
-    batches = {
-        name: torch.stack([torch.cat([getattr(m, f"{name}_BS") for m in step]) for step in steps])
-        for name in ("tokens", "labels")
-    }
-    save_file(batches, folder / "batches.safetensors")
+    write_batches(config, arguments.steps, folder / "batches.safetensors")
     subprocess.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, check=True)
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     losses = {"megaframe": [line["loss"] for line in lines]}
