@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaframe.architecture.attention import AttentionDescription
-from megaframe.architecture.handed import name_keys
+from megaframe.architecture.cross_layer_tensors import name_keys
 from megaframe.context_parallel.ring import ring_attention
 from megaframe.context_parallel.ring_mask import RingMask
 from megaframe.model.alibi import Alibi

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megaframe.architecture.window import Window
 from megaframe.distributed.interleaving import InterleaveHook
-from megaframe.model.handed import HandedTensors
+from megaframe.model.cross_layer_tensors import HandedTensors
 from megaframe.model.key_value_cache import KeyValueCache, LayerCache, StateCache
 from megaframe.ops.autograd import get_direct_apply
 from megaframe.ops.workspace import Workspace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaframe.architecture.attention import AttentionDescription
-from megaframe.architecture.handed import name_keys
+from megaframe.architecture.cross_layer_tensors import name_keys
 from megaframe.architecture.shared_keys import SharedKeyAttentionDescription
 from megaframe.model.attention import Attention
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megaframe.architecture.handed import HandedTensor
+from megaframe.architecture.cross_layer_tensors import HandedTensor
 from megaframe.tensor_parallel.axis import count_rows_per_rank
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaframe.architecture.handed import list_crossing_tensors
+from megaframe.architecture.cross_layer_tensors import list_crossing_tensors
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.sharded_parameters import NoSharding, ParameterSharding

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaframe.architecture.block import BlockDescription, describe_block, list_mixers
-from megaframe.architecture.handed import (
+from megaframe.architecture.cross_layer_tensors import (
     EMBEDDING,
     count_message_elements,
     list_handed_tensors,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.handed import count_mean_message_elements
+from megaframe.architecture.cross_layer_tensors import count_mean_message_elements
 from megaframe.architecture.layer import MixerDescription
 from megaframe.planner.collective_times import estimate_hop_seconds
 from megaframe.planner.machine import Machine, PassTimes

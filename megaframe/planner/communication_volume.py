@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from megaframe.architecture.handed import count_message_elements
+from megaframe.architecture.cross_layer_tensors import count_message_elements
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config.model import ModelConfig

@@ -19,11 +19,11 @@ from megaframe.validate.checkpoint import (
     find_saving_mistakes,
 )
 from megaframe.validate.context_parallel import find_context_mistakes
+from megaframe.validate.cross_layer_tensors import find_handed_mistakes
 from megaframe.validate.cuda_graph import find_graph_obstacles
 from megaframe.validate.data import find_source_mistakes, find_split_mistakes
 from megaframe.validate.experts import find_expert_mistakes
 from megaframe.validate.gradient_noise import find_gradient_noise_mistakes
-from megaframe.validate.handed import find_handed_mistakes
 from megaframe.validate.limits import find_limit_mistakes
 from megaframe.validate.model import (
     find_model_mistakes,

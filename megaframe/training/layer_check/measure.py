@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.architecture.block import BlockDescription, describe_block
-from megaframe.architecture.handed import list_handed_tensors
+from megaframe.architecture.cross_layer_tensors import list_handed_tensors
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import ModelConfig, MoEConfig, RunConfig
 from megaframe.data.microbatch import Microbatch

@@ -1,11 +1,11 @@
-"""Tensors that are handed to later layers (`megaframe.model.handed`): the gradients that they bring
-to the part that made them, also if it is computed again."""
+"""Tensors that are handed to later layers (`megaframe.model.cross_layer_tensors`): the gradients
+that they bring to the part that made them, also if it is computed again."""
 
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megaframe.model.handed import HandedTensors
+from megaframe.model.cross_layer_tensors import HandedTensors
 from megaframe.ops.autograd import backward
 
 X = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)

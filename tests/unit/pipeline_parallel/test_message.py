@@ -2,7 +2,7 @@
 
 import torch
 
-from megaframe.architecture.handed import HandedTensor
+from megaframe.architecture.cross_layer_tensors import HandedTensor
 from megaframe.pipeline_parallel.message import StageMessage
 
 HANDED = (HandedTensor("blocks.3.embedding", -1, 3, 5), HandedTensor("blocks.1.keys", 1, 4, 6, 2))

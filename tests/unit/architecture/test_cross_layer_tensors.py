@@ -6,7 +6,7 @@ Tests `megaframe.architecture.shared_keys` and `megaframe.architecture.layer_emb
 import pytest
 
 from megaframe.architecture.block import find_key_sources
-from megaframe.architecture.handed import (
+from megaframe.architecture.cross_layer_tensors import (
     EMBEDDING,
     count_mean_message_elements,
     count_message_elements,

@@ -3,7 +3,7 @@
 import pytest
 
 from megaframe.config import ModelConfig
-from megaframe.validate.handed import find_handed_mistakes
+from megaframe.validate.cross_layer_tensors import find_handed_mistakes
 
 SHARED = {"shared_keys": True}
 
