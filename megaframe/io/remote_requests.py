@@ -68,7 +68,7 @@ def find_scheme_mistake(path: RemotePath) -> str | None:
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        return f"{path}: {error}; s3:// needs: pip install 'megaframe[cloud]'"
+        return f"{path}: {error}; URLs need: pip install 'megaframe[cloud]'"
     except ValueError:
         similar = [name for name in fsspec.available_protocols() if scheme[:2] == name[:2]]
         suggestion = f"; known are {', '.join(similar)}" if similar else ""
@@ -97,7 +97,7 @@ def retry_request(path: RemotePath, request: Callable[[], T], seconds: float | N
             is_permanent = (
                 isinstance(error, _PERMANENT_ERRORS)
                 or type(error).__name__ in _PERMANENT_ERROR_NAMES
-                or getattr(error, "status", None) in _PERMANENT_STATUSES
+                or _find_status(error) in _PERMANENT_STATUSES
             )
         if is_permanent or time.monotonic() + pause - start > limit:
             raise cleaned
@@ -106,6 +106,19 @@ def retry_request(path: RemotePath, request: Callable[[], T], seconds: float | N
             warned = True
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_PAUSE)
+
+
+def _find_status(error: Exception) -> int | None:
+    """Return the status of HTTP in an error of aiohttp, gcsfs, or httpx; None: it has none."""
+    answer = getattr(error, "response", None)
+    for found in (
+        getattr(error, "status", None),
+        getattr(error, "code", None),
+        getattr(answer, "status_code", None),
+    ):
+        if isinstance(found, int):
+            return found
+    return None
 
 
 def _clean_error(error: Exception, remote_path: RemotePath) -> OSError:

@@ -35,7 +35,7 @@ class FileServer(LoopbackServer):
     def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def _start(self, port):
+    def _make_handler(self):
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -50,16 +50,21 @@ class FileServer(LoopbackServer):
             def log_message(self, *args):
                 pass
 
+        return Handler
+
+    def _start(self, port):
         class QuietServer(ThreadingHTTPServer):
             def handle_error(self, request, client_address):
                 """Say nothing: clients that give up are part of the tests."""
 
-        self._server = QuietServer(("127.0.0.1", port), Handler)
+        self._server = QuietServer(("127.0.0.1", port), self._make_handler())
         self._server.daemon_threads = True
         self._serve()
 
     def answer(self, request, method):
-        name = unquote(request.path).lstrip("/")
+        self._answer_file(request, method, unquote(request.path).lstrip("/"))
+
+    def _answer_file(self, request, method, name):
         self.requests[name] += 1
         fault = self.fault(method, name)
         if fault == "short" and "Range" not in request.headers:

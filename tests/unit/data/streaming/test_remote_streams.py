@@ -1,13 +1,16 @@
 """Corpora under URLs: the same samples as from the folder, whatever the server does in between."""
 
+import contextlib
 import gzip
 import time
 import warnings
 
 import fsspec
+import gcp_storage_emulator.server
 import numpy as np
 import pytest
 from file_server import FileServer
+from hub_server import DATASET, HubServer
 from s3_server import BUCKET, Server, use
 from slow_cases import slow
 from stream_runs import (
@@ -195,28 +198,79 @@ class TestTokensUnderUrls:
             take_rows(configure(tmp_path, f"{server.url}/damaged", tokenizer=None), 1)
 
 
-class TestS3:
-    @pytest.mark.slow
-    def test_a_bucket_is_read_through_faults(self, served, reference, tmp_path):
-        server = Server()
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in server.environment.items():
-                patch.setenv(name, value)
-            use(server.environment)
-            system = fsspec.filesystem("s3")
-            for path in (served / "lines").iterdir():
-                system.put_file(str(path), f"{BUCKET}/texts/lines/{path.name}")
-            begin = time.monotonic()
-            server.fault = lambda method, path: 503 if time.monotonic() - begin < 2 else None
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    config = configure(tmp_path, f"s3://{BUCKET}/texts/lines")
-                    assert take_rows(config, STEPS)[0] == reference["lines"]
-            finally:
-                server.close()
-                remote_requests._open_filesystem.cache_clear()
-                fsspec.get_filesystem_class("s3").clear_instance_cache()
+@pytest.fixture
+def stores():
+    """Give servers to close, and forget the clients of stores that are served no more."""
+    with contextlib.ExitStack() as servers:
+        yield servers
+    remote_requests._open_filesystem.cache_clear()
+    for scheme in ("s3", "gs", "hf"):
+        fsspec.get_filesystem_class(scheme).clear_instance_cache()
+
+
+@pytest.mark.slow
+class TestStores:
+    def test_a_bucket_of_s3_is_read_through_faults(
+        self, served, reference, tmp_path, stores, monkeypatch
+    ):
+        server = stores.enter_context(contextlib.closing(Server()))
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        use(server.environment)
+        put_lines(served, "s3")
+        begin = time.monotonic()
+        server.fault = lambda method, path: 503 if time.monotonic() - begin < 2 else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = configure(tmp_path, f"s3://{BUCKET}/texts/lines")
+            assert take_rows(config, STEPS)[0] == reference["lines"]
+
+    def test_a_bucket_of_google_is_read(self, served, reference, tmp_path, stores, monkeypatch):
+        server = gcp_storage_emulator.server.create_server(
+            "127.0.0.1", 0, in_memory=True, default_bucket=BUCKET
+        )
+        server.start()
+        stores.callback(server.stop)
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{find_port(server)}")
+        put_lines(served, "gs")
+        config = configure(tmp_path / "a", f"gs://{BUCKET}/texts/lines")
+        assert take_rows(config, STEPS)[0] == reference["lines"]
+        with pytest.raises(UserError, match=f"cannot read gs://{BUCKET}/nothing: there is no"):
+            take_rows(configure(tmp_path / "b", f"gs://{BUCKET}/nothing"), 1)
+
+    def test_a_dataset_of_hugging_face_is_read_through_faults(
+        self, served, reference, tmp_path, stores, monkeypatch
+    ):
+        server = stores.enter_context(contextlib.closing(HubServer(served)))
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        server.fault = Faults(count=6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = configure(tmp_path, f"hf://datasets/{DATASET}/mixed")
+            assert take_rows(config, STEPS)[0] == reference["mixed"]
+        assert server.fault.left < 6
+        with pytest.raises(UserError, match="cannot read hf://datasets/owner/other"):
+            take_rows(configure(tmp_path / "b", "hf://datasets/owner/other"), 1)
+
+    def test_what_may_not_be_read_is_not_waited_for(self, served, tmp_path, stores, monkeypatch):
+        server = stores.enter_context(contextlib.closing(HubServer(served)))
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        server.fault = lambda method, path: 403
+        with pytest.raises(UserError, match="403 Forbidden"):
+            take_rows(configure(tmp_path, f"hf://datasets/{DATASET}/lines"), 1)
+
+
+def put_lines(served, scheme):
+    system = fsspec.filesystem(scheme)
+    for path in (served / "lines").iterdir():
+        system.put_file(str(path), f"{BUCKET}/texts/lines/{path.name}")
+
+
+def find_port(server):
+    """Return the port that a server of Google's storage was given."""
+    return server._api._httpd.server_address[1]
 
 
 def test_urls_that_are_refused():
