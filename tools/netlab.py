@@ -226,7 +226,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
     parser.add_argument("--link", default="1gbit", metavar="RATE", help="of each host: 200mbit")
-    parser.add_argument("--latency", metavar="TIME", help="where the kernel has netem")
+    parser.add_argument("--latency", metavar="TIME", help="of what a host sends: 50ms")
     parser.add_argument(
         "--slow", action="append", default=[], metavar="HOST=RATE", help="another link for a host"
     )

@@ -3,7 +3,7 @@
 Each host is a network namespace with a single link to a switch, which is a bridge in another
 namespace. The machine's own network is not touched, and everything disappears with the namespaces.
 Token buckets (`tc tbf`) shape the links in both directions: a transfer takes as long as on a wire
-of that rate, while the processor sleeps.
+of that rate, while the processor sleeps. What a host sends can be delayed (`delay.py`).
 
 A host's programs run in a process namespace whose first process dies with this process, so nothing
 keeps running even if this process is killed. Its empty network namespaces then remain. The next lab
@@ -18,6 +18,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ UPLINK = "uplink"
 MOST_HOSTS = 100
 _TOOLS = ("ip", "tc", "unshare", "setpriv")
 _RATE = re.compile(r"[0-9]+(\.[0-9]+)?([kmg]bit)", re.IGNORECASE)
-_TIME = re.compile(r"[0-9]+(\.[0-9]+)?(us|ms|s)", re.IGNORECASE)
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", re.IGNORECASE)
+_SECONDS_OF_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NAMESPACE = re.compile(r"netlab-([0-9]+)-([0-9]+)-")
 
 
@@ -43,8 +45,7 @@ class Link:
 
     Attributes:
         rate: Of each direction, in the format of `tc`, such as 500mbit.
-        latency: Delay of what the host sends, such as 1ms, or None; needs `netem` in the
-            kernel.
+        latency: Delay of what the host sends, such as 1ms, or None.
     """
 
     rate: str
@@ -66,6 +67,12 @@ class Host:
     link: Link
     switch: str
     port: str
+
+    @property
+    def relay(self) -> tuple[str, str]:
+        """Where the link has a latency: the interface on the bridge, and its other end, which is
+        relayed to and from `port`."""
+        return f"bridged-{self.port}", f"relayed-{self.port}"
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -107,6 +114,7 @@ def emulate_hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
             address = f"10.0.0.{100 + number}"
             hosts.append(Host(name, address, link, switch, f"port{number}"))
             _connect_to_switch(hosts[-1])
+        stack.enter_context(_delay_links(hosts))
         yield hosts
 
 
@@ -128,13 +136,6 @@ def check_links(links: Sequence[Link]) -> None:
         raise UserError("the network lab makes network namespaces, which needs root")
     if error := _find_kernel_error("tbf", "rate", "1mbit", "burst", BURST, "limit", QUEUE):
         raise UserError(f"this machine cannot shape links (tc tbf): {error}")
-    if any(link.latency for link in links) and (
-        error := _find_kernel_error("netem", "delay", "1ms")
-    ):
-        raise UserError(
-            f"a latency needs netem, which this kernel lacks (CONFIG_NET_SCH_NETEM): {error}; "
-            "leave out the latency; the rate works without it"
-        )
 
 
 def check_rate(rate: str) -> None:
@@ -166,22 +167,54 @@ def _find_kernel_error(*discipline: str) -> str | None:
 
 
 def _connect_to_switch(host: Host) -> None:
-    """Make the host's link to the switch, and shape it."""
+    """Make the host's link to the switch, and shape it. Where it has a latency, a relay stands
+    between the link and the bridge."""
     ends = ((host.name, UPLINK), (host.switch, host.port))
     pair = ("type", "veth", "peer", "name", host.port, "netns", host.switch)
     _run("ip", "link", "add", UPLINK, "netns", host.name, *pair)
-    _run("ip", "-n", host.switch, "link", "set", host.port, "master", "bridge")
+    bridged = host.port
+    if host.link.latency:
+        bridged, relayed = host.relay
+        _run(*f"ip -n {host.switch} link add {relayed} type veth peer name {bridged}".split())
+        for device in host.relay:
+            _run("ip", "-n", host.switch, "link", "set", device, "up")
+    _run("ip", "-n", host.switch, "link", "set", bridged, "master", "bridge")
     _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", UPLINK)
     for namespace, device in (*ends, (host.name, "lo")):
         _run("ip", "-n", namespace, "link", "set", device, "up")
     shape = ("tbf", "rate", host.link.rate, "burst", BURST, "limit", QUEUE)
     for namespace, device in ends:
-        parent = ["root"]
-        add = ("tc", "-n", namespace, "qdisc", "add", "dev", device)
-        if host.link.latency and device == UPLINK:
-            _run(*add, "root", "handle", "1:", "netem", "delay", host.link.latency)
-            parent = ["parent", "1:1"]
-        _run(*add, *parent, *shape)
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
+
+
+@contextmanager
+def _delay_links(hosts: Sequence[Host]) -> Iterator[None]:
+    """Relay the frames of all hosts whose links have a latency, in one process."""
+    words = [
+        f"{host.port}:{host.relay[1]}:{_parse_seconds(host.link.latency)}"
+        for host in hosts
+        if host.link.latency
+    ]
+    if not words:
+        yield
+        return
+    inside = ("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", hosts[0].switch)
+    command = (*inside, sys.executable, str(Path(__file__).with_name("delay.py")), *words)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as relay:
+        assert relay.stdout is not None and relay.stderr is not None
+        try:
+            if relay.stdout.readline() != b"ready\n":
+                error = " ".join(relay.stderr.read().decode(errors="replace").split())
+                raise UserError(f"this machine cannot delay links (AF_PACKET sockets): {error}")
+            yield
+        finally:
+            relay.kill()
+
+
+def _parse_seconds(latency: str) -> float:
+    match = _TIME.fullmatch(latency)
+    assert match is not None
+    return float(match[1]) * _SECONDS_OF_UNIT[match[2].lower()]
 
 
 @contextmanager

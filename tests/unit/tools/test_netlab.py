@@ -144,19 +144,48 @@ def test_a_mistake_in_the_command_is_found_before_a_host_is_made(
     assert expected in capsys.readouterr().err
 
 
-@lab
-def test_a_latency_is_made_or_refused_with_nothing_made():
-    before = list_namespaces()
+_ANSWER = """
+import hashlib, socket
+connection, _ = socket.create_server(("0.0.0.0", 5000)).accept()
+connection.send(connection.recv(1))
+content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+print(hashlib.sha256(content).hexdigest())
+"""
+_ASK = """
+import hashlib, random, socket, sys, time
+while True:
     try:
-        check_links([Link("1gbit", "1ms")])
-    except UserError as error:
-        assert "CONFIG_NET_SCH_NETEM" in str(error)
-        with pytest.raises(UserError), emulate_hosts([Link("1gbit", "1ms")]):
-            pass
-    else:
-        with emulate_hosts([Link("1gbit", "1ms")]):
-            pass
+        connection = socket.create_connection((sys.argv[1], 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+begin = time.monotonic()
+connection.send(b"?")
+connection.recv(1)
+print(time.monotonic() - begin)
+content = random.Random(0).randbytes(2_000_000)
+connection.sendall(content)
+print(hashlib.sha256(content).hexdigest())
+"""
+
+
+@lab
+def test_what_hosts_send_arrives_late_and_whole():
+    before = list_namespaces()
+    links = [Link("200mbit", "30ms"), Link("200mbit", "10ms"), Link("200mbit")]
+    with emulate_hosts(links) as hosts:
+        relay = list_processes(f"{hosts[0].port}:{hosts[0].relay[1]}:0.03")
+        assert relay
+        for asking, least in ((1, 0.04), (2, 0.03)):
+            command = [*hosts[0].command, sys.executable, "-c", _ANSWER]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as answering:
+                command = [*hosts[asking].command, sys.executable, "-c", _ASK, hosts[0].address]
+                asked = subprocess.run(command, check=True, capture_output=True, text=True)
+                seconds, sent = asked.stdout.split()
+                assert answering.communicate()[0].split() == [sent]
+            assert float(seconds) >= least
     assert list_namespaces() == before
+    assert not set(relay) & set(list_processes(f"{hosts[0].port}:{hosts[0].relay[1]}:0.03"))
 
 
 @pytest.mark.slow
