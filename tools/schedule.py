@@ -32,6 +32,7 @@ from megaframe.schedule.draw_text import draw_text, format_number
 from megaframe.schedule.draw_trace import draw_trace
 from megaframe.schedule.named import find_named_schedule, get_schedule_limits, get_schedule_name
 from megaframe.schedule.simulate import Timeline, simulate
+from megaframe.schedule.weight_versions import count_weight_versions, find_largest_stable_rate
 
 _MOST_ACTIONS = 5_000_000
 _EPILOG = """\
@@ -39,6 +40,12 @@ bubble is the share of the whole step in which ranks wait; bubble_time is that t
 is how long each rank waits between its own first and last action: only this is lost if the next
 step can begin on one rank before this one ends on another. peak_activations is, for each rank, the
 number of microbatches whose activations it holds at once; one chunk of v counts as 1/v.
+
+With --update-every the schedule is one of a pipeline that is never flushed: each stage updates by
+itself after so many microbatches. Then staleness is, for each stage, by how many updates a gradient
+is late; weight_versions, how many versions of its weights it keeps; apart, by how many updates the
+stages that a microbatch passes differ; and largest_rate, the largest stable learning rate of
+gradient descent, relative to that with a flush.
 
 example: python tools/schedule.py --schedule zb-v --stages 4 --chunks 2 --microbatches 8 \\
              --costs F=1,B=1,W=1,comm=0.1 --svg zb-v.svg --trace zb-v.json
@@ -54,6 +61,7 @@ class ScheduleRequest:
         group: Microbatches per turn (interleaved).
         costs: Those of a rank's whole share of the model.
         memory_limit: Most activations (search), in units of a microbatch on a rank.
+        update_every: Microbatches of an update in a pipeline without flushes; None: with them.
     """
 
     schedule: str | NamedSchedule
@@ -63,6 +71,7 @@ class ScheduleRequest:
     group: int | None
     costs: ActionCosts
     memory_limit: Fraction | None
+    update_every: int | None = None
 
     @property
     def name(self) -> str:
@@ -90,6 +99,22 @@ class ScheduleResult:
             "bubble_time": _to_json_number(timeline.bubble_time),
             "time": _to_json_number(timeline.time),
             "peak_activations": [_to_json_number(value) for value in timeline.peak_activations],
+            **self._record_versions(),
+        }
+
+    def _record_versions(self) -> dict[str, object]:
+        if self.question.update_every is None:
+            return {}
+        stages = count_weight_versions(self.schedule, self.question.update_every)
+        used = zip(*([stage.used[n] for n in sorted(stage.used)] for stage in stages), strict=True)
+        staleness = [stage.staleness for stage in stages]
+        rate = find_largest_stable_rate(max(staleness)) / find_largest_stable_rate(0)
+        return {
+            "update_every": self.question.update_every,
+            "staleness": staleness,
+            "weight_versions": [stage.kept for stage in stages],
+            "apart": max(max(versions) - min(versions) for versions in used),
+            "largest_rate": round(rate, 4),
         }
 
 
@@ -105,12 +130,14 @@ def main() -> None:
         options.group,
         parse_costs(options.costs),
         options.memory_limit,
+        options.update_every,
     )
     _check_size(request)
     if options.compare:
         _compare(request, [*SCHEDULE_NAMES, *registered.values()], options.json)
         return
     result = _simulate_request(request, options.lowered)
+    record = result.record()
     pictures = {
         options.svg: lambda: draw_svg(result.timeline, request.name),
         options.trace: lambda: draw_trace(result.timeline),
@@ -118,11 +145,11 @@ def main() -> None:
     for path, text in [(path, draw()) for path, draw in pictures.items() if path is not None]:
         _write(path, text)
     if options.json:
-        print(json.dumps(result.record()))
+        print(json.dumps(record))
         return
     width = shutil.get_terminal_size((120, 24)).columns
     print(result.schedule if options.lowered else draw_text(result.timeline, width), end="\n\n")
-    for key, value in result.record().items():
+    for key, value in record.items():
         shown = " ".join(map(str, value)) if isinstance(value, list) else value
         print(f"{key:<17} {shown}")
     waits = " ".join(map(format_number, result.timeline.bubbles))
@@ -251,14 +278,20 @@ def _parse_options() -> argparse.Namespace:
         "share per microbatch, and of a transfer (default: %(default)s)")  # fmt: skip
     add("--memory-limit", type=_parse_memory_limit, metavar="X", help="search: most activations, "
         "in units of one microbatch on one rank (default: P)")  # fmt: skip
+    add("--update-every", type=int, metavar="N", help="without flushes: microbatches of an update")
     add("--lowered", action="store_true", help="print the executor's lists instead of the grid")
     add("--json", action="store_true", help="print one object (with --compare: a list of them)")
     add("--svg", metavar="FILE", help="draw it as SVG")
     add("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     add_extension_option(parser)
     options = parser.parse_args()
-    if options.compare and (options.svg or options.trace or options.lowered):
-        parser.error("--compare draws nothing; give --svg, --trace and --lowered with --schedule")
+    if options.compare and (
+        options.svg or options.trace or options.lowered or options.update_every is not None
+    ):
+        parser.error(
+            "--compare draws nothing; give --svg, --trace, --lowered and --update-every with "
+            "--schedule"
+        )
     return options
 
 

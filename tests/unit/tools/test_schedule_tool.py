@@ -46,6 +46,14 @@ def test_a_file_is_drawn_and_its_lists_printed(tmp_path):
     assert "1RECV_F0" in run_schedule(*size, "--lowered").stdout
 
 
+def test_updates_without_a_flush():
+    size = ("--schedule", "1f1b", "--stages", 4, "--microbatches", 8, "--update-every")
+    found = json.loads(run_schedule(*size, 1, "--json").stdout)
+    assert (found["staleness"], found["weight_versions"]) == ([3, 2, 1, 0], [4, 3, 2, 1])
+    assert (found["apart"], found["largest_rate"]) == (3, 0.2225)
+    assert "staleness         1 1 1 0\n" in run_schedule(*size, 4).stdout
+
+
 def test_compare_shows_every_schedule_with_chunks_that_it_takes():
     process = run_schedule("--compare", "--stages", 2, "--microbatches", 4, "--json")
     rows = json.loads(process.stdout)
@@ -64,6 +72,7 @@ def test_compare_shows_every_schedule_with_chunks_that_it_takes():
         slow(("--schedule", "1f1b", "--stages", 2, "--costs", "F=soon"), "'soon' is not a time"),
         (("--schedule", "1f1b", "--stages", 2, "--svg", "missing/a.svg"), "cannot write"),
         slow(("--compare", "--stages", 2, "--svg", "a.svg"), "--compare draws nothing"),
+        slow(("--schedule", "1f1b", "--stages", 2, "--update-every", 3), "is: 2"),
         slow(("--schedule", "search", "--stages", 2, "--memory-limit", "nan"), "'nan'"),
     ],
 )
