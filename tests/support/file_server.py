@@ -35,7 +35,7 @@ class FileServer(LoopbackServer):
     def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def _make_handler(self):
+    def _start(self, port):
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -47,17 +47,17 @@ class FileServer(LoopbackServer):
             def do_HEAD(self):
                 outer.answer(self, "HEAD")
 
+            def do_POST(self):
+                outer.answer(self, "POST")
+
             def log_message(self, *args):
                 pass
 
-        return Handler
-
-    def _start(self, port):
         class QuietServer(ThreadingHTTPServer):
             def handle_error(self, request, client_address):
                 """Say nothing: clients that give up are part of the tests."""
 
-        self._server = QuietServer(("127.0.0.1", port), self._make_handler())
+        self._server = QuietServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self._serve()
 

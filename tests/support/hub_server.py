@@ -13,15 +13,6 @@ class HubServer(FileServer):
     """Serves the files of a folder as those of `hf://datasets/owner/texts`. `fault` is called for
     requests of files, as that of `FileServer`, and with the path "api" for all others."""
 
-    def _make_handler(self):
-        outer = self
-
-        class Handler(super()._make_handler()):
-            def do_POST(self):
-                outer.answer(self, "POST")
-
-        return Handler
-
     def answer(self, request, method):
         place = urlsplit(request.path)
         name, query = unquote(place.path).lstrip("/"), parse_qs(place.query)
