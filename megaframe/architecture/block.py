@@ -291,7 +291,7 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
     """Return the block of a layer. Predictors' blocks are numbered after the last layer."""
     block, adapters = find_block_config(model, layer), model.adapters
     if adapters is not None and adapters.layers is not None and layer not in adapters.layers:
-        adapters = None
+        adapters = adapters.model_copy(update={"targets": ()})
     # GPT-2's initialisation: outputs into the stream shrink with the number of layers.
     output_std = model.init_std / math.sqrt(_count_halves(model))
     feed_forward = _describe_feed_forward(model, block.feed_forward, output_std)

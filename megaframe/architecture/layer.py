@@ -171,7 +171,8 @@ class LayerDescription(ABC):
         raise NotImplementedError
 
     def adapt(self, part: str, linear: Linear, inputs: InputKind = "kept") -> Linear:
-        """Return a product with the adapters that the config gives its matrices.
+        """Return a product with the adapters that the config gives its matrices, and with how
+        these are kept.
 
         Args:
             part: Its name in the layer.
@@ -197,7 +198,7 @@ class LayerDescription(ABC):
                         target=target,
                     )
                 )
-        return replace(linear, adapters=tuple(adapters))
+        return replace(linear, adapters=tuple(adapters), quantised=config.quantize_base)
 
     @property
     def linears(self) -> list[LinearSpec]:
@@ -302,6 +303,19 @@ class LayerDescription(ABC):
         """Return the elements, in at least fp32, that a forward pass of `samples` samples sums over
         the ranks that have tokens of the same samples, tensor ranks among them."""
         return 0
+
+
+def iterate_linears(part: object, name: str) -> Iterator[tuple[str, LinearSpec]]:
+    """Yield the products of a part and of all parts below it, with their names.
+
+    Args:
+        part: A layer, or a part of one.
+        name: Its own name.
+    """
+    if isinstance(part, LinearSpec):
+        yield name, part
+    for part_name, below in getattr(part, "parts", {}).items():
+        yield from iterate_linears(below, f"{name}.{part_name}")
 
 
 class FeedForwardDescription(LayerDescription):

@@ -16,6 +16,7 @@ import numpy as np
 
 from megaframe.architecture.adapters import Adapter
 from megaframe.architecture.spec import Constant, Normal, ParamSpec
+from megaframe.config.adapters import QuantisationConfig
 
 Number = Any
 """A number, or a numpy array of them."""
@@ -36,6 +37,7 @@ class LinearSpec:
         fused: {dim along which the weight is several matrices: their sizes}.
         matrices: The names of these matrices, in order.
         adapters: Products of low rank that are added to matrices of the weight.
+        quantised: How the weight is kept as codes; None as a number for each element.
     """
 
     inputs: tuple[int, ...]
@@ -46,6 +48,7 @@ class LinearSpec:
     fused: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     matrices: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    quantised: QuantisationConfig | None = None
 
     @property
     def terms(self) -> int:
@@ -95,6 +98,7 @@ class LinearSpec:
             axes=axes,
             inputs=len(self.inputs),
             fused=self.fused,
+            quantised=self.quantised,
         )
         if self.bias:
             # Only a column linear divides its bias: that of a row linear is added to complete sums.
@@ -118,7 +122,7 @@ class LinearSpec:
         one is, and the first one a row linear."""
         outputs = list(self.outputs)
         outputs[adapter.dim] = adapter.size
-        bare = replace(self, matrices=(), adapters=(), fused={}, bias=False)
+        bare = replace(self, matrices=(), adapters=(), fused={}, bias=False, quantised=None)
         # The variance of the values that peft draws: uniform within 1 / sqrt(inputs).
         std = (3 * self.terms) ** -0.5
         first = None if self.split is None or self.is_column else self.split - len(outputs) + 1
@@ -291,6 +295,7 @@ class GroupedLinearSpec(LinearSpec):
                 **{dim + 1: sizes for dim, sizes in self.fused.items()},
             },
             token_share=token_share,
+            quantised=self.quantised,
         )
         if self.bias:
             yield ParamSpec(

@@ -15,6 +15,8 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, Literal
 
+from megaframe.config.adapters import QuantisationConfig
+
 Role = Literal["matrix", "embedding", "head", "gain", "bias", "balance"]
 """matrix, head: multiplied once per token. embedding: looked up. gain, bias: of norms and linears.
 balance: what a router knows of the load of its experts; not trained by gradients."""
@@ -112,6 +114,7 @@ class ParamSpec:
         inputs: How many of the last dims are inputs of a matrix; the dims before are its outputs.
         fused: {dim: sizes of the parts along it} if one weight is several matrices.
         token_share: Share of the tokens that each element is applied to; small for experts.
+        quantised: How it is kept as codes, if it is frozen; None as a number for each element.
         growth: From which initial values and learning rates follow beside `init`. Layers leave it
             out; the model sets it.
     """
@@ -125,6 +128,7 @@ class ParamSpec:
     inputs: int = 1
     fused: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     token_share: Fraction = Fraction(1)
+    quantised: QuantisationConfig | None = None
     growth: Growth = Growth()
 
     @property

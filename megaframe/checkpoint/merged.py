@@ -9,7 +9,6 @@ rescaled by rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,15 @@ from megaframe.checkpoint.base_weights import BaseWeights
 from megaframe.checkpoint.folder import locate_checkpoint
 from megaframe.checkpoint.load import Checkpoint, open_checkpoint
 from megaframe.checkpoint.manifest import SAVED_TENSORS, compute_checksum
-from megaframe.checkpoint.slices import Box, Slice, intersect
+from megaframe.checkpoint.slices import Box, Slice, index_within, intersect
 from megaframe.checkpoint.stores.store import StorePath, parse_path
 from megaframe.checkpoint.train_state import read_train_state
-from megaframe.config import ModelConfig
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.url import is_url
 from megaframe.errors import UserError
 from megaframe.io.untrusted import make_printable
+from megaframe.ops.block_codec import round_to_codes
+from megaframe.parameters.parameter import PRECISIONS
 from megaframe.tensor_parallel.adapted_results import compute_row_factors
 
 _OTHERS = "optimizer."
@@ -149,7 +150,61 @@ def open_own_base(checkpoint: Checkpoint, depth: int = 0) -> Checkpoint:
         return checkpoint
     location = state.config.checkpoint.weights or ""
     location = "" if is_url(location) else location  # as the checkpoint says, not the user
-    return open_base(state.base, location, checkpoint, depth + 1)
+    return round_base(open_base(state.base, location, checkpoint, depth + 1), state.config)
+
+
+def round_base(base: Checkpoint, run: RunConfig) -> Checkpoint:
+    """Return the base of a run's adapters as the run computes with it: if it keeps matrices as
+    codes, with what is left of them.
+
+    Args:
+        base: Is closed with what is returned.
+        run: Whose model has the adapters.
+    """
+    adapters = run.model.adapters
+    if adapters is None or adapters.quantize_base is None:
+        return base
+    return _RoundedCheckpoint(base, run)
+
+
+class _RoundedCheckpoint(Checkpoint):
+    """A base whose matrices are what is left of them after they were kept as codes."""
+
+    def __init__(self, base: Checkpoint, run: RunConfig) -> None:
+        super().__init__(base.path, base.manifest, base.file)
+        self._base, self._linears = base, list_adapted_weights(run.model)
+        # Codes are made of master weights.
+        self._dtype = PRECISIONS[run.train.precision].master
+
+    def close(self) -> None:
+        """Close the base."""
+        self._base.close()
+
+    @torch.no_grad()
+    def load(self, slices: Sequence[Slice], unshared: Collection[tuple[str, Box]] = ()) -> None:
+        """Fill the slices' tensors in place, as `Checkpoint.load` does."""
+        self._base.load([each for each in slices if each.name not in self._linears], unshared)
+        for target in slices:
+            linear = self._linears.get(target.name)
+            if linear is not None and target.tensor.numel():
+                assert linear.quantised is not None, "all of them are"
+                rows = _widen_to_rows(target, linear, self._dtype)
+                self._base.load([rows])
+                round_to_codes(rows.tensor, linear.quantised)
+                _copy_from_rows(target, rows)
+
+
+def _widen_to_rows(target: Slice, linear: LinearSpec, dtype: torch.dtype) -> Slice:
+    """Return a slice of memory of its own, of all inputs of the outputs that a slice has."""
+    count = len(target.shape) - len(linear.inputs)
+    offset = (*target.offset[:count], *(0 for _ in linear.inputs))
+    shape = (*target.tensor.shape[:count], *linear.inputs)
+    return Slice(target.name, target.shape, offset, torch.empty(shape, dtype=dtype))
+
+
+def _copy_from_rows(target: Slice, rows: Slice) -> None:
+    """Fill a slice from one that it is a part of."""
+    target.tensor.copy_(rows.tensor[index_within(rows.box, target.box)])
 
 
 class _MergedCheckpoint(Checkpoint):
@@ -157,7 +212,8 @@ class _MergedCheckpoint(Checkpoint):
 
     def __init__(self, adapters: Checkpoint, base: Checkpoint, model: ModelConfig) -> None:
         self._adapters, self._base = adapters, base
-        self._linears = list_adapted_weights(model)
+        linears = list_adapted_weights(model)
+        self._linears = {name: linear for name, linear in linears.items() if linear.adapters}
         tensors = {name: tensor for name, tensor in base.tensors.items() if is_of_base(name)}
         manifest = adapters.manifest.model_copy(
             update={"state": _leave_out_adapters(adapters.state), "tensors": tensors}
@@ -173,7 +229,7 @@ class _MergedCheckpoint(Checkpoint):
     def load(self, slices: Sequence[Slice], unshared: Collection[tuple[str, Box]] = ()) -> None:
         """Fill the slices' tensors in place, as `Checkpoint.load` does, with what adapters add."""
         self._require(slices)
-        self._base.load(slices, unshared)
+        self._base.load([each for each in slices if each.name not in self._linears], unshared)
         for target in slices:
             linear = self._linears.get(target.name)
             if linear is not None and target.tensor.numel():
@@ -185,13 +241,9 @@ class _MergedCheckpoint(Checkpoint):
             self._add(target, linear)
             return
         # Rows have norms as a whole.
-        count = len(target.shape) - len(linear.inputs)
-        offset = (*target.offset[:count], *(0 for _ in linear.inputs))
-        shape = (*target.tensor.shape[:count], *linear.inputs)
-        rows = replace(target, offset=offset, tensor=target.tensor.new_empty(shape))
+        rows = _widen_to_rows(target, linear, target.tensor.dtype)
         self._add(rows, linear)
-        place = tuple(map(slice, target.offset, map(sum, zip(*target.box, strict=True))))
-        target.tensor.copy_(rows.tensor[(slice(None),) * count + place[count:]])
+        _copy_from_rows(target, rows)
 
     def _add(self, target: Slice, linear: LinearSpec) -> None:
         """Add the products of all adapters of a weight to one slice of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,23 @@ from megaframe.config.section import NonNegative, Positive, Section
 
 FROZEN_BASE = "!*.adapters.*"
 """Pattern of the names of all parameters but those of adapters."""
+
+
+class QuantisationConfig(Section):
+    """How the frozen matrices of the base are kept: as numbers of levels, with the largest
+    magnitude (absmax) of each block of neighbours in a row. Blocks are those of the whole matrix,
+    so no layout changes them."""
+
+    main_key: ClassVar[str] = "type"
+
+    type: Literal["nf4", "int8"] = "nf4"
+    """nf4: 4 bits, whose 16 levels are quantiles of the normal distribution (QLoRA, Dettmers et
+    al. 2023). int8: 8 bits, 255 equally spaced levels."""
+    block: Positive = 64
+    """Inputs of a row that share an absmax, which is fp32."""
+    absmax_block: Positive | None = None
+    """Blocks of a row whose absmax are kept in 8 bits, as shares of the largest of them, which is
+    fp32 (double quantisation). Default: each absmax is fp32."""
 
 
 class AdaptersConfig(Section):
@@ -33,3 +50,7 @@ class AdaptersConfig(Section):
     MLPs and experts."""
     layers: tuple[NonNegative, ...] | None = None
     """The layers that have adapters. Default: all."""
+    quantize_base: QuantisationConfig | None = None
+    """How matrices that may have adapters are kept, in all layers, whatever `targets` and `layers`
+    say: as codes, from which a block's values are made while it computes. Default: as all weights
+    are."""

@@ -78,7 +78,9 @@ class Bucket:
         master_span: The part of the bucket whose master weights this rank has.
         offloaded: Whether the master weights are in host memory.
         is_alone: Whether no other rank has these parameters, so that nothing travels.
-        gathers: Whether values come from other ranks; if not, they are always here.
+        gathers: Whether values have to be gathered: from other ranks, or from codes. If not, they
+            are always here.
+        keeps_values: Whether they stay for the whole run once they are here.
         holds_full_grads: Whether a reduction still holds a borrowed buffer of whole gradients.
         before_reduction: Called with the gradients of the whole bucket before each reduction, which
             it must not change; None for nothing.
@@ -115,6 +117,7 @@ class Bucket:
         """
         self.parameters, self.sharding, self.replica = tuple(parameters), sharding, replica
         self.trained, self.is_alone, self.gathers = trained, sharding.is_alone, sharding.gathers
+        self.keeps_values = sharding.stage < 3
         self._precision, self._buffers, self.device = precision, buffers, buffers.device
         # Both bounds hold: 64 bytes, and the elements that the optimizer asks for.
         self._alignment = math.lcm(_ALIGNMENT // precision.compute.itemsize, alignment)
@@ -141,7 +144,7 @@ class Bucket:
         precision, buffers = self._precision, self._buffers
         self._values: Tensor | None = None
         # Below stage 3 values stay for the whole run; at stage 3 `prefetch` borrows them.
-        if self.sharding.stage < 3:
+        if self.keeps_values:
             self._values = buffers.borrow(self.length, precision.compute)
         count = self.master_span.stop - self.master_span.start
         mixed = precision.compute != precision.master
@@ -173,13 +176,18 @@ class Bucket:
             parameter.bind(box, allocate_grads)
         if self._values is not None:
             self._bind_values(self._values)
-        self.grad_sums = self.weights[:0]
+        self.grad_sums = torch.empty(0, dtype=self._precision.master, device=self.device)
         if self.trained and self.sharding.stage < 2:
             # Below stage 2 the sums are a view of the buffer into which gradients are added.
             self.grad_sums = self._borrow_full_grads()[self.master_span]
         elif self.trained:
             count = self.owned_span.stop - self.owned_span.start
             self.grad_sums = self._buffers.borrow(count, self._precision.master)
+
+    @property
+    def stored(self) -> Tensor:
+        """This rank's master weights as they are kept."""
+        return self.weights
 
     @property
     def owned_grad_sums(self) -> Tensor:
@@ -340,6 +348,13 @@ class Bucket:
 
     # Values.
 
+    def open_weights(self) -> None:
+        """Make `weights` the master weights, until `publish_weights` or `close_weights`. They
+        always are, unless they are kept as codes."""
+
+    def close_weights(self) -> None:
+        """Forget changes of `weights` if they are kept as codes."""
+
     def publish_weights(self) -> None:
         """Bring weights to where the model computes after code other than the optimizer has changed
         them: round them, then `gather`."""
@@ -387,7 +402,7 @@ class Bucket:
 
     def release(self) -> None:
         """At stage 3, release the values until they are fetched again."""
-        if self.sharding.stage < 3 or self._values is None:
+        if self.keeps_values or self._values is None:
             return
         # The buffer goes back to the pool, so nothing may still be arriving in it.
         self.wait_for_gather()

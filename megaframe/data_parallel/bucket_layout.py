@@ -18,10 +18,13 @@ from torch import Tensor
 from megaframe.architecture.buckets import group_blocks_into_buckets
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import ParallelConfig
+from megaframe.config.adapters import QuantisationConfig
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
 from megaframe.data_parallel.buffers import BufferPool
+from megaframe.data_parallel.quantised_bucket import QuantisedBucket
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.mesh import Mesh
+from megaframe.ops.block_codec import BlockCodec
 from megaframe.parameters.parameter import Module, Parameter, Precision
 
 _TABLES = ("embedding", "head")
@@ -60,7 +63,7 @@ class BucketLayout:
         completed_by: For each unit and second half, the trained buckets whose gradients it
             completes.
         used_by: For each unit and second half, the buckets whose values it computes with, if any of
-            them come from other ranks. Units that share buckets have the same list.
+            them have to be gathered. Units that share buckets have the same list.
         vectors_of: For each stage, the trained buckets of its gains and biases.
     """
 
@@ -145,11 +148,15 @@ class BucketLayout:
     def _make_buckets(self, parameters: Sequence[Parameter]) -> list[Bucket]:
         """Return a bucket for each set of parameters that are trained and summed alike."""
         groups: dict[object, list[Parameter]] = {}
-        sizes = self._mesh.layout.sizes
+        sizes, group_of = self._mesh.layout.sizes, self._bucketing.group_of
         for p in parameters:
-            key = self._bucketing.group_of(p.spec), p.spec.find_reduction_axes(sizes)
+            key = group_of(p.spec), p.spec.find_reduction_axes(sizes), self._find_codes(p.spec)
             groups.setdefault(key, []).append(p)
         return [self._make_bucket(group) for group in groups.values()]
+
+    def _find_codes(self, spec: ParamSpec) -> QuantisationConfig | None:
+        """Return how a parameter is kept as codes, as only frozen ones are."""
+        return None if self._bucketing.is_trained(spec) else spec.quantised
 
     def _make_bucket(self, parameters: Sequence[Parameter]) -> Bucket:
         mesh, bucketing = self._mesh, self._bucketing
@@ -170,12 +177,13 @@ class BucketLayout:
             # What has one owner is never divided: gradients add up in place, no values are copied.
             stage = min(stage, 1)
         sharding = BucketSharding(shard, mesh.group("data_replicate"), stage, reducer)
+        boxes = [p.spec.find_local_box(mesh.coordinate, sizes) for p in parameters]
+        of_bucket = parameters, boxes, precision, sharding, self._buffers
+        if (codes := self._find_codes(spec)) is not None:
+            replica = parameters[0].replica
+            return QuantisedBucket(*of_bucket, BlockCodec(codes), replica=replica)
         return Bucket(
-            parameters,
-            [p.spec.find_local_box(mesh.coordinate, sizes) for p in parameters],
-            precision,
-            sharding,
-            self._buffers,
+            *of_bucket,
             trained=bucketing.is_trained(spec),
             allocate_host=bucketing.allocate_host,
             alignment=bucketing.alignment,
@@ -184,7 +192,7 @@ class BucketLayout:
 
 
 def list_if_gathered(buckets: list[Bucket]) -> list[Bucket]:
-    """Return the buckets if values of any of them come from other ranks, else none: values that are
+    """Return the buckets if values of any of them have to be gathered, else none: values that are
     always here need not be waited for."""
     return buckets if any(bucket.gathers for bucket in buckets) else []
 

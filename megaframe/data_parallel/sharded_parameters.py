@@ -33,7 +33,7 @@ class ParameterSharding(Protocol):
     `release`. A unit's second half has gradients of its own, which `reduce` gets separately.
 
     Attributes:
-        gathers: Whether any values come from other ranks. If not, all are always here, and a stage
+        gathers: Whether any values have to be gathered. If not, all are always here, and a stage
             need not ask for them.
     """
 
@@ -236,7 +236,7 @@ class ShardedParameters:
         not always here. Other values may then be loaded over them."""
         self.release_blocks()
         for bucket in self.buckets:
-            if bucket.sharding.stage < 3:
+            if bucket.keeps_values:
                 bucket.wait_for_values()
 
     def _prefetch(self, buckets: Sequence[Bucket]) -> None:

@@ -237,11 +237,14 @@ class Optimizer:
         may then read them, or change weights and call `Bucket.publish_weights`."""
         self.offload.synchronize()
 
-    def list_tensors(self, *, owned: bool = False) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
+    def list_tensors(
+        self, *, owned: bool = False, coded: bool = True
+    ) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
         """Yield everything that a checkpoint holds of the weights and of the optimizer.
 
         Args:
             owned: Only what this rank saves; else all that this rank has.
+            coded: Also weights that are kept as codes, decoded in host memory.
 
         Yields:
             Key, spec, box and piece.
@@ -250,7 +253,16 @@ class Optimizer:
         if owned and self._mesh.group("data_replicate").index:
             return
         for shard in self.shards:
-            yield from shard.list_tensors(owned=owned)
+            if coded or not shard.is_coded:
+                yield from shard.list_tensors(owned=owned)
+
+    def list_coded(self) -> Iterator[list[tuple[str, ParamSpec, Box, Tensor]]]:
+        """Yield the weights that are kept as codes, to be changed one bucket at a time; each is
+        coded again before the next one is decoded."""
+        for shard in self.shards:
+            if shard.is_coded:
+                yield list(shard.list_tensors(owned=False))
+                shard.bucket.publish_weights()
 
     def list_moments(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the moments of each trained parameter of the whole model, by its
@@ -275,7 +287,7 @@ class Optimizer:
         """Return the bytes on this rank's device by kind. `buffers`: values that are not the
         weights themselves, and memory for whole gradients and transfers."""
         buckets = self._parameters.buckets
-        weights = sum(bucket.weights.nbytes for bucket in buckets if not bucket.offloaded)
+        weights = sum(bucket.stored.nbytes for bucket in buckets if not bucket.offloaded)
         gradients = sum(bucket.grad_sums.nbytes for bucket in self._parameters.trained)
         state = 0
         if self.offload.device is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.partition import BucketPartition
+from megaframe.data_parallel.quantised_bucket import QuantisedBucket
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,11 @@ class OptimizerShard:
     def __init__(self, bucket: Bucket, rule: UpdateRule | None) -> None:
         self.bucket, self.rule = bucket, rule
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether the weights are kept as codes."""
+        return isinstance(self.bucket, QuantisedBucket)
+
     def begin(self) -> None:
         """Begin a run with the weights as they are."""
         if self.rule is not None:
@@ -186,6 +192,7 @@ class OptimizerShard:
         span = bucket.owned_span if owned else bucket.master_span
         start = bucket.master_span.start
         state = {} if self.rule is None else self.rule.export_state(to_load=not owned)
+        bucket.open_weights()
         for prefix, tensor in (("", bucket.weights), *state.items()):
             # State is as long as the weights, so one slice serves all tensors.
             flat = tensor[span.start - start : span.stop - start]
@@ -193,6 +200,8 @@ class OptimizerShard:
                 name = parameter.spec.name
                 key = f"optimizer.{prefix}/{name}" if prefix else name
                 yield key, parameter.spec, box, piece
+        if owned:
+            bucket.close_weights()
 
 
 def find_counted_pieces(

@@ -97,7 +97,7 @@ class ReplicaCheck:
             groups = [sharding.replicas, *([sharding.shard] if sharding.stage == 0 else [])]
             for group in groups:
                 if group.size > 1:
-                    yield bucket.weights, group
+                    yield bucket.stored, group
 
     def _gather_ranks_with(self, flag: bool) -> tuple[int, ...]:
         """Return the ranks that pass true. Collective."""

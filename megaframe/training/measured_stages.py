@@ -95,7 +95,10 @@ def measure_parts(config: RunConfig, mesh: Mesh) -> PartWorks:
         mesh: Its ranks.
     """
     # Nothing of the data ranks is timed: their transfers overlap with passes of other microbatches.
+    # Nor are codes of weights: making values of them takes all blocks of a kind as long.
+    adapters = config.model.adapters
     plain = config.replace(
+        model={"adapters": adapters and adapters.model_copy(update={"quantize_base": None})},
         parallel={"zero": 0, "reduce_precision": "master", "compress": "none"},
         metrics={"gradient_noise_every": 0},
     )

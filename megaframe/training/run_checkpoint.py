@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from megaframe.architecture.spec import count_parameters
@@ -28,6 +29,7 @@ from megaframe.checkpoint.merged import (
     open_base,
     open_model,
     record_base,
+    round_base,
 )
 from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter
 from megaframe.checkpoint.train_state import (
@@ -160,10 +162,11 @@ class RunCheckpoint:
             note: Called with lines to show.
             time_save: Returns a context whose time is counted as waiting for the save.
         """
+        whole = self.base is None
         slices = [
             part
-            for part in self.list_slices(owned_only=True)
-            if self.base is None or not is_of_base(part.name)
+            for part in self.list_slices(owned_only=True, coded=whole)
+            if whole or not is_of_base(part.name)
         ]
         residuals = self.list_compression_slices()
         tensors = [*self._islands.list_saved(slices), *residuals]
@@ -179,12 +182,18 @@ class RunCheckpoint:
 
         self._optimizer.delay_update(wait_for_copy)
 
-    def list_slices(self, *, owned_only: bool) -> list[Slice]:
-        """Return this rank's pieces of weights and optimizer state in a checkpoint. owned_only:
-        only those that this rank saves."""
+    def list_slices(self, *, owned_only: bool, coded: bool = False) -> list[Slice]:
+        """Return this rank's pieces of weights and optimizer state in a checkpoint.
+
+        Args:
+            owned_only: Only those that this rank saves.
+            coded: Also weights that are kept as codes, which take more memory as pieces.
+        """
         return [
             Slice(name, spec.shape, box.offset, tensor)
-            for name, spec, box, tensor in self._optimizer.list_tensors(owned=owned_only)
+            for name, spec, box, tensor in self._optimizer.list_tensors(
+                owned=owned_only, coded=coded
+            )
         ]
 
     def list_compression_slices(self) -> list[Slice]:
@@ -203,7 +212,9 @@ class RunCheckpoint:
             check_same_run(state.config, config, checkpoint.path, state.extensions, state.data)
             self._enter_phase(checkpoint, state)
             slices = self.list_slices(owned_only=False)
-            if state.base is not None:
+            if state.base is None:
+                self._load_coded(checkpoint)
+            else:
                 self._load_base(state.base, [p for p in slices if is_of_base(p.name)], checkpoint)
                 slices = [part for part in slices if not is_of_base(part.name)]
             self.base, saved = state.base, {remove_island(name) for name in checkpoint.tensors}
@@ -253,6 +264,12 @@ class RunCheckpoint:
         """Load the weights that the adapters of a checkpoint belong to."""
         with open_base(base, self._config.checkpoint.weights or "", owner) as checkpoint:
             checkpoint.load(slices)
+            self._load_coded(checkpoint)
+
+    def _load_coded(self, checkpoint: Checkpoint) -> None:
+        """Load the weights that are kept as codes."""
+        for pieces in self._optimizer.list_coded():
+            checkpoint.load([Slice(name, spec.shape, b.offset, t) for name, spec, b, t in pieces])
 
     def _load_initial_weights(self) -> None:
         """Load the weights of `checkpoint.weights`, if it is set, over the initial ones."""
@@ -263,11 +280,11 @@ class RunCheckpoint:
         with open_model(path) as checkpoint:
             saved = read_train_state(checkpoint).config
             # Optimizer state has names of its own; only the master weights bear the spec's.
-            weights = [
-                piece for piece in self._optimizer.list_tensors() if piece[0] == piece[1].name
-            ]
+            pieces = self._optimizer.list_tensors(coded=False)
+            weights = [piece for piece in pieces if piece[0] == piece[1].name]
             start = time.perf_counter()
-            checkpoint.load(match_weights(weights, checkpoint, saved.model, self._config.model))
+            for portion in chain([weights], self._optimizer.list_coded()):
+                checkpoint.load(match_weights(portion, checkpoint, saved.model, self._config.model))
             seconds = time.perf_counter() - start
             specs = list_model_specs(self._config.model, self._config.train)
             notes = [describe_loaded_weights(specs, checkpoint, seconds)]
@@ -275,7 +292,8 @@ class RunCheckpoint:
             names = (spec.name for spec in specs if is_of_base(spec.name))
             lacking = any(name not in checkpoint.tensors for name in names)
             if self._config.checkpoint.adapters:
-                notes.append(load_adapters(self._config, weights, checkpoint))
+                base = round_base(checkpoint, self._config)
+                notes.append(load_adapters(self._config, weights, base))
         if self._config.model.adapters is not None and not lacking:
             self.base = record_base(path)
             trained = count_parameters(spec for spec in specs if not is_of_base(spec.name))

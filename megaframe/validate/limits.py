@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.embedding import describe_token_table
+from megaframe.architecture.layer import iterate_linears
+from megaframe.architecture.quantised import find_block_mistakes
 from megaframe.architecture.spec import count_copies
 from megaframe.config.data import DataConfig
 from megaframe.config.model import ModelConfig
@@ -46,6 +49,7 @@ def find_limit_mistakes(
         for limit in describe_token_table(model).limits:
             yield from limit.find_mistakes(parallel)
     yield from _find_copy_mistakes(model, parallel)
+    yield from _find_quantisation_mistakes(model, parallel)
 
 
 @lru_cache(maxsize=64)
@@ -60,6 +64,16 @@ def _list_blocks(model: ModelConfig) -> tuple[tuple[str, BlockDescription], ...]
         blocks.append((f"model.blocks.{number}: ", describe_block(model, layer)))
         layer += block.repeat
     return tuple(blocks)
+
+
+def _find_quantisation_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield a message, each once, if ranks cut matrices within blocks that are coded together."""
+    if model.adapters is None or model.adapters.quantize_base is None:
+        return
+    layers = (layer for _, block in _list_blocks(model) for layer in block.layers)
+    linears = (each for layer in layers for each in iterate_linears(layer, layer.name))
+    messages = (find_block_mistakes(name, linear, parallel) for name, linear in linears)
+    yield from dict.fromkeys(chain.from_iterable(messages))
 
 
 def _find_copy_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

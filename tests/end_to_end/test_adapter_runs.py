@@ -27,6 +27,9 @@ MOE = {**LLAMA, "model__moe": "{experts: 4, ffn: 12, shared: 1}"}
 ADAPTERS = "{rank: 3, alpha: 6, dropout: 0.2}"
 OF_EXPERTS = "{rank: 3, alpha: 6}"
 DORA = "{rank: 3, alpha: 6, dora: true}"
+WIDE = {**LLAMA, "model__ffn": 32}
+NF4 = "{rank: 3, alpha: 6, quantize_base: {block: 2, absmax_block: 2}}"
+NF4_DORA = "{rank: 3, alpha: 6, dora: true, quantize_base: {block: 4}}"
 LAYOUTS = (
     (2, {"tensor": 2, "zero": 3}),
     (4, {"pipeline": 2, "data": 2, "zero": 2}),
@@ -51,7 +54,9 @@ def make_base(pool, overrides, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("model", "adapters"), [(LLAMA, ADAPTERS), slow(MOE, OF_EXPERTS)])
+@pytest.mark.parametrize(
+    ("model", "adapters"), [(LLAMA, ADAPTERS), (WIDE, NF4), slow(MOE, OF_EXPERTS)]
+)
 def test_a_run_goes_on_under_other_layouts(model, adapters, pool, overrides, make_base, tmp_path):
     base = make_base(model)
     keys = {**model, "model__adapters": adapters, "checkpoint__weights": base, "optim__lr": 0.02}
@@ -81,7 +86,9 @@ def test_a_run_goes_on_under_other_layouts(model, adapters, pool, overrides, mak
         assert not merged.read_tensor(name).equal(full.read_tensor(name))
 
 
-@pytest.mark.parametrize(("model", "adapters"), [(LLAMA, DORA), slow(MOE, OF_EXPERTS)])
+@pytest.mark.parametrize(
+    ("model", "adapters"), [(WIDE, NF4_DORA), slow(LLAMA, DORA), slow(MOE, OF_EXPERTS)]
+)
 def test_a_merged_model_computes_what_the_run_does(
     model, adapters, pool, overrides, make_base, tmp_path
 ):
@@ -118,6 +125,21 @@ def test_another_base_is_refused(pool, overrides, make_base, tmp_path):
     other_rank = {**resumed, "model__adapters": "{rank: 4}"}
     with pytest.raises(RankFailure, match=r"model.adapters.rank: 3 there, 4 here"):
         pool.run(1, start, overrides(**other_rank, checkpoint__weights=other))
+
+
+def test_a_base_of_initial_values_is_saved_and_loaded(pool, overrides, tmp_path):
+    """Checkpoints have its values, of which the same codes are made again, on other ranks too."""
+    keys = {**WIDE, "model__adapters": NF4, "optim__lr": 0.02, "optim__schedule": "constant"}
+    keys |= {"train__microbatch": 1}
+    pool.run(1, train, overrides(**keys, run__dir=tmp_path / "whole", train__steps=4))
+    keys |= {"checkpoint__every": 2}
+    pool.run(2, train, overrides(**keys, train__steps=2, parallel__zero=3))
+    resumed = {**keys, "train__steps": 4, "checkpoint__resume": "latest"}
+    pool.run(2, train, overrides(**resumed, parallel__tensor=2))
+    lines, whole = read_lines(tmp_path / "run"), read_lines(tmp_path / "whole")
+    for line, other in zip(lines, whole, strict=True):
+        assert line["loss"] == promised(other["loss"])
+    assert len({line["loss"] for line in lines}) == 4
 
 
 def test_exports_during_a_run_are_the_sums(pool, overrides, make_base, tmp_path):

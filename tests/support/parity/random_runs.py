@@ -275,6 +275,8 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "AdaptersConfig.rank": st.integers(1, 3),
         "AdaptersConfig.alpha": st.sampled_from((1.0, 6.0)),
         "AdaptersConfig.targets": st.sampled_from((["*"], ["query", "down"], ["mlp.*", "moe.*"])),
+        "QuantisationConfig.block": st.sampled_from((1, 2)),
+        "QuantisationConfig.absmax_block": st.sampled_from((2, 1)),
         "AdaptersConfig.layers": st.sampled_from(([0], [0, 1])),
         "MLPConfig.ffn": widths,
         "BlockConfig.repeat": st.integers(1, 2),

@@ -27,6 +27,25 @@ REFUSALS = [
         ["checkpoint.adapters=elsewhere"],
         ["set model.adapters={rank: R, alpha: A}", "set checkpoint.weights to the one"],
     ),
+    (
+        ["model.adapters.quantize_base.block=48"],
+        ["block=48 does not divide the 64 inputs that each row of attention.qkv has; use 32 or 64"],
+    ),
+    (
+        ["model.adapters.quantize_base={block: 16, absmax_block: 3}", "model.ffn=96"],
+        [
+            "absmax_block=3 does not divide the 4 blocks of 16 that each row of attention.qkv has",
+            "use 2 or 4",
+        ],
+    ),
+    (
+        ["model.adapters.quantize_base={block: 32}", "parallel.tensor=4"],
+        [
+            "block=32 does not divide the 16 inputs that each row of attention.output has on each ",
+            "of parallel.tensor=4 ranks; use 16",
+        ],
+    ),
+    (["model.adapters.quantize_base=nf3"], ["quantize_base"]),
     (["checkpoint.adapters=s3://bucket/a"], ["checkpoint.adapters: takes a path of this machine"]),
 ]
 

@@ -129,7 +129,7 @@ def export_adapters(
 def _refuse_experts(checkpoint: Checkpoint, linears: Mapping[str, LinearSpec]) -> None:
     """Raise `UserError` if experts have adapters."""
     for name, linear in linears.items():
-        if isinstance(linear, GroupedLinearSpec):
+        if linear.adapters and isinstance(linear, GroupedLinearSpec):
             raise UserError(
                 f"{checkpoint} has adapters of experts ({name}), which are no modules that peft "
                 "could add them to; export the sums with export-hf"
