@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, BinaryIO, cast
+
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from megaframe.io.remote_path import RemoteEntry, RemotePath
 from megaframe.io.remote_requests import open_filesystem, retry_request
@@ -126,18 +130,48 @@ def list_remote_files(path: RemotePath) -> list[RemoteEntry]:
         OSError: There is nothing, or more than a million files.
     """
     system, name = open_filesystem(path)
-
-    def request_once() -> dict[str, Any]:
-        system.invalidate_cache()
-        found: dict[str, Any] = system.find(name, detail=True)
-        return found
-
-    found = retry_request(path, request_once, OUTAGE_SECONDS)
+    if _goes_through_folders(system):
+        found = _go_through_folders(path)
+    else:
+        found = _request_listing(path, partial(system.find, name, detail=True))
     if not found:
         raise OSError(errno.ENOENT, "there is no such file or folder", str(path))
     if len(found) > _MOST_FILES:
         raise OSError(errno.EFBIG, f"more than {_MOST_FILES:,} files", str(path))
     return list(_describe_entries(path, found))
+
+
+def _goes_through_folders(system: AbstractFileSystem) -> bool:
+    """Return whether a store has no request of its own for all files below a folder."""
+    if isinstance(system, AsyncFileSystem):
+        return type(system)._find is AsyncFileSystem._find
+    return type(system).find is AbstractFileSystem.find
+
+
+def _go_through_folders(path: RemotePath) -> dict[str, Any]:
+    """Return all files at or below a URL. fsspec would leave out folders that it cannot list."""
+    system, name = open_filesystem(path)
+    found: dict[str, Any] = {}
+    folders = [name.rstrip("/")]
+    while folders and len(found) <= _MOST_FILES:
+        folder = folders.pop()
+        for entry in _request_listing(path, partial(system.ls, folder, detail=True)):
+            below = entry["name"].rstrip("/")
+            if entry["type"] != "directory":
+                found[entry["name"]] = entry
+            elif below.startswith(f"{folder}/"):
+                folders.append(below)
+    return found or {name: {"size": measure_remote_file(path)}}
+
+
+def _request_listing(path: RemotePath, request: Callable[[], Any]) -> Any:
+    system, _ = open_filesystem(path)
+
+    def request_once() -> Any:
+        system.invalidate_cache()
+        return request()
+
+    return retry_request(path, request_once, OUTAGE_SECONDS)
 
 
 def _describe_entries(path: RemotePath, found: dict[str, Any]) -> Iterator[RemoteEntry]:

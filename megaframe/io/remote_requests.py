@@ -93,12 +93,8 @@ def retry_request(path: RemotePath, request: Callable[[], T], seconds: float | N
         try:
             return request()
         except Exception as error:
-            cleaned = _clean_error(error, path)
-            is_permanent = (
-                isinstance(error, _PERMANENT_ERRORS)
-                or type(error).__name__ in _PERMANENT_ERROR_NAMES
-                or _find_status(error) in _PERMANENT_STATUSES
-            )
+            cause = _find_cause(error)
+            cleaned, is_permanent = _clean_error(cause, path), _is_permanent(cause)
         if is_permanent or time.monotonic() + pause - start > limit:
             raise cleaned
         if not warned:
@@ -108,15 +104,28 @@ def retry_request(path: RemotePath, request: Callable[[], T], seconds: float | N
         pause = min(2 * pause, LAST_PAUSE)
 
 
+def _find_cause(error: Exception) -> Exception:
+    """Return why a request failed: fsspec finds no file under HTTP whatever the server did."""
+    cause = error.__cause__
+    of_http = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and of_http:
+        return error if _find_status(cause) == 404 else cause
+    return error
+
+
+def _is_permanent(error: Exception) -> bool:
+    return (
+        isinstance(error, _PERMANENT_ERRORS)
+        or type(error).__name__ in _PERMANENT_ERROR_NAMES
+        or _find_status(error) in _PERMANENT_STATUSES
+    )
+
+
 def _find_status(error: Exception) -> int | None:
     """Return the status of HTTP in an error of aiohttp, gcsfs, or httpx; None: it has none."""
     answer = getattr(error, "response", None)
-    for found in (
-        getattr(error, "status", None),
-        getattr(error, "code", None),
-        getattr(answer, "status_code", None),
-    ):
-        if isinstance(found, int):
+    for owner, name in ((error, "status"), (error, "code"), (answer, "status_code")):
+        if isinstance(found := getattr(owner, name, None), int):
             return found
     return None
 

@@ -3,6 +3,7 @@
 import html
 import os
 import socket
+import struct
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -72,6 +73,12 @@ class FileServer(LoopbackServer):
         path = self.folder / name
         if isinstance(fault, int):
             self._send(request, method, fault, b"")
+        elif path.is_dir() and fault == "reset":
+            # With nothing to wait for, the end of the connection is a reset.
+            option = struct.pack("ii", 1, 0)
+            request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+            request.close_connection = True
+            request.connection.close()
         elif path.is_dir():
             names = [f"{each}/" if (path / each).is_dir() else each for each in os.listdir(path)]
             links = "".join(f'<a href="{html.escape(each)}">{each}</a>\n' for each in names)

@@ -29,6 +29,8 @@ from megaframe.data.streaming.corpus import find_corpus
 from megaframe.data.streaming.prepare_blocks import prepare_blocks
 from megaframe.errors import UserError
 from megaframe.io import remote_requests
+from megaframe.io.remote_path import RemotePath
+from megaframe.io.remote_reader import list_remote_files
 
 STEPS = 40
 
@@ -97,6 +99,21 @@ class TestHttp:
             assert take_rows(config, STEPS)[0] == reference[name]
         assert faults.left < 30
         assert "trying again for 1800 s" in capfd.readouterr().err
+
+    @pytest.mark.parametrize(("ending", "fault"), [("lines/part0.jsonl", 503), ("below", "reset")])
+    def test_what_cannot_be_asked_for_is_not_missing(self, ending, fault, server, served):
+        left = [fault] * 4
+
+        def fail_first(method, path):
+            return left.pop() if path.rstrip("/").endswith(ending) and left else None
+
+        server.fault = fail_first
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = list_remote_files(RemotePath(server.url))
+        local = {path.relative_to(served) for path in served.rglob("*") if path.is_file()}
+        assert {each.url.removeprefix(f"{server.url}/") for each in found} == set(map(str, local))
+        assert not left
 
     def test_an_outage_is_waited_out(self, server, reference, tmp_path):
         with open_loader(configure(tmp_path, f"{server.url}/lines")) as loader:
