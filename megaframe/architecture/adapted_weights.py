@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.layer import iterate_linears
 from megaframe.architecture.linear import LinearSpec
@@ -19,3 +21,13 @@ def list_adapted_weights(model: ModelConfig) -> dict[str, LinearSpec]:
                 if linear.adapters or linear.quantised:
                     linears[f"{name}.weight"] = linear
     return linears
+
+
+@lru_cache(maxsize=64)
+def list_coded_patterns(model: ModelConfig) -> tuple[str, ...]:
+    """Return patterns of the names of the weights that are kept as codes, which are the same in all
+    layers."""
+    if model.adapters is None or model.adapters.quantize_base is None or model.emulate is not None:
+        return ()
+    names = (name for name, each in list_adapted_weights(model).items() if each.quantised)
+    return tuple(dict.fromkeys("blocks.*." + name.split(".", 2)[2] for name in names))

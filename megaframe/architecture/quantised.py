@@ -18,6 +18,9 @@ from megaframe.errors import find_nearest_divisors
 
 BITS = {"nf4": 4, "int8": 8}
 """Of a code, by type."""
+DECODED_AT_ONCE = 1 << 24
+"""Elements that are coded or decoded at once: temporaries are small beside a layer, and launches
+few."""
 
 
 def count_unit(config: QuantisationConfig) -> int:
@@ -31,6 +34,24 @@ def compute_bits_per_element(config: QuantisationConfig) -> Fraction:
     if config.absmax_block is not None:
         scales += Fraction(8, config.block)
     return BITS[config.type] + scales
+
+
+def count_decoded_bytes(config: QuantisationConfig, width: int) -> float:
+    """Return the bytes that are read and written for each element whose value is made: its code as
+    a number, which its level is looked up by, and the product with its absmax.
+
+    Args:
+        config: How it is kept.
+        width: Bytes of a value.
+    """
+    # Temporaries are written and read.
+    return BITS[config.type] / 8 + 2 * count_temporary_bytes(config) + width
+
+
+def count_temporary_bytes(config: QuantisationConfig) -> float:
+    """Return the bytes for each element whose value is being made: a number of 4 bytes for each
+    byte of codes, and its level."""
+    return 4 * BITS[config.type] / 8 + 4
 
 
 def find_block_mistakes(name: str, linear: LinearSpec, parallel: ParallelConfig) -> Iterator[str]:

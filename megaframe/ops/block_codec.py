@@ -14,11 +14,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from megaframe.architecture.quantised import BITS, count_unit
+from megaframe.architecture.quantised import BITS, DECODED_AT_ONCE, count_unit
 from megaframe.config.adapters import QuantisationConfig
 
-_CHUNK = 1 << 24
-"""Elements that are coded at once: temporaries are small beside a layer, and launches few."""
 _SCALE = torch.float32
 _LARGEST_SHARE = 255
 """What the largest absmax of a group is kept as; the others are shares of it."""
@@ -135,7 +133,7 @@ class BlockCodec:
     def _count_chunk(self) -> int:
         """Return how many elements are coded at once: whole units and bytes."""
         unit = math.lcm(self.unit, 8)
-        return max(1, _CHUNK // unit) * unit
+        return max(1, DECODED_AT_ONCE // unit) * unit
 
 
 def round_to_codes(values: Tensor, config: QuantisationConfig) -> None:

@@ -109,6 +109,21 @@ def select_trained(
     }
 
 
+def count_gathered_codes(coded: RankParameters, groups: Sequence[BucketBlocks]) -> int:
+    """Return the elements of the buffers into which codes are gathered (ZeRO 3). Those of a block
+    are given back when its values are made; of a second half that is while those of the next block
+    arrive.
+
+    Args:
+        coded: Parameters that are kept as codes, and divided.
+        groups: The blocks that share buckets.
+    """
+    sizes = _list_bucket_sizes(coded, groups)
+    late = {2 * group.start + 1 for group in groups if group.halves}
+    buffers = {size: 1 + (number in late) for (number, _), size in sizes.items()}
+    return sum(size * count for size, count in buffers.items())
+
+
 def _list_bucket_sizes(
     parameters: RankParameters, groups: Sequence[BucketBlocks]
 ) -> dict[tuple[int, int], int]:

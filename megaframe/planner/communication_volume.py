@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from megaframe.architecture.adapted_weights import list_coded_patterns
 from megaframe.architecture.cross_layer_tensors import count_message_elements
 from megaframe.architecture.moe import count_near_experts
+from megaframe.architecture.quantised import compute_bits_per_element
 from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
@@ -159,14 +161,20 @@ def _compute_data_bytes(
     if zero < 3:  # weights that do not change stay where they are
         parameters = trained
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
-    vectors, gathered = trained.vectors, _count_divided(parameters)
-    reduced = _count_divided(trained)
+    vectors, reduced = trained.vectors, _count_divided(trained)
+    gathered = float(_count_divided(parameters) * width)
+    adapters = config.model.adapters
+    if zero == 3 and adapters is not None and adapters.quantize_base is not None:
+        coded = list_coded_patterns(config.model)
+        plain = count_rank_parameters(config.model, config.train, layout, plans, coded)
+        saved = width - float(compute_bits_per_element(adapters.quantize_base)) / 8
+        gathered -= _count_divided(parameters.subtract(plain)) * saved
     share = (ranks - 1) / ranks
     if zero == 0:
         return 2 * wire * (vectors + reduced) * share
     scatters = microbatches if zero >= 2 else 1
     gathers = 2 * microbatches if zero == 3 else 1
-    matrices = reduced * scatters * wire + gathered * gathers * width
+    matrices = reduced * scatters * wire + gathered * gathers
     return share * (matrices + vectors * (wire + width))
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.buckets import compute_bucket_count
 from megaframe.architecture.linear import GroupedLinearSpec
+from megaframe.architecture.quantised import compute_bits_per_element
 from megaframe.architecture.stages import compute_trained_share, plan_stages
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
@@ -89,7 +90,7 @@ class ParameterLoad:
 
 def compute_block_load(machine: Machine, layer: int) -> ParameterLoad:
     """Return the parameters of one block. Gains and biases are few and are left out, and so is what
-    is frozen, unless its values are gathered as well (ZeRO 3)."""
+    is frozen, unless its values are gathered as well (ZeRO 3); codes count by their bytes."""
     model, sizes = machine.config.model, machine.sizes
     if model.emulate is not None:
         return ParameterLoad()
@@ -104,7 +105,11 @@ def compute_block_load(machine: Machine, layer: int) -> ParameterLoad:
             dense = dense + results * terms
     total, longest = estimate_layer_muon_seconds(machine, layer)
     share = compute_trained_share(model, machine.config.frozen_patterns, layer)
-    exchanged = np.where(sizes.zero == 3, 1.0, share) if share < 1 else 1.0
+    gathered = 1.0
+    if model.adapters is not None and model.adapters.quantize_base is not None:
+        bits = float(compute_bits_per_element(model.adapters.quantize_base))
+        gathered = share + (1 - share) * bits / 8 / DTYPE_BYTES[machine.config.train.precision]
+    exchanged = np.where(sizes.zero == 3, gathered, share) if share < 1 else 1.0
     return ParameterLoad(
         dense * exchanged,
         experts * exchanged,

@@ -19,6 +19,7 @@ from megaframe.architecture.layer import (
     MixerDescription,
 )
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec, RepeatedLinearSpec
+from megaframe.architecture.quantised import count_decoded_bytes
 from megaframe.architecture.stages import compute_trained_share
 from megaframe.planner.communication_times import (
     estimate_context_parallel_times,
@@ -155,6 +156,10 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
     )
     if linear.rescales:
         products = products + _estimate_rescaling_times(machine, rows, outputs, inputs)
+    if linear.quantised is not None:  # values are made of codes for each pass
+        moved = count_decoded_bytes(linear.quantised, machine.rate.width) * groups * outputs
+        decoding = estimate_elementwise_seconds(machine.rate, moved * inputs)
+        products = products + PassTimes(decoding, decoding, 0.0)
     if machine.linear.width == machine.rate.width:
         return products
     operands = groups * (rows * inputs + outputs * inputs)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from megaframe.architecture.adapted_weights import list_coded_patterns
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.buckets import SUMMED_AT_ONCE
 from megaframe.architecture.optimizer_state import (
@@ -28,14 +29,20 @@ from megaframe.architecture.output_head import (
     count_rows_per_chunk,
     get_max_logits_per_chunk,
 )
+from megaframe.architecture.quantised import (
+    DECODED_AT_ONCE,
+    compute_bits_per_element,
+    count_temporary_bytes,
+)
 from megaframe.architecture.stages import StagePlan
 from megaframe.config import ModelConfig, RunConfig, TrainConfig
+from megaframe.config.adapters import QuantisationConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.activations import compute_peak_activations
-from megaframe.planner.bucket_units import make_units, select_trained
+from megaframe.planner.bucket_units import count_gathered_codes, make_units, select_trained
 from megaframe.planner.parameter_counts import (
     RankParameters,
     count_rank_parameters,
@@ -109,6 +116,7 @@ class PlannedRank:
         actions: Its list of actions, in order.
         expert_ranks: How many ranks share one copy of the experts.
         unfrozen: Those of its parameters that are not frozen; None for all.
+        uncoded: Those that are not kept as codes; None for all.
         host: Whether the device is the host, where transfers need buffers and checkpoints are
             copied in the same memory.
     """
@@ -120,12 +128,18 @@ class PlannedRank:
     actions: Sequence[Action]
     expert_ranks: int = 1
     unfrozen: RankParameters | None = None
+    uncoded: RankParameters | None = None
     host: bool = False
 
     @property
     def trained(self) -> RankParameters:
         """The parameters that have gradients and optimizer state."""
         return self.unfrozen or self.parameters
+
+    @property
+    def plain(self) -> RankParameters:
+        """The parameters that are kept as numbers."""
+        return self.uncoded or self.parameters
 
     @property
     def width(self) -> int:
@@ -144,14 +158,14 @@ class PlannedRank:
 
     @property
     def shard(self) -> int:
-        """Number of parameters in the rank's own part."""
-        return self._count_own(self.parameters)
+        """Number of parameters in the rank's own part that are kept as numbers."""
+        return self._count_own(self.plain)
 
     @property
     def divided(self) -> RankParameters:
         """The parameters of which other ranks have a part too; what a single rank has is never
         divided."""
-        return self.parameters.select_divided(self.ranks, self.expert_ranks)
+        return self.plain.select_divided(self.ranks, self.expert_ranks)
 
     @property
     def is_offloaded(self) -> bool:
@@ -168,6 +182,7 @@ class PlannedRank:
         model, parallel, train = self.config.model, self.config.parallel, self.config.train
         weights, state = self.shard * self.master, self._compute_state_bytes()
         values, gradients = self._count_values_and_gradients()
+        codes, decoded = self._compute_coded_bytes()
         # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
         activation_ranks = parallel.tensor * parallel.context
         activations, messages = (
@@ -179,8 +194,8 @@ class PlannedRank:
             logits, loss_tensors = _compute_logit_bytes(model, parallel, train, host=self.host)
         widest = train.microbatch * train.seq * compute_max_width_per_token(model)
         return RankMemory(
-            weights=0 if self.are_weights_offloaded else weights,
-            values=values * self.width,
+            weights=(0 if self.are_weights_offloaded else weights) + codes,
+            values=values * self.width + decoded,
             gradients=(gradients + self._count_residuals() + self._count_kept_table())
             * self.master,
             optimizer=0 if self.is_offloaded else state,
@@ -194,6 +209,7 @@ class PlannedRank:
                 2 * widest * self.width // activation_ranks,
                 logits + loss_tensors,
                 self._count_summed_apart() * self.master,
+                self._compute_decoding_bytes(),
                 # Activations are gone when weights are updated.
                 0 if self.host else self._compute_update_bytes() - activations,
             ),
@@ -216,14 +232,14 @@ class PlannedRank:
 
     def _count_values_and_gradients(self) -> tuple[int, int]:
         """Return the elements of values and of gradients, with what ZeRO borrows of other ranks."""
-        zero, parameters, divided = self.config.parallel.zero, self.parameters, self.divided
+        zero, parameters, divided = self.config.parallel.zero, self.plain, self.divided
         same_dtype = self.width >= 4
         values, gradients = parameters.total, parameters.total
         alone = parameters.total - divided.total
         own_vectors = parameters.vectors // self.ranks
         if zero >= 2:
             borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
-                self._make_units(),
+                self._make_units(self.divided),
                 self.actions,
                 _count_transfers(self.config.parallel),
                 values=zero == 3,
@@ -237,7 +253,7 @@ class PlannedRank:
             values -= alone + -(-parameters.vectors // self.ranks) if zero == 3 else self.shard
         elif self.are_weights_offloaded and zero == 3:
             values += self.shard - alone
-        if self.trained != parameters:
+        if self.trained != self.parameters:
             gradients = self._count_trained_gradients()
         return values, gradients
 
@@ -248,7 +264,7 @@ class PlannedRank:
             return trained.total
         groups = self.parameters.group_blocks(self.config.parallel, self.plans)
         _, borrowed = compute_peak_zero_buffers(
-            select_trained(self._make_units(), trained.select_divided(*ranks), groups),
+            select_trained(self._make_units(self.divided), trained.select_divided(*ranks), groups),
             self.actions,
             _count_transfers(self.config.parallel),
             values=False,
@@ -269,10 +285,46 @@ class PlannedRank:
         )
         return round(2 * results) * self.master
 
-    def _make_units(self) -> dict[int, StageBuckets]:
-        """Return the units of its stages with the buckets that ZeRO divides."""
+    def _make_units(self, parameters: RankParameters) -> dict[int, StageBuckets]:
+        """Return the units of its stages with the buckets of some of its parameters."""
         groups = self.parameters.group_blocks(self.config.parallel, self.plans)
-        return make_units(self.divided, self.config.model, self.plans, groups)
+        return make_units(parameters, self.config.model, self.plans, groups)
+
+    @property
+    def coding(self) -> QuantisationConfig | None:
+        """How `coded` are kept."""
+        adapters = self.config.model.adapters
+        return adapters.quantize_base if adapters is not None and self.uncoded else None
+
+    @property
+    def coded(self) -> RankParameters:
+        """The parameters that are kept as codes."""
+        return self.parameters.subtract(self.plain)
+
+    def _compute_coded_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the codes of this rank, and those of values that are made of them and
+        of codes that are gathered."""
+        if self.coding is None:
+            return 0, 0
+        coded, ranks, gathered = self.coded, (self.ranks, self.expert_ranks), 0
+        bits = compute_bits_per_element(self.coding)
+        values, _ = compute_peak_zero_buffers(self._make_units(coded), self.actions, values=True)
+        own = coded.total
+        if self.config.parallel.zero == 3:
+            groups = self.parameters.group_blocks(self.config.parallel, self.plans)
+            own = coded.count_shard(*ranks)
+            gathered = count_gathered_codes(coded.select_divided(*ranks), groups)
+        return math.ceil(own * bits / 8), values * self.width + math.ceil(gathered * bits / 8)
+
+    def _compute_decoding_bytes(self) -> int:
+        """Return the bytes that making values of a bucket takes for itself."""
+        if self.coding is None:
+            return 0
+        bucketed = self.coded.merge_into_buckets(self.config.parallel, self.plans)
+        # Gathered codes are decoded part by part.
+        ranks = (self.ranks, self.expert_ranks) if self.config.parallel.zero == 3 else (1, 1)
+        largest = bucketed.compute_largest_bucket_shard(*ranks)
+        return math.ceil(min(largest, DECODED_AT_ONCE) * count_temporary_bytes(self.coding))
 
     def _count_residuals(self) -> int:
         """Return the elements of the residuals that compression carries from step to step: one for
@@ -464,5 +516,6 @@ def compute_rank_memory(
         schedule.ranks[rank],
         layout.expert_shard,
         count_rank_parameters(*of_rank, config.frozen_patterns),
+        count_rank_parameters(*of_rank, list_coded_patterns(config.model)),
         host,
     ).compute_memory()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.adapted_weights import list_coded_patterns
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.cross_layer_tensors import count_mean_message_elements
 from megaframe.architecture.embedding import describe_layer_embeddings, describe_position_table
@@ -20,6 +21,11 @@ from megaframe.architecture.output_head import (
     FP32_PARTS,
     compute_loss_bytes_per_logit,
     get_max_logits_per_chunk,
+)
+from megaframe.architecture.quantised import (
+    DECODED_AT_ONCE,
+    compute_bits_per_element,
+    count_temporary_bytes,
 )
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.model import ModelConfig
@@ -257,7 +263,7 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     table_size = blocks.table * (ranks > 1)
     borrowed = 2 * bucket_blocks * divided_block + table_size
     values = np.where(c.zero == 3, vectors + alone + borrowed, total)
-    trained = _compute_trained_share(model, train, config.frozen_patterns)
+    trained = _compute_kept_share(model, train, config.frozen_patterns)
     master_and_state = master + trained * compute_state_bytes(config.optim, master)
     if width == master:
         values = values - np.where(c.zero == 3, alone + vectors / ranks, shard)
@@ -265,29 +271,64 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
         master_and_state = float(master if width == master else 0)
         values = values + np.where((c.zero == 3) & (width < master), shard - alone, 0.0)
     second_table = table_size * (is_whole_model & (c.microbatches > 1))
-    # Buffers are as large as the largest bucket, which some block trains.
-    buffers = borrowed + second_table
+    # Buffers are as large as the largest bucket, which some block trains, unless all of them train
+    # adapters only.
+    buffers = (borrowed + second_table) * (1.0 if model.adapters is None else trained)
     gradients = np.where(c.zero >= 2, buffers + trained * (vectors + shard), trained * total)
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)
     static = shard * master_and_state + values * width + gradients * master + outer
+    of_blocks = split + replicated + shared + experts
+    static = static - _estimate_saved_by_codes(
+        config, c.zero, of_blocks, shard / total, 2 * bucket_blocks * block
+    )
     transient = _estimate_transient_bytes(
         config.model, config.train, rank, get_max_logits_per_chunk(host=chip.is_host)
     )
     return static + transient + compute_overhead_bytes(chip)
 
 
-def _compute_trained_share(
-    model: ModelConfig, train: TrainConfig, frozen: tuple[str, ...]
-) -> float:
-    """Return the share of the model's parameters that is not frozen. Every rank is assumed to have
-    that of the model."""
-    if not frozen:
-        return 1.0
-    trained, every = (
-        count_model_parameters(model, train, patterns).total for patterns in (frozen, ())
+def _estimate_saved_by_codes(
+    config: RunConfig, zero: Array, matrices: Array, own: Array, present: Array
+) -> Array | float:
+    """Return the bytes that codes of weights save.
+
+    Args:
+        config: The run.
+        zero: ZeRO stage of each candidate.
+        matrices: Elements of the matrices of blocks of its rank.
+        own: The share of weights that is the rank's own part.
+        present: Elements of blocks whose values are there at a time.
+    """
+    adapters = config.model.adapters
+    if adapters is None or adapters.quantize_base is None:
+        return 0.0
+    coding, whole = adapters.quantize_base, count_model_parameters(config.model, config.train)
+    kept = _compute_kept_share(config.model, config.train, list_coded_patterns(config.model))
+    share = (1 - kept) * whole.total / max(1, whole.total - whole.outside_blocks)
+    width, of_code = (
+        DTYPE_BYTES[config.train.precision],
+        float(compute_bits_per_element(coding) / 8),
     )
-    return trained / max(1, every)
+    coded, present, is_divided = matrices * share, present * share, zero == 3
+    # At ZeRO 3 codes are gathered beside the values of blocks that are there anyway; elsewhere all
+    # values would be, of which in one precision the own ones are the weights.
+    values = coded * (1 - own * (width >= 4)) - present
+    saved = np.where(is_divided, -present * of_code, values * width)
+    saved = saved + coded * (own * max(4, width) - np.where(is_divided, own, 1.0) * of_code)
+    decoded = np.minimum(present / 2 * np.where(is_divided, own, 1.0), DECODED_AT_ONCE)
+    return saved - decoded * count_temporary_bytes(coding)
+
+
+def _compute_kept_share(model: ModelConfig, train: TrainConfig, without: tuple[str, ...]) -> float:
+    """Return the share of the model's parameters that is not named by patterns. Every rank is
+    assumed to have that of the model."""
+    if not without:
+        return 1.0
+    kept, every = (
+        count_model_parameters(model, train, patterns).total for patterns in (without, ())
+    )
+    return kept / max(1, every)
 
 
 def _estimate_transient_bytes(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import sub
+from typing import Any
 
 from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
 from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
@@ -105,6 +107,15 @@ class RankParameters:
             shared=select(self.shared, ranks * self.copies),
             positions=self.positions if ranks * self.tensor > 1 else 0,
         )
+
+    def subtract(self, other: RankParameters) -> RankParameters:
+        """Return those of the parameters that are not among some of them."""
+        names = ("split", "tables", "experts", "replicated", "shared")
+        parts: dict[str, Any] = {
+            name: tuple(map(sub, getattr(self, name), getattr(other, name))) for name in names
+        }
+        vectors, positions = self.vectors - other.vectors, self.positions - other.positions
+        return replace(self, vectors=vectors, positions=positions, **parts)
 
     def compute_largest_bucket_shard(self, ranks: int, expert_ranks: int) -> int:
         """Return the largest size of a rank's own part of one bucket; arguments as in

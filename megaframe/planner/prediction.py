@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from megaframe.architecture.pipeline import build_step_schedule
+from megaframe.architecture.quantised import compute_bits_per_element
 from megaframe.architecture.stages import (
     StagePlan,
     compute_block_work,
@@ -382,6 +383,13 @@ def _explain_step(
         yield (
             "what optim.frozen names is planned without gradients, optimizer state and products of "
             "weight gradients; its tables are exchanged as if they were trained"
+        )
+    adapters = config.model.adapters
+    if adapters is not None and adapters.quantize_base is not None:
+        bits = float(compute_bits_per_element(adapters.quantize_base))
+        yield (
+            f"matrices of blocks are kept in {bits:.3g} bits per element, as "
+            f"{adapters.quantize_base.type}; values of a block are made of them in each pass"
         )
     if layout.islands > 1:
         parameters = count_rank_parameters(

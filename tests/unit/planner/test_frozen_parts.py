@@ -124,11 +124,19 @@ def test_names_in_the_plan_are_those_of_the_model(patterns):
     assert every.total == sum(spec.size for spec in specs)
 
 
-@pytest.mark.parametrize(("zero", "model"), [(0, {}), (1, {}), (3, {"activation": "swiglu"})])
+ADAPTERS = {"kv_heads": 2, "activation": "swiglu", "adapters": {"rank": 16}}
+NF4 = {**ADAPTERS, "adapters": {"rank": 16, "quantize_base": {"absmax_block": 2}}}
+INT8 = {**ADAPTERS, "adapters": {"rank": 16, "quantize_base": "int8"}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "model"),
+    [(0, {}), (1, {}), (3, {"activation": "swiglu"}), (1, NF4), (3, INT8), (3, ADAPTERS)],
+)
 def test_the_estimate_of_a_search_is_near_the_plan(zero, model):
     """Without a pipeline; in one, every rank is assumed to have the model's share of them."""
     config = make_config(model={**model, "layers": 16, "vocab": 2048}, zero=zero)
-    frozen = [f"blocks.{layer}.*" for layer in range(12)]
+    frozen = [f"blocks.{layer}.*" for layer in range(12)] if "adapters" not in model else []
     config = config.model_copy(
         update={"optim": config.optim.model_copy(update={"frozen": tuple(frozen)})}
     )
@@ -142,7 +150,6 @@ def test_the_estimate_of_a_search_is_near_the_plan(zero, model):
     assert estimate - plan.overhead == pytest.approx(planned, rel=0.1)
 
 
-ADAPTERS = {"kv_heads": 2, "activation": "swiglu", "adapters": {"rank": 16}}
 DORA = {**ADAPTERS, "adapters": {"rank": 16, "dora": True}}
 EXPERTS = {"moe": {"experts": 4, "ffn": 64, "balance": "none"}, "adapters": {"rank": 16}}
 
@@ -156,6 +163,10 @@ EXPERTS = {"moe": {"experts": 4, "ffn": 64, "balance": "none"}, "adapters": {"ra
         slow({"zero": 2, "pipeline": 2}, ADAPTERS),
         ({"zero": 3}, ADAPTERS),
         slow({"zero": 1, "expert": 2}, EXPERTS),
+        ({"zero": 3}, NF4),
+        ({"zero": 2, "pipeline": 2}, NF4),
+        slow({"zero": 3, "tensor": 2}, INT8),
+        slow({"zero": 1, "tensor": 2}, NF4),
     ],
 )
 def test_the_base_of_adapters_is_planned_without_gradients_and_state(parallel, model):
@@ -166,6 +177,12 @@ def test_the_base_of_adapters_is_planned_without_gradients_and_state(parallel, m
     for name in ("weights, values, gradients", "optimizer", "activations, messages"):
         row = compared[name]
         assert 0.97 * row.planned <= row.counted <= 1.03 * row.planned, row
+    if "quantize_base" in model["adapters"]:
+        row = compared["temporaries"]
+        assert row.counted <= 1.03 * row.planned
+        # Blocks whose values are still there are not gathered again.
+        row, least = compared["moved over data"], 0.59 if config.parallel.zero == 3 else 0.97
+        assert least * row.planned <= row.counted <= 1.03 * row.planned, row
     whole = make_config([], {**model, "adapters": None}, **parallel)
     others = compare_with_plan(whole, layout, 0, run_meta_step(whole, layout, 0))
     (optimizer,) = (row.counted for row in others if row.name == "optimizer")
