@@ -27,6 +27,7 @@ from megaframe.planner.constants import Constants, get_cluster_constants
 from megaframe.planner.explanations import EXPLANATIONS, Explanation
 from megaframe.planner.explanations.software import explain_software
 from megaframe.planner.fit import suggest_changes
+from megaframe.planner.island_advice import list_reasons
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate, search
 from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.planner.plan_record import make_plan_record
@@ -249,7 +250,7 @@ def print_plan(
             console.print("[bold]Instead[/bold]")
             for line in suggest_changes(replace(space, config=choice.config, fixed={}), constants):
                 console.print(f"  {line}")
-    for line in choice.prediction.reasons:
+    for line in list_reasons(choice, cluster):
         console.print(f"  - {line}")
     console.print(_make_table(choice))
     if result is not None:

@@ -20,6 +20,7 @@ from megaframe.planner.advice import describe_alternatives, describe_decision, d
 from megaframe.planner.candidates import SearchSpace
 from megaframe.planner.constants import Constants
 from megaframe.planner.explanations import Explanation
+from megaframe.planner.island_advice import list_reasons
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, find_fastest
 from megaframe.planner.rooflines import compute_communication_rooflines
 
@@ -82,7 +83,7 @@ def write_page(
         _HEAD.format(title=html.escape(title), script=get_plotlyjs()),
         f"<h1>{html.escape(title)}</h1>",
         *(f"<p>{html.escape(line)}</p>" for line in words),
-        _format_list("Why", choice.prediction.reasons),
+        _format_list("Why", tuple(list_reasons(choice, cluster))),
         '<div class="grid">',
         *(f"<div>{figure}</div>" for figure in figures),
         "</div>",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megaframe.planner.advice import describe_alternatives, describe_decision
 from megaframe.planner.candidates import SEARCHED_KEYS, SearchSpace
 from megaframe.planner.explanations import Explanation
+from megaframe.planner.island_advice import list_reasons
 from megaframe.planner.layout_search import LayoutChoice, SearchResult
 
 
@@ -38,7 +39,7 @@ def make_plan_record(
         "tokens_per_second": prediction.tokens_per_second,
         "breakdown": dict(prediction.breakdown),
         "fits": prediction.fits,
-        "reasons": list(prediction.reasons),
+        "reasons": list(list_reasons(choice, space.cluster)),
     }
     record |= {name: explanation.to_record() for name, explanation in explanations.items()}
     if result is not None:

@@ -36,6 +36,7 @@ from megaframe.planner.advice import describe_decision
 from megaframe.planner.candidates import SEARCHED_KEYS, SearchSpace
 from megaframe.planner.constants import get_cluster_constants
 from megaframe.planner.data_parallel_times import resolve_bucket_size
+from megaframe.planner.island_advice import list_reasons
 from megaframe.planner.layout_search import search
 from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.planner.peak_memory import resolve_recompute_blocks
@@ -181,7 +182,7 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     family = get_cluster_constants(cluster)
     result = search(SearchSpace(config, world, cluster, fixed), family, simulated=_SIMULATED)
     best = _copy_layout(config, result.best.config)
-    why = [*describe_decision(result, cluster), *result.best.prediction.reasons]
+    why = [*describe_decision(result, cluster), *list_reasons(result.best, cluster)]
     notes = [f"parallel.auto: {world} ranks on {cluster.name}. {why[0]}", *why[1:]]
     if saved is not None:
         notes.append(f"the layout that {config.run.dir} started with is not one for {world} ranks")

@@ -1,6 +1,7 @@
 """What islands send and wait for, by hand: on a link so slow that nothing else matters
-(`megaframe/planner/island_times.py`)."""
+(`megaframe/planner/island_times.py`, `megaframe/planner/island_advice.py`)."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.communication_volume import compute_communication_bytes
-from megaframe.planner.constants import get_family_constants
+from megaframe.planner.constants import get_cluster_constants, get_family_constants
+from megaframe.planner.island_advice import list_reasons, propose_islands
+from megaframe.planner.layout_search import LayoutChoice
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.planner.parameter_counts import count_model_parameters
 from megaframe.planner.prediction import predict
@@ -85,3 +88,39 @@ def test_outer_state_takes_memory_at_any_zero_stage():
         memory = compute_rank_memory(config, layout, plan_stages(config), schedule, 0)
         own = count_model_parameters(config.model, config.train).total / 8
         assert memory.islands == pytest.approx(3.25 * 4 * own, rel=1e-4)
+
+
+def choose(cluster, islands=1, world=64, **parallel):
+    train = {"seq": 2048, "global_batch": 512, "microbatch": 8}
+    keys = {"islands": islands, "zero": 1, **parallel}
+    config = RunConfig(model=GPT, train=train, parallel=keys, optim={"lr": 1e-3})
+    layout = Layout.from_parallel(config.parallel, world)
+    prediction = predict(config, layout, cluster, get_cluster_constants(cluster))
+    return LayoutChoice(config, layout, prediction)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "islands"),
+    [({}, 8), ({"tensor": 8}, 8), ({"pipeline": 4}, 8), ({"data_replicate": 4}, 8)],
+)
+def test_islands_are_proposed_within_the_fast_tier(parallel, islands):
+    choice = choose(SITES, **parallel)
+    text = propose_islands(choice, SITES)
+    keys = dict(re.findall(r"sync\.(\w+)=(\w+)", text.partition(" a step would")[0]))
+    sync = {"compress": keys["compress"], "every": int(keys["every"]), "delay": int(keys["delay"])}
+    assert f"parallel.islands={islands}," in text
+    proposed = {"islands": islands, "data_replicate": 1}
+    config = choice.config.replace(parallel=proposed, sync=sync)
+    layout = Layout.from_parallel(config.parallel, 64)
+    promised = predict(config, layout, SITES, get_cluster_constants(SITES)).step_seconds
+    assert f"{promised:.3g} s, {choice.prediction.step_seconds / promised:.3g} times" in text
+    assert "waits 0.0% of the time" in text and SITES.tiers[1].name in text
+
+
+def test_nothing_is_proposed_where_it_would_not_help():
+    assert propose_islands(choose(H100), H100) is None
+    assert propose_islands(choose(SITES, islands=8), SITES) is None
+    choice = choose(SITES)
+    averaged = choice.config.replace(optim={"ema": 0.9})  # needs one island
+    assert propose_islands(replace(choice, config=averaged), SITES) is None
+    assert list(list_reasons(choose(H100), H100)) == list(choose(H100).prediction.reasons)
