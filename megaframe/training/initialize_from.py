@@ -86,7 +86,8 @@ def load_adapters(
     values = read_adapters(folder, config, base)
     for name, _, box, tensor in weights:
         if name in values:
-            tensor.copy_(values[name][box.slices])
+            part = values[name][box.slices]
+            tensor[: len(part)].copy_(part)  # of a lower rank: initial values stay in the rest of A
     count = sum(value.numel() for value in values.values())
     return f"adapters of {folder}: {len(values):,} tensors with {count:,} parameters"
 

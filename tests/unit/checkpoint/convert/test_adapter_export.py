@@ -14,7 +14,7 @@ from slow_cases import slow
 from tolerances import assert_near
 
 from megaframe.architecture.linear import LinearSpec
-from megaframe.architecture.spec import Box
+from megaframe.architecture.spec import Box, iterate_row_major_runs
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface.adapter_export import export_adapters
 from megaframe.checkpoint.convert.huggingface.adapter_import import arrange_rows, read_adapters
@@ -30,6 +30,7 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.parameters.initialization import fill_initial_values
+from megaframe.training.initialize_from import load_adapters
 from megaframe.training.layer_check.parity import make_global_batch
 from megaframe.training.train_step import TrainStep
 
@@ -64,11 +65,11 @@ def write_checkpoint(config, folder, trained=False, known=()):
     """Write a checkpoint of initial values; `trained`: those of all B are drawn as well."""
 
     def read(name):
-        if name in known:
-            return known[name]
         spec = specs[name]
         values = torch.empty(spec.shape, dtype=torch.float64)
         fill_initial_values(values, spec, Box((0,) * len(spec.shape), spec.shape), 1)
+        if name in known:  # an A of a lower rank leaves its other rows
+            values[: len(known[name])] = known[name]
         if trained and name.endswith((".b.weight", ".magnitude")):
             generator = torch.Generator().manual_seed(len(name) + values.numel())
             values.normal_(0.0, 0.3, generator=generator)
@@ -192,10 +193,11 @@ def test_what_peft_has_no_place_for_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", DORA), slow("llama", ADAPTERS), slow("gpt2", ADAPTERS), slow("gpt_neox", DORA)],
+    [("phi3", DORA), slow("llama", ADAPTERS), slow("gpt2", ADAPTERS), slow("gpt_neox", ADAPTERS)],
 )
 def test_what_was_exported_is_read_back(name, kind, tmp_path):
-    adapters = {**kind, "targets": ["attention.output", "mlp.*"]}
+    """Also of a matrix that stacks several of ours, whose rank is the sum of theirs."""
+    adapters = {**kind, "targets": ["*"]}
     path = write_checkpoint(make_config(name, adapters), tmp_path / "run", trained=True)
     with open_checkpoint(path) as checkpoint:
         export_adapters(checkpoint, tmp_path / "peft")
@@ -209,11 +211,23 @@ def test_what_was_exported_is_read_back(name, kind, tmp_path):
                 assert tensor.equal(saved), factor
 
 
+RANKS = {"rank_pattern": {"down_proj": 2, "^model.layers.1.self_attn.o_proj": 5}}
+RANKS["alpha_pattern"] = {r"layers\.[01]\.mlp\..*": 4, "o_proj|nothing": 7}
+
+
 @pytest.mark.parametrize(
-    ("name", "dora"), [("phi3", True), slow("phi3", False), slow("llama", False)]
+    ("name", "dora", "patterns"),
+    [
+        ("phi3", True, RANKS),
+        slow("phi3", True, {}),
+        slow("phi3", False, {}),
+        slow("llama", False, {}),
+        slow("llama", False, RANKS),
+    ],
 )
-def test_adapters_that_peft_made_compute_the_same(name, dora, tmp_path):
-    """Also where one matrix of theirs is several of ours, which get an adapter each."""
+def test_adapters_that_peft_made_compute_the_same(name, dora, patterns, tmp_path):
+    """Also where one matrix of theirs is several of ours, which get an adapter each, and where
+    modules have ranks and scales of their own."""
     from transformers import AutoModelForCausalLM
 
     base = write_checkpoint(make_config(name), tmp_path / "base")
@@ -221,13 +235,15 @@ def test_adapters_that_peft_made_compute_the_same(name, dora, tmp_path):
         export_model(checkpoint, tmp_path / "hf", tokenizer="none")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     settings = {"use_rslora": True, "target_modules": "all-linear", "init_lora_weights": False}
-    settings |= {"r": 3, "lora_alpha": 2, "use_dora": dora}
+    settings |= {"r": 3, "lora_alpha": 2, "use_dora": dora, **patterns}
     theirs = peft.get_peft_model(model, peft.LoraConfig(**settings))
     theirs.save_pretrained(tmp_path / "peft")
-    adapters = {"rank": 3, "alpha": 2 * 3**0.5, "dora": dora}
+    rank = 5 if patterns else 3
+    adapters = {"rank": rank, "alpha": 2 * 3**0.5 * rank / 3, "dora": dora}
     config = make_config(name, adapters)
     with open_checkpoint(base) as checkpoint:
         values = read_adapters(tmp_path / "peft", config, checkpoint)
+        check_pieces(config, tmp_path / "peft", values, checkpoint)
         if name == "phi3":  # whose queries, keys and values are one matrix
             few = make_config(name, {**adapters, "targets": ["query", "output", "mlp.*"]})
             with pytest.raises(UserError, match="lora_B has 8 rows that add to matrices of blocks"):
@@ -240,6 +256,21 @@ def test_adapters_that_peft_made_compute_the_same(name, dora, tmp_path):
     with torch.no_grad():
         ours, expected = get_logits(merged, tokens), get_logits(theirs, tokens)
     assert_near(ours, expected, SUMS, size=float(expected.abs().max()))
+
+
+def check_pieces(config, folder, values, base):
+    """Loaded in pieces as ranks have them, adapters keep what values of a lower rank lack."""
+    config = config.replace(checkpoint={"adapters": str(folder)})
+    specs = [spec for spec in list_model_specs(config.model, config.train) if spec.name in values]
+    pieces = []
+    for spec in specs:
+        runs = iterate_row_major_runs(Box((0,) * len(spec.shape), spec.shape), 1, spec.size)
+        pieces += [(spec.name, spec, box, torch.full(box.shape, 7.0).double()) for box in runs]
+    load_adapters(config, pieces, base)
+    for name, spec, box, piece in pieces:
+        whole = torch.full(spec.shape, 7.0, dtype=torch.float64)
+        whole[: len(values[name])] = values[name]
+        assert piece.equal(whole[box.slices]), name
 
 
 def test_rows_of_interleaved_pairs_are_put_apart():
@@ -271,7 +302,11 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     refuse(more, r"has 16 factors; the file lacks 8, the first .*gate_proj", family)
     for settings, message in (
         ({"use_dora": True}, "use_dora=true, and .* use model.adapters.dora=true"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern=.*q_proj"),
+        ({"rank_pattern": {"q_proj": 4}}, r"q_proj.lora_A.* \[3, 16\], .* \[4, 16\]"),
+        ({"rank_pattern": {"(q+)+": 4}}, r"rank_pattern names modules by \(q\+\)\+"),
+        ({"alpha_pattern": {"[q": 4}}, r"alpha_pattern names modules by \[q"),
+        ({"alpha_pattern": {".*.*.*.*.*q": 4}}, "patterns without groups"),
+        ({"alpha_pattern": {"q_proj": "4"}}, "r and lora_alpha are no numbers"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa changes the base"),
         ({"peft_type": "IA3"}, "peft_type=IA3 is no low-rank adapter"),
         ({"r": "3"}, "r and lora_alpha are no numbers"),
