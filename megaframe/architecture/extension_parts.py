@@ -8,6 +8,9 @@ from megaframe.config.part_calls import call_part, describe_method
 from megaframe.config.parts import Part
 from megaframe.errors import UserError
 
+MAKES_LAYER = "make_layer(name, run)"
+"""What descriptions of layers from outside must have."""
+
 
 def describe_part(
     part: Part,

@@ -1,5 +1,8 @@
 """Blocks: the keys of the model are a shorthand of `model.blocks`, and what a block keeps is what
-its parts say."""
+its parts say.
+
+Tests `megaframe.architecture.block` and `megaframe.architecture.mixers`.
+"""
 
 import pytest
 
