@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megaframe.architecture.layer import (
     BatchedProduct,
@@ -72,7 +73,7 @@ class SoftmaxAttention(MixerDescription):
 
     name = "attention"
     has_scores = True
-    context_kinds = ("ring", "all_to_all", "nested")
+    context_kinds: ClassVar[tuple[str, ...]] = ("ring", "all_to_all", "nested")
 
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
         """Yield a message if tensor ranks cannot divide the heads, and one if context ranks cannot

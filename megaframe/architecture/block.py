@@ -177,15 +177,21 @@ class BlockDescription:
                     shapes[outputs, box.size // outputs] += 1
         return shapes
 
-    def count_attention_flops(self, seq: int, *, causal: bool = True) -> float:
-        """Return the forward FLOPs per token of the products of activations with activations.
+    def count_attention_flops(
+        self, seq: int, *, causal: bool = True, backward: bool = False
+    ) -> float:
+        """Return the FLOPs per token of the products of activations with activations.
 
         Args:
             seq: Tokens of a sample.
             causal: Whether what is masked is left out.
+            backward: Those of a backward pass, rather than of a forward pass.
         """
         products = [p for mixer in self.mixers for p in mixer.list_batched_products(seq)]
-        return sum(p.flops * (p.causal_share if causal else 1.0) for p in products) / seq
+        passes = [2 * product.differentiated if backward else 1 for product in products]
+        shares = [product.causal_share if causal else 1.0 for product in products]
+        flops = zip(passes, shares, products, strict=True)
+        return sum(number * share * product.flops for number, share, product in flops) / seq
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a block keeps per token besides its input.
@@ -264,6 +270,11 @@ class BlockDescription:
     def tensor_statistics(self) -> int:
         """Elements per token, in at least fp32, that each pass sums over tensor ranks."""
         return sum(layer.tensor_statistics for layer in self.layers)
+
+    def count_gathered_bytes(self, seq: int, width: int) -> int:
+        """Return the bytes per token that a forward pass gathers over tensor ranks beside
+        elements."""
+        return sum(layer.count_gathered_bytes(seq, width) for layer in self.layers)
 
     def count_tensor_sums(self, samples: int) -> int:
         """Return the elements that a forward pass sums over the ranks of a sample."""
@@ -411,16 +422,19 @@ def _describe_feed_forward(
         return layer
     if isinstance(config, MLPConfig):
         return describe_mlp(model, config, output_std)
-    assert model.moe is not None, "a block with experts is refused without model.moe"
+    moe = model.moe
+    assert moe is not None, "a block with experts is refused without model.moe"
+    if config.shared is not None:
+        moe = moe.model_copy(update={"shared": config.shared})
     return MoEDescription(
         hidden=model.hidden,
-        width=model.moe.ffn or model.ffn,
+        width=moe.ffn or model.ffn,
         activation=describe_activation(model.activation),
         bias=model.bias,
         init_std=model.init_std,
         output_std=output_std,
-        moe=model.moe,
-        norm=describe_norm(model) if model.moe.own_norms else None,
+        moe=moe,
+        norm=describe_norm(model) if moe.own_norms else None,
     )
 
 

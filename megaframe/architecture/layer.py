@@ -73,6 +73,7 @@ class BatchedProduct:
 
     Attributes:
         causal_share: The share of them that a causal kernel with this layer's window computes.
+        differentiated: Whether a backward pass computes the gradients of both factors.
     """
 
     number: int
@@ -80,6 +81,7 @@ class BatchedProduct:
     outputs: int
     terms: int
     causal_share: float = 1.0
+    differentiated: bool = True
 
     @property
     def flops(self) -> float:
@@ -297,6 +299,16 @@ class LayerDescription(ABC):
     def tensor_statistics(self) -> int:
         """Elements per token, in at least fp32, that a forward pass sums over tensor ranks which
         all have the token, and a backward pass as well."""
+        return 0
+
+    def count_gathered_bytes(self, seq: int, width: int) -> int:
+        """Return the bytes per token that a forward pass gathers over tensor ranks beside elements
+        in the precision of the model, those of sums counted twice.
+
+        Args:
+            seq: Tokens of a sample.
+            width: Bytes of an element in the precision of the model.
+        """
         return 0
 
     def count_tensor_sums(self, samples: int) -> int:

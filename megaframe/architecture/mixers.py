@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.extension_parts import MAKES_LAYER, describe_part
@@ -14,6 +16,10 @@ from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.no_layer import NoMixer
 from megaframe.architecture.parametrisation import compute_score_multiplier
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
+from megaframe.architecture.sparse_attention import (
+    IndexerDescription,
+    SparseAttentionDescription,
+)
 from megaframe.architecture.window import Chunk
 from megaframe.config.blocks import (
     AttentionConfig,
@@ -104,8 +110,17 @@ def _describe_latent_attention(
 ) -> LatentAttentionDescription:
     latent = model.latent
     assert latent is not None, "a block with latent attention is refused without model.latent"
-    width = latent.head_dim + latent.rotary_dim
-    return LatentAttentionDescription(
+    width, indexer = latent.head_dim + latent.rotary_dim, model.indexer
+    describe: Callable[..., LatentAttentionDescription] = LatentAttentionDescription
+    if indexer is not None and latent.query_rank:
+        described = IndexerDescription(
+            hidden=model.hidden,
+            query_rank=latent.query_rank,
+            init_std=model.init_std,
+            **indexer.model_dump(),
+        )
+        describe = partial(SparseAttentionDescription, indexer=described)
+    return describe(
         hidden=model.hidden,
         heads=model.heads,
         window=config.window,

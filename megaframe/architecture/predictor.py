@@ -51,10 +51,6 @@ class PredictorDescription:
         joining = SavedActivations(self.join.count_kept_for_weights(parallel.tensor))
         return self.block.count_saved_for_weights(parallel, recompute) + joining
 
-    def count_attention_flops(self, seq: int, *, causal: bool = True) -> float:
-        """Return those of the block."""
-        return self.block.count_attention_flops(seq, causal=causal)
-
     @property
     def tensor_traffic(self) -> TensorTraffic:
         """What the rows of a token move over the tensor axis."""
@@ -70,6 +66,11 @@ class PredictorDescription:
     ) -> Mapping[str, AxisTraffic]:
         """Return what the block moves over other axes than `tensor`."""
         return self.block.count_traffic(parallel, seq, near)
+
+    def count_gathered_bytes(self, seq: int, width: int) -> int:
+        """Return the bytes per token that a forward pass gathers over tensor ranks beside
+        elements."""
+        return self.block.count_gathered_bytes(seq, width)
 
     def count_tensor_sums(self, samples: int) -> int:
         """Return the elements that a forward pass sums over the ranks of a sample."""

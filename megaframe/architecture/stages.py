@@ -267,7 +267,8 @@ def compute_block_work(
     block = describe_block(model, layer)
     matrices, keys = 2.0 * block.matrix_elements, block.count_attention_flops(train.seq)
     trained = compute_trained_share(model, frozen, layer)
-    return PassWork(matrices + keys, matrices + 2 * keys, matrices * trained)
+    gradients = block.count_attention_flops(train.seq, backward=True)
+    return PassWork(matrices + keys, matrices + gradients, matrices * trained)
 
 
 @lru_cache(maxsize=4096)

@@ -186,7 +186,7 @@ def _select(model: ModelConfig, layers: Sequence[int]) -> tuple[ModelConfig, tup
         changes: dict[str, Any] = {"window": None}
         changes["blocks"] = [block.model_copy(update={"repeat": 1}) for block in blocks]
         if model.latent is not None and "latent" not in kinds:
-            changes["latent"] = None
+            changes |= {"latent": None, "indexer": None}
         if model.moe is not None:
             moe = model.moe.model_dump(exclude_unset=True, exclude={"first", "every"})
             changes["moe"] = moe if "moe" in kinds else None

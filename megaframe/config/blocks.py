@@ -254,6 +254,8 @@ class MoEMixtureConfig(Section):
 
     kind: Literal["moe"]
     """Experts, as `model.moe` describes them."""
+    shared: Positive | None = None
+    """Number of shared experts. Default: `model.moe.shared`."""
 
 
 class NoLayerConfig(Section):

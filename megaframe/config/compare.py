@@ -13,6 +13,8 @@ TRAINING_ONLY = frozenset(
         "model.family",
         "model.dropout",
         "model.adapters.dropout",
+        "model.indexer.loss",
+        "model.indexer.dense",
         "model.init_std",
         "model.moe.balance_rate",
         "model.moe.balance_loss",

@@ -31,6 +31,30 @@ class LatentAttentionConfig(Section):
     """Epsilon of the norms of the latents. Default: `model.norm_eps`."""
 
 
+FROZEN_INDEXER = "*.indexer.*"
+"""Pattern of the names of the parameters of indexers."""
+
+
+class IndexerConfig(Section):
+    """Sparse attention: an indexer that chooses the keys of latent attention (DeepSeek-V3.2)."""
+
+    heads: Positive
+    """Number of query heads of the indexer."""
+    head_dim: Positive
+    """Width of a query head, and of the one key head; the first `model.latent.rotary_dim` dims are
+    rotated."""
+    top_k: Positive
+    """Number of keys that a query attends to, those with the largest scores; of equal ones the
+    first in the sample. In samples of up to so many tokens all are."""
+    loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight, per token and layer, of the divergence of the indexer's softmax from the mean of the
+    attention's heads over the keys that they see, which alone trains the indexer, and nothing else.
+    Default: the indexer is frozen, as transformers treats it."""
+    dense: bool = False
+    """Let attention see all keys while the indexer is trained: the first stage of DeepSeek-V3.2,
+    with `optim.frozen=['!*.indexer.*']`."""
+
+
 class EmulationConfig(Section):
     """Blocks that wait instead of compute."""
 
@@ -177,6 +201,9 @@ class ModelConfig(Section):
     latent: LatentAttentionConfig | None = None
     """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads are
     computed from narrow latents. `kv_heads`, `head_dim` and `qk_norm` are then ignored."""
+    indexer: IndexerConfig | None = None
+    """Sparse attention (DeepSeek-V3.2) in all layers with latent attention whose queries have a
+    latent. Default: none, queries see all keys."""
     qk_norm: QKNorm = False
     """RMS-normalise queries and keys before rotation: each `head` (or true), with one learned gain
     per element of a head (Qwen3), or the `whole` of a token's queries and that of its keys, with

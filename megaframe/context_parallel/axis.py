@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megaframe.data.microbatch import divide_zigzag
-from megaframe.distributed.collectives import ALONE, Group, Ring
+from megaframe.distributed.collectives import ALONE, Group, Ring, all_gather
 from megaframe.distributed.differentiable import exchange_differentiably, gather_differentiably
 
 
@@ -118,6 +118,18 @@ class ContextParallel:
             for part, head in zip(ordered.split(sizes, 2), heads, strict=True)
         )
         return query, key, value
+
+    def gather_neighbours(self, x_BS: Tensor) -> Tensor:
+        """Return what belongs to each of the U * S tokens of all neighbours, in sample order.
+
+        Args:
+            x_BS: That of this rank's tokens, [B, S, ...]; it has no gradient.
+        """
+        if self.heads.size == 1:
+            return x_BS
+        first, second = all_gather(x_BS[None], self.heads).wait().chunk(2, 2)
+        # The order of `scatter_heads`.
+        return torch.cat((first, second.flip(0))).movedim(0, 1).flatten(1, 2)
 
     def gather_heads(self, out_BSND: Tensor) -> Tensor:
         """Undo the exchange of heads.

@@ -84,13 +84,15 @@ class _RingAttention(torch.autograd.Function):
             add_sinks(out, lse, sinks)
         out = out.to(query.dtype)
         # Only this rank's own queries, keys and values, the output, and one log-sum-exp per query.
-        ctx.save_for_backward(query, kv, out, lse, sinks)
+        # The mask has the chosen keys, too. Here whoever counts what is kept sees them.
+        places = None if mask.chosen is None else mask.chosen.places_BSC
+        ctx.save_for_backward(query, kv, out, lse, sinks, places)
         ctx.mask, ctx.scale, ctx.softcap = mask, scale, softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, kv, out, lse, sinks = ctx.saved_tensors
+        query, kv, out, lse, sinks, _ = ctx.saved_tensors
         mask, d_out, width = ctx.mask, gradients[0], query.shape[3]
         d_sinks = None if sinks is None else compute_sinks_gradient(d_out, out, lse, sinks)
         # Gradients are summed over tiles and ranks in at least fp32, and travel in it.

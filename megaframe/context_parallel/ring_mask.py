@@ -8,6 +8,8 @@ except those of a rank's own keys are rectangles that need no mask.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from megaframe.distributed.collectives import Ring
 from megaframe.ops.attention_kernel import attend_tile_backward_by_kernel, attend_tile_by_kernel
-from megaframe.ops.attention_mask import AttentionMask, Tile, make_spans
+from megaframe.ops.attention_mask import AttentionMask, ChosenKeys, Tile, make_spans
 from megaframe.ops.attention_tiles import attend, attend_backward
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
@@ -73,6 +75,14 @@ class RingMask:
         self._ends = ends
         self._window = mask.window or length * ring.size
         self._tiles = [self._make_tiles(source) for source in range(ring.size)]
+        self.chosen: ChosenKeys | None = None
+
+    def choose(self, chosen: ChosenKeys) -> RingMask:
+        """Return the mask of tokens that see no other keys than these."""
+        other = copy(self)
+        other.chosen = chosen
+        other._tiles = [[replace(tile, kind="masked") for tile in tiles] for tiles in self._tiles]
+        return other
 
     def get_tiles(self, source: int) -> Sequence[Tile]:
         """Return the tiles of this rank's queries against the keys of ring rank `source`. A tile's
@@ -99,9 +109,9 @@ class RingMask:
         if tile.kind != "masked":
             return None
         queries = self._compute_positions(self.ring.index, device)[tile.queries]
-        return self.attention_mask.make_dense(
-            queries, self._compute_positions(source, device)[tile.keys]
-        )
+        keys = self._compute_positions(source, device)[tile.keys]
+        chosen = None if self.chosen is None else self.chosen.mark(tile.queries, keys)
+        return self.attention_mask.make_dense(queries, keys, chosen)
 
     def get_spans(self, tile: Tile, source: int, batch: int, device: torch.device) -> Spans:
         """Return what the queries of a tile see, as spans, which are kept for all blocks.
@@ -148,8 +158,8 @@ class RingMask:
         def make_tile_spans() -> Spans:
             return self.get_spans(tile, source, query.shape[0], query.device)
 
-        operands = query, key, value
-        by_kernel = attend_tile_by_kernel(self.kernels, *operands, make_tile_spans, scale, softcap)
+        operands, kernels = (query, key, value), self._kernels_of_spans
+        by_kernel = attend_tile_by_kernel(kernels, *operands, make_tile_spans, scale, softcap)
         if by_kernel is not None:
             return by_kernel
         mask, causal = self.make_dense_tile(tile, source, query.device), tile.kind == "causal"
@@ -186,12 +196,17 @@ class RingMask:
         query, key, value, out, lse = operands
         operands = (d_out, query, key, value, out, lse)
         by_kernel = attend_tile_backward_by_kernel(
-            self.kernels, *operands, make_tile_spans, scale, softcap
+            self._kernels_of_spans, *operands, make_tile_spans, scale, softcap
         )
         if by_kernel is not None:
             return by_kernel
         mask, causal = self.make_dense_tile(tile, source, device), tile.kind == "causal"
         return attend_backward(*operands, mask, causal=causal, scale=scale, softcap=softcap)
+
+    @property
+    def _kernels_of_spans(self) -> Kernels:
+        """The kernels, none if chosen keys are no spans."""
+        return self.kernels if self.chosen is None else NO_KERNELS
 
     def _compute_positions(self, rank: int, device: torch.device) -> Tensor:
         """Return where in the sample the tokens of a ring rank are."""

@@ -63,7 +63,11 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     depth = model.mtp_depth
     described = [describe_block(model, layer) for layer in range(model.layers + depth)]
     causal, full = (
-        3 * sum(block.count_attention_flops(seq, causal=causal) for block in described)
+        sum(
+            block.count_attention_flops(seq, causal=causal, backward=backward)
+            for block in described
+            for backward in (False, True)
+        )
         for causal in (True, False)
     )
     embedding = describe_embedding(model, seq).linears if model.emulate is None else []

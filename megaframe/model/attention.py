@@ -206,8 +206,8 @@ def attend_heads(
         if extends_cache:
             cache.extend(key_BSGD, value_BSGV)
         if cache.length > key_BSGD.shape[1]:
-            keys, values, seen = cache.see()
-            return _attend_to_past(query_BSND, keys, values, seen, scale, softcap, sinks_N)
+            (keys, values), seen = cache.see()
+            return attend_to_past(query_BSND, keys, values, seen, scale, softcap, sinks_N)
     # The two ways of context parallelism nest: heads are exchanged within a group of neighbours,
     # and the ring passes keys around between groups.
     shared = setup.context.scatter_heads(query_BSND, key_BSGD, value_BSGV)
@@ -226,16 +226,26 @@ def attend_heads(
     return out_BSNV.reshape(out_BSNV.shape[0] * out_BSNV.shape[1], -1)
 
 
-def _attend_to_past(
+def attend_to_past(
     query_B1ND: Tensor,
     key_BTGD: Tensor,
     value_BTGV: Tensor,
     seen: Tensor | None,
     scale: float,
-    softcap: float | None,
-    sinks_N: Tensor | None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute the outputs of one token of each sample for all that it sees, [B, N * V]."""
+    """Compute the outputs of one token of each sample for all that it sees, [B, N * V].
+
+    Args:
+        query_B1ND: Its queries.
+        key_BTGD: The keys so far.
+        value_BTGV: The values so far.
+        seen: Which of them it sees, bool [B, 1, 1, T]; None for all.
+        scale: Factor of the scores.
+        softcap: Bound of the scores; None for no bound.
+        sinks_N: As in `attend_heads`.
+    """
     assert query_B1ND.shape[1] == 1, "after the first pass tokens come one by one"
     out_B1NV, lse_BN1 = attend(
         query_B1ND, key_BTGD, value_BTGV, seen, causal=False, scale=scale, softcap=softcap

@@ -20,6 +20,7 @@ from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.no_layer import NoLayer
 from megaframe.architecture.shared_keys import SharedKeyAttentionDescription
+from megaframe.architecture.sparse_attention import SparseAttentionDescription
 from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
 from megaframe.model.gated_delta_net import GatedDeltaNet
@@ -33,6 +34,7 @@ from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.model.shared_keys import SharedKeyAttention
+from megaframe.model.sparse_attention import SparseAttention
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
@@ -235,6 +237,8 @@ def build_layer(description: LayerDescription, block: str, setup: LayerSetup) ->
             return SharedKeyAttention(name, description, setup)
         case AttentionDescription():
             return Attention(name, description, setup)
+        case SparseAttentionDescription():
+            return SparseAttention(name, description, setup)
         case LatentAttentionDescription():
             return LatentAttention(name, description, setup)
         case GatedDeltaNetDescription():

@@ -58,7 +58,7 @@ def _find_first(window: Window, start: int, end: int) -> int:
 
 
 class LayerCache:
-    """The keys and values of one layer.
+    """The keys and values of one layer, and what else it keeps of each token.
 
     Attributes:
         length: Places so far.
@@ -67,31 +67,34 @@ class LayerCache:
     def __init__(self, samples: CachedSamples, window: Window) -> None:
         self.length = 0
         self._samples, self._window = samples, window
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._memory: list[Tensor] = []
 
-    def extend(self, key_BSGD: Tensor, value_BSGV: Tensor) -> None:
-        """Add the rotated keys, and the values, of new tokens."""
-        self._keys = _write(self._keys, self.length, key_BSGD)
-        self._values = _write(self._values, self.length, value_BSGV)
-        self.length += key_BSGD.shape[1]
+    def extend(self, *new: Tensor) -> None:
+        """Add what is kept of new tokens, [B, S, ...] each: first the rotated keys, and then the
+        values."""
+        memory: Sequence[Tensor | None] = self._memory or [None] * len(new)
+        self._memory = [
+            _write(old, self.length, more) for old, more in zip(memory, new, strict=True)
+        ]
+        self.length += new[0].shape[1]
 
-    def see(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the keys and values of all places that the last token may see, [B, T, G, D] and
-        [B, T, G, V], and which of them it sees in each sample, bool [B, 1, 1, T]; None if all."""
-        keys, values = self.read()
-        first, mask = self._samples.find_sight(self._window, self.length, keys.device)
-        return keys[:, first:], values[:, first:], mask
+    def see(self) -> tuple[list[Tensor], Tensor | None]:
+        """Return what is kept of all places that the last token may see, the keys [B, T, G, D] and
+        values [B, T, G, V] first; and which of them it sees in each sample, bool [B, 1, 1, T]; None
+        if all."""
+        kept = self.read()
+        first, mask = self._samples.find_sight(self._window, self.length, kept[0].device)
+        return [x_BT[:, first:] for x_BT in kept], mask
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all places."""
-        assert self._keys is not None and self._values is not None, "the first pass fills it"
-        return self._keys[:, : self.length], self._values[:, : self.length]
+    def read(self) -> list[Tensor]:
+        """Return what is kept of all places."""
+        assert self._memory, "the first pass fills it"
+        return [x_BT[:, : self.length] for x_BT in self._memory]
 
-    def fill(self, samples: CachedSamples, keys: Tensor, values: Tensor) -> LayerCache:
-        """Return a cache of the same layer with these keys and values."""
+    def fill(self, samples: CachedSamples, memory: list[Tensor]) -> LayerCache:
+        """Return a cache of the same layer with what is kept of other places."""
         other = LayerCache(samples, self._window)
-        other._keys, other._values, other.length = keys, values, keys.shape[1]
+        other._memory, other.length = memory, memory[0].shape[1]
         return other
 
 
@@ -185,16 +188,12 @@ def join_caches(parts: Sequence[tuple[KeyValueCache, Sequence[int]]]) -> KeyValu
     joined.length = max(sizes)
     joined._samples.starts = [joined.length - size for size in sizes]
     for layer, cache in first._caches.items():
-        keys, values = (
-            torch.cat(
-                [
-                    _align(part._caches[layer].read()[which], samples, joined.length)
-                    for part, samples in parts
-                ]
-            )
-            for which in (0, 1)
-        )
-        joined._caches[layer] = cache.fill(joined._samples, keys, values)
+        of_parts = [
+            [_align(kept, samples, joined.length) for kept in part._caches[layer].read()]
+            for part, samples in parts
+        ]
+        memory = [torch.cat(same) for same in zip(*of_parts, strict=True)]
+        joined._caches[layer] = cache.fill(joined._samples, memory)
     for layer, state in first._states.items():
         tensors = {
             name: torch.cat(

@@ -6,8 +6,8 @@ What is gathered for a rank's heads is therefore the latents, which are many tim
 stream. The rotated part of a head comes first, as in the other attention here; released weights
 have it last, with the two dims of each pair adjacent.
 
-Shape legend: B samples, S positions, N heads, R width of the shared part of a key head, D width of
-a whole query or key head, V width of a value head.
+Shape legend: B samples, S positions, N heads, D width of a whole query or key head, V width of a
+value head.
 """
 
 from __future__ import annotations
@@ -58,41 +58,42 @@ class LatentAttention(Module):
     ) -> Tensor:
         """Attend within samples, as `Attention` does. On a tensor axis each rank has some of the
         heads and all tokens."""
-        query_BSND, kv, key_shared = self._project(x, norm, inputs, state.deferred)
-        if self.rotary is not None:
-            rotate = inputs.rotary[self.rotary]
-            query_BSND, key_shared = rotate(query_BSND), rotate(key_shared)
-        key_plain, value = kv.split(self.kv_parts, 3)
-        # One key for all heads: a view without copies, until `cat` gives each head its own.
-        key_BSND = torch.cat((key_shared.expand(-1, -1, kv.shape[2], -1), key_plain), 3)
-        # A copy, because a view would keep the unrotated keys alive beside it.
-        value_BSNV = value.contiguous()
-        mask = inputs.masks[self.window]
-        cache = state.find_cache(self, self.window)
-        heads = query_BSND, key_BSND, value_BSNV
-        factor = inputs.find_query_scale(self.query_scale)
-        heads_TV = attend_heads(
-            *heads, mask, self.scale, self.setup, cache=cache, query_scale=factor
-        )
-        return self.output(inputs.rows.pad(heads_TV), state.deferred)
-
-    def _project(
-        self,
-        x: Tensor,
-        norm: Elementwise | None,
-        inputs: MicrobatchInputs,
-        deferred: DeferredGradients,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, N, D], the own part of keys together with values [B, S, N, D - R +
-        V], and the part of keys that all heads share [B, S, 1, R]. Nothing has been rotated yet."""
         # Views of one product, [rows, sum of parts].
-        *query_latent, kv_latent, key_shared = self.down(x, deferred, norm).split(self.latents, 1)
+        *latent, kv_latent, key_shared = self.down(x, state.deferred, norm).split(self.latents, 1)
         # Column linears gather what they multiply: the narrow latents, normalised by the rank that
         # made them. Queries without a latent come from the stream itself.
         if self.query_norm is None:
-            query = self.query(x, deferred, norm)
+            query = self.query(x, state.deferred, norm)
         else:
-            query = self.query(query_latent[0], deferred, self.query_norm)
+            query = self.query(latent[0], state.deferred, self.query_norm)
+        heads = self.make_heads(query, kv_latent, key_shared, inputs, state.deferred)
+        heads_TV = attend_heads(
+            *heads,
+            inputs.masks[self.window],
+            self.scale,
+            self.setup,
+            cache=state.find_cache(self, self.window),
+            query_scale=inputs.find_query_scale(self.query_scale),
+        )
+        return self.output(inputs.rows.pad(heads_TV), state.deferred)
+
+    def make_heads(
+        self,
+        query: Tensor,
+        kv_latent: Tensor,
+        key_shared: Tensor,
+        inputs: MicrobatchInputs,
+        deferred: DeferredGradients,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's rotated queries and keys [B, S, N, D], and values [B, S, N, V].
+
+        Args:
+            query: The queries of all tokens, not rotated yet, [tokens, N * D].
+            kv_latent: Latents of keys and values, of this rank's rows.
+            key_shared: The part of keys that all heads share, of this rank's rows.
+            inputs: Of the microbatch.
+            deferred: Computes or keeps the weight gradients.
+        """
         kv = self.kv(kv_latent, deferred, self.kv_norm)
         # Not followed by a product, so no linear gathers it. Each rank uses it for its own heads.
         key_shared = gather_differentiably(key_shared, self.setup.tensor.group)
@@ -101,4 +102,11 @@ class LatentAttention(Module):
             inputs.rows.remove_padding(part).view(inputs.batch, inputs.length, -1, width)
             for part, width in widths
         )
-        return query, kv, key_shared
+        if self.rotary is not None:
+            rotate = inputs.rotary[self.rotary]
+            query, key_shared = rotate(query), rotate(key_shared)
+        key_plain, value = kv.split(self.kv_parts, 3)
+        # One key for all heads: a view without copies, until `cat` gives each head its own.
+        key = torch.cat((key_shared.expand(-1, -1, kv.shape[2], -1), key_plain), 3)
+        # A copy, because a view would keep the unrotated keys alive beside it.
+        return query, key, value.contiguous()

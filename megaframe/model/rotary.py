@@ -8,6 +8,7 @@ Face Llama weights. Shape legend: B samples, S positions, N heads, D rotated wid
 from __future__ import annotations
 
 import math
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from megaframe.architecture.rotary import RotaryDescription, compute_yarn_mscale
 from megaframe.config import RotaryScalingConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.tensor_parallel.axis import RowPartition
 
 
 def compute_frequencies(description: RotaryDescription, length: int = 0) -> tuple[Tensor, float]:
@@ -140,6 +142,23 @@ class Rotary:
         if run := self._kernels.find("rotary", x, *self._tables):
             return run(x, *self._tables)
         return self._kernels.maybe_compile(_rotate, _rotate_for_compiler)(x, self.cos, self.sin)
+
+    def select(self, rows: RowPartition, batch: int) -> Rotary:
+        """Return the rotation of this tensor rank's rows of the stream, [rows, 1, N, head_dim].
+
+        Args:
+            rows: The partition.
+            batch: Number of samples.
+        """
+        other = copy(self)
+        # Copies, because views would keep the rows of all tensor ranks alive.
+        cos, sin = (
+            rows.select(table.expand(batch, *table.shape[-2:]).flatten(0, 1)).clone()[:, None]
+            for table in self._tables
+        )
+        other._tables = cos, sin
+        other.cos, other.sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return other
 
     def divide(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, S, G R, head_dim], rotated keys and values [B, S, G, head_dim]

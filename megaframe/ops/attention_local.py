@@ -34,12 +34,14 @@ def attend_locally(
 ) -> Tensor:
     """Compute attention among tokens that are all on this rank, [B, S, N, V]."""
     if query_BSND.is_meta:  # shapes do not depend on what is seen
-        mask = replace(mask, attention_mask=AttentionMask(None, None))
+        mask = replace(mask, attention_mask=AttentionMask(None, None), chosen=None)
     uneven = query_BSND.shape[3] != value_BSGV.shape[3]
-    on_host = query_BSND.device.type == "cpu" and (uneven or mask.attention_mask.narrow)
+    on_host = query_BSND.device.type == "cpu" and (uneven or mask.narrow)
     # For meta tensors torch's own attention would make all scores. It has no bound of scores, and
-    # does not return the log-sum-exp that sinks need.
+    # does not return the log-sum-exp that sinks need. Masks of chosen keys differ from layer to
+    # layer, and it would keep them whole.
     on_tiles = on_host or query_BSND.is_meta or softcap is not None or sinks_N is not None
+    on_tiles |= mask.chosen is not None
     if on_tiles or should_compute_in_blocks(query_BSND, key_BSGD, mask.dense):
         return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, sinks_N, mask, scale, softcap)
     out_BNSV = F.scaled_dot_product_attention(
@@ -92,13 +94,15 @@ class _Tiles(torch.autograd.Function):
         out = out.contiguous()  # do not keep the padding that `attend` cut off
         if sinks is not None:
             add_sinks(out, lse, sinks)
-        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        # The mask has the chosen keys, too. Here whoever counts what is kept sees them.
+        places = None if mask.chosen is None else mask.chosen.places_BSC
+        ctx.save_for_backward(query, key, value, out, lse, sinks, places)
         ctx.mask, ctx.scale, ctx.softcap = mask, scale, softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, sinks = ctx.saved_tensors
+        query, key, value, out, lse, sinks, _ = ctx.saved_tensors
         d_sinks = None if sinks is None else compute_sinks_gradient(gradients[0], out, lse, sinks)
         tiles = ctx.mask.tiles
         # One at a time: the gradients of a tile are added before those of the next are computed.

@@ -10,7 +10,7 @@ Shape legend: B samples, S tokens, Q queries, K keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -43,19 +43,49 @@ class AttentionMask:
         """Whether a query may not see everything before it."""
         return self.window is not None or self.documents_BS is not None
 
-    def make_dense(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
+    def make_dense(
+        self, queries_Q: Tensor, keys_K: Tensor, chosen_BQK: Tensor | None = None
+    ) -> Tensor:
         """Return the bool mask of queries and keys at these places in the sample: [Q, K], or with
-        documents [B, 1, Q, K]."""
+        documents or chosen keys [B, 1, Q, K].
+
+        Args:
+            queries_Q: Places of the queries.
+            keys_K: Places of the keys.
+            chosen_BQK: Which of the keys each query may see; None for all.
+        """
         distance = queries_Q[:, None] - keys_K[None, :]
         # Causal: a query sees itself and what is before it.
         mask = distance >= 0
         if self.window is not None:
             mask &= distance < self.window
-        if self.documents_BS is None:
-            return mask
-        alike = self.documents_BS[:, queries_Q, None] == self.documents_BS[:, None, keys_K]
+        if self.documents_BS is not None:
+            documents = self.documents_BS
+            mask = mask & (documents[:, queries_Q, None] == documents[:, None, keys_K])
+        if chosen_BQK is not None:
+            mask = mask & chosen_BQK
         # The dim of size 1 broadcasts over heads.
-        return (mask & alike)[:, None]
+        return mask if mask.dim() == 2 else mask[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenKeys:
+    """The only keys that each query of a rank may see, if it sees them at all.
+
+    Attributes:
+        places_BSC: Their places in the sample, int32; in any order.
+        length: Tokens of a sample.
+    """
+
+    places_BSC: Tensor
+    length: int
+
+    def mark(self, queries: slice, keys_K: Tensor) -> Tensor:
+        """Return which of the keys at these places some of the queries may see, bool [B, Q, K]. It
+        is made anew on each call, because keeping it would take memory quadratic in the length."""
+        places_BQC = self.places_BSC[:, queries].long()
+        marked = places_BQC.new_zeros((*places_BQC.shape[:2], self.length), dtype=torch.bool)
+        return marked.scatter_(2, places_BQC, True)[..., keys_K]
 
 
 def number_chunks(
@@ -97,28 +127,42 @@ class Tile:
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """Which tokens of `batch` whole samples of `length` tokens each other token attends to."""
+    """Which tokens of `batch` whole samples of `length` tokens each other token attends to.
+
+    Attributes:
+        chosen: The keys that each token may see at most; None for all.
+    """
 
     attention_mask: AttentionMask
     batch: int
     length: int
     device: torch.device
+    chosen: ChosenKeys | None = None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a token may not see everything before it."""
+        return self.attention_mask.narrow or self.chosen is not None
+
+    def choose(self, chosen: ChosenKeys) -> SequenceMask:
+        """Return the mask of tokens that see no other keys than these."""
+        return replace(self, chosen=chosen)
 
     @cached_property
     def dense(self) -> Tensor | None:
         """Bool mask [S, S] or [B, 1, S, S], true where a query (row) may see a key; None if plainly
         causal."""
-        if not self.attention_mask.narrow:
+        if not self.narrow:
             return None
-        everything = torch.arange(self.length, device=self.device)
-        return self.attention_mask.make_dense(everything, everything)
+        everything = slice(0, self.length)
+        return self.make_dense_tile(Tile(everything, everything, "masked"))
 
     @cached_property
     def tiles(self) -> list[Tile]:
         """Tiles that cover all visible query-key pairs. If queries see everything before them,
         there is one causal tile; otherwise there is one masked tile per `_QUERIES_PER_TILE`
         queries, limited to the keys that any of them may see."""
-        if not self.attention_mask.narrow:
+        if not self.narrow:
             return [Tile(slice(0, self.length), slice(0, self.length), "causal")]
         reach = self.attention_mask.window or self.length
         # Without a window the keys of a tile still end at its last query, which about halves the
@@ -139,7 +183,8 @@ class SequenceMask:
         queries, keys = (
             torch.arange(s.start, s.stop, device=self.device) for s in (tile.queries, tile.keys)
         )
-        return self.attention_mask.make_dense(queries, keys)
+        chosen = None if self.chosen is None else self.chosen.mark(tile.queries, keys)
+        return self.attention_mask.make_dense(queries, keys, chosen)
 
     @cached_property
     def spans(self) -> Spans:

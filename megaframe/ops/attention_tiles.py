@@ -171,8 +171,10 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
         tile_out: The output of the tile, [B, Q, N, V].
         tile_lse: Its log-sum-exp, [B, N, Q].
     """
-    # No exponential of a log-sum-exp is computed, so nothing overflows.
-    weight_BQN1 = torch.sigmoid(tile_lse - lse_BNQ).transpose(1, 2)[..., None]
+    # No exponential of a log-sum-exp is computed, so nothing overflows. Where a query has seen no
+    # key so far, and none in this tile either, both are -inf, and the weight is 0.
+    lse = lse_BNQ.clamp_min(torch.finfo(lse_BNQ.dtype).min)
+    weight_BQN1 = torch.sigmoid(tile_lse - lse).transpose(1, 2)[..., None]
     # Uses the weight before `lse` is overwritten with the sum of both.
     out_BQND.lerp_(tile_out.to(out_BQND.dtype), weight_BQN1.to(out_BQND.dtype))
     torch.logaddexp(lse_BNQ, tile_lse, out=lse_BNQ)

@@ -66,8 +66,11 @@ def compute_communication_bytes(
         * microbatches
         * sum(_count_tensor_statistics(config.model, config.train, plan) for plan in plans)
     )
+    gathered = microbatches * sum(
+        _count_gathered_bytes(config.model, config.train, plan) for plan in plans
+    )
     return {
-        "tensor": share * tokens * (rows * width + statistics * max(4, width)),
+        "tensor": share * tokens * (rows * width + statistics * max(4, width) + gathered),
         **{
             axis: microbatches * sum(moved[axis] for moved in by_stage)
             for axis in ("context", "expert", "expert_tensor")
@@ -113,6 +116,14 @@ def _count_tensor_statistics(model: ModelConfig, train: TrainConfig, plan: Stage
     microbatch, and again in recomputed blocks."""
     statistics = [part.tensor_statistics for part in describe_stage(model, train, plan).layers]
     return 2 * sum(statistics) + sum(statistics[: plan.recomputed])
+
+
+def _count_gathered_bytes(model: ModelConfig, train: TrainConfig, plan: StagePlan) -> int:
+    """Return the bytes per token that a stage gathers over tensor ranks beside elements in the
+    precision of the model, for one microbatch, and again in recomputed blocks."""
+    width, layers = DTYPE_BYTES[train.precision], describe_stage(model, train, plan).layers
+    gathered = [part.count_gathered_bytes(train.seq, width) for part in layers]
+    return sum(gathered) + sum(gathered[: plan.recomputed])
 
 
 def _count_bytes_of_layers(

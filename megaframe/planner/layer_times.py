@@ -82,6 +82,10 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     )
     tensor = estimate_tensor_parallel_times(machine, products, traffic)
     tensor = tensor + _estimate_statistics_times(machine, block.tensor_statistics)
+    if gathered := block.count_gathered_bytes(machine.config.train.seq, rate.width):
+        size = machine.tokens * gathered
+        seconds = machine.estimate_collective_seconds("all_gather", size, "tensor")
+        tensor = tensor + PassTimes(seconds, 0.0, 0.0)
     is_full = sizes.recompute == 2
     tensor = tensor + PassTimes(0.0, np.where(is_full, tensor.forward, 0.0), 0.0)
     context = sum(
@@ -228,12 +232,17 @@ def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> Pass
         times = _estimate_chunk_times(machine, products)
         return times.scale(sizes.tensor) if mixer.repeated else times
     if software.fused_attention:
-        flops = sum(_count_computed_flops(machine, product) for product in products) / seq
-        seconds = machine.tokens * flops / sizes.tensor / rate.attention
+        forward, backward = (
+            sum(_count_computed_flops(machine, product) for product in of_pass) / seq
+            for of_pass in (products, [p for p in products if p.differentiated])
+        )
+        speed = rate.attention * sizes.tensor / machine.tokens
         kernel, family = software.attention, machine.cluster.chip.family
         forward_speed, backward_speed = get_attention_speeds(kernel, family)
         # Backward recomputes the scores: five products instead of two (Dao 2023, section 3.1).
-        return PassTimes(seconds / forward_speed, 2.5 * seconds / backward_speed, 0.0)
+        return PassTimes(
+            forward / speed / forward_speed, 2.5 * backward / speed / backward_speed, 0.0
+        )
     seconds = PassTimes()
     for product in products:
         groups, rows = (
@@ -241,7 +250,7 @@ def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> Pass
             product.rows / sizes.context,
         )
         once = estimate_grouped_matmul_seconds(rate, groups, rows, product.outputs, product.terms)
-        seconds = seconds + PassTimes(once, 2 * once, 0.0)
+        seconds = seconds + PassTimes(once, 2 * once * product.differentiated, 0.0)
     scores = products[0]
     size = sizes.microbatch * scores.number / sizes.tensor * scores.rows * scores.outputs
     pass_over_scores = estimate_elementwise_seconds(rate, size / sizes.context)

@@ -178,6 +178,7 @@ def compute_communication_rooflines(
     near = count_near_experts(config.parallel, config.parallel.node_size or cluster.node)
     moved = block.count_traffic(config.parallel, config.train.seq, near)
     gathered_rows = (traffic.forward + traffic.backward) * width * rows
+    gathered_rows += block.count_gathered_bytes(config.train.seq, width) * rows
     gathered = 2 * width if config.parallel.zero == 3 else 0
     bytes_per_parameter = gathered + 4 if config.parallel.zero >= 2 else 8 / microbatches
     bytes_by_axis = {

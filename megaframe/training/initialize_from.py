@@ -19,6 +19,7 @@ from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.checkpoint.manifest import DTYPES
 from megaframe.checkpoint.merged import is_of_base
 from megaframe.config import ModelConfig, RunConfig
+from megaframe.config.blocks import MoEMixtureConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.keys import format_value
 from megaframe.errors import UserError
@@ -152,6 +153,13 @@ def _check_upcycling(model: ModelConfig) -> Iterator[str]:
             f"model.moe.ffn={width} does not divide the model.ffn={model.ffn} whose parts experts "
             f"are to be; use model.moe.ffn={model.ffn}"
         )
+    for number, block in enumerate(model.blocks or ()):
+        mixture = block.feed_forward
+        if isinstance(mixture, MoEMixtureConfig) and mixture.shared:
+            yield (
+                f"model.blocks.{number}.feed_forward.shared={mixture.shared} has nothing to start "
+                "from; leave it out"
+            )
     if moe.shared:
         yield f"model.moe.shared={moe.shared} has nothing to start from; use model.moe.shared=0"
     if model.bias or moe.expert_bias:

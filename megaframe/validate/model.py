@@ -1,4 +1,5 @@
-"""Checks of the model's shape: heads, widths, positions, windows, latent attention and predictors.
+"""Checks of the model's shape: heads, widths, positions, windows, latent attention and its indexer,
+and predictors.
 
 Config keys of ordinary attention are refused next to `model.latent` if their value is not the
 default, not if they are merely given: a config that was written out in full contains all keys.
@@ -26,6 +27,7 @@ def find_model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
         seq: Tokens per sample.
     """
     yield from check_each_block(model, _find_shape_mistakes)
+    yield from find_indexer_mistakes(model)
     if model.position == "learned" and model.positions is not None and seq > model.positions:
         yield (
             f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
@@ -143,6 +145,34 @@ def _find_longrope_mistakes(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.rotary_scaling.original_length={scaling.original_length} has no logarithm to "
             "divide by; use 2 or more"
+        )
+
+
+def find_indexer_mistakes(model: ModelConfig) -> Iterator[str]:
+    """Yield a message for each mistake in model.indexer."""
+    indexer, latent = model.indexer, model.latent
+    if indexer is None:
+        return
+    if latent is None or not latent.query_rank:
+        missing = "model.latent" if latent is None else "model.latent.query_rank"
+        yield (
+            "model.indexer chooses keys of latent attention by its latent of queries, and "
+            f"{missing} is missing; set it, or leave model.indexer out"
+        )
+    elif model.position == "rotary" and indexer.head_dim < latent.rotary_dim:
+        yield (
+            f"model.indexer.head_dim={indexer.head_dim} is less than the model.latent.rotary_dim="
+            f"{latent.rotary_dim} dims that are rotated; use {latent.rotary_dim} or more"
+        )
+    if indexer.dense and not indexer.loss:
+        yield (
+            "model.indexer.dense=true lets attention see all keys, and model.indexer.loss=0 trains "
+            "nothing to choose them; use a larger loss, or leave one of the keys out"
+        )
+    if indexer.loss and model.adapters is not None:
+        yield (
+            f"model.indexer.loss={indexer.loss:g} has no effect with model.adapters, beside which "
+            "the indexer is frozen; use model.indexer.loss=0"
         )
 
 

@@ -238,6 +238,7 @@ BESIDE = {
     "model.latent": [
         f"model.latent.{key}=8" for key in ("kv_rank", "head_dim", "rotary_dim", "value_dim")
     ],
+    "model.indexer": [f"model.indexer.{key}=8" for key in ("heads", "head_dim", "top_k")],
     "parallel.compress": ["parallel.data_replicate=2"],
 }
 """Overrides that are needed together with keys of these prefixes."""

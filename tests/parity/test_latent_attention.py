@@ -1,12 +1,13 @@
 """Latent attention gives the one-process answer to 1e-10 in fp64 under tensor, context, pipeline
 and data ranks, ZeRO and recompute. The weights that make the latents are whole on every tensor
-rank; their gradients, and those of the latents' norms, are summed over tensor ranks.
+rank; their gradients, and those of the latents' norms, are summed over tensor ranks. So does sparse
+attention, with the keys that its indexer chooses and the loss that trains it.
 
 Tests `megaframe.distributed.differentiable`.
 """
 
 import pytest
-from parity_runs import make_layout_check
+from parity_runs import FEW, make_layout_check, run
 from saved_bytes import measure_block
 from slow_cases import slow
 
@@ -20,6 +21,23 @@ SHAPES = {
         "rotary_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 0.8},
     },
     "packed-lite": {"latent": {**LATENT, "value_dim": 14}, "window": (None, 4), "dropout": 0.1},
+    "packed-sparse": {
+        **{"latent": {**LATENT, "query_rank": 12, "value_dim": 5}, "dropout": 0.1},
+        "indexer": {"heads": 3, "head_dim": 6, "top_k": 3, "loss": 0.5},
+    },
+    "sparse": {
+        **{"latent": {**LATENT, "query_rank": 12, "value_dim": 5}, "norm": "rmsnorm"},
+        "indexer": {"heads": 2, "head_dim": 6, "top_k": 4, "loss": 0.5},
+        "moe": {"experts": 4, "ffn": 10},
+    },
+    "frozen-sparse": {
+        **{"latent": {**LATENT, "query_rank": 12, "value_dim": 5}, "norm": "rmsnorm"},
+        "indexer": {"heads": 2, "head_dim": 6, "top_k": 4},
+    },
+    "dense-warm-up": {
+        "latent": {**LATENT, "query_rank": 12, "value_dim": 5},
+        "indexer": {"heads": 2, "head_dim": 6, "top_k": 4, "loss": 0.5, "dense": True},
+    },
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context": 4, "context_kind": "nested", "context_heads": 2}
@@ -33,6 +51,14 @@ CASES = [
     slow("packed-lite", 4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 2}, "selective"),
     slow("deepseek", 4, ZB_V, "none"),
     slow("deepseek", 4, {"pipeline": 2, "context": 2, **RING}, "selective"),
+    ("packed-sparse", 4, {"context": 2, **RING, "tensor": 2, "zero": 3}, "selective"),
+    ("sparse", 4, {"pipeline": 2, "expert": 2, "zero": 1}, "full"),
+    slow("sparse", 4, NESTED, "none"),
+    slow("packed-sparse", 4, {"context": 2, **ALL_TO_ALL, "tensor": 2}, "none"),
+    slow("packed-sparse", 4, {"context": 4, **RING}, "full"),
+    slow("sparse", 4, ZB_V, "selective"),
+    slow("frozen-sparse", 4, {"tensor": 2, "context": 2, **RING, "zero": 2}, "selective"),
+    slow("dense-warm-up", 2, {"tensor": 2}, "none"),
 ]
 
 
@@ -44,6 +70,23 @@ def check_layout(pool):
 @pytest.mark.parametrize(("name", "ranks", "parallel", "recompute"), CASES)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, check_layout):
     check_layout(name, ranks, parallel, recompute=recompute)
+
+
+def test_without_a_loss_nothing_of_an_indexer_changes(pool):
+    """Not by weight decay either, which moves whatever has a gradient, even of 0."""
+    unhurried, hasty = (
+        pool.run(1, run, SHAPES["frozen-sparse"], FEW, {}, False, False, False, {"lr": rate})[0]
+        for rate in (1e-3, 1e-1)
+    )
+    names = {name for name in hasty.weights if not name.startswith("optimizer.")}
+    indexed = {name for name in names if ".indexer." in name}
+    moved = {
+        name
+        for name in names
+        if float((hasty.whole(name) - unhurried.whole(name)).abs().max()) > 1e-6
+    }
+    assert len(indexed) == 2 * 4 and moved == names - indexed
+    assert not any(".indexer." in name for name in {*hasty.weights} - names)
 
 
 @pytest.mark.parametrize("recompute", [slow("none"), "selective"])

@@ -28,6 +28,7 @@ from section_strategies import make_strategy
 
 from megaframe.config import MoEConfig, RunConfig
 from megaframe.config.blocks import BlockConfig
+from megaframe.config.model import IndexerConfig
 from megaframe.config.registry import get_registry
 from megaframe.schedule import SCHEDULE_NAMES
 from megaframe.training.rank_pool import RankPool
@@ -198,6 +199,7 @@ def test_every_key_is_drawn(drawn):
         for path in list_paths(section, name, {*NOT_DRAWN[name], *NOT_PROMISED.get(name, ())})
     ]
     expected += list_paths(BlockConfig, "model.blocks", {"second_mixer"})
+    expected += list_paths(IndexerConfig, "model.indexer")
     expected += list_paths(MoEConfig, "model.moe", NOT_PROMISED["model.moe"])
     # Scaling is drawn as a whole: most single keys of it are refused beside most others.
     expected = [path for path in expected if ".rotary_scaling." not in path]

@@ -67,6 +67,8 @@ def compare_with_autograd(built, documents, make_microbatch, weighted=False):
     gradients_of = (weight.grad for weight in weights.values() if weight.grad is not None)
     size = max(float(gradient.abs().max()) for gradient in gradients_of)
     for bucket in built.sharded_parameters.buckets:
+        if not bucket.trained:  # frozen, as by `model.indexer` without a loss
+            continue
         for parameter, _, grad in bucket.iterate_pieces(bucket.grad_sums, bucket.master_span):
             wanted = weights[parameter.spec.name].grad
             if parameter.spec.role == "balance":

@@ -149,6 +149,10 @@ LATENT = {
     **{"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
     **{"v_head_dim": 5, "num_key_value_heads": 4},
 }
+INDEXED = {
+    **{**SHAPE, **LATENT, **GLM_ROUTED, "index_n_heads": 8, "index_head_dim": 10},
+    **{"index_topk": 6, "first_k_dense_replace": 1},
+}
 SPARSE = {
     "olmoe": {**GROUPED, **ROUTED},
     "flex_olmo": {**GROUPED, **ROUTED, "norm_topk_prob": True},
@@ -158,6 +162,11 @@ SPARSE = {
     "glm4_moe": {**GROUPED, **GLM_ROUTED, "use_qk_norm": True, "attention_bias": True},
     "solar_open": {**HEADS, **GLM_ROUTED},
     "glm4_moe_lite": {**SHAPE, **LATENT, **GLM_ROUTED},
+    "deepseek_v32": {
+        **INDEXED,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "glm_moe_dsa": {**INDEXED, "n_group": 1, "topk_group": 1},
     "dots1": {**GROUPED, **GLM_ROUTED, "first_k_dense_replace": 1},
     "minimax_m2": {
         **{**WIDE_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2},

@@ -114,9 +114,10 @@ def _layer_inputs(weights, model, x, tokens):
 
 
 def _halves(weights, model, layer, x, mask, positions, counted, handed):
-    name = f"blocks.{layer}"
+    name, aside = f"blocks.{layer}", []
     block = _block_config(model, layer)
-    own = {"attention": partial(_attention, handed=handed), "latent": _latent_attention}
+    latent = partial(_latent_attention, counted=counted, aside=aside)
+    own = {"attention": partial(_attention, handed=handed), "latent": latent}
     attention = own.get(block.mixer.kind, partial(_mix_by_example, block.mixer.kind))
     before, after = block.norms in ("before", "both"), block.norms in ("after", "both")
 
@@ -134,17 +135,20 @@ def _halves(weights, model, layer, x, mask, positions, counted, handed):
             branch = branch + mix(weights, model, block.second_mixer, name, y, mask, positions)
         stream = add(x, branch, "attention")
     if block.feed_forward.kind == "none":
-        return stream, 0.0
+        return stream, sum(aside)
     start = stream if block.parallel == "none" else x
     norm = "attention_norm" if block.parallel == "one_norm" else "mlp_norm"
     has_experts = f"{name}.moe.router.weight" in weights
     before = before and not (has_experts and model.moe.own_norms)
     y = _norm(weights, model, f"{name}.{norm}", start, model.norm) if before else start
     if has_experts:
+        if getattr(block.feed_forward, "shared", None):
+            moe = model.moe.model_copy(update={"shared": block.feed_forward.shared})
+            model = model.model_copy(update={"moe": moe})
         branch, losses = _experts(weights, model, name, y, counted)
     else:
         branch, losses = _mlp(weights, model, block.feed_forward, name, y), 0.0
-    return add(stream, branch, "mlp"), losses
+    return add(stream, branch, "mlp"), losses + sum(aside)
 
 
 def _block_config(model, layer):
@@ -295,8 +299,9 @@ def _query_factor(mixer, positions):
     return (1 + scale.rate * torch.log(1 + whole))[..., None]
 
 
-def _latent_attention(weights, model, mixer, name, y, mask, positions):
-    """Compute each head separately, by the formulas of the paper (DeepSeek-V2, 2024, eq. 9-19)."""
+def _latent_attention(weights, model, mixer, name, y, mask, positions, counted, aside):
+    """Compute each head separately, by the formulas of the paper (DeepSeek-V2, 2024, eq. 9-19).
+    `aside` gets the loss of the indexer, if there is one."""
     latent = model.latent
     down = weights[f"{name}.attention.down.weight"]
     rank = latent.query_rank or 0
@@ -314,7 +319,11 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions):
     if model.rotary_scaling.kind == "yarn":
         scaling = model.rotary_scaling
         scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
-    heads = []
+    heads, shares, index, indexer = [], 0.0, None, model.indexer
+    if indexer is not None:
+        index = _score_keys(weights, model, f"{name}.attention.indexer", y, of_query, positions)
+        if not indexer.dense:
+            mask = mask & _choose_keys(index, mask, indexer.top_k)
     for head in range(model.heads):
         query_part = weights[f"{name}.attention.query.weight"][head]
         kv_part = weights[f"{name}.attention.kv.weight"][head]
@@ -325,8 +334,48 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions):
         scores = query_rotated @ key_rotated.mT + query_rest @ key_rest.mT
         scores = scores * _query_factor(mixer, positions)
         value = of_kv @ kv_part[latent.head_dim :].T
-        heads.append((scores * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value)
+        share = (scores * scale).masked_fill(~mask, -torch.inf).softmax(-1)
+        shares = shares + share.detach() / model.heads
+        heads.append(share @ value)
+    if index is not None and indexer.loss:
+        aside.append(indexer.loss * (_diverge(shares, index, mask) * counted).sum())
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
+
+
+def _score_keys(weights, model, name, y, of_query, positions):
+    """Return the scores of an indexer, head by head (DeepSeek-V3.2, 2025, eq. 1), of which no
+    gradient reaches its inputs."""
+    indexer, turned = model.indexer, model.latent.rotary_dim * (model.position == "rotary")
+    y, of_query, total = y.detach(), of_query.detach(), 0.0
+    rows = weights[f"{name}.key.weight"]
+    key = y @ rows[: indexer.head_dim].T
+    key = key - key.mean(-1, keepdim=True)
+    key = key / torch.sqrt(key.square().mean(-1, keepdim=True) + 1e-6)
+    key = key * weights[f"{name}.key_norm.gain"] + weights[f"{name}.key_norm.bias"]
+    key = _rotate(model, key, positions, turned, model.rotary_base)
+    for head in range(indexer.heads):
+        query = of_query @ weights[f"{name}.query.weight"][head].T
+        query = _rotate(model, query, positions, turned, model.rotary_base)
+        factor = y @ rows[indexer.head_dim + head] / math.sqrt(indexer.heads * indexer.head_dim)
+        total = total + factor[..., None] * (query @ key.mT).clamp_min(0)
+    return total
+
+
+def _choose_keys(index, mask, number):
+    """Return which keys have the largest scores, one query after the other."""
+    chosen = torch.zeros_like(index, dtype=torch.bool)
+    for b in range(len(index)):
+        for query in range(index.shape[1]):
+            seen = [k for k in range(index.shape[2]) if (mask.expand(index.shape))[b, query, k]]
+            best = sorted(seen, key=lambda k: (-index[b, query, k].item(), k))[:number]
+            chosen[b, query, best] = True
+    return chosen
+
+
+def _diverge(shares, index, mask):
+    """Return KL(shares || softmax of the scores over the keys that are seen), of each query."""
+    logs = torch.log_softmax(index.masked_fill(~mask, -torch.inf), -1).masked_fill(~mask, 0.0)
+    return (torch.special.xlogy(shares, shares) - shares * logs).sum(-1)
 
 
 def _mix_by_example(kind, weights, model, mixer, name, y, mask, positions):

@@ -255,6 +255,8 @@ class _Comparison:
         sums = 2 * wide * getattr(description, "tensor_sums", 0)
         forward["tensor"] += rows * (moved.forward * self._width + both + sums)
         backward["tensor"] += rows * (moved.backward * self._width + both)
+        gathered = description.count_gathered_bytes(config.train.seq, self._width)
+        forward["tensor"] += rows * gathered
         ranks = tensor * layout.context
         label = "+".join(axis for axis in ("context", "tensor") if getattr(layout, axis) > 1)
         elements = sum(sums for _, sums in self._list_norms())

@@ -20,6 +20,7 @@ from section_strategies import draw_keys, draw_sections
 
 from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megaframe.config.blocks import BlockConfig
+from megaframe.config.model import IndexerConfig
 from megaframe.config.registry import Registry, get_registry, use_registry
 from megaframe.errors import list_divisors
 from megaframe.extensions import load_extensions
@@ -46,7 +47,7 @@ NOT_DRAWN = {
         *("eval_every", "eval_samples"),
         *("sample_every", "sample_prompts", "sample_tokens", "sample_temperature"),
     },
-    "model": {"init_std", "emulate", "family", "blocks", "latent", "moe"},
+    "model": {"init_std", "emulate", "family", "blocks", "latent", "moe", "indexer"},
     "model.moe": set(),
 }
 """Keys without an effect on these two steps, or drawn on their own; compilation and graphs have
@@ -54,6 +55,7 @@ their own tests of parity, with one process and a GPU."""
 HELD = {
     *(f"parallel.{key}" for key in (*AXES, "chunks", "schedule")),
     *(f"model.{key}" for key in ("layers", "hidden", "heads", "vocab", "moe", "latent", "blocks")),
+    "model.indexer",
     *(f"train.{key}" for key in ("seq", "global_batch", "microbatch")),
 }
 """Keys that are not left out to mend a mistake: they were drawn to fit each other."""
@@ -87,7 +89,7 @@ class RandomRun:
         model, parallel = self.sections["model"], self.sections["parallel"]
         words = {value for value in parallel.values() if isinstance(value, str)}
         axes = {key for key, size in parallel.items() if type(size) is int and size > 1}
-        parts = {"blocks", "latent", "moe"} & {*model} | find_part_names(self.sections)
+        parts = {"blocks", "latent", "moe", "indexer"} & {*model} | find_part_names(self.sections)
         return frozenset(words | axes | parts | {self.sections["train"].get("recompute")})
 
 
@@ -280,6 +282,10 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "AdaptersConfig.layers": st.sampled_from(([0], [0, 1])),
         "MLPConfig.ffn": widths,
         "BlockConfig.repeat": st.integers(1, 2),
+        "IndexerConfig.heads": st.integers(1, 4),
+        "IndexerConfig.head_dim": st.sampled_from((8, 9)),
+        "IndexerConfig.top_k": st.integers(1, seq),
+        "IndexerConfig.loss": st.sampled_from((0.5, 2.0)),
         "LatentAttentionConfig.query_rank": st.integers(3, 8),
         "LatentAttentionConfig.kv_rank": st.integers(3, 8),
         "LatentAttentionConfig.head_dim": st.integers(2, 6),
@@ -306,6 +312,8 @@ def draw_model(draw, layers, seq, tensor, exchanging):
     for key in sorted(used & {"latent", "moe"}):
         section = find_section(ModelConfig.model_fields[key].annotation)
         model[key] = draw_keys(draw, section, values)
+    if "query_rank" in model.get("latent", {}) and draw(st.booleans()):
+        model["indexer"] = draw_keys(draw, IndexerConfig, values)
     model |= draw_keys(draw, ModelConfig, values, {*NOT_DRAWN["model"], *sizes}) | sizes
     if "latent" in model:
         model |= {"kv_heads": heads, "qkv_bias": False, "position": "rotary"}

@@ -1,6 +1,9 @@
 """Descriptions tell the truth: parameters, bytes kept for backward, FLOPs and traffic of every kind
 of layer are exactly those of the torch layer, on one rank and on tensor, context and expert
-ranks."""
+ranks.
+
+Tests `megaframe.architecture.sparse_attention`, among others.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -56,6 +59,18 @@ MODELS = {
     "latent": {"latent": {**LATENT, "query_rank": 12}, "norm": "rmsnorm"},
     "latent of keys": {"latent": {**LATENT, "value_dim": 14}, "bias": True},
     "latent window": {"latent": {**LATENT, "value_dim": 10}, "window": 4, "norm": "rmsnorm"},
+    "trained indexer": {
+        **{"latent": {**LATENT, "query_rank": 12}, "norm": "rmsnorm"},
+        "indexer": {"heads": 3, "head_dim": 8, "top_k": 5, "loss": 0.5},
+    },
+    "indexer of dense attention": {
+        "latent": {**LATENT, "query_rank": 12},
+        "indexer": {"heads": 2, "head_dim": 6, "top_k": 5, "loss": 0.5, "dense": True},
+    },
+    "frozen indexer": {
+        **{"latent": {**LATENT, "query_rank": 12}, "norm": "rmsnorm", "window": 7},
+        "indexer": {"heads": 3, "head_dim": 6, "top_k": 4},
+    },
     "gelu": {"activation": "gelu", "ffn": 30},
     "relu2": {"activation": "relu2", "norm": "rmsnorm"},
     "swiglu": {"activation": "swiglu", "norm": "rmsnorm", "bias": True},

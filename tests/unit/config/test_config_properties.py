@@ -101,7 +101,7 @@ BLOCKS = st.fixed_dictionaries(
         "residual_scale": st.floats(1e-3, 1e3),
     },
 )
-WHOLE = ("train.batch_ramp.", "model.latent.", "model.moe.")
+WHOLE = ("train.batch_ramp.", "model.latent.", "model.indexer.", "model.moe.")
 """Sections that are given whole or not at all."""
 EVERY_LEAF = {
     name: make_strategy(key.field.annotation, key.field.metadata)
@@ -114,11 +114,13 @@ LATENT = st.fixed_dictionaries(
     {k: st.integers(1, 9) for k in ("kv_rank", "head_dim", "rotary_dim", "value_dim")},
     optional={"query_rank": st.none() | st.integers(1, 9)},
 )
+INDEXER = st.fixed_dictionaries({k: st.integers(1, 9) for k in ("heads", "head_dim", "top_k")})
 OF_MOE = {name[10:]: value for name, value in EVERY_LEAF.items() if name[:10] == "model.moe."}
 MOE = st.fixed_dictionaries({"experts": OF_MOE.pop("experts")}, optional=OF_MOE)
 SECTIONS = {
     "train.batch_ramp": RAMP | st.none(),
     "model.latent": LATENT | st.none(),
+    "model.indexer": INDEXER | st.none(),
     "model.moe": MOE | st.none(),
 }
 SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | SECTIONS).filter(

@@ -20,6 +20,10 @@ MODELS = {
     "windows": {"window": (2, None, 5), "layers": 4, "kv_heads": 2},
     "chunks": {"blocks": [{"mixer": {"attention_chunk": 4}}, {"mixer": {"attention_chunk": 3}}]},
     "latent": {"latent": LATENT, "window": (None, 3)},
+    "chosen keys": {
+        **{"latent": LATENT, "norm": "rmsnorm", "window": (None, 6)},
+        "indexer": {"heads": 3, "head_dim": 6, "top_k": 4},
+    },
     "delta net": {"norm": "rmsnorm", "blocks": [{"mixer": DELTA}, {}]},
     "delta net of few tokens": {
         "norm": "rmsnorm",

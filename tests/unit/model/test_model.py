@@ -1,7 +1,8 @@
 """The model's loss and gradients, compared with a plain autograd GPT in fp64.
 
-Tests `megaframe.model.alibi`, `megaframe.model.embedding`, `megaframe.model.mlp`,
-`megaframe.model.output_head`, `megaframe.model.query_key_norm` and `megaframe.model.query_scale`.
+Tests `megaframe.model.alibi`, `megaframe.model.embedding`, `megaframe.model.indexer`,
+`megaframe.model.mlp`, `megaframe.model.output_head`, `megaframe.model.query_key_norm`,
+`megaframe.model.query_scale` and `megaframe.model.sparse_attention`.
 """
 
 import math
@@ -171,6 +172,22 @@ MODELS |= {
             {"mixer": {"query_scale": {"rate": 0.5, "length": 3, "first": 1}, "rotary": False}},
             {"mixer": {"query_scale": {"rate": 0.3, "length": 4}, "kv_heads": 2}},
         ],
+    },
+    "deepseek_v32": {
+        **{"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 12}, "mtp_depth": 1},
+        "indexer": {"heads": 3, "head_dim": 6, "top_k": 4, "loss": 0.7},
+        "blocks": [
+            {"mixer": {"kind": "latent", "query_scale": {"rate": 0.3, "length": 4}}},
+            {"mixer": {"kind": "latent", "window": 6}},
+        ],
+    },
+    "indexer_of_dense_attention": {
+        **{"latent": {**LATENT, "query_rank": 12}, "position": "none"},
+        "indexer": {"heads": 2, "head_dim": 5, "top_k": 4, "loss": 2.0, "dense": True},
+    },
+    "frozen_indexer": {
+        "latent": {**LATENT, "query_rank": 12},
+        "indexer": {"heads": 2, "head_dim": 5, "top_k": 3},
     },
     "apertus": {"norm": "rmsnorm", "activation": "xielu", "qk_norm": True, "init_std": 0.5},
     "parallel": {
@@ -362,7 +379,7 @@ MODELS |= {
         "blocks": [
             {"mixer": {"kind": "latent"}, "feed_forward": {"kind": "moe"}, "norms": "both"},
             {"feed_forward": {"activation": "relu2", "bias": True}},
-            {"parallel": "one_norm", "feed_forward": {"kind": "moe"}},
+            {"parallel": "one_norm", "feed_forward": {"kind": "moe", "shared": 2}},
             {"parallel": "one_norm", "norms": "both", "mixer": {"kind": "latent", "window": 3}},
         ],
     },

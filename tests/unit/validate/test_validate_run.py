@@ -14,6 +14,8 @@ from megaframe.config import load
 from megaframe.layout import Layout
 from megaframe.validate.run import find_warnings
 
+INDEXER, RANK = "model.indexer={heads: 2, head_dim: 16, top_k: 9}", "model.latent.query_rank=24"
+
 
 @pytest.mark.parametrize(
     "overrides",
@@ -198,6 +200,20 @@ def test_a_sound_config_passes(overrides):
         (
             [LATENT, "model.rotary_fraction=0.5"],
             "rotary_fraction=0.5 has no effect with model.latent, of which .*rotary_dim=16",
+        ),
+        ([INDEXER], "model.latent is missing; set it, or leave model.indexer out"),
+        ([LATENT, INDEXER], "model.latent.query_rank is missing; set it, or leave"),
+        (
+            [LATENT, RANK, INDEXER, "model.indexer.head_dim=12"],
+            "head_dim=12 is less than the .*rotary_dim=16 dims that are rotated; use 16 or more",
+        ),
+        (
+            [LATENT, RANK, INDEXER, "model.indexer.dense=true"],
+            "dense=true lets .* and model.indexer.loss=0 trains nothing .*; use a larger loss",
+        ),
+        (
+            [LATENT, RANK, INDEXER, "model.indexer.loss=1", "model.adapters={rank: 2}"],
+            "indexer.loss=1 has no effect with model.adapters, .* use model.indexer.loss=0",
         ),
         (
             ["model.mtp_depth=1", "model.emulate={forward: 1}"],

@@ -134,6 +134,9 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     feed_forward: dict[str, Any] = {}
     if layer.get("feed_forward.kind") in ("moe", "none"):
         feed_forward["kind"] = layer["feed_forward.kind"]
+        shared = layer.get("feed_forward.shared")
+        if shared is not None and shared != keys["moe"].get("shared", 0):
+            feed_forward["shared"] = shared
     else:
         for name in ("ffn", "activation"):
             value = layer.get(f"feed_forward.{name}")

@@ -22,6 +22,7 @@ from megaframe.checkpoint.convert.huggingface.mimo_families import MIMO_FAMILIES
 from megaframe.checkpoint.convert.huggingface.moe_families import MOE_FAMILIES
 from megaframe.checkpoint.convert.huggingface.moe_variants import MOE_VARIANTS
 from megaframe.checkpoint.convert.huggingface.older_families import OLDER_FAMILIES
+from megaframe.checkpoint.convert.huggingface.sparse_families import SPARSE_FAMILIES
 from megaframe.config import ModelConfig
 from megaframe.config.registry import get_registry
 from megaframe.errors import UserError
@@ -30,6 +31,7 @@ _ROWS = (
     *(*GPT_FAMILIES, *OLDER_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES, *HUNYUAN_FAMILIES),
     *(*MOE_FAMILIES, *MOE_VARIANTS, *DELTA_NET_FAMILIES, *LFM2_FAMILIES, *GEMMA4_FAMILIES),
     *(*LLAMA4_FAMILIES, *FALCON_FAMILIES, *MAMBA_FAMILIES, *MIMO_FAMILIES, *KIMI_FAMILIES),
+    *SPARSE_FAMILIES,
 )
 FAMILIES = {family.name: family for family in _ROWS}
 """By `model_type`."""

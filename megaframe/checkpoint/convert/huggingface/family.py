@@ -107,6 +107,7 @@ class Family:
         transposed: Whether the matrices of layers are.
         transposed_experts: Whether those of all experts in one tensor are.
         interleaved: Whether the rows of rotary pairs are neighbours.
+        interleaved_indexer: The same of an indexer.
         norm_offset: What their norms add to a gain.
         unread_positions: Rows before the others of their table of positions, which no text reads.
         scales: Modules of ours whose weights have a factor that is a key of theirs, each with the
@@ -142,6 +143,7 @@ class Family:
     transposed: bool = False
     transposed_experts: bool = False
     interleaved: bool = False
+    interleaved_indexer: bool = False
     norm_offset: float = 0.0
     unread_positions: int = 0
     scales: Mapping[str, str] = field(default_factory=dict)

@@ -163,7 +163,7 @@ class LayerEmbeddingWidth(Key):
 @dataclass(frozen=True)
 class ExpertsBesideMLP(Key):
     """Whether layers have experts, to which their MLP then is what shared experts are; and of
-    others the width of the MLP, which is double where a layer shares keys, if so said."""
+    others the width of the MLP. It is double where a layer shares keys, if so said."""
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -181,13 +181,10 @@ class ExpertsBesideMLP(Key):
         """Set the MLP of each layer, and the experts."""
         width = config["intermediate_size"]
         doubles = bool(config.get("use_double_wide_mlp"))
+        times = [1 + (doubles and bool(s)) for s in facts.list_values("mixer.shared_keys")]
         if not config.get("enable_moe_block"):
-            for layer in facts.layers:
-                shares = layer.get("mixer.shared_keys", False)
-                layer["feed_forward.ffn"] = width * (1 + (doubles and shares))
+            facts.set_layers("feed_forward.ffn", [width * each for each in times])
             return
-        if doubles and any(facts.list_values("mixer.shared_keys")):
-            raise UserError("use_double_wide_mlp=true is not supported with enable_moe_block=true")
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             if config.get(name) is None:
                 raise UserError(f"{name} is missing, and enable_moe_block=true needs it")
@@ -198,6 +195,7 @@ class ExpertsBesideMLP(Key):
                 "which its MLP would be shared experts"
             )
         facts.set("feed_forward.kind", "moe")
+        facts.set_layers("feed_forward.shared", [width // one * each for each in times])
         experts = {"experts": config["num_experts"], "top_k": config["top_k_experts"], "ffn": one}
         experts |= {"shared": width // one, "score": "softmax", "balance": "sequence"}
         experts |= {"normalise": True, "expert_gain": True, "own_norms": True}
@@ -207,9 +205,10 @@ class ExpertsBesideMLP(Key):
     def write(self, facts: Facts) -> Keys:
         """Return the sizes."""
         one, experts = facts.get("moe.ffn"), facts.get("moe.experts")
-        width, widths = facts.get("feed_forward.ffn"), facts.list_values("feed_forward.ffn")
+        width = facts.get("feed_forward.ffn")
+        widths = facts.list_values("feed_forward.shared" if experts else "feed_forward.ffn")
         return {
-            "use_double_wide_mlp": widths[-1] != width,
+            "use_double_wide_mlp": widths[-1] != widths[0],
             "enable_moe_block": experts is not None,
             "intermediate_size": (facts.get("moe.shared") or 0) * one if experts else width,
             **{"num_experts": experts, "top_k_experts": facts.get("moe.top_k")},

@@ -109,6 +109,7 @@ TYPES_OF_FACTS: dict[str, Any] = {
     "mixer.v_head_dim": Size,
     **dict.fromkeys((f"moe.{name}" for name in ("experts", "top_k", "ffn", "groups")), Size),
     **dict.fromkeys(("moe.top_groups", "latent.query_rank", "latent.kv_rank"), Size),
+    **dict.fromkeys((f"indexer.{name}" for name in ("heads", "head_dim", "top_k")), Size),
     **dict.fromkeys((f"latent.{name}_dim" for name in ("head", "rotary", "value")), Size),
     **dict.fromkeys(("norm_eps", "init_std", "moe.scale", "embedding_scale"), Positive),
     **dict.fromkeys(("mixer.score_scale", "mixer.softcap", "logit_softcap"), Positive),
@@ -168,7 +169,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _FREE = (
     *("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "seq_length"),
     *("sliding_window", "max_window_layers", "window_size", "attention_chunk_size", "floor_scale"),
-    *("sliding_window_size", "model_max_length", "vocab_size_per_layer_input"),
+    *("index_topk", "sliding_window_size", "model_max_length", "vocab_size_per_layer_input"),
 )
 """Numbers of tokens, and of layers beyond the last one, of which tensors have no rows, and one of
 words, which is compared with another."""

@@ -64,11 +64,12 @@ _SCALING: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", "original_length", "short_factors", "long_factors"),
 }
 """The keys that each kind of scaling of rotary positions reads."""
-_NO_LOGITS = TRAINING_ONLY | {"model.positions"}
+_NO_LOGITS = TRAINING_ONLY - {"model.indexer.dense"} | {"model.positions"}
 """Keys that no logit depends on; how many positions there are is a matter of a text's length."""
 _REMEDIES = {
     "model.moe.balance": ", and the bias takes part in the choice of experts; train with "
     "model.moe.balance=sequence, global or none, or export a family whose routers have it",
+    "model.indexer.dense": "; train with model.indexer.dense=false",
     "model.latent.norm_eps": "; train with model.latent.norm_eps=1e-6",
 }
 _ROUNDING = 1e-12
@@ -132,6 +133,10 @@ def describe_model(model: ModelConfig) -> Facts:
     if model.latent is not None and any(layer["mixer.kind"] == "latent" for layer in layers):
         latent_eps = model.latent.norm_eps or model.norm_eps
         shared |= _flatten({**model.latent.model_dump(), "norm_eps": latent_eps}, "latent")
+        if model.indexer is not None:
+            indexer = model.indexer.model_dump(exclude={"loss", "dense"})
+            indexer |= {"dense": True} if model.indexer.dense else {}
+            shared |= _flatten(indexer, "indexer")
     experts = [block.feed_forward for block in blocks]
     moe = next((layer for layer in experts if isinstance(layer, MoEDescription)), None)
     if moe is not None:
@@ -168,6 +173,8 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["feed_forward.activation"] = feed_forward.activation.name
         facts["feed_forward.up_bias"] = feed_forward.up_bias
         facts["feed_forward.down_bias"] = feed_forward.down_bias
+    elif isinstance(feed_forward, MoEDescription):
+        facts["feed_forward.shared"] = feed_forward.moe.shared
     facts |= {"norms": block.norms, "parallel": block.parallel}
     facts["layer_scalar"] = block.scalar is not None
     return {**facts, "residual_scale": block.residual_scale}

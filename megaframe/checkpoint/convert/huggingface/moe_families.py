@@ -157,10 +157,12 @@ class LatentWidths(Key):
     Attributes:
         present_heads: Whether the heads of keys and values must be there.
         whole_head: Whether `head_dim` is the width of a whole head, and not of what is rotated.
+        unread_head: Whether code does not read it.
     """
 
     present_heads: bool = False
     whole_head: bool = False
+    unread_head: bool = False
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -183,7 +185,7 @@ class LatentWidths(Key):
         widths = [config["qk_rope_head_dim"], config["qk_nope_head_dim"]]
         head = sum(widths) if self.whole_head else widths[0]
         for key, width in (("head_dim", head), ("qk_head_dim", sum(widths))):
-            if config.get(key, width) != width:
+            if config.get(key, width) != width and not (self.unread_head and key == "head_dim"):
                 raise UserError(
                     f"{key}={config[key]} is not the {width} that follows from qk_rope_head_dim="
                     f"{widths[0]} and qk_nope_head_dim={widths[1]}; remove it from config.json"

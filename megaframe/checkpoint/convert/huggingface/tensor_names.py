@@ -239,6 +239,8 @@ class _Names:
         """Return the parts of ours that a module stands for; none if the model has none."""
         if module.startswith("latent."):
             return self._find_latent_parts(module, kind)
+        if module.startswith("indexer."):
+            return self._find_indexer_parts(module, kind)
         if module.startswith("delta_net."):
             return self._find_delta_net_parts(module, kind)
         if module.startswith("mamba2."):
@@ -371,6 +373,22 @@ class _Names:
         rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         numbers = _APART[module.removeprefix("delta_net.")]
         return [make_part(spec, (ALL, rows[number])) for number in numbers]
+
+    def _find_indexer_parts(self, module: str, kind: str) -> list[TensorPart]:
+        """Return the part of a module of an indexer: its queries, its key, the norm of that, or the
+        weights of its heads."""
+        own = {"indexer.weights": "indexer.key"}.get(module, module)
+        names = [kind, "gain"] if kind == "weight" else [kind]
+        found = (self.specs.get(f"{self.prefix}attention.{own}.{name}") for name in names)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None:
+            return []
+        width, turn = self.shared["indexer.head_dim"], self.shared["latent.rotary_dim"]
+        if module == "indexer.weights":
+            return [make_part(spec, (slice(width, None),))]
+        part = make_part(spec, (slice(0, width),) if module == "indexer.key" else ())
+        turn = turn if self.family.interleaved_indexer and self.layer["mixer.rotary"] else 0
+        return [replace(part, head=width, rotated=turn)]
 
     def _find_latent_parts(self, module: str, kind: str) -> list[TensorPart]:
         """Return the parts of a module of latent attention. In their layout, the rotated part of a

@@ -10,6 +10,7 @@ Tests `megaframe.checkpoint.convert.huggingface.lfm2_families`,
 `megaframe.checkpoint.convert.huggingface.hunyuan_families`,
 `megaframe.checkpoint.convert.huggingface.kimi_families`,
 `megaframe.checkpoint.convert.huggingface.mimo_families`,
+`megaframe.checkpoint.convert.huggingface.sparse_families`,
 `megaframe.checkpoint.convert.huggingface.layered_families`,
 `megaframe.checkpoint.convert.huggingface.mamba_families`,
 `megaframe.checkpoint.convert.huggingface.mamba_keys`,
@@ -375,6 +376,40 @@ def test_a_width_is_adjusted_as_transformers_does(keys):
     assert FAMILIES["lfm2"].read_model({**config, "model_type": "lfm2"}).ffn == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "1 of 2 layers use the keys that"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+            "indexer_types: 1 of 2 layers use the keys that an earlier one has chosen",
+        ),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FS"}, "1 of 2 layers use"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "F"}, "has 1 layers"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "False is not supported, only True"),
+        ("deepseek_v32", {"indexer_rope_interleave": True}, "True is not supported, only False"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 2}, "is none of indexed_attention"),
+        ("deepseek_v32", {"index_topk": None}, "index_topk is missing"),
+    ],
+)
+def test_forms_of_sparse_attention_that_are_not_here_are_refused(family, keys, message):
+    with pytest.raises(UserError) as error:
+        FAMILIES[family].read_model({**make_tiny_config(family), **keys})
+    assert message in str(error.value)
+
+
+def test_dense_attention_beside_an_indexer_is_not_exported():
+    """It is a stage of training. The loss is another, and no logit depends on it."""
+    family = FAMILIES["deepseek_v32"]
+    model = family.read_model(make_tiny_config("deepseek_v32"))
+    trained = model.indexer.model_copy(update={"loss": 0.5})
+    family.write_config(model.model_copy(update={"indexer": trained}), 64)
+    dense = trained.model_copy(update={"dense": True})
+    with pytest.raises(UserError, match=r"indexer.dense=True .*; train with .*dense=false"):
+        family.write_config(model.model_copy(update={"indexer": dense}), 64)
+
+
 GEMMA4 = {
     "model_type": "gemma4_text",
     **{k: v for k, v in MODELS["gemma4_text"].items() if k not in ("pad_token_id",)},
@@ -422,10 +457,6 @@ def test_heads_of_gemma4_are_those_of_each_type_of_layers():
         ),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is missing"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers=4 leaves none of num_hidden_layers=4"),
-        (
-            {**GEMMA4_EXPERTS, "use_double_wide_mlp": True, "num_kv_shared_layers": 2},
-            "use_double_wide_mlp=true is not supported with enable_moe_block=true",
-        ),
         ({"enable_moe_block": True}, "num_experts is missing, and enable_moe_block=true needs it"),
         (
             {**GEMMA4_EXPERTS, "moe_intermediate_size": 7},
@@ -453,7 +484,8 @@ NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedd
         slow("bamba", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
         slow("falcon_h1", {"mamba_rms_norm": False, "mamba_conv_bias": False}),
         slow("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
-        ("gemma4_text", GEMMA4_EXPERTS),
+        slow("gemma4_text", GEMMA4_EXPERTS),
+        ("gemma4_text", {**GEMMA4_EXPERTS, **GEMMA4_SHARING}),
         ("gemma4_text", GEMMA4_SHARING),
         slow("gemma4_text", {**GEMMA4_SHARING, "attention_k_eq_v": False}),
         slow("gemma4_text", GEMMA4_INPUTS),
