@@ -8,13 +8,13 @@ further tokens, which its classes leave out, are as DeepSeek's README_WEIGHTS.md
 and experts of gpt-oss as they are packed. A config of the same name in configs/ declares the same
 parameters.
 
-Not all of a `config.json` was read from its folder: GLM-4.5, Gemma 2 9B, Kimi K2, LFM2, Llama 4,
-OLMo 3, Phi-4 and a few keys of GLM-4.5-Air and Qwen3-Next are written down from papers and model
-cards; of Llama 4 the section of its model for texts, without a tower for images. Falcon-H1, Gemma
-4, Granite 4, Nemotron 3, MiMo-V2 and Kimi Linear are written down from what other public
-repositories quote of their folders (so is the name of Kimi Linear's dense MLP), LFM3 and Qwen3.5
-(its model for texts) from the sizes of transformers' class. A key there that decides no shape, such
-as an epsilon, may differ from the folder's, which no test here reads.
+Not all of a `config.json` was read from its folder: DeepSeek-V3.2, GLM-4.5, GLM-5, Gemma 2 9B, Kimi
+K2, LFM2, Llama 4, OLMo 3, Phi-4 and a few keys of GLM-4.5-Air and Qwen3-Next are written down from
+papers and model cards; of Llama 4 the section of its model for texts, without a tower for images.
+Falcon-H1, Gemma 4, Granite 4, Nemotron 3, MiMo-V2 and Kimi Linear are written down from what other
+public repositories quote of their folders (so is the name of Kimi Linear's dense MLP), LFM3 and
+Qwen3.5 (its model for texts) from the sizes of transformers' class. A key there that decides no
+shape, such as an epsilon, may differ from the folder's, which no test here reads.
 """
 
 import json
@@ -35,7 +35,7 @@ FOLDERS = json.loads((Path(__file__).parent / "published_folders.json").read_tex
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = (
     *("deepseek-v3", "glm-4.5", "glm-4.5-air", "kimi-k2", "minimax-m2", "qwen3-next-80b-a3b"),
-    *("kimi-linear-48b-a3b", "mimo-v2-flash", "qwen3.5-35b-a3b"),
+    *("deepseek-v3.2", "glm-5", "kimi-linear-48b-a3b", "mimo-v2-flash", "qwen3.5-35b-a3b"),
 )
 """Folders with tens of thousands of tensors."""
 
