@@ -45,7 +45,8 @@ def attend_by_kernel(
     Returns:
         The output [B, S, N, V], or None if no kernel takes these arguments.
     """
-    if not kernels.has("attention"):
+    # Chosen keys are no spans.
+    if not kernels.has("attention") or mask.chosen is not None:
         return None
     # Kernels take one width for all heads; those of values may be narrower.
     value = _pad_heads_like(value_BKGV, query_BQND)

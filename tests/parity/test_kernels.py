@@ -43,6 +43,15 @@ SHAPES = {
             }
         ],
     },
+    "chosen keys": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "init_std": 0.3},
+        "latent": {
+            **{"query_rank": 8, "kv_rank": 8, "value_dim": 8},
+            "head_dim": 4,
+            "rotary_dim": 4,
+        },
+        "indexer": {"heads": 4, "head_dim": 8, "top_k": 3, "loss": 0.1},
+    },
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
     "moe, tensor": {"norm": "rmsnorm", "activation": "geglu", "moe": {**MOE, "ffn": 16}},
     "moe, row": {"norm": "rmsnorm", "activation": "swiglu_clamped", "moe": {**MOE, "ffn": 16}},
@@ -55,6 +64,8 @@ FORCED = dict.fromkeys(FAMILIES, "triton")
 ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
 ROTATED = ALWAYS | {"qkv_rotary"}
 RECURRENT = ALWAYS - {"attention"}
+CHOSEN = RECURRENT | {"rotary"}
+"""No kernel of attention knows which keys were chosen."""
 EXPERTS = {"router", "grouped_product", "grouped_gradient"}
 LOCAL = {"expert_order", "permute", "unpermute"}
 IN_8_BITS = {"quantise", "quantise_columns", "grouped_scaled_product", "grouped_scaled_gradient"}
@@ -66,6 +77,8 @@ CASES = [
     slow("windows", 1, {}, "full", ROTATED | {"rotary"}),
     slow("windows", 2, RING, "none", ROTATED | {"rotary", "attention_backward"}),
     slow("recurrent", 2, RING, "none", RECURRENT | {"delta_rule", "ssd"}),
+    slow("chosen keys", 1, {}, "none", CHOSEN),
+    slow("chosen keys", 2, RING, "selective", CHOSEN),
     ("moe", 1, {}, "none", ROTATED | EXPERTS | LOCAL),
     slow("moe", 2, {"tensor": 2, "expert": 2}, "none", ROTATED | EXPERTS),
     slow("moe, tensor", 1, {}, "none", ROTATED | IN_8_BITS | {"quantise_experts"}),
