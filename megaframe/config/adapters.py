@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,8 +16,6 @@ class QuantisationConfig(Section):
     """How the frozen matrices of the base are kept: as numbers of levels, with the largest
     magnitude (absmax) of each block of neighbours in a row. Blocks are those of the whole matrix,
     so no layout changes them."""
-
-    main_key: ClassVar[str] = "type"
 
     type: Literal["nf4", "int8"] = "nf4"
     """nf4: 4 bits, whose 16 levels are quantiles of the normal distribution (QLoRA, Dettmers et

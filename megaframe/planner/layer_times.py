@@ -75,6 +75,7 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
         0.0, _estimate_recompute_seconds(machine, products, attention, elementwise), 0.0
     )
     compute = products + attention + elementwise + recompute
+    compute = compute + _estimate_decoding_times(machine, block.linears)
     expert = (
         estimate_expert_parallel_times(machine, experts_per_token)
         if experts_per_token
@@ -160,15 +161,23 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
     )
     if linear.rescales:
         products = products + _estimate_rescaling_times(machine, rows, outputs, inputs)
-    if linear.quantised is not None:  # values are made of codes for each pass
-        moved = count_decoded_bytes(linear.quantised, machine.rate.width) * groups * outputs
-        decoding = estimate_elementwise_seconds(machine.rate, moved * inputs)
-        products = products + PassTimes(decoding, decoding, 0.0)
     if machine.linear.width == machine.rate.width:
         return products
     operands = groups * (rows * inputs + outputs * inputs)
     cast = estimate_elementwise_seconds(machine.rate, _CAST_BYTES)
     return products + PassTimes(cast * operands, cast * groups * rows * outputs, 0.0)
+
+
+def _estimate_decoding_times(machine: Machine, linears: Sequence[LinearSpec]) -> PassTimes:
+    """Return the seconds in which values are made of codes, once for each pass."""
+    moved: Number = 0.0
+    for linear in linears:
+        if linear.quantised is not None:
+            groups, _, outputs, inputs = compute_local_product(machine, linear)
+            each = count_decoded_bytes(linear.quantised, machine.rate.width)
+            moved = moved + each * groups * outputs * inputs
+    seconds = estimate_elementwise_seconds(machine.rate, moved)
+    return PassTimes(seconds, seconds, 0.0)
 
 
 def _estimate_rescaling_times(

@@ -3,28 +3,32 @@
 Tests `megaframe.architecture.frozen` and `megaframe.planner.bucket_units`.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
+from repo_copy import ROOT
 from slow_cases import slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import compute_trained_share, plan_stages
-from megaframe.config import RunConfig
+from megaframe.config import RunConfig, load
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import find_frozen_names
-from megaframe.planner.constants import get_family_constants
+from megaframe.planner.constants import get_cluster_constants, get_family_constants
 from megaframe.planner.layer_times import estimate_block_times
 from megaframe.planner.layout_sizes import LayoutSizes, make_layout_sizes
 from megaframe.planner.machine import Machine
 from megaframe.planner.memory_estimates import estimate_peak_memory
 from megaframe.planner.parameter_counts import count_rank_parameters
 from megaframe.planner.peak_memory import compute_pipeline_memory
+from megaframe.planner.prediction import predict
 from megaframe.planner.searched_schedules import ScheduleColumn
 from megaframe.schedule.named import NAMED_SCHEDULES
 from megaframe.training.meta_step import run_meta_step
@@ -126,7 +130,7 @@ def test_names_in_the_plan_are_those_of_the_model(patterns):
 
 ADAPTERS = {"kv_heads": 2, "activation": "swiglu", "adapters": {"rank": 16}}
 NF4 = {**ADAPTERS, "adapters": {"rank": 16, "quantize_base": {"absmax_block": 2}}}
-INT8 = {**ADAPTERS, "adapters": {"rank": 16, "quantize_base": "int8"}}
+INT8 = {**ADAPTERS, "adapters": {"rank": 16, "quantize_base": {"type": "int8"}}}
 
 
 @pytest.mark.parametrize(
@@ -208,3 +212,23 @@ def test_magnitudes_take_time_but_no_weight_gradients():
         added.append(float(rescaled.forward - plain.forward))
     few, many = added
     assert few < many < 2 * few
+
+
+def test_the_guide_has_what_is_planned():
+    guide = (ROOT / "docs/guides/finetuning.md").read_text()
+    rows = re.findall(r"^\| (none|`\{.*\}`) \| (.*) \|$", guide, re.MULTILINE)
+    assert len(rows) == 4
+    for name, cells in rows:
+        coding = "" if name == "none" else f", quantize_base: {name.strip('`')}"
+        keys = ["train.global_batch=16", "train.microbatch=1", "train.seq=4096"]
+        keys += ["train.recompute=full", f"model.adapters={{rank: 16{coding}}}"]
+        config = load(str(ROOT / "configs/llama3-8b.yaml"), keys)
+        small, large = (
+            predict(config, Layout(), cluster, get_cluster_constants(cluster))
+            for cluster in map(load_cluster, (str(ROOT / "docs/examples/rtx-4090.yaml"), "h100-ib"))
+        )
+        memory, of_large = small.memory_bytes, sum(large.memory_bytes.values())
+        sizes = memory["weights"], memory["values"], sum(memory.values()), of_large
+        figures = [f"{size / 2**30:.1f}" for size in sizes] + [f"{large.step_seconds:.1f}"]
+        assert small.fits == (name != "none")
+        assert re.findall(r"\d+\.\d+", cells) == figures, name

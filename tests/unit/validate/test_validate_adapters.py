@@ -45,7 +45,7 @@ REFUSALS = [
             "of parallel.tensor=4 ranks; use 16",
         ],
     ),
-    (["model.adapters.quantize_base=nf3"], ["quantize_base"]),
+    (["model.adapters.quantize_base.type=nf3"], ["quantize_base.type", "nf4"]),
     (["checkpoint.adapters=s3://bucket/a"], ["checkpoint.adapters: takes a path of this machine"]),
 ]
 
