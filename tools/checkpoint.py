@@ -39,7 +39,7 @@ from megaframe.checkpoint import (
     parse_path,
 )
 from megaframe.checkpoint.inspect import compare_checkpoints, describe_folder, find_damage
-from megaframe.checkpoint.merged import open_model
+from megaframe.checkpoint.merged import describe_rounding, open_model
 from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.checkpoint.starting_weights import StartingWeights
 from megaframe.config import RunConfig
@@ -183,10 +183,13 @@ def export_hf(arguments: argparse.Namespace) -> int:
     """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
     from megaframe.checkpoint.convert.huggingface.model_folder import export_model
 
-    with open_model(locate_checkpoint(arguments.path, "path")) as checkpoint:
+    path = locate_checkpoint(arguments.path, "path")
+    with open_model(path) as checkpoint:
         notes = export_model(
             checkpoint, Path(arguments.to), arguments.dtype, arguments.tokenizer, arguments.family
         )
+    with open_checkpoint(path) as checkpoint:
+        notes += describe_rounding(checkpoint)
     print(f"wrote {arguments.to}")
     for note in notes:
         print(f"note: {note}")
@@ -200,7 +203,10 @@ def export_peft(arguments: argparse.Namespace) -> int:
     with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
         folder, options = Path(arguments.to), (arguments.dtype, arguments.family, arguments.base)
         export_adapters(checkpoint, folder, *options)
+        notes = [*describe_rounding(checkpoint)]
     print(f"wrote {folder}")
+    for note in notes:
+        print(f"note: {note}")
     return 0
 
 

@@ -8,7 +8,7 @@ rescaled by rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,18 @@ def open_own_base(checkpoint: Checkpoint, depth: int = 0) -> Checkpoint:
     location = state.config.checkpoint.weights or ""
     location = "" if is_url(location) else location  # as the checkpoint says, not the user
     return round_base(open_base(state.base, location, checkpoint, depth + 1), state.config)
+
+
+def describe_rounding(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a line if the base of a checkpoint's adapters is kept as codes."""
+    model = read_train_state(checkpoint).config.model
+    coding = None if model.adapters is None else model.adapters.quantize_base
+    if coding is not None:
+        yield (
+            f"the run keeps its base as {coding.type} in blocks of {coding.block} (model.adapters."
+            "quantize_base): merged weights are those of the rounded base, to which its adapters "
+            "belong"
+        )
 
 
 def round_base(base: Checkpoint, run: RunConfig) -> Checkpoint:

@@ -16,7 +16,7 @@ from tolerances import assert_near, near, promised
 from megaframe.checkpoint import locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.convert.huggingface.adapter_export import export_adapters
 from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
-from megaframe.checkpoint.merged import open_model
+from megaframe.checkpoint.merged import describe_rounding, open_model
 from megaframe.config import load
 from megaframe.errors import UserError
 from megaframe.inference.library import load_model
@@ -109,6 +109,9 @@ def test_a_merged_model_computes_what_the_run_does(
     assert evaluated != before
     merged = load_model(tmp_path / "run")
     assert not any(".adapters." in name for name in merged.tensors)
+    with open_checkpoint(locate_checkpoint(tmp_path / "run", "path")) as checkpoint:
+        notes = [*describe_rounding(checkpoint)]
+    assert ["as nf4 in blocks of 4 (" in note for note in notes] == [True] * ("base" in adapters)
 
 
 def test_another_base_is_refused(pool, overrides, make_base, tmp_path):
