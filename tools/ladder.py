@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ from megaframe.config.load import dump
 from megaframe.dashboard.page import render_page, write_atomically
 from megaframe.dashboard.page_data import build_page_data
 from megaframe.dashboard.run_set import RunSet
-from megaframe.dashboard.sweep import TrialRun, parse_run
 from megaframe.errors import UserError, explain_failed_write, report_errors
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.progress import Progress
@@ -32,10 +32,17 @@ from megaframe.io.regular_file import write_file
 from megaframe.planner.explanations.explanation import Explanation
 from megaframe.planner.ladder import Ladder, Rung
 from megaframe.planner.theory.loss_fit import LEAST_RUNS, ComputeLaw, fit_compute_law
+from megaframe.run_queue.run_process import (
+    RunProcess,
+    build_run_command,
+    make_rank_variables,
+    parse_run,
+)
 from megaframe.validate.run import validate_config
 
 RECORD, PAGE = "ladder.json", "ladder.html"
 METRIC = "eval_loss"
+NODE = Path(__file__).resolve().parent / "launch/node.py"
 _PAUSE = 0.2
 _GFLOP = 1e9
 _HEAD = (
@@ -88,9 +95,10 @@ class RungRun:
         """Of its run."""
         return self.file.with_suffix("")
 
-    def make_run(self, ranks: int) -> TrialRun:
+    def make_run(self, ranks: int) -> RunProcess:
         """Return the run, whose metrics have not been read yet."""
-        return TrialRun(self.folder, ["--config", str(self.file)], {}, ranks)
+        words = ["--config", str(self.file), f"run.dir={self.folder}"]
+        return RunProcess(self.folder, build_run_command(words, ranks, NODE))
 
     def read_loss(self, ranks: int) -> float | None:
         """Return the loss at its end, None if it has not come so far."""
@@ -161,7 +169,8 @@ class LadderRuns:
     def _run_rung(self, rung: Rung, progress: Progress, done: float, total: float) -> float:
         run = self._runs[rung.name]
         trial = run.make_run(self._ranks)
-        process = trial.start(start_new_session=True)
+        environment = {**os.environ, **make_rank_variables(self._ranks)}
+        process = trial.start(env=environment, start_new_session=True)
         step = 0
         try:
             while process.poll() is None:

@@ -201,6 +201,18 @@ class RunLock:
             store_of(folder).compare_and_swap(folder / LOCK, content, self._record())
 
 
+def find_holder(folder: StorePath) -> LockHolder | None:
+    """Return the process of this host that has a folder; None if there is none, or it has ended.
+
+    Raises:
+        UserError: What lies in the place of the lock is none.
+    """
+    _, holder = _read_lock("run.dir", folder)
+    if holder is None or not holder.can_be_seen_by(LockHolder.from_this_process()):
+        return None
+    return None if has_ended(holder.process, holder.started) else holder
+
+
 def _read_lock(key: str, folder: StorePath) -> tuple[bytes | None, LockHolder | None]:
     """Return the content of a folder's lock and what it says; None if there is no lock. Raises
     `UserError` if the file is not a lock, and OSError."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaframe.dashboard.remedies import suggest_remedies
 from megaframe.dashboard.run_folder import RunFolder, get_config_value
@@ -100,14 +100,31 @@ def _render_lines(
         yield f"- **the planner**: {_escape_markdown('; '.join(planner))}."
 
 
-def render_html(markdown: str) -> str:
-    """Return the report as a self-contained HTML page."""
+class PageLink(NamedTuple):
+    """A cell of a table that leads to another page.
+
+    Attributes:
+        text: What is shown.
+        target: A relative address, quoted as addresses are.
+    """
+
+    text: str
+    target: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def render_html(markdown: str, *, refresh: int | None = None) -> str:
+    """Return the report as a self-contained HTML page, which a browser loads again every `refresh`
+    seconds."""
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">'
     title = markdown.splitlines()[0].removeprefix("# ")
     body = "\n".join(_render_blocks(markdown.splitlines()))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{again}'
         f"<title>{_render_text(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"
     )
@@ -152,9 +169,16 @@ def _render_row(cells: Sequence[str], element: str) -> str:
 
 
 def _render_text(text: str) -> str:
-    """Convert Markdown inside a line to HTML, in which the only element is bold."""
+    """Convert Markdown inside a line to HTML, in which the only elements are bold and links."""
     bold = re.sub(r"(?<!\\)\*\*(.+?)(?<!\\)\*\*", r"<b>\1</b>", escape(text))
-    return re.sub(r"\\(&lt;|[\\`*_\[\]|#])", r"\1", bold)
+    link = re.sub(r"(?<!\\)\[(.+?)(?<!\\)\]\(([\w./%~-]+)\)", r'<a href="\2">\1</a>', bold)
+    return re.sub(r"\\(&lt;|[\\`*_\[\]|#])", r"\1", link)
+
+
+def _render_cell(cell: str | PageLink) -> str:
+    if isinstance(cell, PageLink):
+        return f"[{_escape_markdown(cell.text)}]({cell.target})"
+    return _escape_markdown(cell)
 
 
 def _escape_markdown(text: str) -> str:
@@ -162,10 +186,10 @@ def _escape_markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", sanitize_text(" ".join(text.split())))
 
 
-def render_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def render_table(heads: Sequence[str], rows: Sequence[Sequence[str | PageLink]]) -> Iterator[str]:
     """Yield the lines of a Markdown table, whose cells may have any text."""
     yield ""
     for number, row in enumerate([heads, *rows]):
-        yield "| " + " | ".join(_escape_markdown(cell) for cell in row) + " |"
+        yield "| " + " | ".join(map(_render_cell, row)) + " |"
         if number == 0:
             yield "|" + "---|" * len(heads)

@@ -25,6 +25,7 @@ NOT_HERE = {
 }
 GUIDES = (
     "start",
+    "queue",
     "streaming",
     "shaping",
     "finetuning",

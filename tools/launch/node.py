@@ -51,6 +51,8 @@ def main() -> None:
     arguments = parse_arguments()
     words = [*(["--config", arguments.config] if arguments.config else []), *arguments.overrides]
     os.environ.update(make_launcher_defaults(os.environ))
+    if arguments.launch_only:
+        sys.exit(launch([ENTRY, *words]))
     with report_errors():
         config = load_with_extensions(arguments.config, arguments.overrides)
         if config.checkpoint.resume is None and os.environ["PET_MAX_RESTARTS"] != "0":
@@ -222,6 +224,9 @@ def parse_arguments() -> argparse.Namespace:
     doctor.add_argument("--look", action="store_true", help="only check the node")
     doctor.add_argument(
         "--no-doctor", dest="doctor", action="store_false", help="do not check the node"
+    )
+    doctor.add_argument(
+        "--launch-only", action="store_true", help="check nothing: who starts this has done so"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_args()

@@ -5,15 +5,16 @@ python tools/launch/ray_train.py --ranks 16 --gpus -- --config RUN.yaml checkpoi
 Ray places and watches one worker per rank, and restarts all of them if one is lost. A worker starts
 `pretrain_gpt.py` as a separate process, as `torchrun` would. Signals, hangs and exit statuses
 therefore mean the same as elsewhere (docs/guides/faults.md), and a rank that crashes does not take
-its worker with it. Ray numbers workers node by node, so tensor groups are inside nodes. All nodes
-need the same files at the same paths, and `run.dir` on shared storage. Needs the extra `ray`.
+its worker with it. SIGTERM to this program reaches all ranks, which save and exit. Ray numbers
+workers node by node, so tensor groups are inside nodes. All nodes need the same files at the same
+paths, and `run.dir` on shared storage. Needs the extra `ray`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,15 +23,23 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
-from megaframe.dashboard.sweep import ENTRY, parse_run
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
+from megaframe.run_queue.run_process import (
+    ENTRY,
+    make_parent_death_prefix,
+    parse_ranks,
+    parse_run,
+)
 
 ENDED = "ray-status"
 """File in the run folder in which the first rank's worker leaves the status for this program."""
+LEAVE = "ray-leave"
+"""File in the run folder that this program makes when it gets SIGTERM; the workers look for it."""
 ASKED_TO_LEAVE = (138, 143)
 """Exit statuses of a run that was asked to leave and has saved."""
+LOOK_SECONDS = 0.5
 
 
 def main() -> None:
@@ -54,23 +63,8 @@ def main() -> None:
     sys.exit(status)
 
 
-def parse_ranks(text: str) -> tuple[int, int]:
-    """Parse N or MIN:MAX into the fewest and the most ranks.
-
-    Raises:
-        UserError: For anything else.
-    """
-    try:
-        least, most = (int(part) for part in (text.split(":") * 2)[:2])
-    except ValueError:
-        least = most = 0
-    if not 1 <= least <= most:
-        raise UserError(f"--ranks {text} is neither a number nor two, such as 8:16")
-    return least, most
-
-
-def connect(address: str) -> None:
-    """Connect to the cluster.
+def connect(address: str) -> str:
+    """Connect to the cluster, and return its address for other programs.
 
     Raises:
         UserError: If there is none, or Ray is not installed.
@@ -86,6 +80,7 @@ def connect(address: str) -> None:
             f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}; start one with "
             "'ray start --head', or let one be made here with --address local"
         ) from None
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def check_resources(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
@@ -126,14 +121,18 @@ def train(
 
     least, most = ranks
     storage = Path(config.run.dir).absolute()
-    ended = storage / ENDED
-    ended.unlink(missing_ok=True)
+    ended, leave = storage / ENDED, storage / LEAVE
+    for left_over in (ended, leave):
+        left_over.unlink(missing_ok=True)
+    # Ray's own handler would end this program, and all ranks with it before they have saved.
+    signal.signal(signal.SIGTERM, lambda *_: write_file(leave, "SIGTERM\n"))
     trainer = TorchTrainer(
         train_rank,
         train_loop_config={
             "words": list(words),
             "folder": str(Path.cwd()),
             "ended": str(ended),
+            "leave": str(leave),
             "launcher": f"{socket.gethostname()}:{os.getpid()}",
         },
         # gloo suffices: Ray's own process group only sends a port, and is closed before the run.
@@ -177,20 +176,30 @@ def train_rank(settings: dict[str, Any]) -> None:
         "MASTER_PORT": str(int(port)),
         "MEGAFRAME_LAUNCHER": settings["launcher"],
     }
-    command = [*make_kill_prefix(), sys.executable, ENTRY, *settings["words"]]
-    status = subprocess.run(
-        command, env=environment, cwd=settings["folder"], check=False
-    ).returncode
+    run_rank(rank, settings, environment)
+
+
+def run_rank(rank: int, settings: dict[str, Any], environment: dict[str, str]) -> None:
+    """Run a rank as a process; what its exit status leads to is said by `train_rank`."""
+    command = [*make_parent_death_prefix("KILL"), sys.executable, ENTRY, *settings["words"]]
+    process = subprocess.Popen(command, env=environment, cwd=settings["folder"])
+    status = wait_or_ask(process, Path(settings["leave"]))
     if status not in (0, EXIT_USER_ERROR, *ASKED_TO_LEAVE):
         raise RuntimeError(f"rank {rank} ended with status {status}")
     if rank == 0:
         write_file(settings["ended"], str(status))
 
 
-def make_kill_prefix() -> list[str]:
-    """Return the prefix of a command line with which a process is killed when this one ends; empty
-    if the system has no `setpriv`."""
-    return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+def wait_or_ask(process: subprocess.Popen[bytes], leave: Path) -> int:
+    """Return the exit status of a rank, which is asked to save and exit once a file is there."""
+    is_asked = False
+    while True:
+        try:
+            return process.wait(LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            if not is_asked and leave.exists():
+                process.terminate()
+                is_asked = True
 
 
 def find_free_port() -> int:

@@ -328,6 +328,33 @@ def trace():
     Path("two.json.gz").write_bytes(gzip.compress(text.encode()))
 
 
+def write_queue():
+    """Write the file of a queue, and what the queue has left."""
+    write_config()
+    entry = {"config": "config.yaml", "ranks": "1", "overrides": ["train.steps=3"]}
+    runs = {"one": entry, "two": {**entry, "sweep": ["optim.lr=[0.1, 0.2]"], "priority": 3}}
+    Path("queue.yaml").write_text(json.dumps({"folder": "queue", "runs": runs}))
+    Path("queue").mkdir()
+    record = {"words": ["a=1"], "state": "running", "ranks": 1, "starts": 1, "process": [2**30, 1]}
+    Path("queue/queue.json").write_text(json.dumps({"runs": {"one": record}, "namespace": "x"}))
+
+
+def read_queue():
+    """Read what a queue reads before it starts a run, and write what it writes."""
+    from megaframe.errors import report_errors
+    from megaframe.run_queue.queue_file import read_queue_file
+    from megaframe.run_queue.queue_page import QueuePage
+    from megaframe.run_queue.queue_state import QueueState, RunRecord
+
+    with report_errors():
+        _, runs = read_queue_file(Path("queue.yaml"))
+        folder = Path("queue")
+        state = QueueState.read(folder)
+        records = [(run, state.runs.get(run.name, RunRecord([]))) for run in runs]
+        QueuePage(folder).write(records)
+        state.write(folder)
+
+
 def write_cluster():
     import yaml
 
@@ -405,6 +432,8 @@ def list_targets():
     yield Target(
         "environment", write_config, PRETRAIN, (*SMALL, "--dry-run"), variables=LAUNCHED, fixed=3
     )
+    files, planted = ("queue.yaml", "queue/queue.json"), ("queue/queue.json", "queue/queue.html")
+    yield Target("queue", write_queue, read_queue, files=files, planted=planted)
     planted = ("tokens.idx", "tokens.bin", "tokens.tokens.json")
     yield Target("token files", write_tokens, read_tokens, files=("tokens.*",), planted=planted)
     yield Target("corpus", write_corpus, read_corpus, files=("*.*",), passes=True)

@@ -15,6 +15,7 @@ PAST = {"docs/log.md", "CHANGELOG.md"}
 """Documents that record the past, and may name what no longer exists."""
 FOREIGN_FLAGS = {
     "torchrun": "--rdzv-endpoint --shutdown-timeout --signals-to-handle --numa-binding",
+    "torchrun on one node": "--standalone",
     "Slurm": "--nodes --signal --time --cpu-bind",
     "Ray": "--head",
     "MPI": "--bind-to",
