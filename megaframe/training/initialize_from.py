@@ -2,8 +2,9 @@
 
 If the run has experts and the checkpoint has none, they are upcycled (Komatsuzaki et al. 2022):
 each expert is a copy of the dense MLP of its layer, and narrower experts are copies of its parts in
-turn. Routers start from their initial values. If experts are whole copies and the weights of a
-token's choices add up to one, the new model initially computes the same as the dense one.
+turn. Routers start from their initial values, and so does an indexer that is new. If experts are
+whole copies and the weights of a token's choices add up to one, the new model initially computes
+the same as the dense one.
 """
 
 from __future__ import annotations
@@ -134,10 +135,12 @@ def _slice_dense_mlp(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Ite
 
 
 def _find_mismatches(saved: ModelConfig, now: ModelConfig) -> Iterator[str]:
-    both_have_experts = saved.moe is not None and now.moe is not None
-    yield from find_differences(
-        saved, now, _MAY_DIFFER if both_have_experts else _MAY_DIFFER | {"model.moe"}, "model"
-    )
+    free = set(_MAY_DIFFER)
+    if saved.moe is None or now.moe is None:
+        free.add("model.moe")
+    if saved.indexer is None:  # a new one has initial values
+        free.add("model.indexer")
+    yield from find_differences(saved, now, free, "model")
     if saved.moe is None and now.moe is not None:
         yield from _check_upcycling(now)
     elif saved.moe is not None and now.moe is None:

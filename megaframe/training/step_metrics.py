@@ -148,6 +148,10 @@ class StepMetrics:
         record("loss", self._loss, "sum")
         if self._config.model.mtp_depth:
             record("mtp_loss", result.mtp_loss / valid, "sum")
+        indexer = self._config.model.indexer
+        if indexer is not None and indexer.loss:
+            of_stages = [stage.losses.get("indexer", 0.0) for stage in result.statistics]
+            record("indexer_loss", torch.zeros_like(self._loss) + sum(of_stages) / valid, "sum")
         if self._experts is not None:
             loads = self._sharded_parameters.list_expert_loads()
             for name, row, reduction in self._experts.make_records(
