@@ -15,7 +15,7 @@ VOCAB ?= 4096
 
 # Tests of what `make test-all` leaves out where it is not installed: Ray, lm-evaluation-harness, and
 # Slurm, which comes with the machine or not.
-ENGINES := tests/unit/tools/test_ray.py tests/unit/tools/test_slurm.py tests/unit/inference/test_lm_eval.py
+ENGINES := tests/unit/tools/test_ray.py tests/unit/tools/test_ray_server.py tests/unit/tools/test_slurm.py tests/unit/inference/test_lm_eval.py
 
 # Other versions that pyproject.toml allows: those of an image for GPUs, with the newest numpy, and
 # the Python that has it, if it is here.

@@ -27,6 +27,7 @@ from typing import Any
 from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
 from megaframe.dashboard.page_data import build_page_data
 from megaframe.dashboard.run_set import RunSet
+from megaframe.distributed.ray_cluster import connect_to_ray
 from megaframe.errors import UserError, report_errors
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.untrusted import make_integer_parser
@@ -156,10 +157,7 @@ class RayLauncher:
     """
 
     def __init__(self, address: str, resource: str) -> None:
-        sys.path.insert(0, str(LAUNCH))
-        from ray_train import connect
-
-        self._address, self._resource = connect(address), resource
+        self._address, self._resource = connect_to_ray(address), resource
 
     def count_devices(self) -> int:
         """Return how many ranks the nodes that are there have room for."""

@@ -101,6 +101,8 @@ def offload_bytes_per_element(optim: OptimConfig, master: int, *, weights: bool)
 def count_outer_copies(sync: SyncConfig) -> float:
     """Return how many numbers in master precision a rank has of each of its own parameters for
     other islands: the last synchronised weight, momentum and residual, and the difference that
-    travels of one fragment."""
+    travels of one fragment. A server has the momentum."""
+    if sync.server is not None:
+        return 2.0
     kept = 1 + (sync.outer_momentum > 0) + (sync.compress != "none")
     return kept + 1 / sync.fragments

@@ -355,6 +355,11 @@ class RunConfig(Section):
         base = () if self.model.adapters is None else (FROZEN_BASE,)
         return *self.optim.frozen, *frozen, *base
 
+    @property
+    def trains_in_islands(self) -> bool:
+        """Whether weights are synchronised with islands of this run or, by a server, of others."""
+        return self.parallel.islands > 1 or self.sync.server is not None
+
     def replace(self, **sections: Mapping[str, object]) -> RunConfig:
         """Return a copy with other values, which are not checked, of some keys of these sections.
 

@@ -10,8 +10,9 @@ from megaframe.config.section import NonNegative, Positive, Section
 
 
 class SyncConfig(Section):
-    """How islands (`parallel.islands`) synchronise their weights, as in DiLoCo (Douillard et al.
-    2023) and Streaming DiLoCo (Douillard et al. 2025). With one island nothing here is used."""
+    """How islands synchronise their weights, as in DiLoCo (Douillard et al. 2023) and Streaming
+    DiLoCo (Douillard et al. 2025). They are ranks of one run (`parallel.islands`), or runs of their
+    own with a `server`. With one island and no server nothing here is used."""
 
     every: Positive = 50
     """Steps between two synchronisations of a weight. Each island takes them by itself, with its
@@ -45,6 +46,30 @@ class SyncConfig(Section):
     the others are those of `parallel.compress`."""
     compress_keep: Annotated[float, Field(gt=0)] | None = None
     """How much is sent, as `parallel.compress_keep`."""
+    server: str | None = None
+    """Name of a parameter server (`tools/launch/ray_server.py`) on the Ray cluster that this
+    machine is in. Each island is then a run of its own, and its `train.global_batch` and
+    `parallel.data` are those of the island; islands may come, go and have different speeds."""
+    islands: Positive = 1
+    """server: number of islands that its data is divided among: of the `islands` times
+    `train.global_batch` samples of a step each has its own."""
+    island: NonNegative = 0
+    """server: number of this island, from 0. An island that is started again, also elsewhere, keeps
+    its number."""
+    consistency: Literal["bulk_synchronous", "bounded_staleness", "asynchronous"] = (
+        "bulk_synchronous"
+    )
+    """server: who waits for whom. `bulk_synchronous`: all for all, with the numbers of
+    `parallel.islands`. `bounded_staleness`: an island may be `staleness` rounds of `every` steps
+    ahead of the slowest (SSP, Ho et al. 2013). `asynchronous`: nobody. In the last two each
+    difference is applied when it comes, divided by the islands that take part, and momentum moves
+    once for as many (delayed Nesterov, Liu et al. 2024)."""
+    staleness: NonNegative | None = None
+    """bounded_staleness: rounds that an island may be ahead of the slowest."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """server: seconds after which the others go on without an island that has not finished a step;
+    evaluations and saves must take less, too. (For the server itself an island waits for
+    `parallel.timeout`.)"""
 
     @property
     def kept_share(self) -> float:

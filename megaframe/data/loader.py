@@ -114,19 +114,16 @@ class StepBatch:
     Attributes:
         microbatches: This rank's microbatches, each of `train.microbatch` samples.
         samples: Size of the global batch, over all ranks.
+        first: Number of the step's first sample in the training order.
         valid: Sum of the weights of this rank's labels: how many there are, without weights.
         state: State of the loader after this step, as JSON values.
     """
 
     microbatches: tuple[Microbatch, ...]
     samples: int
+    first: int
     valid: float
     state: dict[str, Any]
-
-    @property
-    def first(self) -> int:
-        """Number of the step's first sample in the training order."""
-        return int(self.state["samples"]) - self.samples
 
 
 class Loader:
@@ -230,6 +227,14 @@ class Loader:
             self._validation.order_sources(state_restored.numbers)
         return notes
 
+    def skip(self, steps: int) -> None:
+        """Continue as after so many more steps, which other islands have trained."""
+        self._end_prefetch()
+        state = self._state_returned
+        for _ in range(steps):
+            state = self._take_samples(state)[2]
+        self.load(self._describe(state))
+
     def compute_global_batch(self, samples_seen: int) -> int:
         """Return the size of the step that begins after `samples_seen` samples."""
         return compute_batch_size(self._config.train, samples_seen)
@@ -281,7 +286,8 @@ class Loader:
         Raises:
             UserError: The limits of the sources leave fewer samples than these steps take.
         """
-        samples = count_samples(self._config.train, steps, self._state_returned.samples)
+        taken = count_samples(self._config.train, steps, self._state_returned.samples)
+        samples = taken * self._runs
         yield from describe_passes(self._dataset, self.consumed, samples)
         yield from describe_documents(self._dataset, self._config.data, self._eod)
 
@@ -333,23 +339,48 @@ class Loader:
     def _read_step(self) -> tuple[StepBatch, SamplerState]:
         """Read the next step. Returns it and the state after it."""
         before, microbatch = self._state_read, self._config.train.microbatch
-        size = self.compute_global_batch(before.samples)
-        limits = self._dataset.find_limits(before.blend.consumed, size)
-        sources, numbers, after = before.take(size, limits)
-        islands = self._config.parallel.islands
-        island, rank = divmod(self._rank, self._ranks // islands)
+        sources, numbers, after = self._take_samples(before)
+        island, islands, rank, ranks = self._find_island()
         # An island's share is one piece of the batch, so its ranks may be any number.
-        positions = np.arange(size).reshape(islands, -1, self._ranks // islands, microbatch)
+        positions = np.arange(len(numbers)).reshape(islands, -1, ranks, microbatch)
         positions_N = positions[island, :, rank].reshape(-1)
         batch = self._dataset.read(
             sources[positions_N], numbers[positions_N], before.samples + positions_N
         )
-        cursors = self._dataset.find_cursors(after.blend.consumed)
-        after = replace(after, cursors={**before.cursors, **cursors})
         self._state_read = after
         valid = float(batch.sum_label_weights())
-        state = self._describe(after)
-        return StepBatch(split_batch(batch, microbatch), size, valid, state), after
+        step = StepBatch(
+            split_batch(batch, microbatch),
+            len(numbers) // self._runs,
+            before.samples,
+            valid,
+            self._describe(after),
+        )
+        return step, after
+
+    @property
+    def _runs(self) -> int:
+        """Number of runs that read the samples of a step: with a server each island is one."""
+        return self._config.sync.islands if self._config.sync.server else 1
+
+    def _find_island(self) -> tuple[int, int, int, int]:
+        """Return this rank's island, how many there are, its place in it, and how many ranks."""
+        if self._config.sync.server:
+            return self._config.sync.island, self._runs, self._rank, self._ranks
+        islands = self._config.parallel.islands
+        ranks = self._ranks // islands
+        return self._rank // ranks, islands, self._rank % ranks, ranks
+
+    def _take_samples(
+        self, before: SamplerState
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], SamplerState]:
+        """Return source and number of each sample of the step that begins at a state, of all
+        islands, and the state after it."""
+        size = self.compute_global_batch(before.samples) * self._runs
+        limits = self._dataset.find_limits(before.blend.consumed, size)
+        sources, numbers, after = before.take(size, limits)
+        cursors = self._dataset.find_cursors(after.blend.consumed)
+        return sources, numbers, replace(after, cursors={**before.cursors, **cursors})
 
     def _count_text_bytes(self, batch: Microbatch, starts_BS: NDArray[np.bool_]) -> float:
         """Return the bytes of text that the labels of a batch represent, times their weights; 0

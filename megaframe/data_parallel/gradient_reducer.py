@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -127,11 +128,20 @@ class CompressedReducer(GradientReducer):
         for other, message in zip(rows_of_others, messages, strict=True):
             self._save_residual(other, message)
         yield received
-        # A view of the own row, which is never encoded. Messages are added to it in master
-        # precision and in the order of ranks, so the sum does not depend on arrival.
+        # A view of the own row, which is never encoded. Messages are added in master precision and
+        # in the order of ranks, so the sum depends neither on arrival nor on which rank makes it.
         total = rows[:, own_index]
-        for message in received.wait():
-            total.add_(codec.decode(message, total.numel(), total.dtype).view_as(total))
+        parts = (
+            codec.decode(message, total.numel(), total.dtype).view_as(total)
+            for message in received.wait()
+        )
+        if own_index:
+            earlier = next(parts)
+            for part in islice(parts, own_index - 1):
+                earlier = earlier + part
+            total.add_(earlier)
+        for part in parts:
+            total.add_(part)
         return total
 
     def _gather(self, total: Tensor, flat: Tensor) -> Transfers:

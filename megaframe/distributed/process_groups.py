@@ -107,6 +107,10 @@ class ProcessGroups:
             if self._make_key(axes) not in self._groups:
                 self._add_group(axes, self.layout.list_groups(*axes))
 
+    def count_exchanges_of_runs(self, axis: str) -> None:
+        """Count what this rank, alone on an axis, exchanges with other runs."""
+        self._counted.append((axis, self.group(axis)))
+
     def _add_group(self, axes: tuple[str, ...], members: Sequence[Ranks]) -> None:
         key = self._make_key(axes)
         self._groups[key] = self._make_group(axes, members, shared=True)

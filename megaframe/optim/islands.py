@@ -9,7 +9,7 @@ trains alike under any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,9 +21,8 @@ from megaframe.config.sync import SyncConfig
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.bucket_layout import VECTORS
 from megaframe.data_parallel.sharded_parameters import ShardedParameters
-from megaframe.distributed.collectives import Group
 from megaframe.optim.optimizer import Optimizer
-from megaframe.optim.outer_step import GroupOuterStep, OuterStep, SpanShape
+from megaframe.optim.outer_step import OuterStep, SpanShape
 
 OUTER_PREFIX, UNSENT_PREFIX = "optimizer.outer.", "optimizer.unsent/"
 """Prefixes of the names of outer state in a checkpoint: of all islands, and of this one."""
@@ -75,9 +74,9 @@ class IslandSync:
     Args:
         sync: When and how.
         steps: Steps of the whole run.
-        islands: This rank's counterparts on all islands.
         parameters: The buckets of the weights.
         optimizer: Updates them.
+        make_outer_step: Returns who makes new weights of these spans.
 
     Attributes:
         unmixed: The fragments that have been pushed and not mixed into the weights yet.
@@ -87,13 +86,14 @@ class IslandSync:
         self,
         sync: SyncConfig,
         steps: int,
-        islands: Group,
         parameters: ShardedParameters,
         optimizer: Optimizer,
+        make_outer_step: Callable[[Sequence[SpanShape]], OuterStep],
     ) -> None:
         self._sync, self._steps = sync, steps
         self._parameters, self._optimizer = parameters, optimizer
         self.unmixed: set[int] = set()
+        self._is_fresh = False
         self._traveling: set[int] = set()
         self._spans: list[_Span] = []
         shapes = []
@@ -101,14 +101,40 @@ class IslandSync:
             length, dtype = sum(piece.box.size for piece in pieces), pieces[0].weights.dtype
             synced = parameters.buffers.borrow(length, dtype)
             self._spans.append(_Span(fragment, pieces, synced))
-            shapes.append(SpanShape(length, dtype, compressed))
-        self._outer: OuterStep = GroupOuterStep(sync, islands, shapes, parameters.buffers)
+            boxes = tuple((piece.spec, piece.box) for piece in pieces)
+            shapes.append(SpanShape(length, dtype, compressed, boxes))
+        self._outer = make_outer_step(shapes)
 
     def begin(self) -> None:
         """Begin with the weights as they are, the same on all islands."""
         self._optimizer.synchronize_state()
         for span in self._spans:
             span.synced.copy_(span.read())
+        self._is_fresh = True
+
+    def join(self, step: int) -> int:
+        """Begin to train with the other islands, or go on with them.
+
+        Args:
+            step: Number of steps done.
+
+        Returns:
+            The step to go on from: another one if the others have gone on without this island,
+            whose weights are then theirs.
+        """
+        self._optimizer.synchronize_state()
+        clock, synced = step // self._sync.every, self._map_synced()
+        joined = self._outer.join(clock, synced, fresh=self._is_fresh)
+        if self._is_fresh or joined != clock:
+            everything = range(self._sync.fragments)
+            self._write(everything, [(span, span.synced) for span in self._spans])
+        self._is_fresh = False
+        if joined != clock:
+            self.unmixed.clear()
+            step = min(joined * self._sync.every, self._steps)
+        if step == self._steps:
+            self._outer.leave()
+        return step
 
     def end_step(self, step: int) -> None:
         """Push the fragments that are due after a step, and pull those that have arrived.
@@ -117,17 +143,17 @@ class IslandSync:
             step: Number of steps done.
         """
         delay = self._sync.delay
+        self._outer.hear()
         for fragment in range(self._sync.fragments):
             age = count_steps_since_push(self._sync, fragment, step)
             if age == 0:
                 self._push(fragment)
             if fragment in self._traveling and age == (delay + 1) // 2:
-                for number in self._list_spans(fragment):
-                    self._outer.advance(number)
+                self._outer.advance(self._list_spans(fragment))
             if fragment in self.unmixed and age == delay:
                 self._mix(fragment)
         if step == self._steps:
-            self._average()
+            self._finish()
 
     def settle(self) -> None:
         """Pull everything that travels, so that what a checkpoint holds does not depend on what is
@@ -137,15 +163,13 @@ class IslandSync:
 
     def _push(self, fragment: int) -> None:
         self._optimizer.synchronize_state()
-        for number in self._list_spans(fragment):
-            span = self._spans[number]
-            self._outer.push(number, span.synced - span.read())
+        spans = ((number, self._spans[number]) for number in self._list_spans(fragment))
+        self._outer.push({number: span.synced - span.read() for number, span in spans})
         self._traveling.add(fragment)
         self.unmixed.add(fragment)
 
     def _pull(self, fragment: int) -> None:
-        for number in self._list_spans(fragment):
-            self._outer.pull(number, self._spans[number].synced)
+        self._outer.pull({n: self._spans[n].synced for n in self._list_spans(fragment)})
         self._traveling.remove(fragment)
 
     def _mix(self, fragment: int) -> None:
@@ -157,14 +181,15 @@ class IslandSync:
         spans = [self._spans[number] for number in self._list_spans(fragment)]
         self._write({fragment}, [(s, s.synced.lerp(s.read(), kept)) for s in spans])
 
-    def _average(self) -> None:
+    def _finish(self) -> None:
         """End the run with weights that are the same on all islands: their mean. After a
-        synchronisation at the same step nothing changes."""
+        synchronisation at the same step nothing changes. (A server without rounds that all islands
+        end has no such mean.)"""
         for fragment in sorted(self.unmixed):
             self._mix(fragment)
         self._optimizer.synchronize_state()
-        for number, span in enumerate(self._spans):
-            span.synced.copy_(self._outer.average(number, span.read()))
+        weights = {number: span.read() for number, span in enumerate(self._spans)}
+        self._outer.finish(self._map_synced(), weights)
         everything = range(self._sync.fragments)
         self._write(everything, [(span, span.synced) for span in self._spans])
 
@@ -192,6 +217,9 @@ class IslandSync:
                 for p in bucket.parameters
             )
         ]
+
+    def _map_synced(self) -> dict[int, Tensor]:
+        return {number: span.synced for number, span in enumerate(self._spans)}
 
     def _list_spans(self, fragment: int) -> Iterator[int]:
         return (number for number, span in enumerate(self._spans) if span.fragment == fragment)

@@ -19,7 +19,7 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
-from megaframe.planner.island_times import compute_sync_bytes_per_element
+from megaframe.planner.island_times import compute_sync_bytes_per_element, count_sent_messages
 from megaframe.planner.parameter_counts import RankParameters, count_rank_parameters
 from megaframe.schedule import Action, ActionKind
 
@@ -77,7 +77,11 @@ def compute_communication_bytes(
         },
         "pipeline": messages * tokens * width / tensor,
         "data": _compute_data_bytes(config, layout, plans, microbatches),
-        **({"islands": _compute_island_bytes(config, layout, plans)} if layout.islands > 1 else {}),
+        **(
+            {"islands": _compute_island_bytes(config, layout, plans)}
+            if config.trains_in_islands
+            else {}
+        ),
     }
 
 
@@ -190,9 +194,9 @@ def _compute_data_bytes(
 
 
 def _compute_island_bytes(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> float:
-    """Return the bytes to other islands in the mean step: all parts of a message to their owners,
-    and the sums back. Gains and biases are sent as they are."""
-    sync, islands = config.sync, layout.islands
+    """Return the bytes to other islands, or to a server, in the mean step. Gains and biases are
+    sent as they are."""
+    sync = config.sync
     parameters = count_rank_parameters(
         config.model, config.train, layout, plans, config.frozen_patterns
     )
@@ -200,7 +204,7 @@ def _compute_island_bytes(config: RunConfig, layout: Layout, plans: Sequence[Sta
     own = parameters.count_shard(ranks, layout.expert_shard)
     vectors = parameters.vectors / ranks
     matrices = compute_sync_bytes_per_element(sync, config.train.precision) * (own - vectors)
-    return 2 * (islands - 1) / islands * (matrices + width * vectors) / sync.every
+    return count_sent_messages(sync, layout.islands) * (matrices + width * vectors) / sync.every
 
 
 def _count_divided(parameters: RankParameters) -> int:

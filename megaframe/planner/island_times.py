@@ -29,6 +29,12 @@ def compute_sync_bytes_per_element(sync: SyncConfig, precision: str) -> float:
     return count_message_bytes(sync.compress, _LENGTH, width, share) / _LENGTH
 
 
+def count_sent_messages(sync: SyncConfig, islands: int) -> float:
+    """Return how many messages of all its elements a rank sends in a synchronisation: all parts to
+    their owners, and the sums back; or one to a server, which sends another one back."""
+    return 1.0 if sync.server is not None else 2 * (islands - 1) / islands
+
+
 def count_own_elements(machine: Machine, load: ParameterLoad) -> Number:
     """Return the parameters that a rank synchronises: its own part of those of its stages."""
     sizes = machine.sizes
@@ -48,6 +54,8 @@ def estimate_fragment_seconds(machine: Machine, elements: Number) -> Number:
     """
     sync, precision = machine.config.sync, machine.config.train.precision
     size = compute_sync_bytes_per_element(sync, precision) * elements / sync.fragments
+    if sync.server is not None:
+        size = 2 * size  # all of it goes and comes, where one of two islands keeps half
     return machine.estimate_exchange_seconds(size, "islands") + machine.estimate_collective_seconds(
         "all_gather", size, "islands"
     )
@@ -75,15 +83,20 @@ def explain_islands(machine: Machine, layout: Layout, elements: float, step: flo
         elements: What a rank synchronises.
         step: Seconds of a step without waits for islands.
     """
-    config, sync, islands = machine.config, machine.config.sync, layout.islands
+    config, sync = machine.config, machine.config.sync
+    has_server = sync.server is not None
+    islands = sync.islands if has_server else layout.islands
     size = compute_sync_bytes_per_element(sync, config.train.precision) * elements
-    sent = 2 * (islands - 1) / islands * size
+    sent = count_sent_messages(sync, islands) * size
     tokens = config.train.global_batch * config.train.seq
-    tier = find_outermost_tier(machine.cluster, *compute_axis_span("islands", layout))
+    distance, ranks = compute_axis_span("islands", layout)
+    tier = find_outermost_tier(machine.cluster, distance, 2 if has_server else ranks)
     each = float(estimate_fragment_seconds(machine, elements))
     exposed = sync.fragments / sync.every * max(0.0, each - sync.delay * step)
     text = (
-        f"{islands} islands synchronise every {sync.every} steps over {tier.name}: a rank sends "
+        f"{islands} islands synchronise every {sync.every} steps over {tier.name}"
+        + (f" with server {sync.server}" if has_server else "")
+        + ": a rank sends "
         f"{sent / 1e6:.3g} MB each time, {sent * layout.world / sync.every / tokens:.3g} bytes per "
         f"token of all ranks, and waits {exposed / (step + exposed):.1%} of the time"
     )

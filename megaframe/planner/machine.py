@@ -116,6 +116,7 @@ class Machine:
         self.constants, self.software = constants, constants.software
         self.tokens = sizes.microbatch * config.train.seq / sizes.context
         stage = sizes.tensor * sizes.context * (sizes.data // sizes.islands)
+        has_server = config.sync.server is not None
         self.groups: dict[str, list[GroupLevel]] = {
             "tensor": self.make_group(1, sizes.tensor),
             "context": self.make_group(sizes.tensor, sizes.context),
@@ -126,7 +127,8 @@ class Machine:
             "expert_tensor": self.make_group(1, sizes.expert_tensor),
             "next_stage": self.make_group(stage, 2),
             "pipeline": self.make_group(stage, sizes.pipeline),
-            "islands": self.make_group(stage * sizes.pipeline, sizes.islands),
+            # A server is as far away as another island.
+            "islands": self.make_group(stage * sizes.pipeline, 2 if has_server else sizes.islands),
         }
 
     @cached_property

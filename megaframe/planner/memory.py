@@ -361,7 +361,7 @@ class PlannedRank:
 
     def _compute_outer_bytes(self) -> int:
         """Return the bytes of the outer state, of this rank's own part at any ZeRO stage."""
-        if self.config.parallel.islands == 1:
+        if not self.config.trains_in_islands:
             return 0
         own = self.trained.count_shard(self.ranks, self.expert_ranks)
         return math.ceil(own * count_outer_copies(self.config.sync)) * self.master

@@ -241,7 +241,7 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     shard = shard + shared / (ranks * blocks.find_largest("copies"))
     expert_ranks = np.maximum(1, replicas // (c.data_replicate * c.islands))
     shard = shard + experts / expert_ranks
-    outer = shard * count_outer_copies(config.sync) * master * (c.islands > 1)
+    outer = shard * count_outer_copies(config.sync) * master * config.trains_in_islands
     saved_shard, shard = shard - vectors / ranks, np.where(c.zero > 0, shard, total)
     # What a single rank has is never divided.
     is_divided = (

@@ -239,7 +239,7 @@ def _break_down_step(
     seconds["data"] = data
     seconds["bubble"] = step - work
     seconds["optimizer"] = update
-    if machine.sizes.islands > 1:
+    if machine.config.trains_in_islands:
         loads_of_ranks = (
             _sum_loads(machine, [plans[stage] for stage in schedule.list_stages(number)], loads)
             for number in range(len(timeline.work))
@@ -391,7 +391,7 @@ def _explain_step(
             f"matrices of blocks are kept in {bits:.3g} bits per element, as "
             f"{adapters.quantize_base.type}; values of a block are made of them in each pass"
         )
-    if layout.islands > 1:
+    if config.trains_in_islands:
         parameters = count_rank_parameters(
             config.model, config.train, layout, plan_stages(config), config.frozen_patterns
         )

@@ -189,7 +189,7 @@ def _break_down_step(
     bubble = estimate_bubble_seconds(schedule, sizes, rank.combined)
     seconds["bubble"] = bubble + 2 * (sizes.pipeline - 1) * transfer
     seconds["optimizer"] = estimate_optimizer_seconds(machine, load)
-    if sizes.islands > 1:
+    if machine.config.trains_in_islands:
         step = sum(seconds.values())
         seconds["islands"] = estimate_exposed_sync_seconds(machine, load, step)
     step = sum(seconds.values())

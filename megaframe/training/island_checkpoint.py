@@ -99,7 +99,8 @@ class IslandCheckpoint:
             unshared: As for `Checkpoint.load`.
             state: Of the checkpoint; the optimizer state in it becomes that of this island.
         """
-        before, now = max(1, len(state.islands)), self._group.size
+        # With one island there is nothing of its own, unless a server has others.
+        before, now = len(state.islands), self._group.size if self._islands is not None else 0
         own = [part for part in slices if self._is_own(part)]
         common = [part for part in slices if not self._is_own(part)]
         saved = {remove_island(name) for name in checkpoint.tensors}
@@ -108,7 +109,7 @@ class IslandCheckpoint:
                 (own if is_own else common).append(part)
             else:
                 part.tensor.zero_()
-        if before == 1:
+        if before == 0:
             common, own = [*common, *own], []
         elif before == now:
             unshared = {(self._rename(name), box) for name, box in unshared}
@@ -162,12 +163,12 @@ def _load_mean(checkpoint: Checkpoint, slices: Sequence[Slice], islands: int) ->
 
 
 def _describe_change(before: int, now: int) -> str:
-    if before == 1:
+    if before == 0:
         return (
             f"{now} islands begin with the weights and the optimizer state of the checkpoint; that "
             "of the outer optimizer starts from zero"
         )
-    if now == 1:
+    if now == 0:
         return (
             f"the weights and the optimizer states of {before} islands are averaged; that of the "
             "outer optimizer is dropped"

@@ -42,7 +42,6 @@ from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.compile import Compiled
 from megaframe.ops.fp8 import check_fp8
 from megaframe.ops.kernel_dispatch import make_kernels
-from megaframe.optim.islands import IslandSync
 from megaframe.optim.optimizer import Optimizer, UpdateResult
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.parameters.parameter import PRECISIONS
@@ -54,6 +53,7 @@ from megaframe.schedule import Schedule, lower
 from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
 from megaframe.tensor_parallel.axis import RowPartition
 from megaframe.training.cuda_graph import StepGraph, check_cuda_graph
+from megaframe.training.island_setup import make_island_sync
 
 Timer = Callable[[Part], AbstractContextManager[object]]
 """Returns a context that charges the code in it to a part of the step."""
@@ -128,12 +128,7 @@ class TrainStep:
             config, mesh, units, groups.bucketing, tied
         )
         self.optimizer = Optimizer(config.optim, train, mesh, sharded, groups, kernels)
-        self.islands: IslandSync | None = None
-        if mesh.layout.islands > 1:
-            counterparts = mesh.group("islands")
-            self.islands = IslandSync(
-                config.sync, train.steps, counterparts, sharded, self.optimizer
-            )
+        self.islands = make_island_sync(config, mesh, sharded, self.optimizer)
         self.stages: Mapping[int, Stage] = {
             index: Stage(config, chunk, setup, sharded) for index, chunk in chunks.items()
         }

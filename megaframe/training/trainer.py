@@ -94,8 +94,9 @@ class Trainer:
         restored = self._checkpoint.restore_or_initialize(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         self.step = restored.step if restored else 0
+        joined = self._join_islands()
         state = restored.state if restored else None
-        self._start_metrics(timer, files, restored, [*notes, *stage_times.notes])
+        self._start_metrics(timer, files, restored, [*notes, *stage_times.notes, *joined])
         for name, value in stage_times.values.items():
             self.metrics.record(f"measured_stages/{name}", value)
         self.callbacks = CallbackRunner(
@@ -383,6 +384,16 @@ class Trainer:
             writer, self.step, state, self.metrics.note, self.fault_handler.time_save
         )
 
+    def _join_islands(self) -> list[str]:
+        """Begin or continue with the other islands, maybe at a later step. Returns lines to log."""
+        islands, before = self.train_step.islands, self.step
+        if islands is not None:
+            self.step = islands.join(self.step)
+            if self.step != before:
+                self.loader.skip(self.step - before)
+                return [f"joins the other islands at step {self.step}, with their weights"]
+        return []
+
     def _go_back(
         self, choose: Callable[[StorePath], StorePath | None]
     ) -> tuple[int, TrainState] | None:
@@ -394,10 +405,12 @@ class Trainer:
             return None
         restored = self._checkpoint.restore(open_checkpoint(path))
         self.step = restored.step
+        for line in self._join_islands():
+            self.metrics.note(line)
         self.callbacks.load_state(restored.state.callbacks)
         self._step_metrics.noise.averages = restored.state.gradient_noise
         for line in self.checkpointer.take_notes():
             self.metrics.note(line)
         self.checkpointer.forget_memory_copies()
         self._step_metrics.previous_loss = None
-        return restored.step, restored.state
+        return self.step, restored.state

@@ -36,6 +36,18 @@ def find_layout_dependence(config: RunConfig) -> Iterator[str]:
             + (f", but for sync.compress={config.sync.compress}" if compressed else "")
             + ")"
         )
+    if (server := config.sync.server) is not None:
+        yield (
+            f"sync.server={server} (each of sync.islands={config.sync.islands} sums gradients by "
+            "itself"
+            + (
+                ""
+                if config.sync.consistency == "bulk_synchronous"
+                else f", and with sync.consistency={config.sync.consistency} answers depend on "
+                "their speed"
+            )
+            + ")"
+        )
     if optim.state == "int8":
         yield "optim.state=int8 (tensor ranks may cut the blocks that share a scale)"
     if optim.name == "lion" and model.qkv_bias:

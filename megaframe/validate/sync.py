@@ -26,8 +26,61 @@ def find_sync_mistakes(config: RunConfig) -> Iterator[str]:
                 f"empty or due at the same step; use {most} or fewer"
             )
     yield from _find_keep_mistakes(sync)
+    if sync.server is None:
+        yield from _find_keys_without_server(sync)
+    else:
+        yield from _find_server_mistakes(config, sync, sync.server)
     if config.parallel.islands > 1:
         yield from _find_conflicts(config, config.parallel)
+    if config.optim.ema is not None and (config.parallel.islands > 1 or sync.server is not None):
+        yield (
+            f"optim.ema={config.optim.ema:g} averages the weights of one island, and checkpoints "
+            "have those that islands synchronise; leave it out, or use parallel.islands=1 and no "
+            "sync.server"
+        )
+
+
+def _find_keys_without_server(sync: SyncConfig) -> Iterator[str]:
+    """Yield the keys that only islands of a server have."""
+    given = {"islands": 1, "island": 0, "consistency": "bulk_synchronous", "staleness": None}
+    for key, default in given.items():
+        if (value := getattr(sync, key)) != default:
+            yield (
+                f"sync.{key}={value} needs sync.server; give it, or leave sync.{key} out: islands "
+                "of one run (parallel.islands) all wait for all"
+            )
+
+
+def _find_server_mistakes(config: RunConfig, sync: SyncConfig, server: str) -> Iterator[str]:
+    """Yield what cannot be with a server."""
+    if config.parallel.islands > 1:
+        yield (
+            f"parallel.islands={config.parallel.islands} are islands of one run, and with "
+            f"sync.server={server} each is a run of its own; use parallel.islands=1 and "
+            f"sync.islands={config.parallel.islands}"
+        )
+    if sync.island >= sync.islands:
+        yield (
+            f"sync.island={sync.island} is none of sync.islands={sync.islands}, which count from "
+            f"0; use {sync.islands - 1} or less, or sync.islands={sync.island + 1} or more"
+        )
+    if (sync.consistency == "bounded_staleness") != (sync.staleness is not None):
+        yield (
+            f"sync.staleness={sync.staleness} does not go with sync.consistency="
+            f"{sync.consistency}: only bounded_staleness has one, and needs it; 1 lets an island "
+            "be one round ahead of the slowest"
+        )
+    whole = f"with sync.server={server} all differences travel at once and as they are"
+    if sync.fragments > 1:
+        yield f"sync.fragments={sync.fragments} cannot be: {whole}; use 1"
+    if sync.compress != "none":
+        yield f"sync.compress={sync.compress} cannot be: {whole}; use none"
+    if config.train.batch_ramp is not None or config.data.phases:
+        key = "data.phases" if config.data.phases else "train.batch_ramp"
+        yield (
+            f"{key} cannot be with sync.server={server}: an island that joins later must know the "
+            "samples of each step before; leave it out"
+        )
 
 
 def _find_keep_mistakes(sync: SyncConfig) -> Iterator[str]:
@@ -57,9 +110,4 @@ def _find_conflicts(config: RunConfig, parallel: ParallelConfig) -> Iterator[str
             "faults.non_finite=replay runs a step again on all ranks, but only the island with the "
             f"bad gradient would, of {islands}; use skip, stop or roll_back, or "
             "parallel.islands=1"
-        )
-    if config.optim.ema is not None:
-        yield (
-            f"optim.ema={config.optim.ema:g} averages the weights of one island, and checkpoints "
-            f"have those of all of {islands}; leave it out, or use parallel.islands=1"
         )

@@ -1,11 +1,17 @@
 """Whole runs of islands: a resumed one is the same, another number of islands goes on, and lines
 say what travelled between them (`megaframe/training/island_checkpoint.py`)."""
 
+from pathlib import Path
+
 import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_lines, read_losses, train
+from local_server import LocalServer
 
 from megaframe.checkpoint import find_checkpoint, open_checkpoint
+from megaframe.config import load
+from megaframe.optim.parameter_server.coordinator import describe_model
+from megaframe.training import island_setup
 
 KEYS = {
     "parallel__islands": 2,
@@ -72,3 +78,51 @@ def test_one_rank_becomes_two_islands(pool, overrides, tmp_path):
     log = (tmp_path / "run/run.log").read_text()
     assert "2 islands begin with the weights and the optimizer state of the checkpoint" in log
     assert len(read_losses(tmp_path / "run")) == 9
+
+
+SERVER = {
+    "sync__server": "local",
+    "sync__islands": 2,
+    "sync__every": 3,
+    "sync__delay": 1,
+    "sync__timeout": 0.2,
+    "train__steps": 10,
+    "train__global_batch": 4,
+    "checkpoint__every": 4,
+}
+
+
+def train_with_server(folder, *runs):
+    """Run the entry for each list of overrides, one after the other, with a server in this
+    process, whose actors end with each run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for overrides in runs:
+            config = load(None, overrides)
+            server = LocalServer(Path(folder), describe_model(config), config.sync, 2)
+            patch.setattr(island_setup, "RayServer", lambda *_, server=server: server)
+            train(overrides)
+
+
+def test_an_island_of_a_server_continues_bitwise_and_another_goes_on_with_it(
+    pool, overrides, tmp_path
+):
+    """The first is alone at first: the other is waited for once."""
+    whole = overrides(run__dir=tmp_path / "whole", **SERVER)
+    pool.run(1, train_with_server, tmp_path / "server", whole)
+    parts = [
+        overrides(**SERVER, train__stop_after=4),
+        overrides(**SERVER, checkpoint__resume="latest", train__stop_after=8),
+        overrides(run__dir=tmp_path / "other", **{**SERVER, "sync__island": 1}),
+    ]
+    pool.run(1, train_with_server, tmp_path / "server2", *parts)
+    assert_same_losses(
+        read_losses(tmp_path / "run"),
+        read_losses(tmp_path / "whole")[:8],
+        because="the server is where it was, and the checkpoint has the island's state",
+        but=["train.stop_after"],
+    )
+    # After two rounds of three steps the third is open, or ends without the new one.
+    begun = read_lines(tmp_path / "other")[0]["step"] - 1
+    assert begun in (6, 9)
+    log = (tmp_path / "other/run.log").read_text()
+    assert f"joins the other islands at step {begun}, with their weights" in log

@@ -334,9 +334,9 @@ def push_and_pull(rounds):
             generator = torch.Generator().manual_seed(number * 7 + group.index)
             difference = torch.randn(1001, generator=generator, dtype=torch.float64)
             pushed += difference
-            outer.push(0, difference)
-            outer.advance(0)
-            outer.pull(0, synced)
+            outer.push({0: difference})
+            outer.advance([0])
+            outer.pull({0: synced})
         sent = group.traffic.take()[0] / rounds
         state = dict(outer.list_state(0))
         left = state.get("unsent", torch.zeros_like(pushed))

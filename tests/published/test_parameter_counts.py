@@ -147,6 +147,7 @@ def test_every_published_config_is_held_to_its_count():
         "demo-moe",
         "demo-phases",
         "demo-islands",
+        "demo-server",
         "demo-chat-base",
         "demo-chat",
     }

@@ -25,6 +25,16 @@ def run_tool(path, *words, environment=None, root=ROOT):
     return done
 
 
+def start_tool(path, *words, output, environment=None, root=ROOT):
+    """Start a file as `run_tool` runs it, with output and errors in a file; return the process,
+    which ends with this one at the latest."""
+    words, variables = [str(word) for word in words], {**os.environ, **(environment or {})}
+    call = (str(root), str(path), words, variables, [str(output)] * 2)
+    process = FORKSERVER.Process(target=_run_file, args=call, daemon=True)
+    process.start()
+    return process
+
+
 def run_ranks(count, path, *words, environment=None, root=ROOT):
     """Run a file as `run_tool` does on each of several ranks, as a launcher would start them.
     Return the finished process of the first that failed, or of rank 0."""
@@ -60,7 +70,7 @@ def _run_together(path, words, environments, root):
 
 def _run_file(root, path, words, variables, outputs):
     for number, output in enumerate(outputs, start=1):
-        with open(output, "w") as file:
+        with open(output, "a") as file:
             os.dup2(file.fileno(), number)
     os.chdir(root)
     os.environ.clear()

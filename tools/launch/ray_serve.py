@@ -18,9 +18,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_train import connect
-
 from megaframe.checkpoint import ACCEPTED_PATHS
+from megaframe.distributed.ray_cluster import connect_to_ray
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.io.closed_output import allow_closed_output
@@ -46,7 +45,7 @@ def main() -> None:
         options["device"] = "cuda" if arguments.gpus else "cpu"
         options["most_tokens"] = arguments.tokens
         load_served_model(arguments.model, **options)  # a mistake is said here, not by replicas
-        connect(arguments.address)
+        connect_to_ray(arguments.address)
         start(arguments, options)
         print(f"serving on http://{arguments.host}:{arguments.port}", flush=True)
         wait_for_signal()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
+from megaframe.distributed.ray_cluster import connect_to_ray
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
@@ -55,32 +56,12 @@ def main() -> None:
         ranks = parse_ranks(arguments.ranks)
         if ranks[0] < ranks[1] and not config.faults.elastic:
             raise UserError(f"--ranks {arguments.ranks} needs faults.elastic=true")
-        connect(arguments.address)
+        connect_to_ray(arguments.address)
         resource = "GPU" if arguments.gpus else "CPU"
         if not arguments.wait:
             check_resources(ranks, {resource: 1.0})
         status = train(config, words, ranks, resource, arguments.failures)
     sys.exit(status)
-
-
-def connect(address: str) -> str:
-    """Connect to the cluster, and return its address for other programs.
-
-    Raises:
-        UserError: If there is none, or Ray is not installed.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise UserError("Ray needs the extra 'ray': pip install 'megaframe[ray]'") from None
-    try:
-        ray.init(address=address, ignore_reinit_error=True, log_to_driver=True)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}; start one with "
-            "'ray start --head', or let one be made here with --address local"
-        ) from None
-    return str(ray.get_runtime_context().gcs_address)
 
 
 def check_resources(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:

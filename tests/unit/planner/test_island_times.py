@@ -31,11 +31,11 @@ SITES = replace(
 """Nodes of eight GPUs, each a site of its own."""
 
 
-def predict_step(islands=2, world=16, zero=1, **sync):
+def predict_step(count=2, world=16, zero=1, **sync):
     config = RunConfig(
         model=GPT,
         train={"seq": 2048, "global_batch": 512, "microbatch": 8},
-        parallel={"islands": islands, "zero": zero},
+        parallel={"islands": count, "zero": zero},
         sync=sync,
     )
     layout = Layout.from_parallel(config.parallel, world)
@@ -74,8 +74,27 @@ def test_four_bits_and_steps_meanwhile_hide_it():
     assert find_sentence(hidden).endswith("waits 0.0% of the time")
 
 
+def test_a_server_is_sent_all_and_sends_all_back():
+    """It has the momentum, so an island keeps the synchronised weights and what it sends."""
+    sync = {"server": "s", "islands": 4, "every": 10}
+    config, layout, prediction = predict_step(1, 8, **sync)
+    own = count_model_parameters(config.model, config.train).total / 8
+    (share,) = {get_family_constants("h100").links[-1]}
+    expected = 2 * 4 * own / (SLOW * share) / 10
+    assert prediction.breakdown["islands"] == pytest.approx(expected, rel=0.02)
+    sentence = find_sentence(prediction)
+    assert sentence.startswith("4 islands synchronise every 10 steps over")
+    assert f"with server s: a rank sends {4 * own / 1e6:.3g} MB each time" in sentence
+    assert "from sync.every=" in sentence or "sync.delay=" in sentence
+    traffic = compute_communication_bytes(config, layout, plan_stages(config), ())
+    assert traffic["islands"] == pytest.approx(4 * own / 10, rel=0.01)
+    schedule = generate("1f1b", 1, 1, 2)
+    memory = compute_rank_memory(config, layout, plan_stages(config), schedule, 0)
+    assert memory.islands == pytest.approx(2 * 4 * own, rel=1e-4)
+
+
 def test_one_island_has_nothing_of_it():
-    config, layout, alone = predict_step(islands=1)
+    config, layout, alone = predict_step(count=1)
     assert "islands" not in alone.breakdown
     assert "islands" not in compute_communication_bytes(config, layout, plan_stages(config), ())
 

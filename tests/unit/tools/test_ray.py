@@ -32,6 +32,7 @@ sys.path.insert(0, str(LAUNCH))
 import ray_serve  # noqa: E402
 import ray_train  # noqa: E402
 
+from megaframe.distributed.ray_cluster import connect_to_ray
 from megaframe.errors import UserError  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -173,7 +174,7 @@ def test_only_what_another_try_may_mend_is_tried_again(status, tmp_path, monkeyp
 def test_more_ranks_than_the_cluster_has_places_are_refused(cluster):
     import ray
 
-    ray_train.connect(cluster)
+    connect_to_ray(cluster)
     try:
         with pytest.raises(UserError, match="3 ranks need 3 CPU and the cluster has 2"):
             ray_train.check_resources((3, 3), {"CPU": 1.0})

@@ -17,7 +17,7 @@ def list_refusals(*overrides, world=4):
     return ""
 
 
-TWO = "parallel.islands=2"
+TWO, SERVER = "parallel.islands=2", "sync.server=s"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,20 @@ TWO = "parallel.islands=2"
         ),
         ((TWO, "faults.non_finite=replay"), "of parallel.islands=2; use skip, stop or roll_back"),
         ((TWO, "optim.ema=0.9"), "optim.ema=0.9 averages the weights of one island"),
+        ((SERVER, "sync.islands=2"), ""),
+        ((SERVER, TWO), "use parallel.islands=1 and sync.islands=2"),
+        ((SERVER, "sync.island=1"), "sync.island=1 is none of sync.islands=1, which count from 0;"),
+        (("sync.staleness=2",), "sync.staleness=2 needs sync.server; give it, or leave"),
+        (("sync.consistency=asynchronous",), "sync.consistency=asynchronous needs sync.server"),
+        ((SERVER, "sync.staleness=2"), "does not go with sync.consistency=bulk_synchronous"),
+        ((SERVER, "sync.consistency=bounded_staleness"), "sync.staleness=None does not go with"),
+        ((SERVER, "sync.fragments=2"), "sync.fragments=2 cannot be: with sync.server=s all"),
+        ((SERVER, "sync.compress=int8"), "sync.compress=int8 cannot be: with sync.server=s"),
+        ((SERVER, "optim.ema=0.9"), "have those that islands synchronise; leave it out"),
+        (
+            (SERVER, "train.batch_ramp={start: 4, increment: 4, samples: 100}"),
+            "train.batch_ramp cannot be with sync.server=s: an island that joins later must know",
+        ),
         ((TWO, "metrics.gradient_noise_every=2"), "and parallel.islands=2 sum them apart; use 0"),
     ],
 )
