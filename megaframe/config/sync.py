@@ -68,8 +68,8 @@ class SyncConfig(Section):
     """bounded_staleness: rounds that an island may be ahead of the slowest."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """server: seconds after which the others go on without an island that has not finished a step;
-    evaluations and saves must take less, too. (For the server itself an island waits for
-    `parallel.timeout`.)"""
+    evaluations and saves must take less, too. For the server itself an island waits for
+    `parallel.timeout`."""
 
     @property
     def kept_share(self) -> float:
