@@ -32,7 +32,7 @@ sys.path.insert(0, str(LAUNCH))
 import ray_serve  # noqa: E402
 import ray_train  # noqa: E402
 
-from megaframe.distributed.ray_cluster import connect_to_ray
+from megaframe.distributed.ray_cluster import connect_to_ray  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 
 pytestmark = pytest.mark.slow
