@@ -45,6 +45,32 @@ def test_the_share_of_an_island_does_not_depend_on_its_ranks(paths, ranks, micro
         assert shares == [expected[:4], expected[4:]]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_islands_of_a_server_have_the_parts_of_one_batch(paths, ranks):
+    """One that joins after three steps reads on where the others are."""
+    single_rank = Loader(make_config(paths), 0, 1)
+    config = make_config(paths, train={"microbatch": 2, "global_batch": 4})
+    islands = [
+        [
+            Loader(config.replace(sync={"server": "s", "islands": 2, "island": island}), r, ranks)
+            for r in range(ranks)
+        ]
+        for island in range(2)
+    ]
+    for step in range(5):
+        expected = single_rank.next()
+        if step == 3:
+            for loader in islands[1]:
+                loader.skip(3)
+        for island, loaders in enumerate(islands):
+            if island == 0 or step >= 3:
+                steps = [loader.next() for loader in loaders]
+                own = list_samples([expected])[4 * island :][:4]
+                assert list_samples(steps) == own
+                assert all((one.samples, one.first) == (4, 8 * step) for one in steps)
+                assert all(one.state == expected.state for one in steps)
+
+
 def test_labels_are_the_next_tokens_and_every_epoch_holds_every_sample_once(paths):
     config = make_config(paths[:1], train={"global_batch": 5})
     loader = Loader(config, 0, 1)
