@@ -78,7 +78,6 @@ CASES = [
     slow("windows", 2, RING, "none", ROTATED | {"rotary", "attention_backward"}),
     slow("recurrent", 2, RING, "none", RECURRENT | {"delta_rule", "ssd"}),
     slow("chosen keys", 1, {}, "none", CHOSEN),
-    slow("chosen keys", 2, RING, "selective", CHOSEN),
     ("moe", 1, {}, "none", ROTATED | EXPERTS | LOCAL),
     slow("moe", 2, {"tensor": 2, "expert": 2}, "none", ROTATED | EXPERTS),
     slow("moe, tensor", 1, {}, "none", ROTATED | IN_8_BITS | {"quantise_experts"}),

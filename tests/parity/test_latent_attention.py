@@ -55,7 +55,6 @@ CASES = [
     ("sparse", 4, {"pipeline": 2, "expert": 2, "zero": 1}, "full"),
     slow("sparse", 4, NESTED, "none"),
     slow("packed-sparse", 4, {"context": 2, **ALL_TO_ALL, "tensor": 2}, "none"),
-    slow("packed-sparse", 4, {"context": 4, **RING}, "full"),
     slow("sparse", 4, ZB_V, "selective"),
     slow("frozen-sparse", 4, {"tensor": 2, "context": 2, **RING, "zero": 2}, "selective"),
     slow("dense-warm-up", 2, {"tensor": 2}, "none"),
