@@ -77,7 +77,7 @@ class Simulation:
                 call(*arguments)
                 if self.disturb is not None:
                     self.disturb(self)
-            assert self.now < 1_000, "somebody waits for ever"
+            assert self.now < 200, "somebody waits for ever"
         return self
 
     def read(self):
