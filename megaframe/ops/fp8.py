@@ -13,23 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.architecture.eight_bit_products import BLOCK, Scaling, get_width_step
 from megaframe.config import TrainConfig
 from megaframe.config.schema import KernelsConfig
 from megaframe.errors import UserError
 from megaframe.ops.kernel_dispatch import PLAIN_CODE, Kernels
 
-BLOCK = 128
-"""Number of elements along the summed dimension that share a scale. In a weight, so many rows share
-it too."""
-Scaling = Literal["tensor", "row", "block"]
-_STEP = 16
-"""torch's scaled product takes only dims that are multiples of this."""
 _PROBE = 512
 """Dims of a product that is as easy to compute as any: no implementation refuses its shape."""
 SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "block")
@@ -79,7 +74,7 @@ class Fp8Matmul:
     def supports(self, *widths: int) -> bool:
         """Return whether a matrix of these dims is multiplied in 8 bits; if not, it is multiplied
         as without `train.fp8`."""
-        return all(width % (BLOCK if self.scaling == "block" else _STEP) == 0 for width in widths)
+        return all(width % get_width_step(self.scaling) == 0 for width in widths)
 
     def can_group(self, rows_PK: Tensor, ends_E: Tensor) -> bool:
         """Return whether kernels multiply such rows of all experts at once. Only the kernel that
@@ -225,9 +220,8 @@ class Fp8Matmul:
         kind = self._choose_dtype(gradient=gradient)
         if block is None and ends_E is not None:
             return self._find_kernel("quantise_experts", x_RK, ends_E, kind)(x_RK, ends_E, kind)
-        step = BLOCK if self.scaling == "block" else _STEP
         # Zeros add nothing to a sum and cannot raise the largest magnitude of a block.
-        if missing := -x_RK.shape[1] % step:
+        if missing := -x_RK.shape[1] % get_width_step(self.scaling):
             x_RK = F.pad(x_RK, (0, missing))
         arguments = x_RK, kind, block
         return self._find_kernel("quantise", *arguments)(*arguments)

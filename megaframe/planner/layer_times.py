@@ -18,7 +18,7 @@ from megaframe.architecture.layer import (
     FeedForwardDescription,
     MixerDescription,
 )
-from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec, RepeatedLinearSpec
+from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.quantised import count_decoded_bytes
 from megaframe.architecture.stages import compute_trained_share
 from megaframe.planner.communication_times import (
@@ -33,6 +33,7 @@ from megaframe.planner.kernel_times import (
     estimate_grouped_matmul_seconds,
     estimate_linear_seconds,
 )
+from megaframe.planner.local_products import compute_local_product
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
 
 Number = Any
@@ -128,27 +129,11 @@ def _extend_to_launches(
     )
 
 
-def compute_local_product(
-    machine: Machine, linear: LinearSpec
-) -> tuple[Number, Number, Number, Number]:
-    """Return the products of a linear layer that one rank computes for a microbatch: their number,
-    and rows, results and terms of each. Experts are assumed to be equally loaded."""
-    sizes = machine.sizes
-    rows, groups, divided_by = machine.tokens, 1.0, sizes.tensor
-    if isinstance(linear, GroupedLinearSpec):
-        groups = np.maximum(1.0, linear.experts / sizes.expert)
-        # Rows per expert: those of all ranks that send to this one, spread over all experts.
-        choices = machine.tokens / sizes.tensor * linear.top_k
-        rows = choices * sizes.expert * sizes.expert_tensor / linear.experts
-        divided_by = sizes.expert_tensor
-    elif linear.split is None and not isinstance(linear, RepeatedLinearSpec):
-        rows = machine.tokens / sizes.tensor  # a rank multiplies its own rows
-    return groups, rows, *linear.compute_local_sizes(divided_by)
-
-
 def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
     """Return the seconds of a linear layer."""
-    groups, rows, outputs, inputs = compute_local_product(machine, linear)
+    groups, rows, outputs, inputs = compute_local_product(
+        machine.sizes, machine.config.train.seq, linear
+    )
     forward, backward, weight = estimate_linear_seconds(
         machine.linear, rows, outputs, inputs, groups
     )

@@ -43,6 +43,7 @@ from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.activations import compute_peak_activations
 from megaframe.planner.bucket_units import count_gathered_codes, make_units, select_trained
+from megaframe.planner.local_products import ProductSizes, compute_eight_bit_bytes
 from megaframe.planner.parameter_counts import (
     RankParameters,
     count_rank_parameters,
@@ -207,6 +208,7 @@ class PlannedRank:
             checkpoint=self._compute_checkpoint_bytes(),
             temporaries=max(
                 2 * widest * self.width // activation_ranks,
+                self._compute_eight_bit_bytes(),
                 logits + loss_tensors,
                 self._count_summed_apart() * self.master,
                 self._compute_decoding_bytes(),
@@ -215,6 +217,18 @@ class PlannedRank:
             ),
             host=weights * self.are_weights_offloaded + state * self.is_offloaded,
         )
+
+    def _compute_eight_bit_bytes(self) -> int:
+        """Return the bytes of a backward pass's product in 8 bits."""
+        model, parallel, train = self.config.model, self.config.parallel, self.config.train
+        sizes = ProductSizes(
+            parallel.tensor,
+            parallel.context,
+            parallel.expert,
+            parallel.expert_tensor,
+            train.microbatch,
+        )
+        return math.ceil(compute_eight_bit_bytes(model, train, sizes))
 
     def _count_own(self, parameters: RankParameters) -> int:
         """Return how many of these parameters are in the rank's own part."""

@@ -44,6 +44,7 @@ from megaframe.planner.layout_sizes import (
     LayoutSizes,
     count_blocks_per_rank,
 )
+from megaframe.planner.local_products import compute_eight_bit_bytes
 from megaframe.planner.memory import compute_max_width_per_token
 from megaframe.planner.parameter_counts import count_model_parameters, count_rank_parameters
 from megaframe.planner.peak_memory import compute_overhead_bytes
@@ -352,9 +353,12 @@ def _estimate_transient_bytes(
     loss_tensors = (
         np.minimum(rows, fp32_rows) * vocab * compute_loss_bytes_per_logit(model, train, width)
     )
-    temporaries = np.maximum(
-        2 * rows * compute_max_width_per_token(model) * width / activation_ranks,
-        (logits + loss_tensors) * last,
+    temporaries = np.maximum.reduce(
+        np.broadcast_arrays(
+            2 * rows * compute_max_width_per_token(model) * width / activation_ranks,
+            compute_eight_bit_bytes(model, train, c),
+            (logits + loss_tensors) * last,
+        )
     )
     handed = count_mean_message_elements(model) / model.hidden
     messages = np.where(c.pipeline > 1, 2 * stream * handed / activation_ranks, 0.0)

@@ -20,8 +20,8 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import Constants
 from megaframe.planner.data_parallel_times import compute_block_load
-from megaframe.planner.layer_times import compute_local_product
 from megaframe.planner.layout_sizes import make_layout_sizes
+from megaframe.planner.local_products import compute_local_product
 from megaframe.planner.machine import Machine, compute_axis_span, find_outermost_tier
 from megaframe.planner.theory.roofline import (
     compute_attention_intensity,
@@ -96,7 +96,7 @@ def _name_scores(mixer: MixerDescription) -> str:
 
 
 def _compute_product_roofline(machine: Machine, name: str, linear: LinearSpec) -> OperatorRoofline:
-    _, rows, outputs, terms = compute_local_product(machine, linear)
+    _, rows, outputs, terms = compute_local_product(machine.sizes, machine.config.train.seq, linear)
     rate = machine.linear
     ridge = compute_ridge(rate.flops, rate.read)
     needed = find_product_rows(ridge, outputs, terms, rate.width)

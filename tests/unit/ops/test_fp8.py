@@ -7,7 +7,8 @@ import torch
 from parity_runs import FEW, assert_same, run
 from slow_cases import slow
 
-from megaframe.ops.fp8 import BLOCK, Fp8Matmul
+from megaframe.architecture.eight_bit_products import BLOCK
+from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 from megaframe.pipeline_parallel.stage_pass import StagePass
 
