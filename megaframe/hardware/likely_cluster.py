@@ -11,7 +11,9 @@ from megaframe.hardware.cluster import Cluster, Tier, describe_unknown_chip, loa
 _CLUSTER_OF_CHIP = {
     "a100-40gb": "a100-40gb-roce",
     "a100-80gb": "a100-ib",
+    "a100-pcie-80gb": "a100-pcie-ib",
     "h100": "h100-ib",
+    "h100-pcie": "h100-pcie-ib",
     "h200": "h200-ib",
     "b200": "b200-ib",
     "gb200": "gb200-nvl72",

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megaframe.hardware.chips import CHIPS, TYPES, find_chip, identify_chip
+from megaframe.hardware.chips import CHIPS, CLOCK_EXPONENT, TYPES, find_chip, identify_chip
 from megaframe.hardware.cluster import describe_unknown_chip, list_cluster_names, load_cluster
 from megaframe.hardware.likely_cluster import find_cluster_for_device
 from megaframe.planner.constants import CONSTANTS, get_cluster_constants
@@ -123,6 +123,50 @@ def test_the_figures_of_a_chip_are_possible_and_have_a_source(chip):
     if not chip.is_host:
         assert 10 < chip.peaks["fp16"] / chip.bandwidth < 500  # operations per byte: checks units
         assert chip.link is None or chip.link >= (chip.host_link or 0)
+
+
+# GHz at which products run at most, and FLOPs of a processor in a cycle in 16 bits (whitepapers of
+# the architectures: four tensor cores with 256 or 512 multiplications and additions each).
+CLOCKS = {
+    "a100-40gb": (1.41, 2048),
+    "a100-80gb": (1.41, 2048),
+    "a100-pcie-40gb": (1.41, 2048),
+    "a100-pcie-80gb": (1.41, 2048),
+    "h100": (1.83, 4096),
+    "h100-500w": (1.83, 4096),
+    "h100-pcie": (1.62, 4096),
+}
+
+
+@pytest.mark.parametrize("name", CLOCKS)
+def test_processors_and_their_clock_make_the_peak(name):
+    chip, (clock, flops) = CHIPS[name], CLOCKS[name]
+    assert chip.units * clock * 1e9 * flops == pytest.approx(chip.peaks["bf16"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("h100-500w", "h100"),
+        ("h100-pcie", "h100"),
+        ("h100-nvl", "h100"),
+        ("h200-nvl", "h200"),
+        ("a100-pcie-40gb", "a100-40gb"),
+        ("a100-pcie-80gb", "a100-80gb"),
+    ],
+)
+def test_a_part_with_less_power_needs_what_its_processors_and_clock_need(name, whole):
+    part, whole = CHIPS[name], CHIPS[whole]
+    processors = part.units / whole.units
+    clock = part.peaks["bf16"] / whole.peaks["bf16"] / processors
+    added = (whole.product_watts - whole.idle_watts) * processors * clock ** (1 / CLOCK_EXPONENT)
+    assert part.product_watts == pytest.approx(whole.idle_watts + added, abs=1)
+    # Its clock under power is that of the whole chip at the same power per processor.
+    share = clock * part.power_share
+    power = (part.watts - part.idle_watts) / (whole.product_watts - whole.idle_watts) / processors
+    assert share == pytest.approx(min(clock, power**CLOCK_EXPONENT), rel=2e-3)
+    assert 0.5 < part.power_share < 1
+    assert part.get_sustained_flops("bf16") < whole.get_sustained_flops("bf16")
 
 
 @pytest.mark.parametrize("device", [name for name, _ in DEVICES])
