@@ -84,7 +84,8 @@ class TrainConfig(Section):
     """Type of the matrix products. bf16 and fp16 keep fp32 weights and gradients as well."""
     fp8: Literal["none", "tensor", "row", "block"] = "none"
     """Multiply in 8 bits in the linear layers and experts of blocks, with bf16 elsewhere. Scales
-    are per tensor, per row, or per 128 elements of the summed dimension. Emulated on a CPU."""
+    are per tensor, per row, or per 128 elements of the summed dimension; there is no mxfp8, whose
+    blocks have 32. Emulated on a CPU."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass. `selective` recomputes norms and activation
     functions (about 3% of a step for a third of the activation memory). `full` recomputes each

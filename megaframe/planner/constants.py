@@ -107,6 +107,9 @@ class Software:
         accumulate_bytes: Bytes per element moved to add a microbatch's weight gradient to the sum,
             on top of the product; 0 if the product itself accumulates.
         products: Type of the matrix products if neither `train.precision` nor `train.fp8` says it.
+        scaling: What shares a scale in 8 bits if `products` says so: mxfp8, blocks of 32 values
+            along the summed dimension, which only some chips multiply; None if not declared.
+        cast_bytes: Bytes moved per element to convert a tensor to 8 bits, as it is and transposed.
         parts: Number of parts in which rows are transferred during forward products; `ranks`: as
             many as there are tensor ranks; None: `parallel.tensor_chunks`.
         fused_parts: Whether the product of all parts is one kernel that waits for each; otherwise
@@ -149,6 +152,8 @@ class Software:
     state_bytes: float = 30.0
     accumulate_bytes: float = 0.0
     products: str | None = None
+    scaling: Literal["mxfp8"] | None = None
+    cast_bytes: float = 6.0  # read for the maximum, read again, and written twice in 8 bits
     parts: int | Literal["ranks"] | None = None
     fused_parts: bool = False
     logit_bytes: float = 16.0

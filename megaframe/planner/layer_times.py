@@ -38,9 +38,6 @@ from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
 
 Number = Any
 """A float, or a numpy array of them."""
-_CAST_BYTES = 6.0
-"""Bytes moved per element to convert a tensor to 8 bits: read it to find the maximum, read it again
-(2 bytes each), and write it in 8 bits twice, as it is and transposed."""
 _HEAD = 128
 """Width of the heads for which the speeds of attention are known."""
 _EDGE = 64
@@ -149,7 +146,7 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
     if machine.linear.width == machine.rate.width:
         return products
     operands = groups * (rows * inputs + outputs * inputs)
-    cast = estimate_elementwise_seconds(machine.rate, _CAST_BYTES)
+    cast = estimate_elementwise_seconds(machine.rate, machine.software.cast_bytes)
     return products + PassTimes(cast * operands, cast * groups * rows * outputs, 0.0)
 
 

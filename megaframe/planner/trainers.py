@@ -12,6 +12,7 @@ from difflib import get_close_matches
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError, join_or
+from megaframe.hardware.chips import CHIPS
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import MEGAFRAME, Constants, Software
@@ -91,6 +92,20 @@ MEGATRON_2025 = replace(
     stream_passes=12.0,  # rotation of queries and keys is a kernel of its own
     logit_bytes=20.0,  # fused cross-entropy
 )
+_MX_ELEMENT = 1 + 1 / 32
+"""Bytes of a value in mxfp8, whose blocks of 32 share a scale of 8 bits, a power of two (OCP
+Microscaling Formats specification 1.0, 2023)."""
+_MX_FAMILIES = ("b200",)
+"""Families of chips that multiply such blocks."""
+MEGATRON_2025_MX = replace(
+    MEGATRON_2025,
+    name="Megatron-Core of 2025 with Transformer Engine and its recipe mxfp8",
+    products="fp8",
+    scaling="mxfp8",
+    # A maximum of 32 values is known once they are read: one kernel reads a tensor once and writes
+    # it with blocks along its rows and with blocks along its columns.
+    cast_bytes=2 + 2 * _MX_ELEMENT,
+)
 ZERO_BUBBLE = replace(
     MEGATRON_2022,
     name="Zero Bubble: transfers beside compute, the update checked afterwards",
@@ -132,6 +147,13 @@ TITAN_2025 = replace(
     overlap_tensor=True,
     parts=8,
 )
+TITAN_2025_MX = replace(
+    TITAN_2025,
+    name="torchtitan of late 2025 with torchao's mxfp8",
+    products="fp8",
+    scaling="mxfp8",
+    cast_bytes=2 * (2 + _MX_ELEMENT),  # a kernel for each direction
+)
 DEEPSPEED = Software(
     name="DeepSpeed of 2025: ZeRO, eager kernels, FlashAttention-2",
     attention="flash-2",
@@ -151,11 +173,13 @@ TRAINERS: Mapping[str, Software] = {
     "megatron-2022": MEGATRON_SP,
     "megatron-2024": MEGATRON_2024,
     "megatron-2025": MEGATRON_2025,
+    "megatron-2025-mxfp8": MEGATRON_2025_MX,
     "megascale": MEGASCALE,
     "zero-bubble": ZERO_BUBBLE,
     "llm-foundry": FOUNDRY,
     "torchtitan-2024": TITAN,
     "torchtitan": TITAN_2025,
+    "torchtitan-mxfp8": TITAN_2025_MX,
     "deepspeed": DEEPSPEED,
 }
 """Trainers by the names that `tools/plan.py --software` takes."""
@@ -183,10 +207,24 @@ def predict_trainers(
         config, layout, cluster, constants: As in `predict`, but with another software.
 
     Raises:
-        UserError: There is no such trainer.
+        UserError: There is no such trainer, or the chip cannot multiply as it does.
     """
     trainers = {name: find_trainer(name) for name in names}
+    for name, software in trainers.items():
+        _check_scaling(name, software, cluster)
     return {
         name: predict(config, layout, cluster, replace(constants, software=software))
         for name, software in trainers.items()
     }
+
+
+def _check_scaling(name: str, software: Software, cluster: Cluster) -> None:
+    """Raise `UserError` if the chip has no products whose scales are shared as the trainer does."""
+    chip = cluster.chip
+    if software.scaling is None or chip.family in _MX_FAMILIES:
+        return
+    having = [other.name for other in CHIPS.values() if other.family in _MX_FAMILIES]
+    raise UserError(
+        f"--software {name}: a {chip.name} has no products in {software.scaling}; use a cluster of "
+        f"{join_or(having)}, or --software {name.removesuffix('-mxfp8')}"
+    )
