@@ -72,6 +72,7 @@ class Software:
             normalise and drop out move `score_bytes` per score in forward and
             `score_backward_bytes` in backward.
         attention: Kernel of the fused attention, a key of `ATTENTION_SPEEDS`.
+        windowed_attention: Kernel of attention with a window or chunks, if it is another one.
         causal_skip: Whether the masked half of the scores is skipped.
         sequence_parallel: Whether norms and residuals are divided among tensor ranks.
         stream_passes, inner_passes: How often the elementwise kernels of a block read or write a
@@ -126,6 +127,7 @@ class Software:
     name: str = "megaframe"
     fused_attention: bool = True
     attention: str = "cudnn"
+    windowed_attention: str | None = None
     causal_skip: bool = True
     sequence_parallel: bool = True
     stream_passes: float = 12.0
@@ -171,7 +173,12 @@ class Software:
         return tensor if self.parts == "ranks" else float(self.parts or parallel.tensor_chunks)
 
 
-MEGAFRAME = Software(gradients_of="buckets", data_tail=None, logit_bytes=6.0)
+MEGAFRAME = Software(
+    windowed_attention="triton",  # torch's kernels, cuDNN's too, take no window without a mask
+    gradients_of="buckets",
+    data_tail=None,
+    logit_bytes=6.0,
+)
 
 
 @dataclass(frozen=True)

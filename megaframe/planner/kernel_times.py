@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.window import Chunk, Window, compute_mean_keys
 from megaframe.errors import UserError
 from megaframe.hardware.chips import DTYPE_BYTES, Chip
 from megaframe.hardware.cluster import describe_unknown_chip
@@ -22,6 +24,16 @@ Number = Any
 """A float, or a numpy array of them."""
 _TILE = 128 * 256
 """Elements of the tile that one unit of a chip computes at a time, in fast kernels of GPUs."""
+
+_ATTENTION_TILE = 128
+"""Queries, and keys, of a tile of fused attention."""
+_TILE_STARTS = {"triton": 338.0}
+"""By kernel of attention: with how many keys a query could be computed while a tile of queries
+starts and ends. On one H200, eight documents in 8,192 tokens took 0.2029 (forward) and 0.2034
+(backward) of the time of one (benchmarks/results/h200/attention.json, grouped heads), as if each
+query had 336 or 339 keys more; its tiles alone are 0.1385. Other kernels were not measured so."""
+_MEASURED_KEYS = 8192 / 2 + _ATTENTION_TILE / 2
+"""Keys of a query where the speeds of kernels were measured: causal, without a window."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,35 @@ def estimate_linear_seconds(
 def estimate_elementwise_seconds(rate: KernelRates, size: Number) -> Number:
     """Return the seconds of elementwise kernels that read and write `size` bytes in total."""
     return size / rate.memory
+
+
+def count_computed_keys(seq: int, window: Window) -> float:
+    """Return the mean number of keys with which a causal kernel computes scores of a query. Tiles
+    at the edges of the mask are computed as a whole: that of the queries' own places, and behind a
+    window the one that it ends in.
+
+    Args:
+        seq: Tokens of a sample.
+        window: What a token sees.
+    """
+    if isinstance(window, Chunk):
+        return min(seq, compute_mean_keys(seq, window) + _ATTENTION_TILE / 2)
+    tiles = seq / _ATTENTION_TILE
+    most = min(tiles, 1 + ceil(((window or seq) - 1) / _ATTENTION_TILE))
+    # The first tiles of queries have 1, 2, 3 and so on tiles of keys, all further ones `most`.
+    return min(seq, _ATTENTION_TILE * most * (1 - (most - 1) / (2 * tiles)))
+
+
+def compute_start_factor(kernel: str, keys: float) -> float:
+    """Return how many times longer a score takes in a kernel of attention than where the kernel's
+    speed was measured, because a tile of queries starts and ends however few its keys are.
+
+    Args:
+        kernel: A key of `constants.ATTENTION_SPEEDS`.
+        keys: With which a query is computed.
+    """
+    start = _TILE_STARTS.get(kernel, 0.0)
+    return (1 + start / keys) / (1 + start / _MEASURED_KEYS)
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:

@@ -21,6 +21,7 @@ from megaframe.architecture.layer import (
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.quantised import count_decoded_bytes
 from megaframe.architecture.stages import compute_trained_share
+from megaframe.architecture.window import Chunk, Window, compute_mean_keys
 from megaframe.planner.communication_times import (
     estimate_context_parallel_times,
     estimate_expert_parallel_times,
@@ -29,6 +30,8 @@ from megaframe.planner.communication_times import (
 from megaframe.planner.constants import get_attention_speeds
 from megaframe.planner.kernel_times import (
     KernelRates,
+    compute_start_factor,
+    count_computed_keys,
     estimate_elementwise_seconds,
     estimate_grouped_matmul_seconds,
     estimate_linear_seconds,
@@ -40,8 +43,6 @@ Number = Any
 """A float, or a numpy array of them."""
 _HEAD = 128
 """Width of the heads for which the speeds of attention are known."""
-_EDGE = 64
-"""Half a tile of keys, which a query computes in vain at the edge of a causal mask."""
 _EXPONENTIAL_TERMS = {"a100": 32.0, "h100": 64.0}
 """Terms of attention's products that tensor cores sum in the time of one exponential: a
 multiprocessor computes 16 exponentials in a cycle (NVIDIA, CUDA C++ Programming Guide, throughput
@@ -223,12 +224,15 @@ def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> Pass
         times = _estimate_chunk_times(machine, products)
         return times.scale(sizes.tensor) if mixer.repeated else times
     if software.fused_attention:
+        kernel = software.attention
+        if _is_windowed(mixer.window, seq) and software.windowed_attention is not None:
+            kernel = software.windowed_attention
         forward, backward = (
-            sum(_count_computed_flops(machine, product) for product in of_pass) / seq
+            sum(_count_computed_flops(machine, p, mixer.window, kernel) for p in of_pass) / seq
             for of_pass in (products, [p for p in products if p.differentiated])
         )
         speed = rate.attention * sizes.tensor / machine.tokens
-        kernel, family = software.attention, machine.cluster.chip.family
+        family = machine.cluster.chip.family
         forward_speed, backward_speed = get_attention_speeds(kernel, family)
         # Backward recomputes the scores: five products instead of two (Dao 2023, section 3.1).
         return PassTimes(
@@ -249,14 +253,25 @@ def _estimate_attention_times(machine: Machine, mixer: MixerDescription) -> Pass
     return seconds + passes.scale(pass_over_scores)
 
 
-def _count_computed_flops(machine: Machine, product: BatchedProduct) -> float:
+def _is_windowed(window: Window, seq: int) -> bool:
+    """Return whether a sample has keys that a window or chunk hides."""
+    size = window.size if isinstance(window, Chunk) else window
+    return size is not None and size < seq
+
+
+def _count_computed_flops(
+    machine: Machine, product: BatchedProduct, window: Window, kernel: str
+) -> float:
     """Return the operations of one of fused attention's two products in a sample, in terms of heads
-    of 128: a causal kernel computes the tiles at the edges of the mask as a whole, and the
-    exponential of a score takes as long as some terms of its products."""
+    of 128 and of long rows of keys: a causal kernel computes the tiles at the edges of the mask as
+    a whole, a tile of queries starts and ends, and the exponential of a score takes as long as some
+    terms of its products."""
     seq = max(product.rows, 1)
     share = 1.0
     if machine.software.causal_skip:
-        share = min(1.0, product.causal_share + _EDGE / seq)
+        keys = count_computed_keys(seq, window)
+        edges = keys - compute_mean_keys(seq, window)
+        share = min(1.0, product.causal_share + edges / seq) * compute_start_factor(kernel, keys)
     terms = min(product.terms, product.outputs)
     exponential = _EXPONENTIAL_TERMS.get(machine.cluster.chip.family, 0.0)
     slower = (1 + exponential / terms) / (1 + exponential / _HEAD)

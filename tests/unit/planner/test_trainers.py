@@ -107,6 +107,24 @@ def test_slower_kernels_of_attention_make_steps_longer_by_what_they_take():
     assert slow - fast == pytest.approx(flops / rate * more, rel=0.01)
 
 
+def test_attention_with_a_window_takes_another_kernel_and_more_than_what_it_sees():
+    """torch's kernels take no window, so ours computes it, tile by tile."""
+
+    def compute(window, **software):
+        config = make_config(model={"window": window})
+        return predict_step(config, replace(MEGAFRAME, **software)).breakdown["compute"]
+
+    near, far = compute(1024), compute(1024, windowed_attention=None)
+    flops = 4 * 8192 * 4096 * 8 * 2 / CLUSTER.chip.get_sustained_flops("bf16")
+    keys = 1 / 8 * (512 + 64) + 7 / 8 * (1024 + 128)
+    ours = (keys + 338) / (1 + 338 / 4160) * (1 / 0.7 + 2.5 / 0.61)
+    assert near - far == pytest.approx(
+        flops / CONSTANTS.attention * (ours - keys * (1 + 2.5 / 0.78)), rel=0.01
+    )
+    # A window as long as the sample sees what no window does, in the same kernel.
+    assert compute(8192) == compute(None) == compute(None, windowed_attention=None)
+
+
 def test_narrow_heads_wait_for_exponentials():
     """Heads of 64 take as many products, and twice as many exponentials, as heads of 128."""
     wide = make_config(train={"seq": 32768, "global_batch": 8}).model_copy(deep=True)
