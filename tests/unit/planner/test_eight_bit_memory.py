@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from megaframe.architecture.block import describe_block
 from megaframe.config import RunConfig, load
@@ -35,14 +35,14 @@ H100, H200 = load_cluster("h100-ib"), load_cluster("h200-ib")
 SCHEDULES = [*NAMED_SCHEDULES]
 
 
-class CountEightBits(TorchDispatchMode):
+class CountEightBits(TorchFunctionMode):
     """Counts the bytes of all tensors in 8 bits that exist at a time."""
 
     def __init__(self):
         super().__init__()
         self.alive, self.most = {}, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in (result,) if isinstance(result, torch.Tensor) else ():
             if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
