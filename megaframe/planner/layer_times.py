@@ -153,10 +153,10 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
 
 def _estimate_decoding_times(machine: Machine, linears: Sequence[LinearSpec]) -> PassTimes:
     """Return the seconds in which values are made of codes, once for each pass."""
-    moved: Number = 0.0
+    moved, seq = 0.0, machine.config.train.seq
     for linear in linears:
         if linear.quantised is not None:
-            groups, _, outputs, inputs = compute_local_product(machine, linear)
+            groups, _, outputs, inputs = compute_local_product(machine.sizes, seq, linear)
             each = count_decoded_bytes(linear.quantised, machine.rate.width)
             moved = moved + each * groups * outputs * inputs
     seconds = estimate_elementwise_seconds(machine.rate, moved)
