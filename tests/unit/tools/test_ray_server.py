@@ -3,6 +3,7 @@ islands over process groups, also when a shard dies; and they go on when one of 
 it comes back."""
 
 import json
+import os
 import shlex
 import sys
 from importlib.util import find_spec
@@ -18,11 +19,13 @@ if find_spec("ray") is None:
 
 from entry_runs import read_losses, train
 from patience import count_lines, wait_until
+from tolerances import promised
 from tool_process import start_tool
 
+from megaframe.config import load
 from megaframe.distributed.ray_cluster import connect_to_ray
 from megaframe.errors import UserError
-from megaframe.optim.parameter_server.ray_actors import NAMESPACE
+from megaframe.optim.parameter_server.ray_actors import NAMESPACE, start_actors
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools/launch"))
@@ -165,6 +168,27 @@ def test_islands_of_a_server_die_and_come_back(pool, start, overrides, tmp_path)
     assert "island 0 does not train what server outer synchronises: parameter" in other.read()
     wait_until(lambda: missing.poll() is not None)
     assert "there is no server sync.server=inner on this Ray cluster" in missing.read()
+
+
+def train_with_server(address, words):
+    os.environ["RAY_ADDRESS"] = address
+    train(words)
+
+
+@pytest.mark.slow
+def test_an_island_of_any_layout_that_averages_alone_is_a_run_without_a_server(
+    cluster, pool, overrides, tmp_path
+):
+    """Each rank exchanges its own boxes with two shards, which have the rows of all."""
+    keys = {"train__steps": 7, "train__microbatch": 2}
+    pool.run(1, train, overrides(run__dir=tmp_path / "plain", **keys))
+    layout = {"parallel__tensor": 2, "parallel__data": 2, "parallel__zero": 3}
+    sync = {"sync__server": "alone", "sync__every": 2, "sync__optimizer": "sgd"}
+    words = overrides(**keys, **layout, **sync)
+    take_notes = start_actors(load(None, words), tmp_path / "server", 2)
+    pool.run(4, train_with_server, cluster, words)
+    assert read_losses(tmp_path / "run") == promised(read_losses(tmp_path / "plain"))
+    assert take_notes() == ["island 0 joins at round 0", "island 0 leaves after round 4"]
 
 
 def test_a_server_that_cannot_be_is_refused(overrides):
