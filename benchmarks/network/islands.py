@@ -39,7 +39,8 @@ ISLANDS = [
     "sync.fragments=2",
     "sync.delay=2",
     "sync.compress=int4",
-    "sync.optimizer=sgd",
+    "sync.outer_lr=0.8",
+    "sync.outer_momentum=0.5",
 ]
 METHODS = {
     "data parallel": [],
