@@ -125,10 +125,12 @@ def sum_in_steps(all_gradients, sizes, round_trip):
             numbers = [number for number in own_rows if number // stride % size == place]
             parts = {}
             for number in numbers:
-                parts[number] = own_rows[number].clone()
-                for other in members:
-                    if other != rank:
-                        parts[number] += round_trip(rows_of_ranks[other][number])
+                # In the order of ranks; the owner does not encode its own.
+                kept = [
+                    own_rows[number] if other == rank else round_trip(rows_of_ranks[other][number])
+                    for other in members
+                ]
+                parts[number] = sum(kept[1:], start=kept[0])
             summed.append(parts)
         rows_of_ranks, stride = summed, stride * size
     return [parts[rank] for rank, parts in enumerate(rows_of_ranks)]

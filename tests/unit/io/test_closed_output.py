@@ -54,7 +54,7 @@ def test_a_connection_that_breaks_is_no_closed_output():
         raise BrokenPipeError("a connection")
 
 
-NO_PACKAGES = {"trace_step.py", "wheels.py"}
+NO_PACKAGES = {"delay.py", "trace_step.py", "wheels.py"}
 """Commands that run without megaframe, and print a line."""
 
 
