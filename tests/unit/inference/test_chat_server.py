@@ -13,29 +13,20 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from chat_folders import name_tokenizer, write_byte_tokenizer
+from chat_models import make_chat_model
 from patience import PATIENCE
-from transformers_models import make_random_checkpoint
 
 from megaframe.errors import UserError
 from megaframe.inference.chat_server import ChatServer
 from megaframe.inference.generation import SamplingOptions
-from megaframe.inference.library import load_model
 from megaframe.io.http import MOST_BODY
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    "<|im_start|>"
-)
 MESSAGES = [{"role": "user", "content": "ab"}]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
-    sizes = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 259}
-    path = make_random_checkpoint(tmp_path_factory.mktemp("page") / "own", **sizes)
-    return load_model(path, tokenizer=name_tokenizer(folder))
+    return make_chat_model(tmp_path_factory.mktemp("page"))
 
 
 @pytest.fixture

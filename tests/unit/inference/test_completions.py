@@ -4,26 +4,17 @@ refuse."""
 import json
 
 import pytest
-from chat_folders import name_tokenizer, write_byte_tokenizer
-from transformers_models import make_random_checkpoint
+from chat_models import make_chat_model
 
 from megaframe.errors import UserError
 from megaframe.inference.completions import CHATS, PROMPTS, Completion, read_request
-from megaframe.inference.library import load_model
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    "<|im_start|>"
-)
 MESSAGES = [{"role": "user", "content": "ab"}]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
-    sizes = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 259}
-    path = make_random_checkpoint(tmp_path_factory.mktemp("served") / "own", **sizes)
-    return load_model(path, tokenizer=name_tokenizer(folder))
+    return make_chat_model(tmp_path_factory.mktemp("served"))
 
 
 def ask(model, path, /, **keys):
