@@ -74,6 +74,7 @@ STEPS = (
         kernels=("router", "expert_order", "permute", "unpermute", "attention_backward"),
     ),
     Step("recurrent", 60, kernels=("delta_rule", "ssd")),
+    Step("codes", 45, kernels=("decode_blocks",)),
 )
 KERNELS = tuple(name for step in STEPS for name in step.kernels)
 

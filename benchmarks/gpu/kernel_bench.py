@@ -44,6 +44,7 @@ _WORTH_COMPILING = frozenset(
         "square_sum",
         "router",
         "quantise",
+        "decode_blocks",
     )
 )
 """Kernels for which a compiler can compete. Each takes seconds to compile."""

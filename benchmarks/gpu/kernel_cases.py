@@ -104,6 +104,7 @@ def list_cases(s: CaseSizes) -> Iterator[KernelCase]:
     yield from _make_quantise(s)
     yield from _make_fp8_experts(s)
     yield from _make_recurrence(s)
+    yield from _make_codes(s)
 
 
 def _make_elementwise(s: CaseSizes) -> Iterator[KernelCase]:
@@ -421,3 +422,32 @@ def _make_recurrence(s: CaseSizes) -> Iterator[KernelCase]:
     name = f"heads of {s.width // 2}, keys of {s.width}"
     back = LeastWork(flops=2 * less.flops)
     yield KernelCase("ssd", name, make_ssd, less, back, length=s.length * s.width)
+
+
+def _make_codes(s: CaseSizes) -> Iterator[KernelCase]:
+    """Yield the cases of weights that are kept as codes: a matrix of an MLP."""
+    from megaframe.ops.block_codec import compute_levels
+
+    length, block = s.hidden * s.ffn, 64
+
+    def draw_bytes(count: int, least: int, end: int) -> Tensor:
+        return torch.randint(least, end, (count,), dtype=torch.uint8)
+
+    def make(kind: str, per_byte: int, group: int) -> tuple[Any, ...]:
+        return (
+            torch.empty(length, dtype=torch.bfloat16),
+            draw_bytes(length // per_byte, 0, 255),
+            torch.tensor(compute_levels(kind)),
+            torch.rand(length // block // group),
+            draw_bytes(length // block, 1, 256) if group > 1 else None,
+        )
+
+    for name, kind, per_byte, group in (
+        ("nf4", "nf4", 2, 1),
+        ("nf4, shares", "nf4", 2, 16),
+        ("int8", "int8", 1, 1),
+    ):
+        absmax = (4 / group + (group > 1)) / block
+        work = LeastWork(length * (1 / per_byte + absmax + 2))
+        arguments = partial(make, kind, per_byte, group)
+        yield KernelCase("decode_blocks", name, arguments, work, options={"block": block})

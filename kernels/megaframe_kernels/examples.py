@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megaframe_kernels import loss
+from megaframe_kernels import codes, loss
 from megaframe_kernels.attention import launches
 from megaframe_kernels.elementwise import activation, norm, qkv_rotary, rotary
 from megaframe_kernels.experts import (
@@ -245,6 +245,21 @@ def _launch_recurrence(
         yield Example(name, partial(call, sizes, dtype, "channels" in name))
 
 
+def _launch_decoding() -> Iterator[Example]:
+    def call(block: int, group: int, count: int, dtype: torch.dtype) -> None:
+        length = 2**28
+        values, levels = _make_tensor(length, dtype=dtype), _make_tensor(count, dtype=torch.float32)
+        stored = _make_tensor(length // (2 if count == 16 else 1), dtype=torch.uint8)
+        scales = _make_tensor(length // block // group, dtype=torch.float32)
+        shares = _make_tensor(length // block, dtype=torch.uint8) if group > 1 else None
+        codes.launch_decode(values, stored, levels, scales, shares, block)
+
+    yield Example("nf4", partial(call, 64, 1, 16, torch.bfloat16))
+    yield Example("nf4, shares", partial(call, 64, 16, 16, torch.bfloat16))
+    yield Example("nf4, blocks of 16, fp32", partial(call, 16, 1, 16, torch.float32))
+    yield Example("int8", partial(call, 64, 1, 255, torch.bfloat16))
+
+
 EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "norm": _launch_norms,
     "activation": _launch_activations,
@@ -273,5 +288,6 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
         ("heads of 64, keys of 256", (1, 48, 256, 64), torch.bfloat16),
         corrects=False,
     ),
+    "decode_blocks": _launch_decoding,
 }
 """Examples by the name of a kernel."""

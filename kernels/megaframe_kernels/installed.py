@@ -78,6 +78,17 @@ def check_apex() -> str | None:
     return None
 
 
+@functools.lru_cache
+def check_bitsandbytes() -> str | None:
+    """Return why bitsandbytes cannot be used, or None."""
+    if _find_folder("bitsandbytes") is None:
+        return "bitsandbytes is not installed"
+    version = metadata.version("bitsandbytes")
+    if tuple(int(n) for n in version.split(".")[:2]) < (0, 50):
+        return f"bitsandbytes {version} was not tried; 0.50 is what it needs"
+    return None
+
+
 def check_cuda() -> str | None:
     """Return why nothing can run on a GPU, or None."""
     return None if torch.cuda.is_available() else "torch sees no GPU"
@@ -88,7 +99,8 @@ def read_versions() -> dict[str, str]:
     versions = {"torch": str(torch.__version__)}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    for package in ("triton", "liger-kernel", "flash-attn", "apex", "transformer-engine"):
+    libraries = "liger-kernel", "flash-attn", "apex", "transformer-engine", "bitsandbytes"
+    for package in ("triton", *libraries):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -36,21 +36,23 @@ def compute_bits_per_element(config: QuantisationConfig) -> Fraction:
     return BITS[config.type] + scales
 
 
-def count_decoded_bytes(config: QuantisationConfig, width: int) -> float:
-    """Return the bytes that are read and written for each element whose value is made: its code as
-    a number, which its level is looked up by, and the product with its absmax.
+def count_decoded_bytes(config: QuantisationConfig, width: int, *, by_kernel: bool) -> float:
+    """Return the bytes that are read and written for each element whose value is made: its code and
+    its share of absmax, the value, and what plain code makes in between.
 
     Args:
         config: How it is kept.
         width: Bytes of a value.
+        by_kernel: Whether a kernel makes it.
     """
+    moved = float(compute_bits_per_element(config)) / 8 + width
     # Temporaries are written and read.
-    return BITS[config.type] / 8 + 2 * count_temporary_bytes(config) + width
+    return moved if by_kernel else moved + 2 * count_temporary_bytes(config)
 
 
 def count_temporary_bytes(config: QuantisationConfig) -> float:
-    """Return the bytes for each element whose value is being made: a number of 4 bytes for each
-    byte of codes, and its level."""
+    """Return the bytes for each element whose value plain code is making: a number of 4 bytes for
+    each byte of codes, and its level. Kernels need none, but a run may fall back."""
     return 4 * BITS[config.type] / 8 + 4
 
 

@@ -25,6 +25,7 @@ from megaframe.data_parallel.quantised_bucket import QuantisedBucket
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.ops.block_codec import BlockCodec
+from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter, Precision
 
 _TABLES = ("embedding", "head")
@@ -75,6 +76,7 @@ class BucketLayout:
         stages: Mapping[int, Sequence[Module]],
         bucketing: BucketingRule,
         buffers: BufferPool,
+        kernels: Kernels,
     ) -> None:
         """Make the buckets and bind all parameters to them.
 
@@ -85,10 +87,11 @@ class BucketLayout:
             stages: The units of each stage, by its index, in the order of the forward pass.
             bucketing: What the optimizer requires of buckets.
             buffers: Lends the memory of the buckets.
+            kernels: Make values of weights that are kept as codes.
         """
         self._parallel, self._precision = parallel, precision
         self._mesh, self._bucketing = mesh, bucketing
-        self._buffers = buffers
+        self._buffers, self._kernels = buffers, kernels
         self.completed_by: dict[int, list[Bucket]] = {}
         self.used_by: dict[int, list[Bucket]] = {}
         self.vectors_of: dict[int, list[Bucket]] = {}
@@ -180,8 +183,8 @@ class BucketLayout:
         boxes = [p.spec.find_local_box(mesh.coordinate, sizes) for p in parameters]
         of_bucket = parameters, boxes, precision, sharding, self._buffers
         if (codes := self._find_codes(spec)) is not None:
-            replica = parameters[0].replica
-            return QuantisedBucket(*of_bucket, BlockCodec(codes), replica=replica)
+            coding = BlockCodec(codes), self._kernels
+            return QuantisedBucket(*of_bucket, *coding, replica=parameters[0].replica)
         return Bucket(
             *of_bucket,
             trained=bucketing.is_trained(spec),

@@ -19,6 +19,7 @@ from megaframe.data_parallel.bucket import Bucket, BucketSharding
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.distributed.collectives import all_gather_
 from megaframe.ops.block_codec import BlockCodec
+from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Parameter, Precision
 
 
@@ -35,6 +36,7 @@ class QuantisedBucket(Bucket):
         sharding: BucketSharding,
         buffers: BufferPool,
         codec: BlockCodec,
+        kernels: Kernels,
         *,
         replica: bool = False,
     ) -> None:
@@ -47,9 +49,10 @@ class QuantisedBucket(Bucket):
             sharding: The ranks that share the bucket; they divide it at stage 3 alone.
             buffers: Lends all memory on the device.
             codec: Of the weights.
+            kernels: Make values on the device.
             replica: As in `Bucket`.
         """
-        self._codec = codec
+        self._codec, self._kernels = codec, kernels
         self._gathered: Tensor | None = None
         # Nothing is updated: below stage 3 all codes are where all values would be.
         sharding = replace(sharding, stage=sharding.stage if sharding.stage == 3 else 0)
@@ -119,7 +122,7 @@ class QuantisedBucket(Bucket):
         codes = self._codes if self._gathered is None else self._gathered
         parts = 1 if self._gathered is None else self.sharding.shard.size
         for part, values in zip(codes.view(parts, -1), self._values.view(parts, -1), strict=True):
-            self._codec.decode(part, values)
+            self._codec.decode(part, values, self._kernels)
         self._drop_gathered()
         self._bind_values(self._values)
 

@@ -24,6 +24,7 @@ from megaframe.data_parallel.small_batches import SmallBatchNorms
 from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.layout import Layout
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter
 from megaframe.schedule.zero_buffers import BLOCKS_PRESENT, REDUCTIONS_IN_FLIGHT
 
@@ -116,6 +117,7 @@ class ShardedParameters:
         stages: Mapping[int, Sequence[Module]],
         bucketing: BucketingRule,
         tied: TiedEmbedding | None = None,
+        kernels: Kernels = NO_KERNELS,
     ) -> None:
         """Make the buckets and bind all parameters to them. All ranks of the world must call this.
 
@@ -125,6 +127,7 @@ class ShardedParameters:
             stages: The units of each stage, by its index, in the order of the forward pass.
             bucketing: What the optimizer requires of buckets.
             tied: The token embedding, if this rank and another one have it.
+            kernels: Make values of weights that are kept as codes.
         """
         self._tied = tied
         self.buffers = BufferPool(mesh.device, mesh.allocate)
@@ -133,7 +136,7 @@ class ShardedParameters:
             mesh.divide_exchanges(_list_reduction_axes(config.model, mesh.layout), node_size)
         precision = PRECISIONS[config.train.precision]
         self._layout = BucketLayout(
-            config.parallel, precision, mesh, stages, bucketing, self.buffers
+            config.parallel, precision, mesh, stages, bucketing, self.buffers, kernels
         )
         self.buckets = self._layout.buckets
         self.gathers = any(bucket.gathers for bucket in self.buckets)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megaframe.architecture.quantised import BITS, DECODED_AT_ONCE, count_unit
 from megaframe.config.adapters import QuantisationConfig
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 _SCALE = torch.float32
 _LARGEST_SHARE = 255
@@ -54,6 +55,7 @@ class BlockCodec:
         self._levels, self._block = compute_levels(config.type), config.block
         self.unit, self._shares = count_unit(config), config.absmax_block is not None
         self._per_byte = 8 // BITS[config.type]
+        self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def count_bytes(self, length: int) -> int:
         """Return the bytes of so many elements: a multiple of 4, so that spans of several ranks
@@ -91,16 +93,21 @@ class BlockCodec:
             share = (groups / whole * _LARGEST_SHARE).round_().clamp_(1, _LARGEST_SHARE)
             shares[first:last].copy_((share * (groups > 0)).to(torch.uint8).view(-1))
 
-    def decode(self, stored: Tensor, values: Tensor) -> None:
+    def decode(self, stored: Tensor, values: Tensor, kernels: Kernels = NO_KERNELS) -> None:
         """Write the values of codes: level times absmax, rounded once to the type of `values`.
 
         Args:
             stored: What `encode` wrote.
             values: Receives them, [length].
+            kernels: Of the run.
         """
         scales, shares, codes = self._split(stored, len(values))
         dtype = torch.promote_types(values.dtype, _SCALE)
         levels = self._make_levels(dtype, values.device)
+        operands = values, codes, levels, scales, shares
+        if decode := kernels.find("decode_blocks", *operands, block=self._block):
+            decode(*operands, block=self._block)
+            return
         pairs = levels[:, None]
         if self._per_byte == 2:
             high, low = (each.reshape(-1) for each in torch.meshgrid(levels, levels, indexing="ij"))
@@ -128,7 +135,11 @@ class BlockCodec:
         return scales.view(_SCALE), shares if self._shares else None, codes
 
     def _make_levels(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.tensor(self._levels, dtype=dtype, device=device)
+        # Kept: a copy to a GPU in each pass would make the host wait, and no graph could hold it.
+        if (table := self._tables.get((dtype, device))) is None:
+            table = torch.tensor(self._levels, dtype=dtype, device=device)
+            self._tables[dtype, device] = table
+        return table
 
     def _count_chunk(self) -> int:
         """Return how many elements are coded at once: whole units and bytes."""

@@ -154,10 +154,12 @@ def _estimate_linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
 def _estimate_decoding_times(machine: Machine, linears: Sequence[LinearSpec]) -> PassTimes:
     """Return the seconds in which values are made of codes, once for each pass."""
     moved, seq = 0.0, machine.config.train.seq
+    by_kernel = machine.config.kernels.codes != "reference" and not machine.cluster.chip.is_host
     for linear in linears:
         if linear.quantised is not None:
             groups, _, outputs, inputs = compute_local_product(machine.sizes, seq, linear)
-            each = count_decoded_bytes(linear.quantised, machine.rate.width)
+            width = machine.rate.width
+            each = count_decoded_bytes(linear.quantised, width, by_kernel=by_kernel)
             moved = moved + each * groups * outputs * inputs
     seconds = estimate_elementwise_seconds(machine.rate, moved)
     return PassTimes(seconds, seconds, 0.0)

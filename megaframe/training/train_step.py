@@ -125,7 +125,7 @@ class TrainStep:
         groups = ParameterGroups(config, mesh, kernels)
         units = {index: chunk.units for index, chunk in chunks.items()}
         self.sharded_parameters = sharded = ShardedParameters(
-            config, mesh, units, groups.bucketing, tied
+            config, mesh, units, groups.bucketing, tied, kernels
         )
         self.optimizer = Optimizer(config.optim, train, mesh, sharded, groups, kernels)
         self.islands = make_island_sync(config, mesh, sharded, self.optimizer)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from bitwise import assert_same_bits
 from parity_runs import FEW, assert_same, make_layout_check, run
 from slow_cases import slow
 from tolerances import promised
@@ -118,3 +119,13 @@ def test_values_are_those_of_the_codes(pool):
     assert_same(pool.run(2, run, coded, FEW, {"zero": 3}), expected)
     (other,) = pool.run(1, run, plain, FEW)
     assert other.losses != promised(expected.losses)
+
+
+def test_a_kernel_makes_the_values_of_plain_code(pool):
+    model = {**WIDE, "layers": 1, "adapters": {"rank": 3, "quantize_base": {"block": 4}}}
+    train, rest = {**FEW, "precision": "fp32"}, (False, False, False, None)
+    plain, by_kernel = (
+        pool.run(2, run, model, train, {"zero": 3}, *rest, {"codes": name})
+        for name in ("reference", "triton")
+    )
+    assert_same_bits(by_kernel, plain, because="a kernel multiplies the same numbers in fp32")

@@ -31,6 +31,7 @@ NARROW = {"layers": 1, "heads": 2, "head_dim": 8, "vocab": 16}
 MOE = {**NARROW, "moe": {"experts": 4, "ffn": 16, "top_k": 2}}
 SCORES = {"mixer": {"softcap": 1.0, "sinks": True}}
 DELTA = {"kind": "gated_delta_net", "key_dim": 4, "key_heads": 1, "value_heads": 1, "value_dim": 4}
+NF4, INT8 = {"block": 4, "absmax_block": 2}, {"type": "int8", "block": 4}
 MAMBA = {"heads": 2, "head_dim": 4, "groups": 1, "state_dim": 4}
 CONFIGS = {
     "gpt2, plain loss": ({**MODELS["gpt2"]}, {}, {}, {}),
@@ -40,8 +41,14 @@ CONFIGS = {
         {},
         {},
     ),
-    "llama, part of a head": ({**MODELS["llama"], "rotary_fraction": 0.5}, {}, {}, {}),
-    "softcap and sinks": ({**NARROW, "head_dim": 16, "blocks": [SCORES]}, {}, {}, {}),
+    "llama, part of a head, adapters of nf4": (
+        {**MODELS["llama"], "rotary_fraction": 0.5, "adapters": {"quantize_base": NF4}},
+        *({}, {}, {}),
+    ),
+    "softcap and sinks, adapters of int8": (
+        {**NARROW, "head_dim": 16, "blocks": [SCORES], "adapters": {"quantize_base": INT8}},
+        *({}, {}, {}),
+    ),
     "softcap on a ring": ({**NARROW, "blocks": [SCORES]}, {}, {"context": 2}, {}),
     "wide rows": (
         {**NARROW, "norm": "rmsnorm", "hidden": 8256, "ffn": 32},

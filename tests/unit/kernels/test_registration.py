@@ -132,6 +132,10 @@ CASES = {
         ),
     ),
 }
+CASES["decode_blocks_"] = lambda: (
+    *(make_random(24), torch.full((12,), 7, dtype=torch.uint8)),
+    *(make_random(16), make_random(3), torch.full((6,), 9, dtype=torch.uint8), 4),
+)
 CASES["recurrence"] = make_recurrence_arguments
 CASES["recurrence_backward"] = make_recurrence_backward_arguments
 

@@ -11,10 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_exactness import DEVICE
+from tolerances import assert_near
 
-from megaframe.architecture.quantised import compute_bits_per_element
+from megaframe.architecture.quantised import compute_bits_per_element, count_decoded_bytes
+from megaframe.config import RunConfig
 from megaframe.config.adapters import QuantisationConfig
 from megaframe.ops.block_codec import BlockCodec, compute_levels, round_to_codes
+from megaframe.ops.kernel_dispatch import make_kernels
 
 BLOCK, ROWS = 16, 3
 
@@ -106,6 +110,8 @@ def test_bytes_are_those_of_the_plan(kind, absmax_block):
     codec.decode(stored, narrow)
     codec.decode(stored, wide)
     assert narrow.equal(wide.bfloat16())  # rounded once
+    moved = count_decoded_bytes(config, 2, by_kernel=True)
+    assert length * moved == codec.count_bytes(length) + 2 * length
 
 
 def test_what_is_not_finite_stays_so():
@@ -115,3 +121,23 @@ def test_what_is_not_finite_stays_so():
         values[1] = value
         round_to_codes(values, config)
         assert not values[1].isfinite() and values[4:].equal(torch.ones(4))
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 96), (96, 352), (352, 480)])
+def test_a_kernel_makes_the_values_of_a_part_that_begins_inside_a_row(start, end):
+    """As ranks of ZeRO 3 have them, in a buffer of several."""
+    model = {"adapters": {"quantize_base": {"block": 16, "absmax_block": 2}}}
+    config = RunConfig(model=model, kernels={"codes": "triton"})
+    kernels = make_kernels(config, torch.device(DEVICE))
+    codec = BlockCodec(config.model.adapters.quantize_base)
+    values = torch.randn(3 * 160, generator=torch.Generator().manual_seed(0))
+    stored = torch.zeros(codec.count_bytes(len(values)), dtype=torch.uint8)
+    codec.encode(values, stored)
+    codec.decode(stored, values)
+    size = codec.count_bytes(end - start)
+    parts = torch.zeros(2, size, dtype=torch.uint8)
+    codec.encode(values[start:end], parts[1])
+    made = torch.full((end - start,), torch.nan, device=DEVICE)
+    codec.decode(parts.to(DEVICE)[1], made, kernels)
+    expected = values[start:end].to(DEVICE)
+    assert_near(made, expected, 3, size=expected.abs().double())

@@ -12,9 +12,11 @@ from repo_copy import ROOT
 from slow_cases import slow
 from torch.utils.flop_counter import FlopCounterMode
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import compute_trained_share, plan_stages
 from megaframe.config import RunConfig, load
+from megaframe.config.schema import KernelsConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.hardware.cluster import load_cluster
@@ -212,6 +214,26 @@ def test_magnitudes_take_time_but_no_weight_gradients():
         added.append(float(rescaled.forward - plain.forward))
     few, many = added
     assert few < many < 2 * few
+
+
+def test_values_of_codes_take_as_long_as_what_makes_them_moves():
+    """A kernel reads codes and writes values; plain code, as on CPUs, has numbers in between."""
+
+    def estimate(cluster, **kernels):
+        # So much that the host's launches do not take longer.
+        config = make_config(model={**NF4, "hidden": 4096, "heads": 32})
+        config = config.model_copy(update={"kernels": KernelsConfig(**kernels)})
+        train = config.train.model_copy(update={"microbatch": 256})
+        sizes = make_layout_sizes(config.parallel, train, Layout())
+        machine = Machine(config, load_cluster(cluster), get_family_constants("h100"), sizes)
+        of_forward = estimate_block_times(machine, 0).compute.forward
+        linears = describe_block(config.model, 0).linears
+        coded = sum(linear.elements for linear in linears if linear.quantised is not None)
+        return of_forward, coded / machine.rate.memory
+
+    (by_kernel, each), (plain, _) = estimate("h100-ib"), estimate("h100-ib", codes="reference")
+    assert plain - by_kernel == pytest.approx(2 * (4 / 2 + 4) * each, rel=1e-6)
+    assert estimate("cpu")[0] == estimate("cpu", codes="reference")[0]
 
 
 def test_the_guide_has_what_is_planned():
