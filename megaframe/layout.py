@@ -29,9 +29,11 @@ AXIS_SETS: tuple[tuple[str, ...], ...] = (
     ("data_replicate",),
     ("islands",),
     ("pipeline", "data_shard", "context", "tensor"),
+    ("pipeline", "data_shard", "data_replicate", "context", "tensor"),
     ("pipeline", "data", "context", "tensor"),
 )
-"""The axis sets over which some part of megaframe communicates. The last is the world."""
+"""The axis sets over which some part of megaframe communicates. The last two are an island and the
+world."""
 EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     ("context", "tensor"),
     ("expert",),

@@ -94,11 +94,7 @@ def main() -> None:
 def measure_losses(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the last validation loss, and the bytes that all ranks send for a token, of each
     number of islands and method."""
-    steps, half = arguments.steps, arguments.steps // 2
-    length = [f"train.steps={steps}", f"train.eval_every={half}", f"checkpoint.every={half}"]
-    first = RUNS / "first-half"
-    shutil.rmtree(RUNS, ignore_errors=True)
-    run_here(first, PLAIN, min(arguments.counts), [*length, f"train.stop_after={half}"])
+    first, length = run_first_half(arguments.steps, min(arguments.counts))
     found: dict[str, dict[str, Any]] = {}
     for count in arguments.counts:
         rows = found[str(count)] = {}
@@ -106,7 +102,7 @@ def measure_losses(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             folder = RUNS / "second-half"
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(first, folder)
-            lines = run_here(folder, method, count, length)[half:]
+            lines = run_here(folder, method, count, length)[arguments.steps // 2 :]
             sent = sum(line["bytes"]["data"] + line["bytes"].get("islands", 0) for line in lines)
             tokens = sum(line["tokens"] for line in lines)
             rows[method] = {
@@ -115,6 +111,15 @@ def measure_losses(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             }
             show_loss(count, method, rows)
     return found
+
+
+def run_first_half(steps: int, count: int) -> tuple[Path, list[str]]:
+    """Train half of the steps as data parallelism; return the run, and what to continue it with."""
+    half, first = steps // 2, RUNS / "first-half"
+    length = [f"train.steps={steps}", f"train.eval_every={half}", f"checkpoint.every={half}"]
+    shutil.rmtree(RUNS, ignore_errors=True)
+    run_here(first, PLAIN, count, [*length, f"train.stop_after={half}"])
+    return first, length
 
 
 def run_here(folder: Path, method: str, count: int, length: list[str]) -> list[dict[str, Any]]:
@@ -186,7 +191,8 @@ def make_overrides(folder: Path, keys: list[str], count: int, more: list[str]) -
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
-    text = (folder / "metrics.jsonl").read_text()
+    """Return the lines of the steps that a run has written so far."""
+    text = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
     return [line for line in map(json.loads, text.splitlines()) if "tokens" in line]
 
 

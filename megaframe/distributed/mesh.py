@@ -61,6 +61,7 @@ class Mesh(ProcessGroups):
         store: Shared by all ranks.
         data_control_group: The data ranks of this rank's island, over separate connections on the
             host, for small values that must not queue behind large transfers.
+        island_control_group: This rank and its counterparts on other islands, likewise.
         before_close: Functions that `close` calls before it ends the groups.
     """
 
@@ -126,6 +127,9 @@ class Mesh(ProcessGroups):
         self.add_groups(axis_sets)
         axes = ("data",) if layout.islands == 1 else ("data_shard", "data_replicate")
         self.data_control_group = self._make_group(axes, layout.list_groups(*axes), backend="gloo")
+        self.island_control_group = self._make_group(
+            ("islands",), layout.list_groups("islands"), backend="gloo", label="world"
+        )
         if has_others:
             self._watchdog = self._make_watchdog()
             if self.nccl is not None:

@@ -30,6 +30,7 @@ from megaframe.layout import Layout, count_ranks_per_node, exchange_groups, exch
 
 Ranks = tuple[int, ...]
 WORLD_AXES = ("pipeline", "data", "context", "tensor")
+ISLAND_AXES = ("pipeline", "data_shard", "data_replicate", "context", "tensor")
 
 
 class ProcessGroups:
@@ -92,12 +93,20 @@ class ProcessGroups:
         """All ranks."""
         return self.group(*WORLD_AXES)
 
+    @property
+    def island(self) -> Group:
+        """All ranks of this rank's island."""
+        return self.group(*ISLAND_AXES)
+
     def _make_key(self, axes: Iterable[str]) -> frozenset[str]:
         """Return the key of the group over `axes`, the same for axis sets that give the same ranks:
-        `data_shard` without replicas and islands is `data`, and `context` with one rank is left
-        out."""
-        sharded_only = self.layout.data_replicate == self.layout.islands == 1
-        names = {"data" if axis == "data_shard" and sharded_only else axis for axis in axes}
+        `data_shard` without replicas and islands is `data`, with `data_replicate` it is so without
+        islands, and `context` with one rank is left out."""
+        names = set(axes)
+        if self.layout.islands == 1:
+            copies = {"data_replicate"} if self.layout.data_replicate > 1 else set()
+            if names >= {"data_shard"} | copies:
+                names = names - {"data_shard", "data_replicate"} | {"data"}
         return frozenset(names) - (set() if self.layout.context > 1 else {"context"})
 
     def add_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
@@ -251,6 +260,7 @@ class ProcessGroups:
         shared: bool = False,
         link: bool = False,
         backend: str | None = None,
+        label: str | None = None,
     ) -> Group:
         """Make a process group for each tuple of ranks in `members`, which must be the same on all
         ranks.
@@ -261,6 +271,7 @@ class ProcessGroups:
             shared: Reuse a group that was made before for the same ranks.
             link: The groups are pipeline links.
             backend: Use this backend instead of the device's, for control.
+            label: Count bytes and waits under this label instead of the axes.
 
         Returns:
             The group with this rank, or a group of this rank alone if there is none.
@@ -287,7 +298,7 @@ class ProcessGroups:
                 )
         # Counted on all ranks or on none, so that every rank reports the same axes.
         if any(len(ranks) > 1 for ranks in members):
-            self._counted.append((self._format_traffic_label(axes), own_group))
+            self._counted.append((label or self._format_traffic_label(axes), own_group))
         return own_group
 
     def _make_handles(
@@ -339,8 +350,8 @@ class ProcessGroups:
 
     def _format_traffic_label(self, axes: tuple[str, ...]) -> str:
         """Return the label under which traffic is counted: the axes with more than one rank, or
-        `world` for the group of all ranks."""
+        `world` for the groups of all ranks and of all ranks of an island."""
         names, sizes = self._make_key(axes), self.layout.sizes
-        if names | {"context"} == {"tensor", "context", "data", "pipeline"}:
+        if names in (self._make_key(WORLD_AXES), self._make_key(ISLAND_AXES)):
             return "world"
         return "+".join(sorted(name for name in names if sizes.get(name, 2) > 1))

@@ -1,7 +1,8 @@
 """Metrics logger: collects the metrics of a step, and writes them as one line a step later.
 
-The line of a step is written when the next step is flushed. By then its values have been reduced
-over the ranks and copied to the host while training went on, so logging never makes a step wait.
+The line of a step is written when the next step is flushed, with several islands the one after. By
+then its values have been reduced over the ranks and copied to the host while training went on, so
+logging never makes a step wait.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class MetricsLogger:
         Raises:
             UserError: A sink cannot be opened.
         """
-        self._config, self._mesh, self._world = config, mesh, mesh.world
+        self._config, self._mesh = config, mesh
         self._device = mesh.device
         self._flops = count_flops(specs, config)
         self._timer = timer or StepTimer.make_for_device(mesh.device)
@@ -104,7 +105,7 @@ class MetricsLogger:
         self._records = StepRecords()
         self._observers: list[ObserveStep] = []
         self._unreduced: deque[tuple[int, StepRecords, StepTimeline]] = deque()
-        self._in_flight: tuple[int, PendingReduction] | None = None
+        self._in_flight: deque[tuple[int, PendingReduction]] = deque()
         self._sinks: list[Sink] = []
         self._samples: dict[int, Sequence[TextSample]] = {}
         self._console: ConsoleSink | None = None
@@ -158,7 +159,7 @@ class MetricsLogger:
         self._samples[step] = samples
 
     def flush(self, step: int) -> list[StepValues]:
-        """End step `step`: start reducing its values, and write the line of the step before.
+        """End step `step`: start reducing its values, and write the line of an earlier step.
 
         Rates need `tokens` to have been recorded: the tokens of the step over all ranks.
 
@@ -181,13 +182,16 @@ class MetricsLogger:
         return self._send()
 
     def _send(self) -> list[StepValues]:
-        """Start reducing the values of the first due step; write the line of the one before."""
+        """Start reducing the values of the first due step; write the line of an earlier one."""
         step, records, split = self._unreduced.popleft()
         for name, value, how in self._breakdown.make_records(split, step):
             records.add(name, value, how)
-        previous = self._in_flight
-        self._in_flight = step, records.reduce(self._world, self._device)
-        return self._write(previous)
+        for _, earlier in self._in_flight:
+            earlier.advance()
+        mesh = self._mesh
+        reduction = records.reduce(mesh.island, self._device, mesh.island_control_group)
+        self._in_flight.append((step, reduction))
+        return self._write_first() if len(self._in_flight) > reduction.steps else []
 
     def write_pending_steps(self) -> list[StepValues]:
         """Write the lines of all flushed steps now, flush all sinks, and return what `flush`
@@ -199,8 +203,8 @@ class MetricsLogger:
         written: list[StepValues] = []
         while self._unreduced:
             written += self._send()
-        previous, self._in_flight = self._in_flight, None
-        written += self._write(previous)
+        while self._in_flight:
+            written += self._write_first()
         for sink in self._sinks:
             sink.flush()
         if self._files is not None:
@@ -213,7 +217,7 @@ class MetricsLogger:
         self._start = step
         self._unreduced.clear()
         self._samples.clear()
-        self._in_flight = None
+        self._in_flight.clear()
         self._records = StepRecords()
         self._timer.take()
         for sink in self._sinks:
@@ -292,10 +296,9 @@ class MetricsLogger:
         for line in files.take_messages():
             self.note(line)
 
-    def _write(self, flight: tuple[int, PendingReduction] | None) -> list[StepValues]:
-        if flight is None:
-            return []
-        step, reduction = flight
+    def _write_first(self) -> list[StepValues]:
+        """Write the line of the first step in flight."""
+        step, reduction = self._in_flight.popleft()
         values = reduction.wait()
         step_values = {**values, "step": step}
         added: dict[str, float] = {}
@@ -319,7 +322,7 @@ class MetricsLogger:
         breakdown = self._breakdown.take_values(values)
         seconds = breakdown["seconds"]
         tokens = int(values.pop("tokens", 0))
-        per_device = tokens / seconds / self._world.size / 1e12
+        per_device = tokens / seconds / self._mesh.world.size / 1e12
         flops = self._flops
         mfu = self._peak.compute_utilization(per_device * flops.model)
         line: dict[str, Any] = {

@@ -1,7 +1,9 @@
 """Values recorded during a step, and their reduction over ranks.
 
 A step's values travel in two fp64 vectors, one summed and one maximised, however many metrics there
-are. Nothing waits for them: the result of a `PendingReduction` is read a step later.
+are. Nothing waits for them: the result of a `PendingReduction` is read a step later. Between
+islands every hop may take as long as a step, so what an island has reduced has a second step to
+reach the others, in one hop.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaframe.distributed.collectives import Group, Pending, all_reduce
+from megaframe.distributed.collectives import Group, Pending, all_reduce, exchange_messages
 from megaframe.distributed.device import copy_to_device
+from megaframe.distributed.group import ALONE
 from megaframe.distributed.pending import copy_to_host
 
 ReduceType = Literal["last", "sum", "mean", "max", "min"]
@@ -69,29 +72,38 @@ class StepRecords:
         entry.value = _combine(entry.value, value, how)
         entry.count += 1
 
-    def reduce(self, group: Group, device: torch.device) -> PendingReduction:
-        """Start reducing the step's values over the group, and begin a new step."""
+    def reduce(
+        self, group: Group, device: torch.device, counterparts: Group = ALONE
+    ) -> PendingReduction:
+        """Start reducing the step's values, and begin a new step. See `PendingReduction`."""
         entries, self._entries = self._entries, {}
-        return PendingReduction(entries, group, device)
+        return PendingReduction(entries, group, device, counterparts)
 
 
 class PendingReduction:
-    """The values of one step while they are being reduced over the ranks of a group.
+    """The values of one step while they are being reduced over ranks.
 
     Args:
         entries: The values by name.
-        group: The ranks.
-        device: Of the transfers.
+        group: The ranks of this island, which is all of them if there is only one.
+        device: Of the transfers within the island.
+        counterparts: This rank's on other islands; they transfer on the host.
     """
 
     def __init__(
-        self, entries: Mapping[str, RecordedValue], group: Group, device: torch.device
+        self,
+        entries: Mapping[str, RecordedValue],
+        group: Group,
+        device: torch.device,
+        counterparts: Group = ALONE,
     ) -> None:
         self._names: dict[ReduceType, list[str]] = {
             how: sorted(name for name, entry in entries.items() if entry.how == how)
             for how in ("last", "sum", "mean", "max", "min")
         }
-        self._index, self._progress = group.index, group.progress
+        self._rank, self._progress = group.ranks[group.index], group.progress
+        self._counterparts = counterparts
+        self._exchange: Pending[Tensor] | None = None
         values = {how: [entries[name].value for name in self._names[how]] for how in self._names}
         counts = [float(entries[name].count) for name in self._names["mean"]]
         self._lengths = {
@@ -114,6 +126,22 @@ class PendingReduction:
             device,
         )
 
+    @property
+    def steps(self) -> int:
+        """How many steps after its own the result is read."""
+        return 1 if self._counterparts.handle is None else 2
+
+    def advance(self) -> None:
+        """Start to exchange with other islands what this one has reduced; called a step later."""
+        if self._counterparts.handle is None or self._exchange is not None:
+            return
+        self._own = self._wait_for_copies()
+        self._progress.check_not_ended()
+        message = torch.cat(self._own[1:])
+        self._exchange = exchange_messages(
+            message.expand(len(self._counterparts.others), -1).contiguous(), self._counterparts
+        )
+
     def wait(self) -> dict[str, float | list[float]]:
         """Return the reduced values by name, rows as lists.
 
@@ -121,13 +149,14 @@ class PendingReduction:
             RuntimeError: If ranks recorded different names.
             LostRanks: If the transfers were ended meanwhile.
         """
-        vectors = self._wait_for_copies()
+        self.advance()
+        vectors = self._wait_for_copies() if self._exchange is None else self._join_islands()
         self._progress.check_not_ended()
         last, sums, largest = (iter(vector.tolist()) for vector in vectors)
         if next(largest) != -next(largest):
             raise RuntimeError(
                 "ranks recorded different metrics in one step; those of rank "
-                f"{self._index}: {self._list_shared_names()}"
+                f"{self._rank}: {self._list_shared_names()}"
             )
         result = self._take("last", last) | self._take("sum", sums)
         means = self._take("mean", sums)
@@ -135,6 +164,19 @@ class PendingReduction:
         result |= self._take("max", largest)
         smallest = self._take("min", largest)
         return result | {name: _divide(value, -1.0) for name, value in smallest.items()}
+
+    def _join_islands(self) -> list[Tensor]:
+        """Return the vectors of all islands reduced in their order, as each of them does it."""
+        assert self._exchange is not None
+        last, *own = self._own
+        sizes = [len(vector) for vector in own]
+        messages = [message.split(sizes) for message in self._exchange.wait()]
+        messages.insert(self._counterparts.index, tuple(own))
+        sums, largest = zip(*messages, strict=True)
+        total = torch.zeros_like(sums[0])
+        for vector in sums:
+            total += vector
+        return [last, total, torch.stack(largest).amax(0)]
 
     def _take(self, how: ReduceType, numbers: Iterator[float]) -> dict[str, float | list[float]]:
         """Take the next numbers as the values of one kind."""

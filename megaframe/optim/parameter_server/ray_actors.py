@@ -182,7 +182,7 @@ class RayServer:
         except ValueError:
             raise UserError(
                 f"there is no server sync.server={self._name} on this Ray cluster; start it with "
-                f"tools/launch/ray_server.py --name {self._name}"
+                f"tools/launch/ray_server.py ... -- ... sync.server={self._name}"
             ) from None
         self.shards = self._coordinator.call("count_shards")
         saying = self._say_alive, HEARD_EVERY * self._sync.timeout

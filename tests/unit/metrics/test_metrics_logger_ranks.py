@@ -1,4 +1,4 @@
-"""Two real ranks over gloo: reductions, one writer, and metrics that do not match."""
+"""Real ranks over gloo: reductions, one writer, islands, and metrics that do not match."""
 
 import json
 import math
@@ -119,3 +119,42 @@ def test_only_the_first_rank_writes(ranks):
     assert "note of rank 0" in outputs[0]
     assert "measured matmul peak" in (folder / "run.log").read_text()
     assert "note of rank 1" not in outputs[0]
+
+
+def reduce_in_islands():
+    """Return this rank's values reduced over all ranks at once, those reduced by islands, and what
+    is said if islands recorded different metrics."""
+    mesh = Mesh(Layout(data=4, islands=2), device="cpu", timeout=PATIENCE)
+
+    def reduce(entries, *groups):
+        records = StepRecords()
+        for entry in entries:
+            records.add(*entry)
+        return records.reduce(groups[0], mesh.device, *groups[1:])
+
+    by_island = mesh.island, mesh.island_control_group
+    nan = math.nan if mesh.rank == 3 else 1.0
+    row = torch.tensor([mesh.rank, -mesh.rank])
+    entries = [
+        (f"{how} of {i}", x, how)
+        for how in ("sum", "mean", "max", "min")
+        for i, x in enumerate((float(mesh.rank), row, nan))
+    ]
+    expected = reduce(entries, mesh.world).wait()
+    reduction = reduce(entries, *by_island)
+    reduction.advance()
+    found = reduction.wait()
+    try:
+        reduce([(f"a{mesh.rank // 2}", 1.0, "sum")], *by_island).wait()
+    except RuntimeError as error:
+        mismatch = str(error)
+    mesh.finish()
+    return expected, found, reduction.steps, mismatch
+
+
+def test_islands_reduce_what_one_world_does_a_step_later(pool):
+    first, *others = pool.run(4, reduce_in_islands)
+    for rank, (expected, found, steps, mismatch) in enumerate((first, *others)):
+        assert steps == 2
+        assert repr(found) == repr(expected) == repr(first[1])
+        assert f"those of rank {rank}: ['a{rank // 2}:sum']" in mismatch
