@@ -25,6 +25,7 @@ def connect_to_ray(address: str, namespace: str | None = None) -> str:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}; start one with "
-            "'ray start --head', or let one be made here with --address local"
+            "'ray start --head', or let one be made here with --address local (where RAY_ADDRESS "
+            "names a cluster with tokens, set RAY_AUTH_MODE=token)"
         ) from None
     return str(ray.get_runtime_context().gcs_address)
