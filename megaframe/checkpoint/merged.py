@@ -26,7 +26,7 @@ from megaframe.checkpoint.manifest import SAVED_TENSORS, compute_checksum
 from megaframe.checkpoint.slices import Box, Slice, index_within, intersect
 from megaframe.checkpoint.stores.store import StorePath, parse_path
 from megaframe.checkpoint.train_state import read_train_state
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.url import is_url
 from megaframe.errors import UserError
 from megaframe.io.untrusted import make_printable
@@ -148,9 +148,12 @@ def open_own_base(checkpoint: Checkpoint, depth: int = 0) -> Checkpoint:
     state = read_train_state(checkpoint)
     if state.base is None:
         return checkpoint
-    location = state.config.checkpoint.weights or ""
+    config = state.config
+    location = config.checkpoint.weights or ""
     location = "" if is_url(location) else location  # as the checkpoint says, not the user
-    return round_base(open_base(state.base, location, checkpoint, depth + 1), state.config)
+    return round_base(
+        open_base(state.base, location, checkpoint, depth + 1), config.model, config.train
+    )
 
 
 def describe_rounding(checkpoint: Checkpoint) -> Iterator[str]:
@@ -165,28 +168,29 @@ def describe_rounding(checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
-def round_base(base: Checkpoint, run: RunConfig) -> Checkpoint:
+def round_base(base: Checkpoint, model: ModelConfig, train: TrainConfig) -> Checkpoint:
     """Return the base of a run's adapters as the run computes with it: if it keeps matrices as
     codes, with what is left of them.
 
     Args:
         base: Is closed with what is returned.
-        run: Whose model has the adapters.
+        model: Has the adapters.
+        train: Has the precision of master weights.
     """
-    adapters = run.model.adapters
+    adapters = model.adapters
     if adapters is None or adapters.quantize_base is None:
         return base
-    return _RoundedCheckpoint(base, run)
+    return _RoundedCheckpoint(base, model, train)
 
 
 class _RoundedCheckpoint(Checkpoint):
     """A base whose matrices are what is left of them after they were kept as codes."""
 
-    def __init__(self, base: Checkpoint, run: RunConfig) -> None:
+    def __init__(self, base: Checkpoint, model: ModelConfig, train: TrainConfig) -> None:
         super().__init__(base.path, base.manifest, base.file)
-        self._base, self._linears = base, list_adapted_weights(run.model)
+        self._base, self._linears = base, list_adapted_weights(model)
         # Codes are made of master weights.
-        self._dtype = PRECISIONS[run.train.precision].master
+        self._dtype = PRECISIONS[train.precision].master
 
     def close(self) -> None:
         """Close the base."""

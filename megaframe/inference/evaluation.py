@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaframe.architecture.output_head import count_rows_per_chunk
-from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megaframe.config import DataConfig, ModelConfig, TrainConfig
 from megaframe.data.blended_dataset import BlendedDataset, find_document_end
 from megaframe.data.gpt_dataset import locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
@@ -190,7 +190,7 @@ def score(
         UserError: The stride is outside of 1 to `context`, the context is longer than the learned
             positions of the model, or token ids are outside of the vocabulary.
     """
-    _check_sequences(stage.config, passages, context, stride)
+    _check_sequences(stage.config.model, stage.config.train, passages, context, stride)
     device = stage.parameters()[0].value.device
     if stage.config.train.fp8 != "none":
         batch = 1  # a scale of 8 bits may follow from all rows and their padding
@@ -260,12 +260,16 @@ def _count_text_bytes(passage: TokenSequence, window: Window, counted_S: NDArray
 
 
 def _check_sequences(
-    config: RunConfig, passages: Sequence[TokenSequence], context: int, stride: int
+    model: ModelConfig,
+    train: TrainConfig,
+    passages: Sequence[TokenSequence],
+    context: int,
+    stride: int,
 ) -> None:
     if not 1 <= stride <= context:
         raise UserError(f"stride {stride}: takes 1 to {context}, the tokens of a window")
     for passage in passages:
-        check_ids(config.model, config.train, passage.tokens, context)
+        check_ids(model, train, passage.tokens, context)
 
 
 def check_ids(

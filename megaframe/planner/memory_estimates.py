@@ -281,7 +281,7 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     static = shard * master_and_state + values * width + gradients * master + outer
     of_blocks = split + replicated + shared + experts
     static = static - _estimate_saved_by_codes(
-        config, c.zero, of_blocks, shard / total, 2 * bucket_blocks * block
+        model, config.train, c.zero, of_blocks, shard / total, 2 * bucket_blocks * block
     )
     transient = _estimate_transient_bytes(
         config.model, config.train, rank, get_max_logits_per_chunk(host=chip.is_host)
@@ -290,25 +290,31 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
 
 
 def _estimate_saved_by_codes(
-    config: RunConfig, zero: Array, matrices: Array, own: Array, present: Array
+    model: ModelConfig,
+    train: TrainConfig,
+    zero: Array,
+    matrices: Array,
+    own: Array,
+    present: Array,
 ) -> Array | float:
     """Return the bytes that codes of weights save.
 
     Args:
-        config: The run.
+        model: Keeps them.
+        train: Has the precision of values.
         zero: ZeRO stage of each candidate.
         matrices: Elements of the matrices of blocks of its rank.
         own: The share of weights that is the rank's own part.
         present: Elements of blocks whose values are there at a time.
     """
-    adapters = config.model.adapters
+    adapters = model.adapters
     if adapters is None or adapters.quantize_base is None:
         return 0.0
-    coding, whole = adapters.quantize_base, count_model_parameters(config.model, config.train)
-    kept = _compute_kept_share(config.model, config.train, list_coded_patterns(config.model))
+    coding, whole = adapters.quantize_base, count_model_parameters(model, train)
+    kept = _compute_kept_share(model, train, list_coded_patterns(model))
     share = (1 - kept) * whole.total / max(1, whole.total - whole.outside_blocks)
     width, of_code = (
-        DTYPE_BYTES[config.train.precision],
+        DTYPE_BYTES[train.precision],
         float(compute_bits_per_element(coding) / 8),
     )
     coded, present, is_divided = matrices * share, present * share, zero == 3

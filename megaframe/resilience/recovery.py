@@ -21,7 +21,7 @@ from torch import Tensor
 from megaframe.checkpoint import StorePath
 from megaframe.checkpoint.folder import list_checkpoints, step_of
 from megaframe.checkpoint.train_state import TrainState
-from megaframe.config import RunConfig
+from megaframe.config import FaultToleranceConfig
 from megaframe.data.loader import StepBatch
 from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.bucket import Bucket
@@ -75,7 +75,8 @@ class FaultHandler:
 
     def __init__(
         self,
-        config: RunConfig,
+        faults: FaultToleranceConfig,
+        folder: Path,
         mesh: Mesh,
         optimizer: Optimizer,
         buckets: Sequence[Bucket],
@@ -88,7 +89,8 @@ class FaultHandler:
         """Start to watch over steps, if `faults.step_timeout` is set.
 
         Args:
-            config: The run.
+            faults: What to do about them.
+            folder: Of the run.
             mesh: This rank's groups.
             optimizer: Names the parameters whose gradients are not finite.
             buckets: The weights that are compared with their replicas.
@@ -98,10 +100,10 @@ class FaultHandler:
             go_back: Continues from an earlier checkpoint.
             launcher: The launcher of this process.
         """
-        self._faults, self._mesh, self._optimizer = config.faults, mesh, optimizer
+        self._faults, self._mesh, self._optimizer = faults, mesh, optimizer
         self._stages, self._metrics, self._ledger = stages, metrics, ledger
         self._load_earlier = go_back
-        self.history = SpikePolicy(config.faults)
+        self.history = SpikePolicy(faults)
         self.exit_signal = 0
         self._launcher = launcher
         self._unjudged: deque[_UnjudgedStep] = deque()
@@ -109,9 +111,9 @@ class FaultHandler:
         self._save_seconds = 0.0
         self._mismatches: dict[int, ReplicaMismatch] = {}
         self._replicas = ReplicaCheck(mesh, buckets, optimizer.synchronize_state)
-        factor = config.faults.straggler_factor
+        factor = faults.straggler_factor
         self._stragglers = StragglerDetector(mesh, factor) if factor is not None else None
-        mesh.watch_steps(config.faults.step_timeout, Path(config.run.dir) / FAULTS)
+        mesh.watch_steps(faults.step_timeout, folder / FAULTS)
 
     def __enter__(self) -> FaultHandler:
         self._mesh.progress.in_step_loop = True

@@ -19,7 +19,7 @@ from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.checkpoint.manifest import DTYPES
 from megaframe.checkpoint.merged import is_of_base
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.blocks import MoEMixtureConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.keys import format_value
@@ -66,14 +66,18 @@ def match_weights(
 
 
 def load_adapters(
-    config: RunConfig,
+    folder: Path,
+    model: ModelConfig,
+    train: TrainConfig,
     weights: Iterable[tuple[str, ParamSpec, Box, Tensor]],
     base: Checkpoint,
 ) -> str:
-    """Fill adapters with those of the folder `checkpoint.adapters`. Return a line about it.
+    """Fill adapters with those of a folder of peft. Return a line about it.
 
     Args:
-        config: The run.
+        folder: What peft's `save_pretrained` wrote.
+        model: Has the adapters.
+        train: Has the length of samples.
         weights: (name, spec, box, tensor) of each piece of this rank.
         base: What they belong to, as a model.
 
@@ -83,9 +87,7 @@ def load_adapters(
     # Not at the top: few runs need what reads other people's folders.
     from megaframe.checkpoint.convert.huggingface.adapter_import import read_adapters
 
-    assert config.checkpoint.adapters is not None
-    folder = Path(config.checkpoint.adapters)
-    values = read_adapters(folder, config, base)
+    values = read_adapters(folder, model, train, base)
     for name, _, box, tensor in weights:
         if name in values:
             part = values[name][box.slices]

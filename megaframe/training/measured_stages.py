@@ -134,7 +134,13 @@ class _PartTimer:
         # Values are always here, and nobody reduces gradients.
         self._stage, self._device, self._plan = Stage(config, chunk, setup), mesh.device, plan
         self._stage.start_step(0)
-        self._microbatch = make_random_microbatch(config, setup.context, mesh.device)
+        self._microbatch = make_random_microbatch(
+            config.model,
+            config.train,
+            setup.context,
+            mesh.device,
+            documents=config.data.reset_attention,
+        )
         self._scale = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._input, self._gradient = map(
             self._make_message, (self._stage.received, self._stage.sent)

@@ -291,9 +291,10 @@ class RunCheckpoint:
             # What the base lacks has initial values, which only a whole checkpoint keeps.
             names = (spec.name for spec in specs if is_of_base(spec.name))
             lacking = any(name not in checkpoint.tensors for name in names)
-            if self._config.checkpoint.adapters:
-                base = round_base(checkpoint, self._config)
-                notes.append(load_adapters(self._config, weights, base))
+            if adapters := self._config.checkpoint.adapters:
+                model, train = self._config.model, self._config.train
+                base = round_base(checkpoint, model, train)
+                notes.append(load_adapters(Path(adapters), model, train, weights, base))
         if self._config.model.adapters is not None and not lacking:
             self.base = record_base(path)
             trained = count_parameters(spec for spec in specs if not is_of_base(spec.name))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megaframe.config import EvaluateConfig, RunConfig
+from megaframe.config import EvaluateConfig, RunConfig, TrainConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.tokenizer import import_library
 from megaframe.distributed.collectives import all_reduce
@@ -57,7 +57,7 @@ class TaskEvaluator:
 
     def __init__(self, config: RunConfig, mesh: Mesh, train_step: TrainStep) -> None:
         self._evaluate, self._mesh = config.evaluate, mesh
-        self._passes = _TaskPasses(config, mesh, train_step)
+        self._passes = _TaskPasses(config.train, mesh, train_step)
         self._tokenizer = load_run_tokenizer(config.data, config.model)
         self._chat: ChatFormat | None = None
         if config.evaluate.chat:
@@ -120,8 +120,8 @@ class _TaskPasses:
     """Passes of a model that is divided over the ranks of a run: the `TaskModel` of one rank, and
     what all others do meanwhile."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, train_step: TrainStep) -> None:
-        self._train, self._mesh, self._train_step = config.train, mesh, train_step
+    def __init__(self, train: TrainConfig, mesh: Mesh, train_step: TrainStep) -> None:
+        self._train, self._mesh, self._train_step = train, mesh, train_step
         # The ranks that divide the windows; their copies do the same.
         self._shards = mesh.layout.data_shard
         self._shard = mesh.coordinate["data"] % self._shards

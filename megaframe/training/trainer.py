@@ -104,7 +104,8 @@ class Trainer:
         )
         self.checkpointer.create_writers(source, self.callbacks.watch_saves(ledger.record_save))
         self.fault_handler = FaultHandler(
-            config,
+            config.faults,
+            self.folder,
             mesh,
             self.optimizer,
             self.train_step.sharded_parameters.buckets,

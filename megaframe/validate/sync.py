@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.config.data import DataConfig
 from megaframe.config.parallel import ParallelConfig
-from megaframe.config.schema import RunConfig
+from megaframe.config.schema import FaultToleranceConfig, MetricsConfig, RunConfig, TrainConfig
 from megaframe.config.sync import SyncConfig
 from megaframe.validate.train import SPARSE_CODECS
 
@@ -29,9 +30,9 @@ def find_sync_mistakes(config: RunConfig) -> Iterator[str]:
     if sync.server is None:
         yield from _find_keys_without_server(sync)
     else:
-        yield from _find_server_mistakes(config, sync, sync.server)
+        yield from _find_server_mistakes(sync, config.parallel, config.train, config.data)
     if config.parallel.islands > 1:
-        yield from _find_conflicts(config, config.parallel)
+        yield from _find_conflicts(config.parallel, config.metrics, config.faults)
     if config.optim.ema is not None and (config.parallel.islands > 1 or sync.server is not None):
         yield (
             f"optim.ema={config.optim.ema:g} averages the weights of one island, and checkpoints "
@@ -51,13 +52,15 @@ def _find_keys_without_server(sync: SyncConfig) -> Iterator[str]:
             )
 
 
-def _find_server_mistakes(config: RunConfig, sync: SyncConfig, server: str) -> Iterator[str]:
+def _find_server_mistakes(
+    sync: SyncConfig, parallel: ParallelConfig, train: TrainConfig, data: DataConfig
+) -> Iterator[str]:
     """Yield what cannot be with a server."""
-    if config.parallel.islands > 1:
+    if parallel.islands > 1:
         yield (
-            f"parallel.islands={config.parallel.islands} are islands of one run, and with "
-            f"sync.server={server} each is a run of its own; use parallel.islands=1 and "
-            f"sync.islands={config.parallel.islands}"
+            f"parallel.islands={parallel.islands} are islands of one run, and with "
+            f"sync.server={sync.server} each is a run of its own; use parallel.islands=1 and "
+            f"sync.islands={parallel.islands}"
         )
     if sync.island >= sync.islands:
         yield (
@@ -70,16 +73,16 @@ def _find_server_mistakes(config: RunConfig, sync: SyncConfig, server: str) -> I
             f"{sync.consistency}: only bounded_staleness has one, and needs it; 1 lets an island "
             "be one round ahead of the slowest"
         )
-    whole = f"with sync.server={server} all differences travel at once and as they are"
+    whole = f"with sync.server={sync.server} all differences travel at once and as they are"
     if sync.fragments > 1:
         yield f"sync.fragments={sync.fragments} cannot be: {whole}; use 1"
     if sync.compress != "none":
         yield f"sync.compress={sync.compress} cannot be: {whole}; use none"
-    if config.train.batch_ramp is not None or config.data.phases:
-        key = "data.phases" if config.data.phases else "train.batch_ramp"
+    if train.batch_ramp is not None or data.phases:
+        key = "data.phases" if data.phases else "train.batch_ramp"
         yield (
-            f"{key} cannot be with sync.server={server}: an island that joins later must know the "
-            "samples of each step before; leave it out"
+            f"{key} cannot be with sync.server={sync.server}: an island that joins later must know "
+            "the samples of each step before; leave it out"
         )
 
 
@@ -97,15 +100,17 @@ def _find_keep_mistakes(sync: SyncConfig) -> Iterator[str]:
         )
 
 
-def _find_conflicts(config: RunConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _find_conflicts(
+    parallel: ParallelConfig, metrics: MetricsConfig, faults: FaultToleranceConfig
+) -> Iterator[str]:
     """Yield what several islands cannot do."""
     islands = f"parallel.islands={parallel.islands}"
-    if config.metrics.gradient_noise_every:
+    if metrics.gradient_noise_every:
         yield (
-            f"metrics.gradient_noise_every={config.metrics.gradient_noise_every} needs gradients "
+            f"metrics.gradient_noise_every={metrics.gradient_noise_every} needs gradients "
             f"that all data ranks sum, and {islands} sum them apart; use 0, or parallel.islands=1"
         )
-    if config.faults.non_finite == "replay":
+    if faults.non_finite == "replay":
         yield (
             "faults.non_finite=replay runs a step again on all ranks, but only the island with the "
             f"bad gradient would, of {islands}; use skip, stop or roll_back, or "

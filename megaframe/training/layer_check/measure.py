@@ -104,7 +104,13 @@ def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
     train_step.optimizer.initialize(config.run.seed)
     stage = train_step.stages[0]
     stage.start_step(0)
-    microbatch = make_random_microbatch(config, train_step.context, mesh.device)
+    microbatch = make_random_microbatch(
+        config.model,
+        config.train,
+        train_step.context,
+        mesh.device,
+        documents=config.data.reset_attention,
+    )
     measurements = _Measuring(train_step, mesh, microbatch, attention).measure_all()
     stage.take_statistics()
     mesh.finish()

@@ -15,7 +15,8 @@ SEQ = 24
 
 def make(parts, index, **sections):
     config = RunConfig(train={"seq": SEQ, "microbatch": 3, "global_batch": 3}, **sections)
-    return make_random_microbatch(config, ContextParallel(ring=Ring(index, parts)), CPU)
+    context, documents = ContextParallel(ring=Ring(index, parts)), config.data.reset_attention
+    return make_random_microbatch(config.model, config.train, context, CPU, documents=documents)
 
 
 @pytest.mark.parametrize("parts", [2, 3])

@@ -48,7 +48,7 @@ from megaframe.checkpoint.convert.huggingface.read_files import (
     read_stored_tensor,
 )
 from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, TensorPart
-from megaframe.config import RunConfig
+from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.adapters import AdaptersConfig
 from megaframe.config.keys import format_value
 from megaframe.errors import UserError
@@ -75,26 +75,27 @@ _FRESH = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def read_adapters(
-    folder: Path, config: RunConfig, base: Checkpoint | None = None
+    folder: Path, model: ModelConfig, train: TrainConfig, base: Checkpoint | None = None
 ) -> dict[str, Tensor]:
     """Return the values of a run's adapters, by the names of the parameters. An A may have fewer
     rows than a parameter, which keeps its own in the others.
 
     Args:
         folder: What peft's `save_pretrained` wrote.
-        config: The run, whose model has adapters.
+        model: Has adapters.
+        train: Has the length of samples.
         base: What they belong to, as a model; only read for magnitudes.
 
     Raises:
         UserError: If the folder cannot be read, or holds adapters of other matrices, of another
             rank or scale than `model.adapters` says, or of a kind that is not known here.
     """
-    adapters = config.model.adapters
+    adapters = model.adapters
     assert adapters is not None, "the config was not validated"
     settings = _read_settings(folder / CONFIG, adapters)
     headers = read_file_headers(folder / WEIGHTS)
-    linears = list_adapted_weights(config.model)
-    whole = map_base(config.model, config.train, None)
+    linears = list_adapted_weights(model)
+    whole = map_base(model, train, None)
     adapted = [(tensor, found) for tensor in whole if (found := find_adapters(tensor, linears))]
     names = [_name_factors(tensor, adapters) for tensor, _ in adapted]
     _check_names(folder / WEIGHTS, headers, names)

@@ -201,7 +201,8 @@ def test_what_was_exported_is_read_back(name, kind, tmp_path):
     path = write_checkpoint(make_config(name, adapters), tmp_path / "run", trained=True)
     with open_checkpoint(path) as checkpoint:
         export_adapters(checkpoint, tmp_path / "peft")
-        values = read_adapters(tmp_path / "peft", make_config(name, adapters), checkpoint)
+        config = make_config(name, adapters)
+        values = read_adapters(tmp_path / "peft", config.model, config.train, checkpoint)
         assert set(values) == {n for n in checkpoint.tensors if ".adapters." in n}
         for factor, tensor in values.items():
             saved = checkpoint.read_tensor(factor)
@@ -242,12 +243,12 @@ def test_adapters_that_peft_made_compute_the_same(name, dora, patterns, tmp_path
     adapters = {"rank": rank, "alpha": 2 * 3**0.5 * rank / 3, "dora": dora}
     config = make_config(name, adapters)
     with open_checkpoint(base) as checkpoint:
-        values = read_adapters(tmp_path / "peft", config, checkpoint)
+        values = read_adapters(tmp_path / "peft", config.model, config.train, checkpoint)
         check_pieces(config, tmp_path / "peft", values, checkpoint)
         if name == "phi3":  # whose queries, keys and values are one matrix
             few = make_config(name, {**adapters, "targets": ["query", "output", "mlp.*"]})
             with pytest.raises(UserError, match="lora_B has 8 rows that add to matrices of blocks"):
-                read_adapters(tmp_path / "peft", few, checkpoint)
+                read_adapters(tmp_path / "peft", few.model, few.train, checkpoint)
     path = write_checkpoint(config, tmp_path / "adapted", known=values)
     with open_model(path) as merged:
         export_model(merged, tmp_path / "merged", tokenizer="none")
@@ -260,13 +261,12 @@ def test_adapters_that_peft_made_compute_the_same(name, dora, patterns, tmp_path
 
 def check_pieces(config, folder, values, base):
     """Loaded in pieces as ranks have them, adapters keep what values of a lower rank lack."""
-    config = config.replace(checkpoint={"adapters": str(folder)})
     specs = [spec for spec in list_model_specs(config.model, config.train) if spec.name in values]
     pieces = []
     for spec in specs:
         runs = iterate_row_major_runs(Box((0,) * len(spec.shape), spec.shape), 1, spec.size)
         pieces += [(spec.name, spec, box, torch.full(box.shape, 7.0).double()) for box in runs]
-    load_adapters(config, pieces, base)
+    load_adapters(folder, config.model, config.train, pieces, base)
     for name, spec, box, piece in pieces:
         whole = torch.full(spec.shape, 7.0, dtype=torch.float64)
         whole[: len(values[name])] = values[name]
@@ -286,7 +286,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
         (folder / "adapter_config.json").write_text(json.dumps({**saved, **settings}))
         config = RunConfig(model={**SIZES, **LLAMA, **(model or {}), "adapters": adapters})
         with pytest.raises(UserError, match=message):
-            read_adapters(folder, config)
+            read_adapters(folder, config.model, config.train)
 
     adapters = {**ADAPTERS, "targets": ["query", "down"]}
     folder = tmp_path / "peft"
