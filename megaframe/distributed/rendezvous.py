@@ -20,7 +20,7 @@ from megaframe.distributed.rank_progress import name_ranks
 from megaframe.errors import UserError
 from megaframe.io.local_rendezvous import describe_listener
 
-_PAUSE_RANGE = 0.001, 0.05
+_PAUSE_RANGE = 0.001, 0.005
 """Seconds between two looks into the store: at first, and at most, unless there are very many
 ranks."""
 _REQUESTS = 4
