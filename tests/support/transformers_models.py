@@ -107,30 +107,36 @@ def compute_exact_logits(folder):
         return compute_logits(load_exact(folder))
 
 
-@torch.no_grad()
 def compute_own_logits(path):
     """Return our logits, computed in fp64 and rounded to fp32 at the end."""
-    _, stage = load_stage(path, precision="fp64")
+    return compute_logits_of_stage(load_stage(path, precision="fp64")[1])
+
+
+@torch.no_grad()
+def compute_logits_of_stage(stage):
+    """Return the logits of a whole model of ours in fp64, rounded to fp32 at the end."""
     x = stage.compute_hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
     return stage.head.compute_logits(x).view(2, 18, -1)
 
 
 def assert_same_logits(checkpoint, folder):
     """Assert that both compute the same from fp32 weights."""
-    expected_logits = compute_exact_logits(folder)
-    assert expected_logits.dtype is torch.float64
-    assert_near(compute_own_logits(checkpoint), expected_logits, SUMS, sums=torch.float64)
+    assert_logits_near(compute_own_logits(checkpoint), compute_exact_logits(folder))
 
 
-def assert_same_texts(checkpoint, folder):
-    """Assert that both continue prompts with the same tokens, each the likeliest, in fp64: there
-    one prompt after the other, here together."""
+def assert_logits_near(logits, exact_logits):
+    """Assert that our logits are those of transformers in fp64."""
+    assert exact_logits.dtype is torch.float64
+    assert_near(logits, exact_logits, SUMS, sums=torch.float64)
+
+
+def assert_same_texts(stage, model):
+    """Assert that a whole model of ours and one of transformers continue prompts with the same
+    tokens, each the likeliest, in fp64: there one prompt after the other, here together."""
     with InFp64():
-        model = load_exact(folder)
         model.generation_config.eos_token_id = None
         options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
         expected = [model.generate(torch.tensor([p]), **options)[0].tolist() for p in PROMPTS]
-    _, stage = load_stage(checkpoint, precision="fp64")
     greedy = SamplingOptions()
     requests = [SampleRequest(p, NEW_TOKENS, greedy, 0, lambda ids: False) for p in PROMPTS]
     context = max(map(len, expected))
@@ -142,11 +148,16 @@ def assert_same_both_ways(folder, tmp_path):
     """Assert that the model in a folder of transformers computes the same here, and again in
     transformers from `tmp_path`/again, to which it is exported; and writes the same texts."""
     checkpoint = import_model(folder, tmp_path / "own").checkpoint
-    assert_same_logits(checkpoint, folder)
-    assert_same_texts(checkpoint, folder)
+    _, stage = load_stage(checkpoint, precision="fp64")
+    logits = compute_logits_of_stage(stage)
+    with InFp64():
+        model = load_exact(folder)
+        exact_logits = compute_logits(model)
+    assert_logits_near(logits, exact_logits)
+    assert_same_texts(stage, model)
     with open_checkpoint(checkpoint) as opened:
         export_model(opened, tmp_path / "again", "fp32")
-    assert_same_logits(checkpoint, tmp_path / "again")
+    assert_logits_near(logits, compute_exact_logits(tmp_path / "again"))
 
 
 def make_random_checkpoint(folder, **model):
