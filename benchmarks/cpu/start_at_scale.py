@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4096)
     parser.add_argument("--processes", type=int, default=16, help="that the clients share")
     parser.add_argument("--timeout", type=float, default=20.0, help="parallel.timeout, in seconds")
-    parser.add_argument("--quiet", type=float, default=10.0, help="seconds without any fault")
+    parser.add_argument("--quiet", type=float, default=10.0, help="seconds without any fault, or 0")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
     arguments = parser.parse_args()
@@ -148,10 +148,7 @@ def measure(fault: str, world: int, processes: int, timeout: float, quiet: float
         client_processes = _ClientProcesses(ends, time.monotonic() + _SLACK + 2 * timeout + quiet)
         client_processes.receive("ready")
         set_up = time.monotonic() - began
-        time.sleep(_SETTLED)
-        before = sum(client_processes.ask("count"))
-        time.sleep(quiet)
-        per_second = (sum(client_processes.ask("count")) - before) / world / quiet
+        per_second = client_processes.count_requests(quiet) / world if quiet else 0.0
         memory = sum(_read_memory(process.pid) for process, _ in started if process.pid)
         (victim_process,) = (process for process, ranks in started if victim in ranks)
         assert victim_process.pid is not None
@@ -224,6 +221,13 @@ class _ClientProcesses:
         for end in self._ends:
             end.send((kind,))
         return self.receive(kind)
+
+    def count_requests(self, seconds: float) -> float:
+        """Return the requests a second of all clients, over some seconds without a fault."""
+        time.sleep(_SETTLED)
+        before = sum(self.ask("count"))
+        time.sleep(seconds)
+        return float(sum(self.ask("count")) - before) / seconds
 
 
 # What follows runs in the processes of the clients.

@@ -97,7 +97,7 @@ def register(registry):
 RIGHT = {"AXES": '{0: "tensor"}', "SAVED": "3", "USE": "self.gain.use()"}
 LIES = {**RIGHT, "SAVED": "2"}
 # The mean of all gains, without those of the other tensor rank.
-UNSUMMED = {**RIGHT, "USE": "self.gain.use().sum() / self.gain.spec.shape[0]"}
+WRONG = {**LIES, "USE": "self.gain.use().sum() / self.gain.spec.shape[0]"}
 
 
 @pytest.fixture
@@ -183,8 +183,14 @@ def test_trials_and_launched_ranks_load_what_the_config_names(write, overrides, 
 CHECK = ("--config", "configs/demo.yaml", *SMALL, BLOCKS)
 CASES = {
     "right": (RIGHT, 0, ["blocks.1.squares", "SquaresDescription", "all of it is so"]),
-    "lies": (LIES, 1, ["X ", "blocks.0.squares (SquaresDescription): bytes kept", "own.py:"]),
-    "unsummed": (UNSUMMED, 1, ["X parallel.tensor=2: largest difference ", "is allowed"]),
+    "wrong": (
+        WRONG,
+        1,
+        [
+            *("X ", "blocks.0.squares (SquaresDescription): bytes kept", "own.py:"),
+            *("X parallel.tensor=2: largest difference ", "is allowed"),
+        ],
+    ),
 }
 
 
@@ -198,7 +204,7 @@ def test_an_author_checks_a_layer_by_a_command(case, write):
 
 
 def test_a_check_under_two_layouts_says_what_is_wrong(write, capsys):
-    path = write({**LIES, "USE": UNSUMMED["USE"]})
+    path = write(WRONG)
     tool, ranks = load_tool("check_layers"), RankPool(2, partial(load_named_extensions, [path]))
     with use_registry(Registry()), closing(ranks):
         config = load_with_extensions(None, [*SMALL, BLOCKS, f"run.extensions=[{path}]"])

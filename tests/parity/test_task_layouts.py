@@ -12,6 +12,7 @@ import torch
 from entry_runs import read_lines, read_losses, train
 from fault_runs import log, main
 from harness_tasks import write_tasks
+from shared_fixtures import make_overrides
 from tolerances import promised
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'megaframe[evaluate]'")
@@ -38,6 +39,13 @@ def tasks(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
+@pytest.fixture(scope="module")
+def scores_of_one_rank(pool, corpus, tasks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    pool.run(1, train, make_overrides(corpus, folder, **SHARED, evaluate__folder=tasks))
+    return list_scores(folder / "run")
+
+
 def list_scores(folder):
     """Return the scores in each line of a run's metrics."""
     return [
@@ -60,11 +68,12 @@ def flatten(scores):
 @pytest.mark.parametrize(
     "layout", [LAYOUTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[1:])]
 )
-def test_scores_are_the_same_under_every_layout(pool, overrides, tasks, tmp_path, layout):
+def test_scores_are_the_same_under_every_layout(
+    pool, overrides, tasks, tmp_path, layout, scores_of_one_rank
+):
     keys = {**SHARED, "evaluate__folder": tasks}
-    pool.run(1, train, overrides(**keys, run__dir=tmp_path / "one"))
     pool.run(4, train, overrides(**keys) + [f"{name}={value}" for name, value in layout.items()])
-    one, other = list_scores(tmp_path / "one"), list_scores(tmp_path / "run")
+    one, other = scores_of_one_rank, list_scores(tmp_path / "run")
     assert len(one) == 2 and one[0] != one[1]
     for expected, scores in zip(one, other, strict=True):
         assert set(expected) == {"choose", "roll", "generate"}

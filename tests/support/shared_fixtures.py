@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,32 +139,33 @@ def corpus(tmp_path_factory):
 @pytest.fixture
 def overrides(corpus, tmp_path):
     """overrides(**changes) -> command-line overrides of a tiny fp64 run in tmp_path/run."""
+    return partial(make_overrides, corpus, tmp_path)
 
-    def make(**changes):
-        keys = {
-            "run.dir": tmp_path / "run",
-            "run.device": "cpu",
-            "model.layers": 2,
-            "model.hidden": 16,
-            "model.heads": 2,
-            "model.vocab": 61,
-            "train.seq": 16,
-            "train.steps": 12,
-            "train.global_batch": 8,
-            "train.microbatch": 4,
-            "train.precision": "fp64",
-            "optim.lr": 0.01,
-            "data.sources": f"[{{path: {corpus}}}]",
-            "data.split": "[0.8, 0.2, 0.0]",
-            "checkpoint.every": 0,
-            "metrics.peak_tflops": 1.0,
-            # Not measured: two runs of a test must compute alike, however busy the machine is.
-            "kernels.matmul": "torch",
-            **{key.replace("__", "."): value for key, value in changes.items()},
-        }
-        return [f"{key}={value}" for key, value in keys.items()]
 
-    return make
+def make_overrides(corpus, folder, **changes):
+    """Return command-line overrides of a tiny fp64 run in `folder`/run."""
+    keys = {
+        "run.dir": folder / "run",
+        "run.device": "cpu",
+        "model.layers": 2,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "model.vocab": 61,
+        "train.seq": 16,
+        "train.steps": 12,
+        "train.global_batch": 8,
+        "train.microbatch": 4,
+        "train.precision": "fp64",
+        "optim.lr": 0.01,
+        "data.sources": f"[{{path: {corpus}}}]",
+        "data.split": "[0.8, 0.2, 0.0]",
+        "checkpoint.every": 0,
+        "metrics.peak_tflops": 1.0,
+        # Not measured: two runs of a test must compute alike, however busy the machine is.
+        "kernels.matmul": "torch",
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    return [f"{key}={value}" for key, value in keys.items()]
 
 
 @pytest.fixture(scope="session")

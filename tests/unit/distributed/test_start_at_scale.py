@@ -193,7 +193,7 @@ def test_the_right_rank_is_named_by_all_for_every_fault():
     """Sixty-four clients, with ranks that are killed and stopped for real."""
     command = [sys.executable, "benchmarks/cpu/start_at_scale.py", "--clients", "64", "--processes"]
     process = subprocess.run(
-        [*command, "2", "--timeout", "3", "--quiet", "1"],
+        [*command, "2", "--timeout", "3", "--quiet", "0"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}"},
         capture_output=True,

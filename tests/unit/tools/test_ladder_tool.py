@@ -63,7 +63,7 @@ def test_rungs_are_run_once_and_the_target_after_its_prediction(
     common = np.random.default_rng(0).geometric(0.3, (40, 400)).clip(0, 60)
     prefix = write_token_file(tmp_path / "common", [[words.tolist()] for words in common])
     keys = overrides(train__steps=20, data__sources=f"[{{path: {prefix}}}]")
-    words = (*DEPTHS, "--tokens-per-parameter", 3, "--", *keys)
+    words = (*DEPTHS, "--tokens-per-parameter", 1, "--", *keys)
     status, output, errors = run(monkeypatch, capsys, *words)
     assert status == 0, errors
     assert "3 rungs in" in output and "predicted for depth-4" in output
