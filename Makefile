@@ -1,5 +1,5 @@
 # Commands from nothing: `make demo` trains a GPT, `make model` one that answers, `make test` proves it.
-# `make demo OVERRIDES="train.steps=20"` changes keys of the demo.
+# `make demo OVERRIDES="train.steps=20"` changes keys of the demo, DEMO_MEGABYTES the size of its data.
 
 PYTHON ?= python3
 # Test files that run at a time: one more than there are cores, because many wait for processes.
@@ -8,6 +8,7 @@ BIN := .venv/bin
 SECONDS ?= 60
 SEED ?= $(shell date +%s)
 DEMO := runs/demo-data
+DEMO_MEGABYTES ?= 8
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 MODEL := runs/demo-chat-data
 MEGABYTES ?= 40
@@ -118,7 +119,7 @@ wheels:
 	python3 tools/wheels.py --python $(PYTHON) $(if $(MACHINE),--machine $(MACHINE))
 
 $(DEMO)/corpus.jsonl: | .venv/ready
-	$(BIN)/python tools/demo_corpus.py --output $@
+	$(BIN)/python tools/demo_corpus.py --megabytes $(DEMO_MEGABYTES) --output $@
 
 $(DEMO)/tokenizer.model: $(DEMO)/corpus.jsonl
 	$(BIN)/python tools/train_tokenizer.py --input $< --vocab 4096 --output $(DEMO)/tokenizer

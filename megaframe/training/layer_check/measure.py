@@ -7,7 +7,7 @@ chooses evenly, as descriptions count.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -97,8 +97,22 @@ def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
     Args:
         config: Its layout has one pipeline rank. Each rank should have equally many tokens.
     """
-    layout = Layout.from_parallel(config.parallel, read_world_size())
-    mesh = Mesh(layout, device="cpu", timeout=config.parallel.timeout)
+    (measurements,) = measure_layers_of([config])
+    return measurements
+
+
+def measure_layers_of(configs: Sequence[RunConfig]) -> list[dict[str, LayerMeasurement]]:
+    """Return what `measure_layers` does for each of several runs of one layout, whose ranks meet
+    once."""
+    parallel = configs[0].parallel
+    layout = Layout.from_parallel(parallel, read_world_size())
+    mesh = Mesh(layout, device="cpu", timeout=parallel.timeout)
+    measurements = [_measure_on(mesh, config) for config in configs]
+    mesh.finish()
+    return measurements
+
+
+def _measure_on(mesh: Mesh, config: RunConfig) -> dict[str, LayerMeasurement]:
     attention = _LocalAttention()
     train_step = TrainStep(config, mesh, routines=_make_routines(config.model, attention))
     train_step.optimizer.initialize(config.run.seed)
@@ -113,7 +127,6 @@ def measure_layers(config: RunConfig) -> dict[str, LayerMeasurement]:
     )
     measurements = _Measuring(train_step, mesh, microbatch, attention).measure_all()
     stage.take_statistics()
-    mesh.finish()
     return measurements
 
 
