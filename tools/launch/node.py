@@ -14,11 +14,13 @@ ranks, and the tensor axis varies fastest, so tensor groups are inside nodes.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -146,10 +148,9 @@ def run_dry_run(words: Sequence[str], world: int, local_world: int) -> int:
 def _run_entry(words: Sequence[str], variables: Mapping[str, str]) -> None:
     """Run the entry in this process, without its output."""
     os.environ.update(variables)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
     sys.argv = [ENTRY, *words]
-    with use_registry(Registry()):  # it loads the extensions itself
+    # It loads the extensions itself.
+    with redirect_stdout(io.StringIO()), use_registry(Registry()):
         runpy.run_path(ENTRY, run_name="__main__")
 
 
