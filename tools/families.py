@@ -29,7 +29,6 @@ _REFUSED = {
     "several streams in a block (AltUp)": ("gemma3n",),
     "Mamba-1": ("jamba", "mamba"),
     "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
-    "keys chosen by the indexer of another layer": ("glm_moe_dsa (indexer_types: shared)",),
     "hyper-connections": ("deepseek_v4",),
     "ALiBi whose code rounds it to bfloat16": ("falcon (alibi)",),
 }
@@ -71,6 +70,8 @@ def _list_parts(family: Family) -> Iterator[str]:
     if own.get("mixer.kind") == "latent":
         yield "latent attention"
         if "index_topk" in keys:
+            if "indexer_types" in keys:
+                yield "indexers that layers share"
             yield "sparse attention with an indexer"
     elif own.get("mixer.qk_norm") or {"use_qk_norm", "qk_layernorm"} & {*keys}:
         yield "norms of queries and keys"

@@ -29,6 +29,10 @@ from megaframe.architecture.norm import (
     RMSNormDescription,
 )
 from megaframe.architecture.shared_keys import SharedKeyAttentionDescription
+from megaframe.architecture.sparse_attention import (
+    SharedIndexerDescription,
+    SparseAttentionDescription,
+)
 from megaframe.architecture.spec import Constant, ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.architecture.window import get_window
@@ -299,8 +303,8 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
         replace(describe_mixer(model, each, output_std), adapters=adapters)
         for each in (block.mixer, block.second_mixer)
     )
-    if isinstance(mixer, AttentionDescription) and layer < model.layers:
-        mixer = _describe_shared_keys(mixer, layer, find_key_sources(model))
+    if layer < model.layers:
+        mixer = _describe_shared(mixer, layer, find_sources(model))
     return BlockDescription(
         mixer,
         replace(feed_forward, adapters=adapters),
@@ -332,22 +336,29 @@ def find_block_config(model: ModelConfig, layer: int) -> BlockConfig:
 
 
 @lru_cache(maxsize=256)
-def find_key_sources(model: ModelConfig) -> tuple[int | None, ...]:
-    """Return for each layer the number of the one whose keys and values it attends to: the nearest
-    before it that has its own and sees as far. None for layers with their own, and for those before
-    which there is none."""
-    own: dict[tuple[int | None, int | None], int] = {}
+def find_sources(model: ModelConfig) -> tuple[int | None, ...]:
+    """Return for each layer the number of the one whose keys and values, or whose choice of keys,
+    it uses: the nearest before it that has its own and sees as far. None for layers with their own,
+    and for those before which there is none."""
+    own: dict[tuple[str, int | None, int | None], int] = {}
     sources: list[int | None] = []
     for layer in range(model.layers):
         mixer = find_block_config(model, layer).mixer
-        if not isinstance(mixer, AttentionConfig):
+        if not isinstance(mixer, AttentionConfig | LatentMixerConfig):
             sources.append(None)
             continue
-        sight = mixer.window, mixer.attention_chunk
-        sources.append(own.get(sight) if mixer.shared_keys else None)
-        if not mixer.shared_keys:
+        sight = mixer.kind, mixer.window, getattr(mixer, "attention_chunk", None)
+        sources.append(own.get(sight) if uses_earlier_layer(mixer) else None)
+        if not uses_earlier_layer(mixer):
             own[sight] = layer
     return tuple(sources)
+
+
+def uses_earlier_layer(mixer: object) -> bool:
+    """Return whether a mixer uses keys, or a choice of keys, of an earlier layer."""
+    if isinstance(mixer, AttentionConfig):
+        return mixer.shared_keys
+    return isinstance(mixer, LatentMixerConfig) and mixer.shared_indexer
 
 
 @lru_cache(maxsize=256)
@@ -438,12 +449,20 @@ def _describe_feed_forward(
     )
 
 
-def _describe_shared_keys(
-    mixer: AttentionDescription, layer: int, sources: Sequence[int | None]
-) -> AttentionDescription:
-    """Return attention as the layer has it, of whose keys and values others may be the users."""
+def _describe_shared(
+    mixer: MixerDescription, layer: int, sources: Sequence[int | None]
+) -> MixerDescription:
+    """Return a mixer as the layer has it, of whose keys, or whose choice of keys, others may be the
+    users."""
     source = sources[layer]
-    if source is not None:
-        values = {field.name: getattr(mixer, field.name) for field in fields(mixer)}
-        return SharedKeyAttentionDescription(**values, source=source)
-    return replace(mixer, hands_keys=layer in sources)
+    values = {field.name: getattr(mixer, field.name) for field in fields(mixer)}
+    if isinstance(mixer, AttentionDescription):
+        if source is not None:
+            return SharedKeyAttentionDescription(**values, source=source)
+        return replace(mixer, hands_keys=layer in sources)
+    if isinstance(mixer, SparseAttentionDescription):
+        if source is not None:
+            del values["hands_choice"]
+            return SharedIndexerDescription(**values, source=source)
+        return replace(mixer, hands_choice=layer in sources and not mixer.indexer.dense)
+    return mixer

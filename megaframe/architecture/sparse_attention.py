@@ -1,5 +1,5 @@
-"""Sparse attention (DeepSeek-V3.2, 2025): latent attention to the keys that an indexer chooses, and
-what both are made of."""
+"""Sparse attention (DeepSeek-V3.2, 2025): latent attention to the keys that an indexer chooses, its
+own or that of an earlier layer, and what both are made of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaframe.architecture.norm import LayerNormDescription
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.config.parallel import ParallelConfig
 
-_INDEX_BYTES = 4
+INDEX_BYTES = 4
 """Bytes of the number of a chosen key."""
 _NORM_EPS = 1e-6
 """Of the norm of index keys, in all published code."""
@@ -78,6 +78,16 @@ class IndexerDescription:
         """Return whether tokens of a sample of this length see fewer keys than all before them."""
         return not self.dense and seq > self.top_k
 
+    def count_chosen_bytes(self, seq: int) -> int:
+        """Return the bytes of the numbers of the keys that a token of such a sample sees."""
+        return INDEX_BYTES * self.top_k * self.chooses(seq)
+
+    def count_choice_traffic(self, parallel: ParallelConfig, seq: int) -> AxisTraffic:
+        """Return what ranks that exchange heads move because they need the choices of each other's
+        tokens."""
+        others = (count_exchanging_ranks(parallel) - 1) * parallel.tensor
+        return AxisTraffic(integer_bytes=self.count_chosen_bytes(seq) * others)
+
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return the scores, as often as they are computed: for the choice; and for the loss with
         their gradients, which a forward pass computes."""
@@ -99,10 +109,12 @@ class SparseAttentionDescription(LatentAttentionDescription):
     Attributes:
         indexer: Chooses them.
         query_rank: Width of the latent of the queries, from which those of the indexer come, too.
+        hands_choice: Whether later layers attend to the same keys.
     """
 
     indexer: IndexerDescription
     query_rank: int
+    hands_choice: bool = False
 
     keeps_normed_input = True
 
@@ -142,24 +154,20 @@ class SparseAttentionDescription(LatentAttentionDescription):
     ) -> Mapping[str, AxisTraffic]:
         """Return that of attention, and the keys of the indexer, and for its loss those of
         attention. Ranks that exchange heads also need the choices of each other's tokens."""
-        indexer, others, tensor = self.indexer, parallel.context - 1, parallel.tensor
+        indexer, others = self.indexer, parallel.context - 1
         traffic = super().count_traffic(parallel, seq, near)
         if not others:
             return traffic
-        keys = others * tensor * indexer.head_dim
+        keys = others * parallel.tensor * indexer.head_dim
         scored = others * self.heads * self.query_width * indexer.is_trained
-        choices = (count_exchanging_ranks(parallel) - 1) * tensor * indexer.chooses(seq)
-        more = AxisTraffic(
-            keys + scored,
-            keys * indexer.is_trained,
-            integer_bytes=_INDEX_BYTES * indexer.top_k * choices,
-        )
+        more = AxisTraffic(keys + scored, keys * indexer.is_trained)
+        more = more + indexer.count_choice_traffic(parallel, seq)
         return {"context": traffic["context"] + more}
 
     def count_gathered_bytes(self, seq: int, width: int) -> int:
         """Return those of the numbers of chosen keys, and for the loss those of the sums of
         heads."""
-        chosen = _INDEX_BYTES * self.indexer.top_k * self.indexer.chooses(seq)
+        chosen = self.indexer.count_chosen_bytes(seq)
         return chosen + 2 * max(4, width) * seq * self.indexer.is_trained
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
@@ -172,7 +180,7 @@ class SparseAttentionDescription(LatentAttentionDescription):
             saved = saved + self.query_norm.saved
         if not indexer.dense:
             ranks = tensor * count_exchanging_ranks(parallel)
-            saved = saved + SavedActivations(other_bytes=_INDEX_BYTES * indexer.top_k * ranks)
+            saved = saved + SavedActivations(other_bytes=INDEX_BYTES * indexer.top_k * ranks)
         if not indexer.is_trained:
             return saved
         elements = indexer.key.results + indexer.query.results + indexer.heads
@@ -190,3 +198,39 @@ class SparseAttentionDescription(LatentAttentionDescription):
             products = indexer.query, indexer.key
             shared = sum(product.count_kept_for_weights(parallel.tensor) for product in products)
         return saved + SavedActivations(-shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedIndexerDescription(LatentAttentionDescription):
+    """Latent attention to the keys that the indexer of an earlier layer has chosen (GLM-5.2).
+
+    Attributes:
+        indexer: That of the other layer.
+        source: Number of that layer.
+    """
+
+    indexer: IndexerDescription
+    source: int
+
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return that of attention, and the choices."""
+        traffic = super().count_traffic(parallel, seq, near)
+        choices = self.indexer.count_choice_traffic(parallel, seq)
+        return {axis: moved + choices for axis, moved in traffic.items()}
+
+    def count_gathered_bytes(self, seq: int, width: int) -> int:
+        """Return those of the numbers of chosen keys."""
+        return self.indexer.count_chosen_bytes(seq)
+
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return what attention keeps, and the numbers of the chosen keys if they are gathered. A
+        rank's own ones are kept for all layers together."""
+        ranks, saved = (
+            parallel.tensor * count_exchanging_ranks(parallel),
+            super().count_saved(parallel, recompute),
+        )
+        if self.indexer.dense or ranks == 1:
+            return saved
+        return saved + SavedActivations(other_bytes=INDEX_BYTES * self.indexer.top_k * ranks)

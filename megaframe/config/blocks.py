@@ -153,6 +153,9 @@ class LatentMixerConfig(Section):
     """A factor of queries that grows with their positions. Default: none."""
 
 
+    shared_indexer: bool = False
+    """Attend to the keys that were chosen by the indexer (`model.indexer`) of the nearest layer
+    before that has its own and the same window, as most layers of GLM-5.2 do."""
 class GatedDeltaNetConfig(Section):
     """Gated delta net, as the mixer of a block."""
 
@@ -211,7 +214,7 @@ class Mamba2Config(Section):
     """Width of a head's input. Default: `model.head_dim`."""
     groups: Positive = 1
     """Groups of heads that share keys and queries, as B and C are called elsewhere. Tensor ranks
-    divide them."""
+    divide them; if there are fewer than ranks, neighbours divide the heads of one."""
     state_dim: Positive = 128
     """Width of a key or query, and so size of the state of each of a head's inputs."""
     convolution: Annotated[int, Field(ge=1, le=64)] = 4

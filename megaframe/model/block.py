@@ -20,7 +20,10 @@ from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.no_layer import NoLayer
 from megaframe.architecture.shared_keys import SharedKeyAttentionDescription
-from megaframe.architecture.sparse_attention import SparseAttentionDescription
+from megaframe.architecture.sparse_attention import (
+    SharedIndexerDescription,
+    SparseAttentionDescription,
+)
 from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
 from megaframe.model.gated_delta_net import GatedDeltaNet
@@ -34,7 +37,7 @@ from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.model.shared_keys import SharedKeyAttention
-from megaframe.model.sparse_attention import SparseAttention
+from megaframe.model.sparse_attention import SharedIndexerAttention, SparseAttention
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
@@ -117,7 +120,7 @@ class TransformerBlock(Module):
 
     @property
     def handed_names(self) -> tuple[str, ...]:
-        """Names of what the block hands to later ones besides the stream."""
+        """Names of what with gradients the block hands to later ones besides the stream."""
         mixer = self.attention
         return mixer.names if isinstance(mixer, Attention) and mixer.computes_keys else ()
 
@@ -237,6 +240,8 @@ def build_layer(description: LayerDescription, block: str, setup: LayerSetup) ->
             return SharedKeyAttention(name, description, setup)
         case AttentionDescription():
             return Attention(name, description, setup)
+        case SharedIndexerDescription():
+            return SharedIndexerAttention(name, description, setup)
         case SparseAttentionDescription():
             return SparseAttention(name, description, setup)
         case LatentAttentionDescription():

@@ -25,7 +25,9 @@ class HandedTensors:
         """Let later layers use a tensor. A block that is computed again hands it on again, and only
         the graph behind it is new."""
         if name not in self._leaves:
-            self._leaves[name] = tensor.detach().requires_grad_()
+            # Numbers of keys have no gradients.
+            leaf = tensor.detach()
+            self._leaves[name] = leaf.requires_grad_(leaf.is_floating_point())
         if tensor.requires_grad:
             # The edge, not the tensor: the leaf holds the same numbers.
             self._edges[name] = get_gradient_edge(tensor)

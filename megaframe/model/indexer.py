@@ -133,8 +133,9 @@ class Indexer(Module):
     @torch.no_grad()
     def choose_keys(
         self, indexed: IndexedHeads, mask: AttentionMask, inputs: MicrobatchInputs
-    ) -> ChosenKeys | None:
-        """Return the keys that each of this rank's tokens may see; None if all.
+    ) -> Tensor | None:
+        """Return the places in their samples of the keys that each of this rank's rows may see,
+        int32 [R, top_k]; None if all.
 
         Args:
             indexed: What scores are computed from.
@@ -145,8 +146,7 @@ class Indexer(Module):
         length = keys_BTD.shape[1]
         if not described.chooses(length):
             return None
-        rows = len(indexed.queries_RHD)
-        places_RC = torch.zeros(rows, described.top_k, dtype=torch.int32, device=keys_BTD.device)
+        places_RC = self.make_empty_choice(indexed)
         for queries in _iterate_queries(indexed, inputs):
             own = self._find_own_rows(queries, inputs)
             if own is None:
@@ -155,26 +155,28 @@ class Indexer(Module):
             scores_QT = _compute_scores(indexed, part_rows, part.sample)[-1]
             scores_QT.masked_fill_(~_make_mask(part, mask, None, inputs, length), -torch.inf)
             places_RC[part_rows] = _find_largest(scores_QT, described.top_k).to(torch.int32)
-        places_TC = inputs.rows.remove_padding(
-            all_gather(places_RC, self.setup.tensor.group).wait()
-        )
-        return ChosenKeys(places_TC.view(inputs.batch, inputs.length, -1), length)
+        return places_RC
+
+    def make_empty_choice(self, indexed: IndexedHeads) -> Tensor:
+        """Return zeros as many as the keys that this rank's rows may see, int32 [R, top_k]."""
+        keys_BTD, rows = indexed.keys_BTD, len(indexed.queries_RHD)
+        return keys_BTD.new_zeros((rows, self.description.top_k), dtype=torch.int32)
 
     @torch.no_grad()
     def choose_past(
         self, indexed: IndexedHeads, keys_BTD: Tensor, seen_B11T: Tensor | None
     ) -> Tensor | None:
-        """Return which of the tokens so far one token of each sample sees, bool [B, 1, 1, T]; None
-        if all.
+        """Return the places of the tokens so far that one token of each sample may see, int32 [B,
+        top_k]; None if all.
 
         Args:
             indexed: Of these tokens.
             keys_BTD: The keys so far.
             seen_B11T: Which of them a token may see; None for all.
         """
-        described, length = self.description, keys_BTD.shape[1]
-        if not described.chooses(length):
-            return seen_B11T
+        described = self.description
+        if not described.chooses(keys_BTD.shape[1]):
+            return None
         past = replace(indexed, keys_BTD=keys_BTD)
         scores_BT = torch.cat(
             [
@@ -182,12 +184,9 @@ class Indexer(Module):
                 for sample in range(len(keys_BTD))
             ]
         )
-        seen_BT = torch.ones_like(scores_BT, dtype=torch.bool)
-        seen_BT = seen_BT if seen_B11T is None else seen_B11T[:, 0, 0]
-        scores_BT.masked_fill_(~seen_BT, -torch.inf)
-        chosen_BC = _find_largest(scores_BT, described.top_k)
-        marked_BT = torch.zeros_like(seen_BT).scatter_(1, chosen_BC, True)
-        return (marked_BT & seen_BT)[:, None, None]
+        if seen_B11T is not None:
+            scores_BT.masked_fill_(~seen_B11T[:, 0, 0], -torch.inf)
+        return _find_largest(scores_BT, described.top_k).to(torch.int32)
 
     @torch.no_grad()
     def add_loss(
@@ -281,6 +280,27 @@ class Indexer(Module):
         shift = queries.own.start - queries.first_row
         own = slice(start + shift, stop + shift)
         return _SomeQueries(queries.sample, own, start), slice(start - before, stop - before)
+
+
+def gather_choice(places_RC: Tensor, inputs: MicrobatchInputs, setup: LayerSetup) -> ChosenKeys:
+    """Return the keys that all tokens of this context rank may see, from those of each tensor
+    rank's rows."""
+    places_TC = inputs.rows.remove_padding(all_gather(places_RC, setup.tensor.group).wait())
+    places_BSC = places_TC.view(inputs.batch, inputs.length, -1)
+    return ChosenKeys(places_BSC, inputs.length * inputs.context.size)
+
+
+def mark_past(places_BC: Tensor, seen_B11T: Tensor | None, length: int) -> Tensor:
+    """Return which of the tokens so far one token of each sample sees, bool [B, 1, 1, T].
+
+    Args:
+        places_BC: Those that are chosen.
+        seen_B11T: Which of them it may see; None for all.
+        length: How many there are.
+    """
+    marked_BT = places_BC.new_zeros((len(places_BC), length), dtype=torch.bool)
+    marked_B11T = marked_BT.scatter_(1, places_BC.long(), True)[:, None, None]
+    return marked_B11T if seen_B11T is None else marked_B11T & seen_B11T
 
 
 def _iterate_queries(indexed: IndexedHeads, inputs: MicrobatchInputs) -> Iterator[_SomeQueries]:

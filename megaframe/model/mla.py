@@ -67,7 +67,13 @@ class LatentAttention(Module):
         else:
             query = self.query(latent[0], state.deferred, self.query_norm)
         heads = self.make_heads(query, kv_latent, key_shared, inputs, state.deferred)
-        heads_TV = attend_heads(
+        return self.output(inputs.rows.pad(self.attend(heads, inputs, state)), state.deferred)
+
+    def attend(
+        self, heads: tuple[Tensor, Tensor, Tensor], inputs: MicrobatchInputs, state: PassState
+    ) -> Tensor:
+        """Return the outputs of the heads, [B * S, N * V], from what `make_heads` returns."""
+        return attend_heads(
             *heads,
             inputs.masks[self.window],
             self.scale,
@@ -75,7 +81,6 @@ class LatentAttention(Module):
             cache=state.find_cache(self, self.window),
             query_scale=inputs.find_query_scale(self.query_scale),
         )
-        return self.output(inputs.rows.pad(heads_TV), state.deferred)
 
     def make_heads(
         self,

@@ -33,6 +33,8 @@ def attend_locally(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Compute attention among tokens that are all on this rank, [B, S, N, V]."""
+    # The mask has the chosen keys, too. As an argument, whoever counts what is kept sees them.
+    places = None if mask.chosen is None else mask.chosen.places_BSC
     if query_BSND.is_meta:  # shapes do not depend on what is seen
         mask = replace(mask, attention_mask=AttentionMask(None, None), chosen=None)
     uneven = query_BSND.shape[3] != value_BSGV.shape[3]
@@ -43,7 +45,8 @@ def attend_locally(
     on_tiles = on_host or query_BSND.is_meta or softcap is not None or sinks_N is not None
     on_tiles |= mask.chosen is not None
     if on_tiles or should_compute_in_blocks(query_BSND, key_BSGD, mask.dense):
-        return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, sinks_N, mask, scale, softcap)
+        heads = query_BSND, key_BSGD, value_BSGV
+        return _Tiles.apply(*heads, sinks_N, places, mask, scale, softcap)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),
         key_BSGD.transpose(1, 2),
@@ -70,6 +73,7 @@ class _Tiles(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
+        places: Tensor | None,
         mask: SequenceMask,
         scale: float,
         softcap: float | None,
@@ -94,8 +98,6 @@ class _Tiles(torch.autograd.Function):
         out = out.contiguous()  # do not keep the padding that `attend` cut off
         if sinks is not None:
             add_sinks(out, lse, sinks)
-        # The mask has the chosen keys, too. Here whoever counts what is kept sees them.
-        places = None if mask.chosen is None else mask.chosen.places_BSC
         ctx.save_for_backward(query, key, value, out, lse, sinks, places)
         ctx.mask, ctx.scale, ctx.softcap = mask, scale, softcap
         return out
@@ -122,7 +124,7 @@ class _Tiles(torch.autograd.Function):
             for tile in tiles
         )
         if len(tiles) == 1:
-            return *next(by_tile), d_sinks, None, None, None
+            return *next(by_tile), d_sinks, None, None, None, None
         # Several tiles share keys. Their gradients are summed in the type of the log-sum-exp, which
         # is at least fp32, and rounded once.
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
@@ -132,4 +134,4 @@ class _Tiles(torch.autograd.Function):
             ):
                 total[:, rows] += part
         d_query, d_key, d_value = (total.to(query.dtype) for total in sums)
-        return d_query, d_key, d_value, d_sinks, None, None, None
+        return d_query, d_key, d_value, d_sinks, None, None, None, None

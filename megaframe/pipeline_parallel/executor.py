@@ -290,7 +290,7 @@ class _ScheduleRun:
         stage_index, microbatch = _unpack(action)
         forward = action.kind is ActionKind.RECV_F
         stage, mesh = self._executor.stages[stage_index], self._executor.mesh
-        form = stage.received if forward else stage.sent
+        form = stage.received if forward else stage.sent.gradients
         shape = form.find_shape(*self._microbatches[microbatch].tokens_BS.shape)
         # The stage keeps a received input until its backward pass, so each has memory of its own.
         buffer = torch.empty(shape, dtype=stage.precision.compute, device=mesh.device)

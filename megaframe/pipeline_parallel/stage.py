@@ -119,6 +119,7 @@ class Stage:
                 list_crossing_tensors(config.model, layer) if is_between else (),
                 config.model.hidden,
                 setup.tensor.group.size,
+                self.precision.compute,
             )
             for layer, is_between in (
                 (self.plan.blocks.start, not self.plan.first),
@@ -328,15 +329,17 @@ class Stage:
         """Return the gradient of the stream of a message from the next stage; to the others layers
         of this stage add theirs."""
         assert message is not None
-        gradient, *others = self.sent.unpack(message, inputs.batch, inputs.length)
-        for form, other in zip(self.sent.tensors, others, strict=True):
+        sent = self.sent.gradients
+        gradient, *others = sent.unpack(message, inputs.batch, inputs.length)
+        for form, other in zip(sent.tensors, others, strict=True):
             state.handed.set_gradient(form.name, other)
         return gradient
 
     def _make_gradient_message(self, gradient: Tensor, state: PassState) -> Tensor:
         """Return the message to the previous stage."""
-        handed = [state.handed.get_gradient(form.name) for form in self.received.tensors]
-        return self.received.pack(gradient, handed)
+        received = self.received.gradients
+        handed = [state.handed.get_gradient(form.name) for form in received.tensors]
+        return received.pack(gradient, handed)
 
     @torch.no_grad()  # as in autograd's own backward pass, where this work would otherwise run
     def compute_weight_gradients(self, stage_pass: StagePass) -> None:

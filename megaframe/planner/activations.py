@@ -5,8 +5,9 @@ They are exact for what megaframe keeps between two actions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.block import BlockDescription, describe_block, list_mixers
 from megaframe.architecture.cross_layer_tensors import (
     EMBEDDING,
@@ -73,15 +74,14 @@ def compute_peak_activations(
         elif kind is ActionKind.W:
             kept_bytes -= weight_pass_size[stage]
         if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-            message_bytes += message[stage][kind is ActionKind.RECV_B]
+            message_bytes += message[stage][kind]
         elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
-            message_bytes -= message[stage][kind is ActionKind.SEND_F]
+            message_bytes -= message[stage][kind]
         elif kind in _MESSAGES:
             receive, send, step = _MESSAGES[kind]
             arrives = (receive, stage, microbatch) in listed or stage - step in size
             leaves = (send, stage, microbatch) in listed or stage + step in size
-            received, sent = message[stage][::step]
-            message_bytes += sent * leaves - received * arrives
+            message_bytes += message[stage][send] * leaves - message[stage][receive] * arrives
         peak = max(peak, kept_bytes)
         peak_with_messages = max(peak_with_messages, kept_bytes + message_bytes)
     return peak, peak_with_messages - peak
@@ -89,15 +89,21 @@ def compute_peak_activations(
 
 def _compute_message_bytes(
     model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, plan: StagePlan
-) -> tuple[int, int]:
-    """Return the bytes of a microbatch's messages between the previous stage and this one, and
-    between this one and the next."""
+) -> Mapping[ActionKind, int]:
+    """Return the bytes of a microbatch's messages that a stage receives and sends, by action."""
     tokens, width = train.microbatch * train.seq, DTYPE_BYTES[train.precision]
-    before, after = (
-        tokens * width * count_message_elements(model, layer, parallel.tensor)
-        for layer in (plan.blocks.start, plan.blocks.stop)
-    )
-    return before, after
+
+    def count_bytes(layer: int, *, backward: bool) -> int:
+        elements = count_message_elements(model, layer, parallel.tensor, width, backward=backward)
+        return tokens * width * elements
+
+    start, stop = plan.blocks.start, plan.blocks.stop
+    return {
+        ActionKind.RECV_F: count_bytes(start, backward=False),
+        ActionKind.SEND_F: count_bytes(stop, backward=False),
+        ActionKind.RECV_B: count_bytes(stop, backward=True),
+        ActionKind.SEND_B: count_bytes(start, backward=True),
+    }
 
 
 def _compute_recompute_bytes(
@@ -164,18 +170,23 @@ def _compute_stage_bytes(
 def _compute_handed_bytes(
     model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, plan: StagePlan
 ) -> int:
-    """Return the bytes that a stage keeps of what is handed from layer to layer. Keys and values
-    are those that their layer keeps anyway, unless it is computed again or context ranks move
+    """Return the bytes that a stage keeps of what is handed from layer to layer. Keys, values and
+    choices are those that their layer keeps anyway, unless it is computed again or ranks move
     them."""
-    recomputed = plan.blocks[: plan.recomputed]
-    elements = 0
+    recomputed, width = plan.blocks[: plan.recomputed], DTYPE_BYTES[train.precision]
+    handed_bytes = 0
     for tensor in list_handed_tensors(model):
         is_received = not plan.first and tensor.crosses(plan.blocks.start)
         is_made = tensor.source in plan.blocks or (plan.first and tensor.source == EMBEDDING)
         is_kept = tensor.source in plan.blocks and tensor.source not in recomputed
-        if is_received or (is_made and not (is_kept and parallel.context == 1)):
-            elements += tensor.count_elements(parallel.tensor)
-    return train.microbatch * train.seq * elements * DTYPE_BYTES[train.precision]
+        moves = parallel.context > 1
+        if tensor.is_choice:
+            moves = parallel.tensor * count_exchanging_ranks(parallel) > 1
+        if is_received:
+            handed_bytes += tensor.count_received_bytes(parallel.tensor, width)
+        elif is_made and (moves or not is_kept):
+            handed_bytes += tensor.count_bytes(parallel.tensor, width)
+    return train.microbatch * train.seq * handed_bytes
 
 
 def _count_saved_bytes(parallel: ParallelConfig, train: TrainConfig, part: SavingPart) -> int:

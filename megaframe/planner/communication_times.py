@@ -158,6 +158,7 @@ def _count_bytes_to_next_stage(machine: Machine) -> Number:
     model, software = machine.config.model, machine.software
     if model.emulate is not None:
         return 0.0 * machine.tokens
-    size = machine.rate.width * machine.tokens * count_mean_message_elements(model)
+    width = machine.rate.width
+    size = width * machine.tokens * count_mean_message_elements(model, width)
     divided = software.scatter_pipeline or software.sequence_parallel
     return size / machine.sizes.tensor if divided else size

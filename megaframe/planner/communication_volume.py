@@ -47,7 +47,7 @@ def compute_communication_bytes(
     width = DTYPE_BYTES[train.precision]
     tokens = train.microbatch * train.seq / layout.context
     microbatches = len({a.microbatch for a in actions if a.microbatch is not None})
-    messages = _count_message_elements(config.model, tensor, plans, actions)
+    messages = _count_message_elements(config.model, tensor, width, plans, actions)
     share = (tensor - 1) / tensor
     weight_passes = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
@@ -86,18 +86,20 @@ def compute_communication_bytes(
 
 
 def _count_message_elements(
-    model: ModelConfig, tensor: int, plans: Sequence[StagePlan], actions: Sequence[Action]
+    model: ModelConfig,
+    tensor: int,
+    width: int,
+    plans: Sequence[StagePlan],
+    actions: Sequence[Action],
 ) -> int:
     """Return the elements per token, summed over tensor ranks, of all messages that are sent."""
-    blocks = {plan.stage_index: plan.blocks for plan in plans}
-    starts = (
-        blocks[action.stage].stop
-        if action.kind is ActionKind.SEND_F
-        else blocks[action.stage].start
-        for action in actions
-        if action.kind in _SENDS and action.stage is not None
-    )
-    return sum(count_message_elements(model, start, tensor) for start in starts)
+    blocks, total = {plan.stage_index: plan.blocks for plan in plans}, 0
+    for action in actions:
+        if action.kind in _SENDS and action.stage is not None:
+            own, backward = blocks[action.stage], action.kind is not ActionKind.SEND_F
+            start = own.start if backward else own.stop
+            total += count_message_elements(model, start, tensor, width, backward=backward)
+    return total
 
 
 def _count_tensor_elements_of_stage(

@@ -366,7 +366,7 @@ def _estimate_transient_bytes(
             (logits + loss_tensors) * last,
         )
     )
-    handed = count_mean_message_elements(model) / model.hidden
+    handed = count_mean_message_elements(model, width) / model.hidden
     messages = np.where(c.pipeline > 1, 2 * stream * handed / activation_ranks, 0.0)
     inputs = 2 * stream * (last + train.offload)
     counts = rank.counts

@@ -1,7 +1,8 @@
 """Latent attention gives the one-process answer to 1e-10 in fp64 under tensor, context, pipeline
 and data ranks, ZeRO and recompute. The weights that make the latents are whole on every tensor
 rank; their gradients, and those of the latents' norms, are summed over tensor ranks. So does sparse
-attention, with the keys that its indexer chooses and the loss that trains it.
+attention, with the keys that its indexer chooses and the loss that trains it, also where later
+layers, of the same stage or the next, attend to the same keys.
 
 Tests `megaframe.distributed.differentiable`.
 """
@@ -13,6 +14,7 @@ from slow_cases import slow
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4}
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
+SHARED = {"kind": "latent", "shared_indexer": True}
 SHAPES = {
     "deepseek": {
         "norm": "rmsnorm",
@@ -24,11 +26,18 @@ SHAPES = {
     "packed-sparse": {
         **{"latent": {**LATENT, "query_rank": 12, "value_dim": 5}, "dropout": 0.1},
         "indexer": {"heads": 3, "head_dim": 6, "top_k": 3, "loss": 0.5},
+        "blocks": [{"mixer": "latent"}, {"mixer": SHARED}],
     },
     "sparse": {
         **{"latent": {**LATENT, "query_rank": 12, "value_dim": 5}, "norm": "rmsnorm"},
         "indexer": {"heads": 2, "head_dim": 6, "top_k": 4, "loss": 0.5},
         "moe": {"experts": 4, "ffn": 10},
+        "blocks": [
+            {"mixer": "latent", "feed_forward": "moe"},
+            {"mixer": SHARED, "feed_forward": "moe"},
+            {"mixer": SHARED, "feed_forward": "moe"},
+            {"mixer": "latent", "feed_forward": "moe"},
+        ],
     },
     "frozen-sparse": {
         **{"latent": {**LATENT, "query_rank": 12, "value_dim": 5}, "norm": "rmsnorm"},

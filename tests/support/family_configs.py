@@ -166,7 +166,11 @@ SPARSE = {
         **INDEXED,
         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
-    "glm_moe_dsa": {**INDEXED, "n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": {
+        **{**INDEXED, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4},
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "pad_token_id": None,  # whose row is zero, and so are all scores of its keys
+    },
     "dots1": {**GROUPED, **GLM_ROUTED, "first_k_dense_replace": 1},
     "minimax_m2": {
         **{**WIDE_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2},

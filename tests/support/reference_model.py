@@ -87,7 +87,7 @@ def _further(microbatch, depth):
 
 def _block(weights, model, layer, x, mask, positions, counted, handed=None):
     """Return the stream after a block, and the losses that its experts add. `handed` has the keys
-    and values of the last layer with each window."""
+    and values, or the chosen keys, of the last layer with each window."""
     x, losses = _halves(weights, model, layer, x, mask, positions, counted, handed)
     if handed is not None and handed["inputs"]:
         own = f"blocks.{layer}.layer_embedding"
@@ -116,7 +116,7 @@ def _layer_inputs(weights, model, x, tokens):
 def _halves(weights, model, layer, x, mask, positions, counted, handed):
     name, aside = f"blocks.{layer}", []
     block = _block_config(model, layer)
-    latent = partial(_latent_attention, counted=counted, aside=aside)
+    latent = partial(_latent_attention, counted=counted, aside=aside, handed=handed)
     own = {"attention": partial(_attention, handed=handed), "latent": latent}
     attention = own.get(block.mixer.kind, partial(_mix_by_example, block.mixer.kind))
     before, after = block.norms in ("before", "both"), block.norms in ("after", "both")
@@ -299,7 +299,7 @@ def _query_factor(mixer, positions):
     return (1 + scale.rate * torch.log(1 + whole))[..., None]
 
 
-def _latent_attention(weights, model, mixer, name, y, mask, positions, counted, aside):
+def _latent_attention(weights, model, mixer, name, y, mask, positions, counted, aside, handed):
     """Compute each head separately, by the formulas of the paper (DeepSeek-V2, 2024, eq. 9-19).
     `aside` gets the loss of the indexer, if there is one."""
     latent = model.latent
@@ -320,13 +320,20 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions, counted, 
         scaling = model.rotary_scaling
         scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
     heads, shares, index, indexer = [], 0.0, None, model.indexer
-    if indexer is not None:
+    place = "chosen", mixer.window
+    if mixer.shared_indexer:
+        mask = mask & handed[place]
+    elif indexer is not None:
         index = _score_keys(weights, model, f"{name}.attention.indexer", y, of_query, positions)
         if not indexer.dense:
-            mask = mask & _choose_keys(index, mask, indexer.top_k)
+            chosen = _choose_keys(index, mask, indexer.top_k)
+        mask = mask & chosen
+        if handed is not None:
+            handed[place] = chosen
     for head in range(model.heads):
         query_part = weights[f"{name}.attention.query.weight"][head]
         kv_part = weights[f"{name}.attention.kv.weight"][head]
+        chosen = torch.ones_like(index, dtype=torch.bool)
         query = of_query @ query_part.T
         query_rotated = _rotate(model, query[..., :width], positions, turned, base)
         query_rest = query[..., width:]

@@ -270,13 +270,19 @@ class _Measuring:
         return state
 
     def _make_handed_tensors(self) -> dict[str, Tensor]:
-        """Return random tensors in place of what parts hand to later layers, by name."""
+        """Return random tensors, and the first keys for choices, in place of what parts hand to
+        later layers, by name."""
         inputs, ranks = self._inputs, self._inputs.rows.ranks
         sizes = inputs.batch, inputs.length, inputs.rows.padded // ranks, ranks
-        return {
-            tensor.name: torch.randn(tensor.find_shape(*sizes)).to(self._stage.precision.compute)
-            for tensor in list_handed_tensors(self._stage.config.model)
-        }
+        tensors: dict[str, Tensor] = {}
+        for form in list_handed_tensors(self._stage.config.model):
+            shape = form.find_shape(*sizes)
+            tensors[form.name] = (
+                torch.arange(shape[-1], dtype=torch.int32).repeat(*shape[:-1], 1)
+                if form.is_choice
+                else torch.randn(shape).to(self._stage.precision.compute)
+            )
+        return tensors
 
     def _make_leaf(self) -> Tensor:
         rows, width = self._inputs.rows, self._stage.config.model.hidden

@@ -69,8 +69,12 @@ MODELS = {
         "indexer": {"heads": 2, "head_dim": 6, "top_k": 5, "loss": 0.5, "dense": True},
     },
     "frozen indexer": {
-        **{"latent": {**LATENT, "query_rank": 12}, "norm": "rmsnorm", "window": 7},
+        **{"latent": {**LATENT, "query_rank": 12}, "norm": "rmsnorm", "layers": 2},
         "indexer": {"heads": 3, "head_dim": 6, "top_k": 4},
+        "blocks": [
+            {"mixer": {"kind": "latent", "window": 7}},
+            {"mixer": {"kind": "latent", "window": 7, "shared_indexer": True}},
+        ],
     },
     "gelu": {"activation": "gelu", "ffn": 30},
     "relu2": {"activation": "relu2", "norm": "rmsnorm"},

@@ -40,6 +40,8 @@ def test_gradients_of_later_stages_come_first_and_unused_ones_are_zero():
     backward(handed.take("used") * 4, torch.ones_like(X))
     assert handed.get_gradient("used").tolist() == [6, 6, 6]
     assert handed.get_gradient("unused").tolist() == [0, 0, 0]
+    handed.hand_on("numbers", torch.arange(3))
+    assert not handed.take("numbers").requires_grad
     handed.clear()
     with pytest.raises(KeyError):
         handed.take("used")

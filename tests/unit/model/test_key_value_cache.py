@@ -21,8 +21,14 @@ MODELS = {
     "chunks": {"blocks": [{"mixer": {"attention_chunk": 4}}, {"mixer": {"attention_chunk": 3}}]},
     "latent": {"latent": LATENT, "window": (None, 3)},
     "chosen keys": {
-        **{"latent": LATENT, "norm": "rmsnorm", "window": (None, 6)},
+        **{"latent": LATENT, "norm": "rmsnorm", "layers": 4},
         "indexer": {"heads": 3, "head_dim": 6, "top_k": 4},
+        "blocks": [
+            {"mixer": "latent"},
+            {"mixer": {"kind": "latent", "window": 6}},
+            {"mixer": {"kind": "latent", "shared_indexer": True, "window": 6}},
+            {"mixer": {"kind": "latent", "shared_indexer": True}},
+        ],
     },
     "delta net": {"norm": "rmsnorm", "blocks": [{"mixer": DELTA}, {}]},
     "delta net of few tokens": {

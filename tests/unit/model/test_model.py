@@ -181,9 +181,20 @@ MODELS |= {
             {"mixer": {"kind": "latent", "window": 6}},
         ],
     },
+    "glm_5.2": {
+        **{"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 12}, "layers": 4},
+        "indexer": {"heads": 3, "head_dim": 6, "top_k": 4, "loss": 0.7},
+        "blocks": [
+            {"mixer": "latent"},
+            {"mixer": {"kind": "latent", "window": 6}},
+            {"mixer": {"kind": "latent", "shared_indexer": True}},
+            {"mixer": {"kind": "latent", "shared_indexer": True, "window": 6}},
+        ],
+    },
     "indexer_of_dense_attention": {
         **{"latent": {**LATENT, "query_rank": 12}, "position": "none"},
         "indexer": {"heads": 2, "head_dim": 5, "top_k": 4, "loss": 2.0, "dense": True},
+        "blocks": [{"mixer": "latent"}, {"mixer": {"kind": "latent", "shared_indexer": True}}],
     },
     "frozen_indexer": {
         "latent": {**LATENT, "query_rank": 12},

@@ -38,6 +38,11 @@ HANDED = {
         {},
     ],
 }
+CHOICES = {
+    **{"norm": "rmsnorm", "layers": 4, "latent": LATENT},
+    "indexer": {"heads": 4, "head_dim": 32, "top_k": 64},
+    "blocks": [{"mixer": "latent"}, *[{"mixer": {"kind": "latent", "shared_indexer": True}}] * 3],
+}
 INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
 CASES = {
     "one rank": (1, {}, {}, {}),
@@ -171,6 +176,18 @@ CASES = {
         {**HANDED, "tie_embeddings": False},
         {"recompute": "full"},
         {"pipeline": 2, "zero": 2},
+    ),
+    "choices over stages": (
+        8,
+        CHOICES,
+        {},
+        {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2, "zero": 1},
+    ),
+    "choices, blocks again, fp32": (
+        2,
+        CHOICES,
+        {"recompute": "full", "precision": "fp32"},
+        {"pipeline": 2},
     ),
     "handed, zero 3": (4, HANDED, {"recompute": "selective"}, {"tensor": 2, "zero": 3}),
     "norms of experts": (

@@ -6,6 +6,11 @@ from megaframe.config import ModelConfig
 from megaframe.validate.cross_layer_tensors import find_handed_mistakes
 
 SHARED = {"shared_keys": True}
+CHOICE = {"mixer": {"kind": "latent", "shared_indexer": True}}
+SPARSE = {
+    "latent": {"query_rank": 8, "kv_rank": 8, "head_dim": 4, "rotary_dim": 4, "value_dim": 4},
+    "indexer": {"heads": 2, "head_dim": 4, "top_k": 5},
+}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,18 @@ SHARED = {"shared_keys": True}
             "model.mtp_depth=1 predicts with blocks to which nothing is handed",
         ),
         (
+            {"blocks": [CHOICE, {"mixer": "latent"}], **SPARSE},
+            "layer 0: shared_indexer=true needs a layer before it with an indexer of its own",
+        ),
+        (
+            {"blocks": [{"mixer": "latent"}, CHOICE], "latent": SPARSE["latent"]},
+            "layer 1: shared_indexer=true needs model.indexer; set it",
+        ),
+        (
+            {"blocks": [{"mixer": "latent"}, CHOICE], **SPARSE, "mtp_depth": 1},
+            "blocks to which nothing is handed, and shared_indexer needs it",
+        ),
+        (
             {"layer_embeddings": 8, "parametrisation": "mup"},
             "model.layer_embeddings=8 has widths that model.parametrisation=mup does not know",
         ),
@@ -57,3 +74,5 @@ def test_a_refusal_says_what_does_not_fit(model, message):
 def test_what_fits_passes():
     blocks = [{"mixer": {"window": 3}}, {}, {"mixer": {**SHARED, "window": 3, "qk_norm": True}}]
     assert not [*find_handed_mistakes(ModelConfig(layers=3, blocks=blocks, layer_embeddings=4))]
+    blocks = [{"mixer": "latent"}, CHOICE]
+    assert not [*find_handed_mistakes(ModelConfig(layers=2, blocks=blocks, **SPARSE))]

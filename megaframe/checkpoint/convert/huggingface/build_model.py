@@ -110,6 +110,7 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     if layer.get("mixer.kind") == "latent":
         mixer["kind"] = "latent"
     elif layer.get("mixer.kind") == DELTA_NET:
+        mixer |= {"shared_indexer": True} if layer.get("mixer.shared_indexer") else {}
         names = *DELTA_NET_SIZES, "convolution"
         mixer |= {"kind": DELTA_NET, **{name: layer[f"mixer.{name}"] for name in names}}
         if layer.get("mixer.strongest", 1.0) != 1.0:

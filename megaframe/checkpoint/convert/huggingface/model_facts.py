@@ -28,6 +28,7 @@ from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.shared_keys import SharedKeyAttentionDescription
+from megaframe.architecture.sparse_attention import SharedIndexerDescription
 from megaframe.architecture.window import Chunk
 from megaframe.config import ModelConfig
 from megaframe.config.compare import TRAINING_ONLY
@@ -199,6 +200,7 @@ def _describe_mixer(mixer: MixerDescription) -> dict[str, Any]:
     elif isinstance(mixer, LatentAttentionDescription):
         facts |= {"mixer.kind": "latent", "mixer.rotary": mixer.rotary is not None}
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in ("heads", "window", "bias")}
+        facts["mixer.shared_indexer"] = isinstance(mixer, SharedIndexerDescription)
         facts |= {} if mixer.rotary is None else _describe_rotary(mixer.rotary)
     elif isinstance(mixer, GatedDeltaNetDescription):
         facts["mixer.kind"] = DELTA_NET

@@ -1,4 +1,4 @@
-"""Families with sparse attention: DeepSeek-V3.2, and GLM-5 and 5.1."""
+"""Families with sparse attention: DeepSeek-V3.2, and GLM-5, 5.1 and 5.2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megaframe.checkpoint.convert.huggingface.model_facts import Facts
 from megaframe.checkpoint.convert.huggingface.moe_families import DEEPSEEK_V3, Groups, LatentWidths
 from megaframe.errors import UserError
 
-_INDEXED, _OWN = "indexed_attention", "full"
+_INDEXED, _OWN, _SHARED = "indexed_attention", "full", "shared"
 
 
 @dataclass(frozen=True)
@@ -50,40 +50,51 @@ class SameLayers(Key):
 
 
 @dataclass(frozen=True)
-class IndexerSharing(SameLayers):
-    """Whether layers have indexers of their own, as all must here.
+class IndexerSharing(Key):
+    """Whether layers have indexers of their own, or use the choice of the nearest before with one.
 
     In place of the list, older configs have a pattern or an interval: code gives a layer its own
     indexer if its number, less the offset, plus 1 is a multiple of the interval.
+
+    Attributes:
+        name: Of the list.
     """
+
+    name: str
 
     @property
     def types(self) -> Mapping[str, Any]:
         """The list, and what stands in its place."""
         older = {"index_topk_freq": Count, "index_skip_topk_offset": Count}
-        return {**super().types, **older, "index_topk_pattern": Text}
+        return {self.name: Texts, **older, "index_topk_pattern": Text}
 
     def read(self, config: Mapping[str, Any], facts: Facts) -> None:
-        """Refuse layers that use the choice of another one."""
+        """Read it, and refuse a choice of a layer that there is not."""
         kinds, layers = config.get(self.name), len(facts.layers)
         if kinds is None:
             kinds = _list_indexers(config, layers)
-        if len(kinds) == layers and "shared" in kinds:
+        check_layer_types(self.name, kinds, layers, (_OWN, _SHARED))
+        if kinds[0] == _SHARED:
             raise UserError(
-                f"{self.name}: {kinds.count('shared')} of {layers} layers use the keys that an "
-                "earlier one has chosen, which is not supported, only full for all layers"
+                f"{self.name}: layer 0 is {_SHARED}, and no layer before it has an indexer; it "
+                f"must be {_OWN}"
             )
-        check_layer_types(self.name, kinds, layers, (self.value,))
+        facts.set_layers("mixer.shared_indexer", [kind == _SHARED for kind in kinds])
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the list."""
+        shares = facts.list_values("mixer.shared_indexer")
+        return {self.name: [_SHARED if each else _OWN for each in shares]}
 
 
 def _list_indexers(config: Mapping[str, Any], layers: int) -> list[str]:
     pattern = config.get("index_topk_pattern")
     if pattern is not None:
-        return [{"F": _OWN, "S": "shared"}.get(kind, kind) for kind in pattern]
+        return [{"F": _OWN, "S": _SHARED}.get(kind, kind) for kind in pattern]
     interval, offset = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
     interval, offset = max(1, 1 if interval is None else interval), 2 if offset is None else offset
     numbers = (max(layer - offset + 1, 0) for layer in range(layers))
-    return ["shared" if number % interval else _OWN for number in numbers]
+    return [_SHARED if number % interval else _OWN for number in numbers]
 
 
 DEEPSEEK_V32 = DEEPSEEK_V3.derive(
@@ -112,9 +123,9 @@ GLM_MOE_DSA = DEEPSEEK_V32.derive(
     "glm_moe_dsa",
     "GlmMoeDsaForCausalLM",
     Groups(best=2),
-    IndexerSharing("indexer_types", _OWN),
+    IndexerSharing("indexer_types"),
     fixed={"indexer_rope_interleave": True},
-    neutral=("index_share_for_mtp_iteration",),
+    neutral=("index_share_for_mtp_iteration", "moe_router_dtype"),  # routers are in fp32 always
     interleaved_indexer=True,
 )
 SPARSE_FAMILIES = (DEEPSEEK_V32, GLM_MOE_DSA)

@@ -379,13 +379,8 @@ def test_a_width_is_adjusted_as_transformers_does(keys):
 @pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
-        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "1 of 2 layers use the keys that"),
-        (
-            "glm_moe_dsa",
-            {"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 1},
-            "indexer_types: 1 of 2 layers use the keys that an earlier one has chosen",
-        ),
-        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FS"}, "1 of 2 layers use"),
+        ("glm_moe_dsa", {"indexer_types": ["shared", *["full"] * 3]}, "layer 0 is shared, and no"),
+        ("glm_moe_dsa", {"indexer_types": ["full", *["other"] * 3]}, "none of full, shared"),
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "F"}, "has 1 layers"),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "False is not supported, only True"),
         ("deepseek_v32", {"indexer_rope_interleave": True}, "True is not supported, only False"),
@@ -402,6 +397,28 @@ def test_forms_of_sparse_attention_that_are_not_here_are_refused(family, keys, m
 def test_dense_attention_beside_an_indexer_is_not_exported():
     """It is a stage of training. The loss is another, and no logit depends on it."""
     family = FAMILIES["deepseek_v32"]
+@pytest.mark.parametrize(
+    ("keys", "own"),
+    [
+        ({"indexer_types": ["full", "shared", "full", "full"]}, [True, False, True, True]),
+        ({"index_topk_pattern": "FSSF"}, [True, False, False, True]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [True, False, True, False]),
+        ({"index_topk_freq": 3}, [True, True, False, False]),
+        ({}, [True] * 4),
+    ],
+)
+def test_layers_with_indexers_of_their_own_are_listed_in_each_form(keys, own):
+    """As the published code does: a list, a pattern, or an interval from a layer on."""
+    row, config = FAMILIES["glm_moe_dsa"], make_tiny_config("glm_moe_dsa")
+    config.pop("indexer_types")
+    model = row.read_model({**config, **keys})
+    pattern = [block for block in model.blocks or [] for _ in range(block.repeat)]
+    shares = [pattern[layer % len(pattern)].mixer.shared_indexer for layer in range(4) if pattern]
+    assert [not each for each in shares or [False] * 4] == own
+    written = row.write_config(model, 64)
+    assert written["indexer_types"] == ["full" if each else "shared" for each in own]
+
+
     model = family.read_model(make_tiny_config("deepseek_v32"))
     trained = model.indexer.model_copy(update={"loss": 0.5})
     family.write_config(model.model_copy(update={"indexer": trained}), 64)
