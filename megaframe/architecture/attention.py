@@ -13,7 +13,7 @@ from megaframe.architecture.layer import (
     MixerDescription,
     SavedActivations,
 )
-from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.linear import LinearSpec, Number
 from megaframe.architecture.norm import (
     LayerNormDescription,
     NormDescription,
@@ -463,9 +463,8 @@ class AttentionDescription(SoftmaxAttention):
         """The queries, keys and values, and the gates."""
         return 2 if self.gate_width else 1
 
-    @property
-    def tensor_statistics(self) -> int:
-        """The squares of queries and those of keys, if they are summed over all heads."""
+    def count_tensor_statistics(self, tensor: Number) -> Number:
+        """Return the squares of queries and those of keys, if they are summed over all heads."""
         return 2 if self.qk_norm == "whole" else 0
 
     @property

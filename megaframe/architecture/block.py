@@ -18,7 +18,7 @@ from megaframe.architecture.layer import (
     SavedActivations,
 )
 from megaframe.architecture.layer_embedding import LayerEmbeddingDescription
-from megaframe.architecture.linear import LinearSpec, TensorTraffic
+from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.mixers import describe_mixer
 from megaframe.architecture.mlp import describe_mlp
 from megaframe.architecture.moe import MoEDescription, has_experts
@@ -270,10 +270,10 @@ class BlockDescription:
                 traffic[axis] = traffic.get(axis, AxisTraffic()) + moved
         return traffic
 
-    @property
-    def tensor_statistics(self) -> int:
-        """Elements per token, in at least fp32, that each pass sums over tensor ranks."""
-        return sum(layer.tensor_statistics for layer in self.layers)
+    def count_tensor_statistics(self, tensor: Number) -> Number:
+        """Return the elements per token, in at least fp32, that each pass sums over tensor
+        ranks."""
+        return sum(layer.count_tensor_statistics(tensor) for layer in self.layers)
 
     def count_gathered_bytes(self, seq: int, width: int) -> int:
         """Return the bytes per token that a forward pass gathers over tensor ranks beside
@@ -401,8 +401,9 @@ def count_mixers(model: ModelConfig) -> int:
 
 
 def count_kv_copies(model: ModelConfig, tensor: int) -> int:
-    """Return how many tensor ranks share each key and value head: 1 if there are enough heads."""
-    return max(count_copies(mixer.ring_groups, tensor) for mixer in list_mixers(model))
+    """Return how many tensor ranks share each key and value head, or each group of heads: 1 if
+    there are enough of them."""
+    return max(count_copies(mixer.shared_groups, tensor) for mixer in list_mixers(model))
 
 
 def _describe_layer_embedding(

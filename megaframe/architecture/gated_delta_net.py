@@ -241,7 +241,7 @@ class GatedDeltaNetDescription(MixerDescription):
         """Those of a piece that has as many tokens as the convolution sees."""
         return self.count_passed(self.taps)
 
-    def count_passed(self, tokens: int) -> int:
+    def count_passed(self, tokens: int, tensor: int = 1) -> int:
         """Return a state and the matrix that a piece multiplies it by, of each value head, and its
         last tokens, which the convolution of the next piece sees."""
         states = self.value_heads * self.key_dim * (self.key_dim + self.value_dim)

@@ -88,6 +88,6 @@ class GatedShortConvolutionDescription(MixerDescription):
         """Those of a piece that has as many tokens as the convolution sees."""
         return self.count_passed(self.taps)
 
-    def count_passed(self, tokens: int) -> int:
+    def count_passed(self, tokens: int, tensor: int = 1) -> int:
         """Return the last tokens of a piece, which the convolution of the next one sees."""
         return min(tokens, self.taps - 1) * self.hidden

@@ -16,7 +16,7 @@ from megaframe.architecture.adapters import InputKind, is_target
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.rotary import RotaryDescription
-from megaframe.architecture.spec import ParamSpec
+from megaframe.architecture.spec import ParamSpec, count_copies
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.architecture.window import Window
 from megaframe.config.adapters import AdaptersConfig
@@ -74,6 +74,8 @@ class BatchedProduct:
     Attributes:
         causal_share: The share of them that a causal kernel with this layer's window computes.
         differentiated: Whether a backward pass computes the gradients of both factors.
+        groups: Groups of heads that tensor ranks divide, if neighbours repeat the products of the
+            one that they share; else 0.
     """
 
     number: int
@@ -82,6 +84,11 @@ class BatchedProduct:
     terms: int
     causal_share: float = 1.0
     differentiated: bool = True
+    groups: int = 0
+
+    def count_copies(self, tensor: int) -> int:
+        """Return how many of so many tensor ranks make each of them."""
+        return count_copies(self.groups, tensor)
 
     @property
     def flops(self) -> float:
@@ -295,10 +302,13 @@ class LayerDescription(ABC):
         """
         return {}
 
-    @property
-    def tensor_statistics(self) -> int:
-        """Elements per token, in at least fp32, that a forward pass sums over tensor ranks which
-        all have the token, and a backward pass as well."""
+    def count_tensor_statistics(self, tensor: Number) -> Number:
+        """Return the elements per token, in at least fp32, that a forward pass sums over tensor
+        ranks which all have the token, and a backward pass as well.
+
+        Args:
+            tensor: Number of tensor ranks.
+        """
         return 0
 
     def count_gathered_bytes(self, seq: int, width: int) -> int:
@@ -431,6 +441,12 @@ class MixerDescription(LayerDescription):
         return 0
 
     @property
+    def shared_groups(self) -> int:
+        """Groups of heads that tensor ranks divide, of which neighbours have the same one if there
+        are fewer than ranks; 0 if there are none."""
+        return self.ring_groups
+
+    @property
     def ring_groups(self) -> int:
         """Key and value heads that go around a ring of context ranks, of `ring_width` elements per
         token each."""
@@ -447,8 +463,9 @@ class MixerDescription(LayerDescription):
         is passed (`megaframe.context_parallel.states.pass_states`): a state and its decay."""
         return 0
 
-    def count_passed(self, tokens: int) -> int:
-        """Return `passed_elements` of a piece of so many tokens, if it depends on them."""
+    def count_passed(self, tokens: int, tensor: int = 1) -> int:
+        """Return `passed_elements` of a piece of so many tokens, if it depends on them, or on how
+        many tensor ranks there are."""
         return self.passed_elements
 
     def count_traffic(
@@ -457,6 +474,6 @@ class MixerDescription(LayerDescription):
         """Return what moves over other axes than `tensor`. By default each context rank sends all
         others what its two pieces do to a state: forward, once more where the backward pass
         computes it again (`megaframe.ops.autograd.recompute`), and the gradients of it."""
-        context = parallel.context
-        passed = 2 * context * (context - 1) * self.count_passed(-(-seq // (2 * context))) / seq
+        context, piece = parallel.context, -(-seq // (2 * parallel.context))
+        passed = 2 * context * (context - 1) * self.count_passed(piece, parallel.tensor) / seq
         return {"context": AxisTraffic(wide_forward=passed, wide_backward=2 * passed)}

@@ -13,11 +13,11 @@ from megaframe.architecture.layer import (
     MixerDescription,
     SavedActivations,
 )
-from megaframe.architecture.limits import Limit
-from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.linear import LinearSpec, Number
 from megaframe.architecture.norm import NormDescription
-from megaframe.architecture.spec import Constant, ParamSpec
+from megaframe.architecture.spec import Constant, ParamSpec, count_copies
 from megaframe.config.parallel import ParallelConfig
+from megaframe.errors import join_or, list_divisors
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Mamba2Description(MixerDescription):
 
     One weight [groups, ..., hidden] makes of each group of heads the gates and the inputs of its
     heads, the keys and queries that they share (`B` and `C` elsewhere), and a step for each head,
-    so that a tensor shard has whole groups.
+    so that a tensor shard has whole groups. Neighbours of more tensor ranks than groups have the
+    same one, as with few key and value heads, and each passes the states of some of its heads.
 
     Attributes:
         hidden: Width of the stream.
@@ -104,18 +105,27 @@ class Mamba2Description(MixerDescription):
     name = "mamba2"
     context_kinds = ("ring", "all_to_all", "nested")
 
-    @property
-    def limits(self) -> tuple[Limit, ...]:
-        """The groups, with their heads."""
-        return (Limit("tensor", self.groups, f"groups={self.groups} of Mamba-2 heads"),)
-
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
-        """Yield a message if groups cannot have equally many heads, and those of all mixers."""
-        if self.heads % self.groups:
-            below = self.heads // self.groups * self.groups
-            near = " or ".join(str(n) for n in (below, below + self.groups) if n)
-            yield f"heads={self.heads} is no multiple of groups={self.groups}; use {near}"
+        """Yield a message if groups cannot have equally many heads, or if tensor ranks can neither
+        divide nor share groups, and those of all mixers."""
+        groups, tensor = self.groups, parallel.tensor
+        if self.heads % groups:
+            below = self.heads // groups * groups
+            near = " or ".join(str(n) for n in (below, below + groups) if n)
+            yield f"heads={self.heads} is no multiple of groups={groups}; use {near}"
+        elif groups % tensor and (tensor % groups or self.heads % tensor):
+            fits = [t for t in list_divisors(self.heads) if groups % t == 0 or t % groups == 0]
+            near_ranks = [t for t in fits if t < tensor][-1:] + [t for t in fits if t > tensor][:1]
+            yield (
+                f"parallel.tensor={tensor} can neither divide groups={groups} of Mamba-2 heads nor "
+                f"share them evenly among heads={self.heads}; use {join_or(near_ranks)}"
+            )
         yield from super().find_mistakes(parallel)
+
+    @property
+    def shared_groups(self) -> int:
+        """The groups."""
+        return self.groups
 
     @property
     def per_group(self) -> int:
@@ -155,7 +165,7 @@ class Mamba2Description(MixerDescription):
     @property
     def output(self) -> LinearSpec:
         """From the heads back to the stream."""
-        inputs, stream = (self.groups, self.width), (self.hidden,)
+        inputs, stream = (self.heads, self.head_dim), (self.hidden,)
         product = LinearSpec(
             inputs, stream, self.output_std, split=len(stream), bias=self.output_bias
         )
@@ -200,9 +210,17 @@ class Mamba2Description(MixerDescription):
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the result of the first product, and the input of the second one. All that is
-        between them is computed again."""
-        saved = SavedActivations(self.input.results + self.output.terms)
+        between them is computed again, but a mean square of a group that ranks share."""
+        tensor = parallel.tensor
+        results = self.input.results * count_copies(self.groups, tensor)
+        statistics = tensor * (self.count_tensor_statistics(tensor) > 0)
+        saved = SavedActivations(results + self.output.terms, statistics)
         return saved + self.count_saved_by_adapters(parallel)
+
+    def count_tensor_statistics(self, tensor: Number) -> Number:
+        """Return the squares of the outputs of each group, if ranks that share it normalise
+        them."""
+        return self.groups * (tensor > self.groups) * (self.norm is not None)
 
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return those of the chunks of a sample: queries with keys, the scores with the inputs,
@@ -211,7 +229,7 @@ class Mamba2Description(MixerDescription):
         chunks = -(-seq // length)
         groups, heads = chunks * self.groups, chunks * self.heads
         return (
-            BatchedProduct(groups, length, length, self.state_dim),
+            BatchedProduct(groups, length, length, self.state_dim, groups=self.groups),
             BatchedProduct(heads, length, self.head_dim, length),
             BatchedProduct(groups, self.state_dim, self.width, length),
             BatchedProduct(groups, length, self.width, self.state_dim),
@@ -231,8 +249,9 @@ class Mamba2Description(MixerDescription):
         """Those of a piece that has as many tokens as the convolution sees."""
         return self.count_passed(self.taps)
 
-    def count_passed(self, tokens: int) -> int:
+    def count_passed(self, tokens: int, tensor: int = 1) -> int:
         """Return a state and its decay, of each head, and the last tokens of a piece, which the
         convolution of the next piece sees."""
         states = self.heads * (self.state_dim * self.head_dim + 1)
-        return states + min(tokens, self.taps - 1) * self.groups * self.channels
+        shared = 2 * self.state_dim * self.groups * count_copies(self.groups, tensor)
+        return states + min(tokens, self.taps - 1) * (self.heads * self.head_dim + shared)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.embedding import TableDescription, describe_embedding
 from megaframe.architecture.layer import SavedActivations
-from megaframe.architecture.linear import LinearSpec, TensorTraffic
+from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
 from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.traffic import AxisTraffic
@@ -56,10 +56,9 @@ class PredictorDescription:
         """What the rows of a token move over the tensor axis."""
         return self.tokens.tensor_traffic + self.join.tensor_traffic + self.block.tensor_traffic
 
-    @property
-    def tensor_statistics(self) -> int:
-        """Elements per token that each pass sums over tensor ranks."""
-        return self.block.tensor_statistics
+    def count_tensor_statistics(self, tensor: Number) -> Number:
+        """Return the elements per token that each pass sums over tensor ranks."""
+        return self.block.count_tensor_statistics(tensor)
 
     def count_traffic(
         self, parallel: ParallelConfig, seq: int, near: int = 1

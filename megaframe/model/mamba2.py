@@ -4,6 +4,9 @@ Each head has a matrix S. A token decays it by a_t = exp(-rate d_t) and adds its
 S_t = a_t S_{t-1} + k_t^T d_t x_t, where d_t is its step; its output is y_t = q_t S_t + g x_t. Keys
 and queries (`B` and `C` in the paper) are those of a group of heads.
 
+Tensor ranks that share a group have its keys and queries, and the inputs and states of some of its
+heads.
+
 Tokens of a chunk see each other through products, as in attention, and what is before the chunk
 through the state (section 6 of the paper), by a kernel or in plain torch.
 Decays are sums of logarithms, and nothing is divided by one.
@@ -16,18 +19,21 @@ those before it.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.architecture.mamba2 import Mamba2Description
+from megaframe.architecture.spec import count_copies
 from megaframe.context_parallel.states import (
     join_chunks,
     pass_states,
     prepend_tokens,
     split_chunks,
 )
+from megaframe.distributed.collectives import all_reduce
 from megaframe.model.causal_convolution import convolve, convolve_last
 from megaframe.model.key_value_cache import StateCache
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
@@ -50,6 +56,10 @@ class Mamba2(Module):
             setup: What the run fixes.
         """
         self.description, self.context, self.kernels = description, setup.context, setup.kernels
+        self.tensor = setup.tensor.group
+        self.sharing = count_copies(description.groups, self.tensor.size)
+        inner, keys = description.width // self.sharing, description.state_dim
+        self.channel_widths = inner, keys, keys
         self.input = Linear(f"{name}.input", description.input, setup.tensor)
         specs = description.convolution.declare_parameters(f"{name}.convolution")
         self.convolution, *bias = map(Parameter, specs)
@@ -70,7 +80,9 @@ class Mamba2(Module):
         cache = state.find_state(self)
         if cache is None:
             # Only the result of the product is kept; all that follows is computed again from it.
-            out_BSGX = recompute(partial(self._mix, inputs), groups_BSGX)
+            kept: list[Tensor] = []
+            mix = partial(self._mix, inputs, kept=kept)
+            out_BSGX = recompute(mix, groups_BSGX, kept=kept)
         elif cache.tensors:
             out_BSGX = self._mix_token(groups_BSGX, cache)
         else:
@@ -78,13 +90,18 @@ class Mamba2(Module):
         return self.output(inputs.rows.pad(out_BSGX.flatten(0, 1).flatten(1)), state.deferred)
 
     def _mix(
-        self, inputs: MicrobatchInputs, groups_BSGX: Tensor, cache: StateCache | None = None
+        self,
+        inputs: MicrobatchInputs,
+        groups_BSGX: Tensor,
+        cache: StateCache | None = None,
+        kept: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the gated outputs of groups, [B, S, G, R * V], and put what is left of whole
-        samples into a cache."""
+        samples into a cache, and what a second call needs of this one into `kept`."""
         gate, seen_BSGX, steps = self._split_groups(groups_BSGX)
         seen_PTGX = prepend_tokens(seen_BSGX, self.description.taps - 1, self.context)
-        x, key, query = self._split_channels(convolve(seen_PTGX, self.convolution.use(), inputs))
+        gains = self._select_channels(self.convolution.use(), 1)
+        x, key, query = self._split_channels(convolve(seen_PTGX, gains, inputs))
         steps, falls = self._compute_decays(steps)
         value = x * steps.unsqueeze(-1).to(x)
         heads = query, key, value, falls
@@ -95,14 +112,15 @@ class Mamba2(Module):
         out, state = run()
         if cache is not None and state is not None:
             cache.replace(inputs.length, seen=seen_PTGX[:, inputs.length :], state=state)
-        return self._finish(out, x, gate)
+        return self._finish(out, x, gate, kept)
 
     def _mix_token(self, groups_B1GX: Tensor, cache: StateCache) -> Tensor:
         """Do the same for one token after those of the cache."""
         assert groups_B1GX.shape[1] == 1, "after the first pass tokens come one by one"
         gate, seen_B1GX, steps = self._split_groups(groups_B1GX)
         seen_BTGX = torch.cat((cache.tensors["seen"], seen_B1GX), 1)
-        x, key, query = self._split_channels(convolve_last(seen_BTGX, self.convolution.use()))
+        gains = self._select_channels(self.convolution.use(), 1)
+        x, key, query = self._split_channels(convolve_last(seen_BTGX, gains))
         steps, falls = self._compute_decays(steps)
         state = cache.tensors["state"]
         value, key, query = (x * steps.unsqueeze(-1)).to(state), key.to(state), query.to(state)
@@ -113,35 +131,90 @@ class Mamba2(Module):
         return self._finish(out, x, gate)
 
     def _split_groups(self, groups_BSGX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gates, what the convolution sees, and what makes the steps."""
+        """Return the gates, what the convolution sees, and what makes the steps, of the heads of
+        this rank."""
         widths = self.description.widths
         gate, seen, steps = groups_BSGX.split((widths[0], sum(widths[1:4]), widths[4]), -1)
-        return gate, seen, steps
+        return self._select_heads(gate), self._select_channels(seen), self._select_heads(steps)
+
+    def _select_heads(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Return what belongs to the heads of this rank, of a dim with the heads of a group."""
+        return x.chunk(self.sharing, dim)[self.tensor.index % self.sharing]
+
+    def _select_channels(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Return the same of a dim with inputs, keys and queries, of which the last two are those
+        of all heads."""
+        if self.sharing == 1:
+            return x
+        of_heads, *of_group = x.split(self.description.widths[1:4], dim)
+        return torch.cat((self._select_heads(of_heads, dim), *of_group), dim)
 
     def _split_channels(self, mixed_BSGX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of heads [B, S, G, R, V], keys and queries [B, S, G, K]."""
         if self.convolution_bias is not None:
-            mixed_BSGX = mixed_BSGX + self.convolution_bias.use()
-        x, key, query = F.silu(mixed_BSGX).split(self.description.widths[1:4], -1)
+            mixed_BSGX = mixed_BSGX + self._select_channels(self.convolution_bias.use())
+        x, key, query = F.silu(mixed_BSGX).split(self.channel_widths, -1)
         return x.unflatten(-1, (-1, self.description.head_dim)), key, query
 
     def _compute_decays(self, steps_BSGR: Tensor) -> tuple[Tensor, Tensor]:
         """Return the steps and the logarithms of decays in at least fp32, [B, S, G, R]."""
         wide = torch.promote_types(steps_BSGR.dtype, torch.float32)
-        rate, step = self.rate.use().to(wide), self.step.use().to(wide)
+        rate, step = (self._select_heads(x.use().to(wide)) for x in (self.rate, self.step))
         smallest, largest = self.description.steps
         steps = F.softplus(steps_BSGR.to(wide) + step).clamp(smallest, largest)
         return steps, -rate.exp() * steps
 
-    def _finish(self, out_BSGRV: Tensor, x_BSGRV: Tensor, gate_BSGX: Tensor) -> Tensor:
+    def _finish(
+        self,
+        out_BSGRV: Tensor,
+        x_BSGRV: Tensor,
+        gate_BSGX: Tensor,
+        kept: list[Tensor] | None = None,
+    ) -> Tensor:
         """Return outputs of groups with their inputs, normalised and gated, [B, S, G, R * V]."""
-        out = (out_BSGRV + x_BSGRV * self.skip.use().unsqueeze(-1)).flatten(3)
+        skip = self._select_heads(self.skip.use())
+        out = (out_BSGRV + x_BSGRV * skip.unsqueeze(-1)).flatten(3)
         gate = F.silu(gate_BSGX)
         place, eps = self.description.norm_place, self.description.norm_eps
         out = out * gate if place != "before_gate" else out
         if self.gain is not None:
-            out = F.rms_norm(out, out.shape[-1:], None, eps) * self.gain.use()
+            if self.sharing == 1:
+                out = F.rms_norm(out, out.shape[-1:], None, eps)
+            else:
+                out = _SharedRMSNorm.apply(out, self, [] if kept is None else kept)
+            out = out * self._select_heads(self.gain.use())
         return out * gate if place == "before_gate" else out
+
+    def average_squares(self, sums_BSG1: Tensor) -> Tensor:
+        """Return the mean over a group of what ranks that share it have each summed over their
+        heads."""
+        groups, own = self.description.groups, self.tensor.index // self.sharing
+        sums_BSGN = F.pad(sums_BSG1, (own, groups - 1 - own))
+        mean_BSGN = all_reduce(sums_BSGN, self.tensor).wait() / self.description.width
+        return mean_BSGN[..., own : own + 1].contiguous()
+
+
+class _SharedRMSNorm(torch.autograd.Function):
+    """y = x r with r = (mean(x^2) + eps)^(-1/2), where the mean is over all heads of a group, of
+    which this rank has some: dx = r (dy - y mean(dy y)). Only the first of two equal passes sums
+    squares over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: Mamba2, kept: list[Tensor]) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if not kept:
+            squares = own.average_squares(wide.square().sum(-1, keepdim=True))
+            kept.append((squares + own.description.norm_eps).rsqrt_())
+        ctx.save_for_backward(x, kept[0])
+        ctx.own = own
+        return (wide * kept[0]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        x, scale = ctx.saved_tensors
+        normed, dy = x.to(scale.dtype) * scale, gradients[0].to(scale.dtype)
+        mean = ctx.own.average_squares((dy * normed).sum(-1, keepdim=True))
+        return (dy - normed * mean).mul_(scale).to(x.dtype), None, None
 
 
 def pass_through_states(

@@ -42,7 +42,9 @@ def get_direct_apply(function: type[torch.autograd.Function]) -> Callable[..., A
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def recompute(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def recompute(
+    function: Callable[..., Tensor], *tensors: Tensor, kept: Sequence[Tensor] = ()
+) -> Tensor:
     """Return function(*tensors) and keep only the tensors for the backward pass, which calls the
     function again. So a layer keeps what its description can say in one line.
 
@@ -50,25 +52,30 @@ def recompute(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         function: Returns a new tensor, the same each time. Parameters that it uses
             (`Parameter.use`) get their gradients, and what it communicates is sent again.
         tensors: Its arguments.
+        kept: Gets what the first call keeps for the second.
     """
-    return _Recompute.apply(function, *tensors)
+    return _Recompute.apply(function, kept, *tensors)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*tensors)
-        return function(*tensors)
+    def forward(
+        ctx: Any, function: Callable[..., Tensor], kept: Sequence[Tensor], *tensors: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.arguments = function, len(tensors)
+        output = function(*tensors)
+        # The function has what it keeps. Here whoever counts what is kept sees it, too.
+        ctx.save_for_backward(*tensors, *kept)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # A graph of its own, from leaves that share the memory of what was kept.
         leaves = [
             tensor.detach().requires_grad_(tensor.is_floating_point())
-            for tensor in ctx.saved_tensors
+            for tensor in ctx.saved_tensors[: ctx.arguments]
         ]
         with torch.enable_grad():
             output = ctx.function(*leaves)
         backward(output, gradients[0])
-        return None, *(leaf.grad for leaf in leaves)
+        return None, None, *(leaf.grad for leaf in leaves)

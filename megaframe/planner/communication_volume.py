@@ -64,7 +64,7 @@ def compute_communication_bytes(
     statistics = (
         2
         * microbatches
-        * sum(_count_tensor_statistics(config.model, config.train, plan) for plan in plans)
+        * sum(_count_tensor_statistics(config.model, config.train, tensor, plan) for plan in plans)
     )
     gathered = microbatches * sum(
         _count_gathered_bytes(config.model, config.train, plan) for plan in plans
@@ -117,10 +117,13 @@ def _count_tensor_elements_of_stage(
     return sum(moved.forward + moved.backward for moved in traffic) + recomputed
 
 
-def _count_tensor_statistics(model: ModelConfig, train: TrainConfig, plan: StagePlan) -> int:
+def _count_tensor_statistics(
+    model: ModelConfig, train: TrainConfig, tensor: int, plan: StagePlan
+) -> int:
     """Return the elements per token that a stage sums over tensor ranks in both passes of a
     microbatch, and again in recomputed blocks."""
-    statistics = [part.tensor_statistics for part in describe_stage(model, train, plan).layers]
+    layers = describe_stage(model, train, plan).layers
+    statistics = [part.count_tensor_statistics(tensor) for part in layers]
     return 2 * sum(statistics) + sum(statistics[: plan.recomputed])
 
 

@@ -81,7 +81,9 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
         else PassTimes()
     )
     tensor = estimate_tensor_parallel_times(machine, products, traffic)
-    tensor = tensor + _estimate_statistics_times(machine, block.tensor_statistics)
+    tensor = tensor + _estimate_statistics_times(
+        machine, block.count_tensor_statistics(sizes.tensor)
+    )
     if gathered := block.count_gathered_bytes(machine.config.train.seq, rate.width):
         size = machine.tokens * gathered
         seconds = machine.estimate_collective_seconds("all_gather", size, "tensor")
@@ -285,7 +287,8 @@ def _estimate_chunk_times(machine: Machine, products: Sequence[BatchedProduct]) 
     its results and another one reads them. The backward pass is taken to compute them again."""
     sizes, rate, forward = machine.sizes, machine.rate, 0.0
     for product in products:
-        number = sizes.microbatch * product.number / (sizes.tensor * sizes.context)
+        ranks = np.minimum(sizes.tensor, product.groups or sizes.tensor)
+        number = sizes.microbatch * product.number / (ranks * sizes.context)
         shape = product.rows, product.outputs, product.terms
         forward = forward + estimate_grouped_matmul_seconds(rate, number, *shape)
         moved = 2 * rate.width * number * product.rows * product.outputs

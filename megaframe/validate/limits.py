@@ -77,14 +77,14 @@ def _find_quantisation_mistakes(model: ModelConfig, parallel: ParallelConfig) ->
 
 
 def _find_copy_mistakes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a message if blocks divide their key and value heads differently over tensor ranks."""
+    """Yield a message if blocks divide their groups of heads differently over tensor ranks."""
     blocks = _list_blocks(model)
-    groups = {mixer.ring_groups for _, block in blocks for mixer in block.mixers}
+    groups = {mixer.shared_groups for _, block in blocks for mixer in block.mixers}
     tensor = parallel.tensor
     fewer = sorted(group for group in groups if count_copies(group, tensor) > 1)
     if len(fewer) > 1:
         yield (
-            f"model.blocks has attention with {' and '.join(map(str, fewer))} key and value heads, "
+            f"model.blocks has mixers with {' and '.join(map(str, fewer))} groups of heads, "
             f"which parallel.tensor={tensor} ranks would share in different groups; use "
             f"parallel.tensor={fewer[1]} or fewer"
         )

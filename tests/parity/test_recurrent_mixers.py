@@ -1,7 +1,7 @@
 """Gated delta nets, Mamba-2, gated short convolutions, blocks with one half and a gate of shared
 experts give the one-process answer to 1e-10 in fp64 under tensor, context, pipeline, expert and
 data ranks, ZeRO and recompute, also if samples are packed, pieces are shorter than what a
-convolution sees, and tensor ranks have unequal numbers of channels.
+convolution sees, tensor ranks have unequal numbers of channels, and they share a group of heads.
 
 Tests `megaframe.context_parallel.states`, `megaframe.model.causal_convolution`,
 `megaframe.architecture.causal_convolution`, `megaframe.architecture.gated_delta_net`,
@@ -53,6 +53,7 @@ DELTA_NETS = {
     },
 }
 MAMBA = {"kind": "mamba2", "heads": 8, "head_dim": 3, "groups": 4, "state_dim": 5, "chunk": 3}
+ONE = {"groups": 1}
 MAMBA2 = {
     "packed-bamba": {
         **{"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
@@ -64,15 +65,15 @@ MAMBA2 = {
     "granite": {
         **{"norm": "rmsnorm", "activation": "swiglu", "position": "none"},
         "blocks": [
-            {"mixer": {**MAMBA, "norm": "before_gate"}, "feed_forward": "moe"},
-            {"mixer": {**MAMBA, "convolution_bias": False}},
+            {"mixer": {**MAMBA, **ONE, "norm": "before_gate"}, "feed_forward": "moe"},
+            {"mixer": {**MAMBA, **ONE, "convolution_bias": False}},
         ],
         "moe": {"experts": 4, "ffn": 10, "shared": 1},
     },
     "packed-nemotron": {
         **{"norm": "rmsnorm", "activation": "relu2", "position": "none", "layers": 4},
         "blocks": [
-            {"mixer": MAMBA, "feed_forward": "none"},
+            {"mixer": {**MAMBA, "groups": 2, "bias": True}, "feed_forward": "none"},
             {"mixer": "none", "feed_forward": "moe"},
             {"mixer": {"kv_heads": 2}, "feed_forward": "none"},
             {"mixer": "none"},

@@ -172,7 +172,8 @@ def mix_by_mamba2(weights, model, mixer, name, y, mask, positions, rotate):
                 result = result / torch.sqrt(result.square().mean() + model.norm_eps)
                 result = result * weights[f"{name}.norm.gain"][group]
             rows.append(result * gate if mixer.norm == "before_gate" else result)
-        products = torch.stack(rows) @ weights[f"{name}.output.weight"][:, group].T
+        whole = weights[f"{name}.output.weight"].reshape(y.shape[-1], groups, inner)
+        products = torch.stack(rows) @ whole[:, group].T
         out = out + F.pad(products[None], (0, 0, 0, 0, sample, len(y) - sample - 1))
     return out + weights[f"{name}.output.bias"] if bias else out
 

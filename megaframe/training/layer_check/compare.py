@@ -195,7 +195,8 @@ class _Comparison:
                 if not mixer.has_scores:  # pieces of samples are mixed like samples
                     pieces = 2 * layout.context
             products = mixer.list_batched_products(-(-seq // pieces))
-            flops += sum(product.flops for product in products) * pieces
+            copies = [product.count_copies(layout.tensor) for product in products]
+            flops += pieces * sum(n * p.flops for n, p in zip(copies, products, strict=True))
         passes = self._count_head_passes() if isinstance(description, HeadDescription) else 1
         samples = self.config.train.microbatch * layout.data
         self._compare(
@@ -240,7 +241,7 @@ class _Comparison:
                     round(described[axes]),
                     actual[axes],
                     "tensor_traffic" if axes == "tensor" else "count_traffic",
-                    *("tensor_statistics", "count_tensor_sums", "tensor_sums"),
+                    *("count_tensor_statistics", "count_tensor_sums", "tensor_sums"),
                 )
 
     def _describe_traffic(self) -> tuple[Counter[str], Counter[str], Counter[str]]:
@@ -251,7 +252,7 @@ class _Comparison:
         backward: Counter[str] = Counter()
         rows, moved = self._tokens * (tensor - 1), description.tensor_traffic
         # What is summed moves twice, as in a ring.
-        both = 2 * wide * description.tensor_statistics
+        both = 2 * wide * description.count_tensor_statistics(tensor)
         sums = 2 * wide * getattr(description, "tensor_sums", 0)
         forward["tensor"] += rows * (moved.forward * self._width + both + sums)
         backward["tensor"] += rows * (moved.backward * self._width + both)

@@ -268,7 +268,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "GatedShortConvolutionConfig.convolution": st.integers(1, 6),
         "Mamba2Config.heads": st.sampled_from((2 * tensor, 4 * tensor)),
         "Mamba2Config.head_dim": st.integers(2, 6),
-        "Mamba2Config.groups": st.sampled_from((tensor, 2 * tensor)),
+        "Mamba2Config.groups": st.sampled_from((tensor, 1, 2 * tensor)),
         "Mamba2Config.state_dim": st.integers(2, 6),
         "Mamba2Config.convolution": st.integers(1, 6),
         "Mamba2Config.step_min": st.just(0.02),

@@ -171,6 +171,7 @@ MODELS |= {
             {"mixer": {**MAMBA, "groups": 4, "chunk": 64, "norm": "none"}, "parallel": "one_norm"}
         ],
     },
+    "mamba2 of one group": {"norm": "rmsnorm", "blocks": [{"mixer": {**MAMBA, "groups": 1}}]},
     "blocks of one half": {
         **{"layers": 4, "norm": "rmsnorm", "position": "none"},
         "blocks": [
@@ -405,6 +406,7 @@ ON_RANKS = {
             "latent",
             "balanced experts",
             "magnitudes",
+            "mamba2 of one group",
         ),
     ),
     "ring": ("alibi of groups", "rotated groups", "latent", "decays of channels", "mamba2"),

@@ -114,7 +114,10 @@ def test_heads_of_mamba2_that_ranks_or_groups_cannot_share_are_named():
     keys = {"model.blocks": f"[{{mixer: {mixer}}}]", "parallel.tensor": 3}
     refusals = "\n".join(list_refusals_of_ranks(keys))
     assert "heads=6 is no multiple of groups=4; use 4 or 8" in refusals
-    assert "parallel.tensor=3 does not divide groups=4 of Mamba-2 heads; use 2 or 4" in refusals
+    keys |= {"model.blocks": "[{mixer: {kind: mamba2, heads: 6, groups: 2}}]", "parallel.tensor": 4}
+    refusals = "\n".join(list_refusals_of_ranks(keys))
+    assert "parallel.tensor=4 can neither divide groups=2 of Mamba-2 heads nor share" in refusals
+    assert "them evenly among heads=6; use 2 or 6" in refusals
 
 
 @pytest.mark.parametrize(("smallest", "refused"), [(0.2, True), (0.1, False)])

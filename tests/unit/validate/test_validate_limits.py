@@ -106,9 +106,15 @@ MOE = "model.moe={experts: 8, ffn: 3, shared: 1, every: 2}"
         (
             ("model.blocks=[{mixer: {kv_heads: 2}}, {}, {mixer: {kv_heads: 1}}]",),
             [
-                "model.blocks has attention with 1 and 2 key and value heads, which "
-                "parallel.tensor=4 ranks would share in different groups; use parallel.tensor=2 "
-                "or fewer"
+                "model.blocks has mixers with 1 and 2 groups of heads, which parallel.tensor=4 "
+                "ranks would share in different groups; use parallel.tensor=2 or fewer"
+            ],
+        ),
+        (
+            ("model.blocks=[{mixer: {kv_heads: 2}}, {mixer: {kind: mamba2, heads: 8}}]",),
+            [
+                "model.blocks has mixers with 1 and 2 groups of heads, which parallel.tensor=4 "
+                "ranks would share in different groups; use parallel.tensor=2 or fewer"
             ],
         ),
     ],
