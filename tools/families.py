@@ -30,7 +30,6 @@ _REFUSED = {
     "Mamba-1": ("jamba", "mamba"),
     "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
     "hyper-connections": ("deepseek_v4",),
-    "ALiBi whose code rounds it to bfloat16": ("falcon (alibi)",),
 }
 """Families that are not imported, by the first part that is missing."""
 
@@ -63,16 +62,16 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "parallel halves"
     if own.get("position") == "learned":
         yield "learned positions"
-    if "attn_config" in keys or "mixer.alibi" in own:
+    if {"attn_config", "alibi"} & {*keys} or "mixer.alibi" in own:
         yield "ALiBi"
     if own.get("embedding_norm"):
         yield "norm of embeddings"
     if own.get("mixer.kind") == "latent":
         yield "latent attention"
         if "index_topk" in keys:
+            yield "sparse attention with an indexer"
             if "indexer_types" in keys:
                 yield "indexers that layers share"
-            yield "sparse attention with an indexer"
     elif own.get("mixer.qk_norm") or {"use_qk_norm", "qk_layernorm"} & {*keys}:
         yield "norms of queries and keys"
     if "linear_num_key_heads" in keys:

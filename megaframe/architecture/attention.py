@@ -25,8 +25,8 @@ from megaframe.architecture.window import compute_mean_keys
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or, list_divisors
 
-ALIBI_DIMS = 2
-"""Dims that ALiBi adds to queries and keys."""
+ALIBI_DIMS = {"exact": 2, "falcon": 1}
+"""Dims that each form of ALiBi adds to queries and keys."""
 
 
 def compute_alibi_slopes(heads: int, largest: float) -> list[float]:
@@ -273,6 +273,7 @@ class AttentionDescription(SoftmaxAttention):
         softcap: Bound of the scores; None for no bound.
         has_sinks: Whether each query head has a learned logit in its softmax.
         alibi: Negative binary logarithm of ALiBi's smallest slope; None without ALiBi.
+        alibi_form: `exact`, or `falcon`, which rounds what it adds to scores.
         output_gate: Whether the output is multiplied by a sigmoid for each `head` or for each
             `element` of it, or `none`.
         hands_keys: Whether later layers attend to its keys and values, too.
@@ -289,12 +290,19 @@ class AttentionDescription(SoftmaxAttention):
     softcap: float | None = None
     has_sinks: bool = False
     alibi: float | None = None
+    alibi_form: str = "exact"
     output_gate: str = "none"
     hands_keys: bool = False
 
     def find_mistakes(self, parallel: ParallelConfig) -> Iterator[str]:
-        """Yield a message if tensor ranks can neither divide nor share key and value heads, and
-        those of all attention."""
+        """Yield a message if tensor ranks can neither divide nor share key and value heads, or a
+        key head would need the biases of several query heads, and those of all attention."""
+        if self.alibi is not None and self.alibi_form == "falcon" and self.heads_per_group > 1:
+            yield (
+                f"alibi_form=falcon gives each key head biases of one query head, and kv_heads="
+                f"{self.kv_heads} is not heads={self.heads}; use kv_heads={self.heads}, or "
+                "alibi_form=exact"
+            )
         groups, heads, tensor = self.kv_heads, self.heads, parallel.tensor
         if groups % tensor and (tensor % groups or heads % tensor):
             fits = [t for t in list_divisors(heads) if groups % t == 0 or t % groups == 0]
@@ -318,7 +326,7 @@ class AttentionDescription(SoftmaxAttention):
     @property
     def _added(self) -> int:
         """Dims of each query and key head that no product computes."""
-        return 0 if self.alibi is None else ALIBI_DIMS
+        return 0 if self.alibi is None else ALIBI_DIMS[self.alibi_form]
 
     @property
     def value_width(self) -> int:

@@ -100,6 +100,7 @@ def _describe_attention(
         keys_as_values=config.keys_as_values,
         softcap=config.softcap,
         alibi=config.alibi,
+        alibi_form=config.alibi_form,
         has_sinks=config.sinks,
         output_gate=config.output_gate,
     )

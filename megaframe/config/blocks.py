@@ -128,6 +128,10 @@ class AttentionConfig(Section):
     """ALiBi (Press et al. 2022), in place of other positions: a score falls with the distance of
     its key, by slopes from one head to the next down to 2 to the power of minus this number, which
     is usually 8. Not with `softcap`, `query_scale` or `sinks`. Default: none."""
+    alibi_form: Literal["exact", "falcon"] = "exact"
+    """What ALiBi adds to scores. falcon: as the code of Falcon-RW has it, places times slopes, both
+    rounded to bfloat16, and so is their product; this is added before `score_scale` multiplies the
+    scores. It needs as many key heads as query heads."""
     softcap: Annotated[float, Field(gt=0)] | None = None
     """Bound the scores smoothly: x becomes softcap * tanh(x / softcap), as in Gemma 2."""
     sinks: bool = False
@@ -149,13 +153,13 @@ class LatentMixerConfig(Section):
     """Multi-head latent attention, as `model.latent` describes it."""
     window: Positive | None = None
     """Sliding window in tokens; null for all tokens before."""
+    shared_indexer: bool = False
+    """Attend to the keys that were chosen by the indexer (`model.indexer`) of the nearest layer
+    before that has its own and the same window, as most layers of GLM-5.2 do."""
     query_scale: QueryScaleConfig | None = None
     """A factor of queries that grows with their positions. Default: none."""
 
 
-    shared_indexer: bool = False
-    """Attend to the keys that were chosen by the indexer (`model.indexer`) of the nearest layer
-    before that has its own and the same window, as most layers of GLM-5.2 do."""
 class GatedDeltaNetConfig(Section):
     """Gated delta net, as the mixer of a block."""
 

@@ -60,8 +60,7 @@ class Attention(Module):
             self.sinks = Parameter(spec)
         self.alibi: Alibi | None = None
         if description.alibi is not None:
-            shape = description.heads, description.alibi
-            self.alibi = Alibi(*shape, self.scale, setup.tensor.group)
+            self.alibi = Alibi(description, setup.tensor.group)
         gate = description.gate
         self.gate = None if gate is None else Linear(f"{name}.gate", gate, setup.tensor)
         self.output = Linear(f"{name}.output", description.output, setup.tensor)

@@ -120,6 +120,8 @@ def _find_mixer_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> 
             f"{place}.attention_chunk={mixer.attention_chunk} and window={mixer.window} both say "
             "what a token sees; leave one of them out"
         )
+    if mixer.alibi is None and mixer.alibi_form != "exact":
+        yield f"{place}.alibi_form={mixer.alibi_form} has no effect without alibi; leave it out"
     if mixer.alibi is not None:
         for other in ("softcap", "query_scale", "sinks"):
             if getattr(mixer, other):

@@ -58,7 +58,10 @@ SHAPES = {
     "packed-sinks": {"blocks": [{"mixer": {"sinks": True, "kv_heads": 1}}]},
     "alibi": {
         **{"position": "none", "kv_heads": 2, "embedding_norm": True, "bias": True},
-        "blocks": [{"mixer": {"alibi": 8}}, {"mixer": {"alibi": 4, "window": 5}}],
+        "blocks": [
+            {"mixer": {"alibi": 5, "alibi_form": "falcon", "kv_heads": 4}},
+            {"mixer": {"alibi": 4, "window": 5}},
+        ],
     },
     "values": {
         **{"norm": "rmsnorm", "kv_heads": 2, "rotary_fraction": 0.5, "qkv_bias": True},

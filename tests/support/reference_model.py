@@ -264,7 +264,12 @@ def _attention(weights, model, mixer, name, y, mask, positions, handed=None):
             scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, scale)
             if mixer.alibi is not None:
                 slope = _list_slopes(per_group * groups, mixer.alibi)[len(heads)]
-                scores = scores - slope * (positions[:, :, None] - positions[:, None]).double()
+                if mixer.alibi_form == "falcon":
+                    added = torch.tensor(slope).bfloat16() * positions[:, None].bfloat16()
+                    scores = scores + _choose(mixer.score_scale, scale) * added.double()
+                else:
+                    distances = positions[:, :, None] - positions[:, None]
+                    scores = scores - slope * distances.double()
             if mixer.softcap is not None:
                 scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
             scores = scores.masked_fill(~mask, -torch.inf)
@@ -325,6 +330,7 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions, counted, 
         mask = mask & handed[place]
     elif indexer is not None:
         index = _score_keys(weights, model, f"{name}.attention.indexer", y, of_query, positions)
+        chosen = torch.ones_like(index, dtype=torch.bool)
         if not indexer.dense:
             chosen = _choose_keys(index, mask, indexer.top_k)
         mask = mask & chosen
@@ -333,7 +339,6 @@ def _latent_attention(weights, model, mixer, name, y, mask, positions, counted, 
     for head in range(model.heads):
         query_part = weights[f"{name}.attention.query.weight"][head]
         kv_part = weights[f"{name}.attention.kv.weight"][head]
-        chosen = torch.ones_like(index, dtype=torch.bool)
         query = of_query @ query_part.T
         query_rotated = _rotate(model, query[..., :width], positions, turned, base)
         query_rest = query[..., width:]

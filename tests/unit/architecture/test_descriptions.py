@@ -263,7 +263,7 @@ MODELS |= {
         "blocks": [{"mixer": {**ROTATED_FIRST, "qk_norm": norm}} for norm in ("head", "whole")],
     },
     "relu": {"activation": "relu", "head_bias": True, "tie_embeddings": True},
-    "alibi": {"position": "none", "blocks": [{"mixer": {"alibi": 8}}]},
+    "alibi": {"position": "none", "blocks": [{"mixer": {"alibi": 8, "alibi_form": "falcon"}}]},
     "alibi of groups": {
         **{"position": "none", "kv_heads": 2},
         "blocks": [{"mixer": {"alibi": 8, "window": 5, "qk_norm": True}}],

@@ -160,7 +160,7 @@ MODELS |= {
     "mpt": {
         **{"position": "none", "heads": 6, "head_dim": 4, "layers": 3},
         "blocks": [
-            {"mixer": {"alibi": 8}},
+            {"mixer": {"alibi": 5, "alibi_form": "falcon"}},  # slopes that are no powers of 2
             {"mixer": {"alibi": 4, "kv_heads": 2, "window": 5}},
             {"mixer": {"alibi": 8, "kv_heads": 1, "qk_norm": True, "score_scale": 0.3}},
         ],

@@ -109,6 +109,12 @@ def test_heads_of_a_delta_net_that_ranks_or_key_heads_cannot_share_are_named():
     assert "parallel.tensor=3 does not divide key_heads=4; use 2 or 4" in refusals
 
 
+def test_rounded_biases_need_a_key_head_for_each_query_head():
+    keys = {"model.blocks": "[{mixer: {alibi: 8, alibi_form: falcon, heads: 6, kv_heads: 2}}]"}
+    refusals = "\n".join(list_refusals_of_ranks(keys))
+    assert "kv_heads=2 is not heads=6; use kv_heads=6, or alibi_form=exact" in refusals
+
+
 def test_heads_of_mamba2_that_ranks_or_groups_cannot_share_are_named():
     mixer = "{kind: mamba2, heads: 6, groups: 4}"
     keys = {"model.blocks": f"[{{mixer: {mixer}}}]", "parallel.tensor": 3}

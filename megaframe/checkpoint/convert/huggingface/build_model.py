@@ -31,6 +31,7 @@ _BLOCK_DEFAULTS = {
 _MIXER_DEFAULTS = {
     **{"softcap": None, "sinks": False, "output_gate": "none"},
     **{"norm_after_rotation": False, "alibi": None, "attention_chunk": None},
+    "alibi_form": "exact",
     **{"value_norm": False, "keys_as_values": False, "shared_keys": False},
 }
 _MAMBA2_SIZES = ("heads", "head_dim", "groups", "state_dim", "convolution")
@@ -109,8 +110,8 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     mixer: dict[str, Any] = {"window": layer.get("mixer.window")}
     if layer.get("mixer.kind") == "latent":
         mixer["kind"] = "latent"
-    elif layer.get("mixer.kind") == DELTA_NET:
         mixer |= {"shared_indexer": True} if layer.get("mixer.shared_indexer") else {}
+    elif layer.get("mixer.kind") == DELTA_NET:
         names = *DELTA_NET_SIZES, "convolution"
         mixer |= {"kind": DELTA_NET, **{name: layer[f"mixer.{name}"] for name in names}}
         if layer.get("mixer.strongest", 1.0) != 1.0:

@@ -1,4 +1,5 @@
-"""Falcon (TII 2023): two forms of a block, whose halves are parallel, or not in the older one."""
+"""Falcon (TII 2023): two forms of a block, whose halves are parallel, or not in the older one; and
+two of positions, of which Falcon-RW has ALiBi."""
 
 from __future__ import annotations
 
@@ -72,6 +73,34 @@ class FalconForm(Key):
         }
 
 
+@dataclass(frozen=True)
+class FalconPositions(Key):
+    """Whether positions are those of ALiBi, whose biases its code rounds to bfloat16 whatever
+    computes the rest."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """The key."""
+        return {"alibi": bool}
+
+    def read(self, config: Mapping[str, Any], facts: Facts) -> None:
+        """Set what stands in the place of rotation."""
+        if not config.get("alibi"):
+            return
+        heads, kv_heads = facts.get("mixer.heads"), facts.get("mixer.kv_heads")
+        if kv_heads != heads:
+            raise UserError(
+                f"alibi=True with {kv_heads} key heads for num_attention_heads={heads} is not "
+                "supported, only with as many"
+            )
+        for name, value in (("rotary", False), ("alibi", 8.0), ("alibi_form", "falcon")):
+            facts.set(f"mixer.{name}", value)
+
+    def write(self, facts: Facts) -> Keys:
+        """Return the key."""
+        return {"alibi": facts.get("mixer.alibi") is not None}
+
+
 FALCON = LLAMA.derive(
     "falcon",
     "FalconForCausalLM",
@@ -81,11 +110,11 @@ FALCON = LLAMA.derive(
     Pair("tie_word_embeddings", "tie_embeddings", default=True),
     choose("activation", "feed_forward.activation", ACTIVATIONS, default="gelu"),
     FalconForm(),
+    FalconPositions(),
     without=("rms_norm_eps", "intermediate_size", "num_key_value_heads", "head_dim"),
     own={"norm": "layernorm", "norm_bias": True},
     fixed={
-        # Its code rounds the biases of ALiBi to bfloat16, whatever computes the rest.
-        **{**NO_BIASES, "alibi": False, "apply_residual_connection_post_layernorm": False},
+        **{**NO_BIASES, "apply_residual_connection_post_layernorm": False},
     },
     training=("hidden_dropout",),
     ends={

@@ -45,6 +45,7 @@ _SHARED = (
 )
 _ATTENTION = (
     *("heads", "kv_heads", "head_dim", "window", "bias", "score_scale", "softcap", "alibi"),
+    "alibi_form",
 )
 DELTA_NET, SHORT_CONVOLUTION = "gated_delta_net", "gated_short_convolution"
 MAMBA2 = "mamba2"
@@ -199,8 +200,8 @@ def _describe_mixer(mixer: MixerDescription) -> dict[str, Any]:
             facts["mixer.rotary_fraction"] = mixer.rotary.width / mixer.head_dim
     elif isinstance(mixer, LatentAttentionDescription):
         facts |= {"mixer.kind": "latent", "mixer.rotary": mixer.rotary is not None}
-        facts |= {f"mixer.{name}": getattr(mixer, name) for name in ("heads", "window", "bias")}
         facts["mixer.shared_indexer"] = isinstance(mixer, SharedIndexerDescription)
+        facts |= {f"mixer.{name}": getattr(mixer, name) for name in ("heads", "window", "bias")}
         facts |= {} if mixer.rotary is None else _describe_rotary(mixer.rotary)
     elif isinstance(mixer, GatedDeltaNetDescription):
         facts["mixer.kind"] = DELTA_NET

@@ -108,6 +108,7 @@ class RotaryKeys(Key):
         """Return the section `rope_parameters`, and base and share outside of it, too, where
         programs look that serve a model."""
         share, base = facts.get("mixer.rotary_fraction"), facts.get("mixer.rotary_base")
+        base = self.base if base is None else base  # code may need it although it rotates nothing
         rotated = next((layer for layer in facts.layers if layer.get("mixer.rotary")), {})
         section = {"rope_theta": base, **write_scaling(rotated)}
         outside = {self.base_name: base}
