@@ -387,7 +387,12 @@ def list_named_keys(sections, ranks):
     named = []
     for message in find_mistakes(config, ranks, data=False):
         block = re.match(r"model\.blocks\.(\d+): ", message)
+        of_layer = re.match(r"layer (\d+): (shared_[a-z]+)=true ", message)
         paths = []
+        if of_layer:
+            pattern = [n for n, each in enumerate(config.model.blocks) for _ in range(each.repeat)]
+            start = ["model", "blocks", str(pattern[int(of_layer[1]) % len(pattern)])]
+            paths += [[*start, part, of_layer[2]] for part in PARTS]
         for name in re.findall(r"\b(?:model|train|parallel)\.[a-z_]+(?:\.[a-z0-9_]+)*", message):
             path = name.split(".")
             if block and path[-1] != "kind":  # without which no other key of the part is legal
