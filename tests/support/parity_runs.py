@@ -150,14 +150,14 @@ def run_with_extensions(extensions, function, *arguments):
         return function(*arguments)
 
 
-def run_with_rounded_weights(*arguments):
-    """`run` from weights that differ by less than their rounding. What differs in its result as
-    well is decided by rounding, and shows nothing of layouts."""
+def run_with_rounded_weights(*arguments, seed=0):
+    """`run` from weights that differ by less than their rounding, drawn from a seed. What differs
+    in its result as well is decided by rounding, and shows nothing of layouts."""
     initialize = Optimizer.initialize
 
     def initialize_and_round(self, seed):
         initialize(self, seed)
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         for name, _, _, piece in self.list_tensors():
             if not name.startswith("optimizer."):
                 noise = torch.randn(piece.shape, generator=generator, dtype=piece.dtype)
