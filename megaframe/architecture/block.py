@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from megaframe.architecture.activation import describe_activation
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.extension_parts import MAKES_LAYER, describe_part
+from megaframe.architecture.laurel import LaurelDescription
 from megaframe.architecture.layer import (
     FeedForwardDescription,
     HasParameters,
@@ -34,6 +35,7 @@ from megaframe.architecture.sparse_attention import (
     SparseAttentionDescription,
 )
 from megaframe.architecture.spec import Constant, ParamSpec, count_copies
+from megaframe.architecture.streams import StreamsDescription, describe_streams
 from megaframe.architecture.traffic import AxisTraffic
 from megaframe.architecture.window import get_window
 from megaframe.config.blocks import (
@@ -47,6 +49,9 @@ from megaframe.config.blocks import (
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.parts import FeedForwardPart, NormPart
+
+_SECOND_STREAMS = "mlp_streams"
+"""What reads and writes several streams for the second half."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ class BlockDescription:
         second_mixer: Starts from the same rows as the mixer, and adds to its output.
         scalar: A factor of the stream after the block; None for none.
         layer_embedding: Adds an input of its own to the stream after both halves; None without one.
+        streams: How each half, or the block, reads and writes several streams; None for a single
+            one, to which halves add.
+        laurel: Adds to the stream beside the mixers; None without one.
     """
 
     mixer: MixerDescription
@@ -88,6 +96,8 @@ class BlockDescription:
     second_mixer: MixerDescription = field(default_factory=NoMixer)
     scalar: ScalarDescription | None = None
     layer_embedding: LayerEmbeddingDescription | None = None
+    streams: StreamsDescription | None = None
+    laurel: LaurelDescription | None = None
 
     @property
     def norms_before(self) -> bool:
@@ -112,10 +122,17 @@ class BlockDescription:
 
     @property
     def layers(self) -> tuple[MixerDescription | FeedForwardDescription, ...]:
-        """The mixers, the feed-forward layer, and what adds an input of its own, as far as they
-        are there; in order of use."""
+        """The mixers and what is beside them, the feed-forward layer, and what adds an input of its
+        own, as far as they are there; in order of use."""
+        beside = () if self.laurel is None else (self.laurel,)
         own = () if self.layer_embedding is None else (self.layer_embedding,)
-        return (*self.mixers, *([self.feed_forward] if self.has_second_half else ()), *own)
+        second = (self.feed_forward,) if self.has_second_half else ()
+        return (*self.mixers, *beside, *second, *own)
+
+    @property
+    def _first_layers(self) -> int:
+        """How many layers the first half has."""
+        return len(self.mixers) + (self.laurel is not None)
 
     @property
     def has_second_half(self) -> bool:
@@ -129,12 +146,13 @@ class BlockDescription:
 
     @property
     def first_half(self) -> Mapping[str, HasParameters]:
-        """What the block computes first, all norms, and the scalar."""
+        """What the block computes first, all norms, the scalar, and what reads and writes streams
+        for it."""
         parts: dict[str, HasParameters] = {}
         if self.mixers:
             if self.norms_before:
                 parts["attention_norm"] = self.norm
-            parts |= {mixer.name: mixer for mixer in self.mixers}
+            parts |= {layer.name: layer for layer in self.layers[: self._first_layers]}
             if self.norms_after:
                 parts["attention_post_norm"] = self.norm
         if self.has_second_half:
@@ -143,12 +161,28 @@ class BlockDescription:
                 parts["mlp_norm"] = self.norm
             if self.norms_after:
                 parts["mlp_post_norm"] = self.norm
-        return parts if self.scalar is None else {**parts, "layer_scalar": self.scalar}
+        if self.scalar is not None:
+            parts["layer_scalar"] = self.scalar
+        streams = self.stream_parts.items()
+        return parts | {name: part for name, part in streams if name != _SECOND_STREAMS}
+
+    @property
+    def stream_parts(self) -> Mapping[str, StreamsDescription]:
+        """What reads and writes several streams, for each half or once."""
+        if self.streams is None:
+            return {}
+        if self.streams.of_block:
+            return {"streams": self.streams}
+        halves = {"attention_streams": bool(self.mixers), _SECOND_STREAMS: self.has_second_half}
+        return {name: self.streams for name, is_there in halves.items() if is_there}
 
     @property
     def second_half(self) -> Mapping[str, HasParameters]:
         """The parts whose parameters are used last and whose gradients are complete first."""
-        return {layer.name: layer for layer in self.layers[len(self.mixers) :]}
+        parts: dict[str, HasParameters] = {}
+        if _SECOND_STREAMS in self.stream_parts:
+            parts[_SECOND_STREAMS] = self.stream_parts[_SECOND_STREAMS]
+        return parts | {layer.name: layer for layer in self.layers[self._first_layers :]}
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters.
@@ -161,13 +195,16 @@ class BlockDescription:
 
     @cached_property
     def linears(self) -> list[LinearSpec]:
-        """All products with weights, in order of use."""
-        return [linear for layer in self.layers for linear in layer.linears]
+        """All products with weights, in order of use but for those of streams, which are last."""
+        linears = [linear for layer in self.layers for linear in layer.linears]
+        return linears + [linear for part in self.stream_parts.values() for linear in part.linears]
 
     @cached_property
     def matrix_elements(self) -> int:
         """Elements of the matrices that one token is multiplied by."""
-        return sum(layer.matrix_elements for layer in self.layers)
+        elements = sum(layer.matrix_elements for layer in self.layers)
+        parts = self.stream_parts.values()
+        return elements + sum(linear.elements for part in parts for linear in part.linears)
 
     @cached_property
     def matrices(self) -> Counter[tuple[int, int]]:
@@ -191,7 +228,8 @@ class BlockDescription:
             causal: Whether what is masked is left out.
             backward: Those of a backward pass, rather than of a forward pass.
         """
-        products = [p for mixer in self.mixers for p in mixer.list_batched_products(seq)]
+        parts = (*self.mixers, *self.stream_parts.values())
+        products = [product for part in parts for product in part.list_batched_products(seq)]
         passes = [2 * product.differentiated if backward else 1 for product in products]
         shares = [product.causal_share if causal else 1.0 for product in products]
         flops = zip(passes, shares, products, strict=True)
@@ -202,35 +240,42 @@ class BlockDescription:
 
         It is what the mixers and the feed-forward keep, the stream between them, the outputs of the
         norms before them with their statistics, unless they are recomputed, the inputs of the norms
-        after them with their statistics, the stream before what follows the halves, and what a
-        scalar multiplies.
+        after them with their statistics, the stream before what follows the halves, what a scalar
+        multiplies, and what is kept of several streams.
         """
         layers, halves = self.layers, self.halves
         saved = sum(
             (layer.count_saved(parallel, recompute) for layer in layers), SavedActivations()
         )
+        hidden, streams = self.norm.width, self.streams
+        width = hidden if streams is None else streams.width
         if self.parallel == "none" and halves == 2:
-            saved = saved + SavedActivations(values=self.norm.width)
+            in_one = streams is None or streams.of_block
+            saved = saved + SavedActivations(values=hidden if in_one else width)
+        saved = sum((part.saved for part in self.stream_parts.values()), saved)
         recomputed = recompute == "selective" and self.norm.recomputes
         if self.norms_before:
             normalises = self.feed_forward.normalises_input
             needs_rows = [self.feed_forward.keeps_normed_input and not normalises]
             needs_rows += [m.keeps_normed_input and not self.shares_norm for m in self.mixers]
+            needs_rows += [self.laurel is not None]
             norms = 1 if self.shares_norm else halves - normalises
             kept_norms = min(norms, sum(needs_rows)) if recomputed else norms
             saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
             saved = sum([self.norm.saved] * halves, saved)
         if self.layer_embedding is not None:  # what its gates are computed from
-            saved = saved + SavedActivations(values=self.norm.width)
+            selected = 0 if streams is None else hidden
+            saved = saved + SavedActivations(values=width + selected)
         if self.scalar is not None:  # what it multiplies
-            saved = saved + SavedActivations(values=self.norm.width)
+            saved = saved + SavedActivations(values=width)
         return saved
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
         layers, in_parallel = self.layers, self.parallel != "none"
-        apart = (self.mixers, *((layer,) for layer in layers[len(self.mixers) :]))
+        first = layers[: self._first_layers]
+        apart = (first, *((layer,) for layer in layers[self._first_layers :]))
         together = (layers if self.layer_embedding is None else layers[:-1],)
         saved = sum(
             (layer.count_saved_for_weights(parallel, recompute) for layer in layers),
@@ -316,6 +361,8 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
         second_mixer,
         ScalarDescription() if block.layer_scalar else None,
         _describe_layer_embedding(model, output_std) if layer < model.layers else None,
+        describe_streams(model),
+        _describe_laurel(model, block.laurel_rank, output_std),
     )
 
 
@@ -414,6 +461,20 @@ def _describe_layer_embedding(
     return LayerEmbeddingDescription(
         hidden=model.hidden,
         width=model.layer_embeddings,
+        norm=describe_norm(model),
+        init_std=model.init_std,
+        output_std=output_std,
+    )
+
+
+def _describe_laurel(
+    model: ModelConfig, rank: int | None, output_std: float
+) -> LaurelDescription | None:
+    if rank is None:
+        return None
+    return LaurelDescription(
+        hidden=model.hidden,
+        rank=rank,
         norm=describe_norm(model),
         init_std=model.init_std,
         output_std=output_std,

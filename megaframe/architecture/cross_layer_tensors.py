@@ -145,7 +145,7 @@ def count_message_elements(
         for each in list_crossing_tensors(model, layer)
         if not (backward and each.is_choice)
     ]
-    return model.hidden + sum(handed)
+    return model.stream_width + sum(handed)
 
 
 def count_mean_message_elements(model: ModelConfig, element_bytes: int) -> float:
@@ -154,4 +154,4 @@ def count_mean_message_elements(model: ModelConfig, element_bytes: int) -> float
     counts = [
         count_message_elements(model, layer, 1, element_bytes) for layer in range(1, model.layers)
     ]
-    return sum(counts) / len(counts) if counts else float(model.hidden)
+    return sum(counts) / len(counts) if counts else float(model.stream_width)

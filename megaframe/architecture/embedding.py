@@ -7,12 +7,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megaframe.architecture.block import describe_norm
-from megaframe.architecture.layer import HasParameters, LayerDescription, SavedActivations
+from megaframe.architecture.layer import (
+    BatchedProduct,
+    HasParameters,
+    LayerDescription,
+    SavedActivations,
+)
 from megaframe.architecture.layer_embedding import InputProjectionSpec
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
 from megaframe.architecture.norm import NormDescription, RMSNormDescription
 from megaframe.architecture.spec import Constant, Normal, ParamSpec
+from megaframe.architecture.streams import (
+    StreamProjectionsDescription,
+    StreamSumDescription,
+    describe_first_streams,
+    describe_last_streams,
+)
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 
@@ -26,17 +37,19 @@ class TableDescription:
         width: Width of a row.
         std: Standard deviation of the initial values.
         split: Whether tensor ranks divide the rows; otherwise each has the whole table.
+        key: That of the number of rows.
     """
 
     rows: int
     width: int
     std: float
     split: bool
+    key: str = "model.vocab"
 
     @property
     def limits(self) -> tuple[Limit, ...]:
         """The rows, if tensor ranks divide them."""
-        limit = Limit("tensor", self.rows, f"model.vocab={self.rows}", even=False)
+        limit = Limit("tensor", self.rows, f"{self.key}={self.rows}", even=False)
         return (limit,) if self.split else ()
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
@@ -67,12 +80,15 @@ class LayerEmbeddingsDescription:
         tokens: A table that has those of all layers in a row.
         projection: From the stream to those of all layers.
         norm: Of each that is projected.
+        is_short: Whether the table has fewer rows than there are tokens. Those without a row have
+            that of token 0.
     """
 
     layers: int
     tokens: TableDescription
     projection: LinearSpec
     norm: NormDescription
+    is_short: bool = False
 
     @property
     def width(self) -> int:
@@ -104,20 +120,23 @@ class EmbeddingDescription(LayerDescription):
         positions: That of learned positions; None without any.
         norm: Of what is looked up; None without one.
         layer_embeddings: What makes further inputs of layers; None without any.
+        streams: What makes several streams of one; None if they are copies, or a single one.
     """
 
     tokens: TableDescription
     positions: TableDescription | None
     norm: NormDescription | None
     layer_embeddings: LayerEmbeddingsDescription | None = None
+    streams: StreamProjectionsDescription | None = None
 
     name = "embedding"
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """The tables, the norm if there is one, and what makes further inputs of layers."""
+        """The tables, the norm if there is one, and what makes several streams and further inputs
+        of layers."""
         parts: dict[str, HasParameters] = {"tokens": self.tokens}
-        more = {"positions": self.positions, "norm": self.norm}
+        more = {"positions": self.positions, "norm": self.norm, "streams": self.streams}
         parts |= {name: part for name, part in more.items() if part is not None}
         return parts if self.layer_embeddings is None else {**parts, **self.layer_embeddings.parts}
 
@@ -128,8 +147,13 @@ class EmbeddingDescription(LayerDescription):
         positions = 0 if self.positions is None else 8 * parallel.tensor
         saved = self.tokens.count_saved(parallel) + SavedActivations(other_bytes=positions)
         saved = saved if self.norm is None else saved + self.norm.saved
+        saved = saved if self.streams is None else saved + self.streams.saved
         layer_embeddings = self.layer_embeddings
         return saved if layer_embeddings is None else saved + layer_embeddings.count_saved(parallel)
+
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+        """Return the products of several streams."""
+        return () if self.streams is None else self.streams.list_batched_products(seq)
 
     @property
     def tensor_traffic(self) -> TensorTraffic:
@@ -151,6 +175,7 @@ class HeadDescription(LayerDescription):
         bias: That of the logits; None without one.
         projection: Its product.
         depths: Tokens predicted beyond the next one.
+        streams: What makes its input of several streams; None for a single one.
     """
 
     norm: NormDescription
@@ -158,13 +183,14 @@ class HeadDescription(LayerDescription):
     bias: ParamSpec | None
     projection: LinearSpec
     depths: int
+    streams: StreamSumDescription | StreamProjectionsDescription | None = None
 
     name = "head"
 
     @property
     def parts(self) -> Mapping[str, HasParameters]:
-        """The norm of the next token."""
-        return {"norm": self.norm}
+        """The norm of the next token, and what makes its input of several streams."""
+        return {"norm": self.norm, **({} if self.streams is None else {"streams": self.streams})}
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all norms, of the projection unless it is tied, and of the bias."""
@@ -179,9 +205,14 @@ class HeadDescription(LayerDescription):
         return [self.projection]
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
-        """Return what one of the losses keeps: what its norm does, and the gradient of the
-        normalised stream."""
-        return self.norm.saved_statistics + SavedActivations(values=self.norm.width)
+        """Return what one of the losses keeps: what its norm does, the gradient of the normalised
+        stream, and what is normalised if it is not the stream itself."""
+        saved = self.norm.saved_statistics + SavedActivations(values=self.norm.width)
+        return saved if self.streams is None else saved + self.streams.saved
+
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+        """Return the products of several streams."""
+        return () if self.streams is None else self.streams.list_batched_products(seq)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return nothing: the gradient of the projection is computed with the loss."""
@@ -238,7 +269,11 @@ def describe_embedding(model: ModelConfig, seq: int) -> EmbeddingDescription:
     norm = describe_norm(model) if model.embedding_norm else None
     positions, inputs = describe_position_table(model, seq), describe_layer_embeddings(model)
     return EmbeddingDescription(
-        tokens=tokens, positions=positions, norm=norm, layer_embeddings=inputs
+        tokens=tokens,
+        positions=positions,
+        norm=norm,
+        layer_embeddings=inputs,
+        streams=describe_first_streams(model),
     )
 
 
@@ -247,13 +282,21 @@ def describe_layer_embeddings(model: ModelConfig) -> LayerEmbeddingsDescription 
     yet counts as 0."""
     if model.layer_embeddings is None:
         return None
-    width = model.layers * model.layer_embeddings
+    width, words = model.layers * model.layer_embeddings, get_layer_words(model)
+    key = "model.vocab" if model.layer_vocab is None else "model.layer_vocab"
     return LayerEmbeddingsDescription(
         model.layers,
-        TableDescription(model.vocab or 0, width, model.init_std, split=True),
+        TableDescription(words, width, model.init_std, split=True, key=key),
         InputProjectionSpec((model.hidden,), (width,), model.init_std),
         RMSNormDescription(model.layer_embeddings, model.norm_eps),
+        words < (model.vocab or 0),
     )
+
+
+def get_layer_words(model: ModelConfig) -> int:
+    """Return the rows of the table of inputs of layers. A vocabulary that is not known yet counts
+    as 0."""
+    return model.layer_vocab or model.vocab or 0
 
 
 def describe_head(model: ModelConfig, norm: NormDescription) -> HeadDescription:
@@ -270,6 +313,7 @@ def describe_head(model: ModelConfig, norm: NormDescription) -> HeadDescription:
         bias=describe_head_bias(model) if words else None,
         projection=LinearSpec((model.hidden,), (words,), model.init_std, split=0),
         depths=model.mtp_depth,
+        streams=describe_last_streams(model),
     )
 
 

@@ -27,6 +27,7 @@ class MLPDescription(FeedForwardDescription):
         down_bias: Whether the second one has.
         init_std: Standard deviation of the first matrix.
         output_std: That of the second one.
+        sparsity: Share of a token's gates that are cut off; 0 for none.
     """
 
     hidden: int
@@ -36,6 +37,7 @@ class MLPDescription(FeedForwardDescription):
     down_bias: bool
     init_std: float
     output_std: float
+    sparsity: float = 0.0
 
     name = "mlp"
 
@@ -84,9 +86,17 @@ class MLPDescription(FeedForwardDescription):
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the values before the activation, and unless recomputed those after it and what
-        it keeps."""
+        it keeps; and those before gates are cut off, with their mean and deviation on each rank."""
         after = self.width * (1 + self.activation.saved) * (recompute != "selective")
-        return SavedActivations(self.up.results + after) + self.count_saved_by_adapters(parallel)
+        saved = SavedActivations(self.up.results + after) + self.count_saved_by_adapters(parallel)
+        if not self.sparsity:
+            return saved
+        return saved + SavedActivations(self.up.results, self.tensor_statistics * parallel.tensor)
+
+    @property
+    def tensor_statistics(self) -> int:
+        """The mean and the mean square of a token's gates, which all ranks have a part of."""
+        return 2 if self.sparsity else 0
 
     @property
     def inner_elements(self) -> float:
@@ -117,4 +127,5 @@ def describe_mlp(model: ModelConfig, config: MLPConfig, output_std: float) -> ML
         down_bias=bias if config.down_bias is None else config.down_bias,
         init_std=model.init_std,
         output_std=output_std,
+        sparsity=config.sparsity,
     )

@@ -254,6 +254,9 @@ class MLPConfig(Section):
     """Bias of the first product, which is gate and up of a gated activation. Default: `bias`."""
     down_bias: bool | None = None
     """Bias of the second product. Default: `bias`."""
+    sparsity: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the gates of a token that are cut off, if they are distributed normally: they are
+    replaced by what they have above this quantile of their row, or 0 (Gemma 3n)."""
 
 
 class MoEMixtureConfig(Section):
@@ -331,6 +334,10 @@ class BlockConfig(Section):
     """Let both halves start from the same stream, with one norm for both or one for each."""
     residual_scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor of what each half adds to the stream."""
+    laurel_rank: Positive | None = None
+    """Learned augmented residual (LAuReL, Menghani et al. 2024), as in Gemma 3n: beside the mixer
+    its normalised input is added to the stream, with what a product of this rank makes of it, and
+    the sum is divided by the root of 2. Default: none."""
     layer_scalar: bool = False
     """Multiply the stream after the block by a learned number, which is 1 at first. Gemma 4's code
     does not train it, as with `optim.frozen=[blocks.*.layer_scalar.gain]`."""

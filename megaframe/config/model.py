@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from megaframe.config.adapters import AdaptersConfig
 from megaframe.config.blocks import BlockConfig, QKNorm, RotaryScalingConfig
@@ -53,6 +53,48 @@ class IndexerConfig(Section):
     dense: bool = False
     """Let attention see all keys while the indexer is trained: the first stage of DeepSeek-V3.2,
     with `optim.frozen=['!*.indexer.*']`."""
+
+
+class HyperConnectionsConfig(Section):
+    """Several residual streams that each half of a block reads and writes."""
+
+    kind: Literal["hyper_connections"] = "hyper_connections"
+    """Manifold-constrained hyper-connections (DeepSeek-V4): a half reads a sum of the streams and
+    adds to all of them, with weights that are computed from the streams of each token."""
+    number: Annotated[int, Field(ge=2, le=64)] = 4
+    """Number of streams. What passes between blocks is so many times as wide as `model.hidden`."""
+    iterations: Annotated[int, Field(ge=1, le=1_000)] = 20
+    """Iterations of Sinkhorn's algorithm, after which rows and columns of the weights with which
+    streams mix each sum to 1."""
+    eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the weights of what is read, and to what they and their sums are divided by."""
+
+
+class AltUpConfig(Section):
+    """Several residual streams of which a block changes one."""
+
+    kind: Literal["altup"]
+    """Alternating updates (AltUp, Baykal et al. 2023), as in Gemma 3n: each block predicts all
+    streams from all, computes with the first one, and corrects the others by what it changed."""
+    number: Annotated[int, Field(ge=2, le=64)] = 4
+    """Number of streams."""
+
+
+def _expand_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+def _get_kind(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return kind or "hyper_connections"
+
+
+StreamsConfig = Annotated[
+    Annotated[HyperConnectionsConfig, Tag("hyper_connections")]
+    | Annotated[AltUpConfig, Tag("altup")],
+    Discriminator(_get_kind),
+    BeforeValidator(_expand_kind),
+]
 
 
 class EmulationConfig(Section):
@@ -198,6 +240,12 @@ class ModelConfig(Section):
     """Per-layer embeddings (Gemma 3n and 4): width of an input that each layer has for each token
     besides the stream. The first stage makes those of all layers, from a table and from a
     projection of the embeddings. Default: none."""
+    layer_vocab: Positive | None = None
+    """Rows of the table of per-layer embeddings; tokens from there on have those of token 0.
+    Default: `vocab`."""
+    streams: StreamsConfig | None = None
+    """Several residual streams: `hyper_connections` or `altup`, and its keys. Default: one stream,
+    to which the halves of blocks add."""
     latent: LatentAttentionConfig | None = None
     """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads are
     computed from narrow latents. `kv_heads`, `head_dim` and `qk_norm` are then ignored."""
@@ -244,3 +292,8 @@ class ModelConfig(Section):
     emulate: EmulationConfig | None = None
     """Blocks wait instead of computing and have no weights, to measure schedules and communication
     of many ranks on few cores. Trains nothing."""
+
+    @property
+    def stream_width(self) -> int:
+        """Elements of a token between blocks: `hidden` for each stream."""
+        return self.hidden * (1 if self.streams is None else self.streams.number)

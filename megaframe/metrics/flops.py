@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megaframe.architecture.block import describe_block
-from megaframe.architecture.embedding import describe_embedding, get_vocab_size
+from megaframe.architecture.block import describe_block, describe_norm
+from megaframe.architecture.embedding import describe_embedding, describe_head, get_vocab_size
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import compute_block_work, plan_stages
@@ -70,9 +70,11 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
         )
         for causal in (True, False)
     )
-    embedding = describe_embedding(model, seq).linears if model.emulate is None else []
+    ends = describe_embedding(model, seq), describe_head(model, describe_norm(model))
+    of_streams = [product for end in ends for product in end.list_batched_products(seq)]
+    embedding = ends[0].linears if model.emulate is None else []
     elements["matrix"] += sum(linear.elements for linear in embedding)
-    matrices = 6 * float(elements["matrix"])
+    matrices = 6 * float(elements["matrix"]) + sum(3 * p.flops for p in of_streams) / seq
     head = 6 * float(elements["head"]) * (1 + depth)
     layers = [layer for plan in plan_stages(config) for layer in plan.blocks[: plan.recomputed]]
     recomputed = 0.0

@@ -21,7 +21,7 @@ _TIMES = 5
 def count_message_elements(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> int:
     """Return the number of elements that a rank sends to the next stage for one microbatch."""
     rows = train.microbatch * train.seq // mesh.layout.context
-    return -(-rows // mesh.layout.tensor) * model.hidden
+    return -(-rows // mesh.layout.tensor) * model.stream_width
 
 
 def measure_idle_links(

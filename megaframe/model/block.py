@@ -24,10 +24,12 @@ from megaframe.architecture.sparse_attention import (
     SharedIndexerDescription,
     SparseAttentionDescription,
 )
+from megaframe.architecture.streams import AltUpDescription, HyperConnectionDescription
 from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
 from megaframe.model.gated_delta_net import GatedDeltaNet
 from megaframe.model.gated_short_convolution import GatedShortConvolution
+from megaframe.model.laurel import Laurel
 from megaframe.model.layer_embedding import LayerEmbedding
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.mamba2 import Mamba2
@@ -38,6 +40,7 @@ from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.model.shared_keys import SharedKeyAttention
 from megaframe.model.sparse_attention import SharedIndexerAttention, SparseAttention
+from megaframe.model.streams import AltUp, HyperConnection
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
@@ -88,19 +91,29 @@ class TransformerBlock(Module):
         self.attention_norm = self._make_norm("attention_norm", description)
         self.attention = self._build_half(description.mixer)
         self.second_mixer = self._build_half(description.second_mixer)
+        self.laurel: Laurel | None = None
+        if description.laurel is not None:
+            name = f"{self.name}.{description.laurel.name}"
+            self.laurel = Laurel(name, description.laurel, setup)
         self.attention_post_norm = self._make_norm("attention_post_norm", description)
         self.mlp_norm = self._make_norm("mlp_norm", description)
         self.mlp_post_norm = self._make_norm("mlp_post_norm", description)
         self.layer_scalar: LayerScalar | None = None
         if description.scalar is not None:
             self.layer_scalar = LayerScalar(f"{self.name}.layer_scalar", description.scalar)
+        self.attention_streams = self._make_streams("attention_streams", description)
+        self.streams: AltUp | None = None
+        if isinstance(description.streams, AltUpDescription):
+            self.streams = AltUp(f"{self.name}.streams", description.streams)
+        self.mlp_streams = self._make_streams("mlp_streams", description)
         self.mlp = self._build_half(description.feed_forward)
         self.layer_embedding: LayerEmbedding | None = None
-        self._second_half: Module = self.mlp
         if description.layer_embedding is not None:
             name = f"{self.name}.{description.layer_embedding.name}"
             self.layer_embedding = LayerEmbedding(name, description.layer_embedding, setup)
-            self._second_half = ModuleList([self.mlp, self.layer_embedding])
+        candidates = (self.mlp_streams, self.mlp, self.layer_embedding)
+        parts: list[Module] = [part for part in candidates if part is not None]
+        self._second_half = parts[0] if len(parts) == 1 else ModuleList(parts)
 
     def _build_half(self, description: LayerDescription) -> BlockLayer | Absent:
         if isinstance(description, NoLayer):
@@ -111,6 +124,12 @@ class TransformerBlock(Module):
         if part not in description.first_half:
             return None
         return Norm(f"{self.name}.{part}", description.norm)
+
+    def _make_streams(self, part: str, description: BlockDescription) -> HyperConnection | None:
+        streams = description.stream_parts.get(part)
+        if not isinstance(streams, HyperConnectionDescription):
+            return None
+        return HyperConnection(f"{self.name}.{part}", streams)
 
     @property
     def second_half(self) -> Module:
@@ -125,25 +144,38 @@ class TransformerBlock(Module):
         return mixer.names if isinstance(mixer, Attention) and mixer.computes_keys else ()
 
     def __call__(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
-        """Return the residual stream after the block.
+        """Return the residual stream after the block, or the streams.
 
         Args:
-            x: This rank's rows of the stream, [rows, hidden].
+            x: This rank's rows of the stream, [rows, hidden], or of all streams.
             inputs: Of the microbatch.
             state: Of its pass.
 
         Returns:
             A tensor like x.
         """
-        x = self._add_halves(x, inputs, state)
+        if self.streams is None:
+            x = self._add_halves(x, inputs, state)
+        else:
+            rows, weights = self.streams.read(x)
+            x = self.streams.write(x, weights, self._add_halves(rows, inputs, state))
         if self.layer_embedding is not None:
-            x = x + self._finish(
-                self.layer_embedding(x, None, inputs, state), None, "input", inputs
-            )
+            x = self._add_layer_embedding(self.layer_embedding, x, inputs, state)
         return x if self.layer_scalar is None else self.layer_scalar(x)
+
+    def _add_layer_embedding(
+        self, layer: LayerEmbedding, x: Tensor, inputs: MicrobatchInputs, state: PassState
+    ) -> Tensor:
+        """Return the stream with the block's own input, or the streams, of which the first one
+        gates that input and the others have it."""
+        rows = x if self.streams is None else self.streams.select(x)
+        added = self._finish(layer(rows, None, inputs, state), None, "input", inputs)
+        return x + added if self.streams is None else self.streams.add_to_others(x, added)
 
     def _add_halves(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Return the stream after both halves, or the one that there is."""
+        if self.attention_streams is not None or self.mlp_streams is not None:
+            return self._write_halves(x, inputs, state)
         if self.parallel:
             return self._run_in_parallel(x, inputs, state)
         if isinstance(self.attention, Absent):
@@ -152,9 +184,13 @@ class TransformerBlock(Module):
         # Between the halves: the values of the MLP are waited for here, and in the backward pass
         # its gradients are complete here.
         branch = state.boundary.cross(self._mix(x, inputs, state), self._second_half)
+        kernels = self.kernels
+        if self.laurel is not None:
+            x = (x + branch) * 0.5**0.5
+            has_none = isinstance(self.mlp, Absent)
+            return x if has_none else x + self._feed_forward(x, inputs, state)
         if isinstance(self.mlp, Absent):
             return x + branch
-        kernels = self.kernels
         if self.mlp_norm is None or not kernels.fuses or self.recomputes_norms:
             x = x + branch
             return x + self._feed_forward(x, inputs, state)
@@ -163,6 +199,19 @@ class TransformerBlock(Module):
         normed, x = self.mlp_norm.add_and_normalize(x, branch, kernels)
         branch = self.mlp(normed, None, inputs, state)
         return x + self._finish(branch, self.mlp_post_norm, "mlp", inputs)
+
+    def _write_halves(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
+        """Return the streams after both halves, each of which reads and writes them."""
+        if self.attention_streams is not None:
+            rows, weights = self.attention_streams.read(x)
+            branch = state.boundary.cross(self._mix(rows, inputs, state), self._second_half)
+            x = self.attention_streams.write(x, weights, branch)
+        else:
+            x = state.boundary.cross(x, self._second_half)
+        if self.mlp_streams is not None:
+            rows, weights = self.mlp_streams.read(x)
+            x = self.mlp_streams.write(x, weights, self._feed_forward(rows, inputs, state))
+        return x
 
     def _run_in_parallel(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
         """Let both halves start from x. Autograd differentiates the MLP first, because it was
@@ -179,10 +228,11 @@ class TransformerBlock(Module):
         return x + branch + self._finish(second, self.mlp_post_norm, "mlp", inputs)
 
     def _mix(self, x: Tensor, inputs: MicrobatchInputs, state: PassState) -> Tensor:
-        """Return what the mixers add to the stream."""
+        """Return what the mixers, and what is beside them, add to the stream."""
         rows, norm = self._prepare(x, self.attention_norm)
         branch = self._sum_mixers(rows, norm, inputs, state)
-        return self._finish(branch, self.attention_post_norm, "attention", inputs)
+        branch = self._finish(branch, self.attention_post_norm, "attention", inputs)
+        return branch if self.laurel is None else branch + self.laurel(rows, norm, inputs, state)
 
     def _sum_mixers(
         self, rows: Tensor, norm: Norm | None, inputs: MicrobatchInputs, state: PassState

@@ -10,12 +10,14 @@ from megaframe.architecture.embedding import (
     describe_position_table,
     describe_token_table,
 )
+from megaframe.architecture.streams import describe_first_streams
 from megaframe.config import ModelConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.layer_embedding import LayerEmbeddings
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs, get_token_positions
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
+from megaframe.model.streams import FirstStreams
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.embedding import EmbeddingTable
 
@@ -26,6 +28,7 @@ class Embedding(Module):
 
     def __init__(self, model: ModelConfig, seq: int, setup: LayerSetup) -> None:
         self.position, self.scale = model.position, model.embedding_scale
+        self.copies = 1 if model.streams is None else model.streams.number
         self.kernels = setup.kernels
         self.tokens = make_token_table(model, setup)
         position_table = describe_position_table(model, seq)
@@ -36,6 +39,8 @@ class Embedding(Module):
         self.norm: Norm | None = None
         if model.embedding_norm:
             self.norm = Norm("embedding.norm", describe_norm(model))
+        streams = describe_first_streams(model)
+        self.streams = None if streams is None else FirstStreams("embedding.streams", streams)
         layer_embeddings = describe_layer_embeddings(model)
         self.layer_embeddings: LayerEmbeddings | None = None
         if layer_embeddings is not None:
@@ -54,8 +59,8 @@ class Embedding(Module):
     def __call__(
         self, microbatch: Microbatch, inputs: MicrobatchInputs, state: PassState
     ) -> Tensor:
-        """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S], and
-        hand the further inputs of layers to them."""
+        """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S], or
+        those of all streams beside each other; and hand the further inputs of layers to them."""
         tokens_BS = microbatch.tokens_BS
         x = self.tokens(tokens_BS.flatten(), inputs.rows)
         if self.position == "learned":
@@ -68,7 +73,10 @@ class Embedding(Module):
             x = self.norm(x, self.kernels)
         if self.layer_embeddings is not None:
             self.layer_embeddings(tokens_BS.flatten(), x, inputs, state)
-        return x if inputs.dropout is None else inputs.dropout(x, "embedding")
+        x = x if inputs.dropout is None else inputs.dropout(x, "embedding")
+        if self.streams is not None:
+            return self.streams(x)
+        return x if self.copies == 1 else x.repeat(1, self.copies)
 
 
 def make_token_table(

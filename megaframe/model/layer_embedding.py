@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from megaframe.architecture.activation import describe_activation
@@ -29,6 +30,7 @@ class LayerEmbeddings(Module):
         self.layers, self.width = description.layers, description.width
         self.kernels = setup.kernels
         table = description.tokens
+        self.words = table.rows if description.is_short else None
         self.tokens = EmbeddingTable("embedding.layer_tokens", table, setup.tensor.group)
         projection = description.projection
         self.projection = Linear("embedding.layer_projection", projection, setup.tensor)
@@ -51,6 +53,8 @@ class LayerEmbeddings(Module):
             state: Of its pass.
         """
         sizes = (self.layers, self.width)
+        if self.words is not None:
+            tokens_T = torch.where(tokens_T < self.words, tokens_T, 0)
         rows_RLP = self.tokens(tokens_T, inputs.rows).unflatten(1, sizes)
         projected = self.projection(x_RH, state.deferred) * x_RH.shape[1] ** -0.5
         normed_RLP = self.norm(projected.unflatten(1, sizes), self.kernels)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.model.activation import activate
+from megaframe.model.gate_cut_off import GateCutOff
 from megaframe.model.layer_inputs import MicrobatchInputs
 from megaframe.model.pass_state import PassState
 from megaframe.model.xielu import XIELU
@@ -31,6 +32,9 @@ class MLP(Module):
         self.down = Linear(f"{name}.down", description.down, tensor)
         activation = description.activation
         slopes = activation.slopes
+        self.cut_off: GateCutOff | None = None
+        if description.sparsity:
+            self.cut_off = GateCutOff(description, tensor.group)
         self.activate: Elementwise = (
             partial(activate, activation) if slopes is None else XIELU(f"{name}.activation", slopes)
         )
@@ -40,4 +44,5 @@ class MLP(Module):
     ) -> Tensor:
         """Apply the MLP to each row. The arguments are those of `Attention`."""
         up = self.up(x, state.deferred, norm)
+        up = up if self.cut_off is None else self.cut_off(up)
         return self.down(up, state.deferred, self.activate)

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import describe_head_bias, describe_head_weight
 from megaframe.architecture.parametrisation import compute_output_multiplier
+from megaframe.architecture.streams import describe_last_streams
 from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.parts import LossPart
 from megaframe.data.microbatch import IGNORE, Microbatch, TokensAhead
@@ -26,6 +27,7 @@ from megaframe.model.loss import HeadResult, LossOptions, compute_head_loss
 from megaframe.model.multi_token_prediction import MultiTokenPredictor
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
+from megaframe.model.streams import make_last_streams
 from megaframe.ops.autograd import backward
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.embedding import EmbeddingTable
@@ -59,6 +61,8 @@ class OutputHead(Module):
         self.setup = setup
         norm = describe_norm(model)
         self.norm = Norm("head.norm", norm)
+        streams = describe_last_streams(model)
+        self.streams = None if streams is None else make_last_streams("head.streams", streams)
         self.norms_ahead = [
             Norm(f"predictors.{index}.norm", norm) for index in range(model.mtp_depth)
         ]
@@ -83,6 +87,16 @@ class OutputHead(Module):
     def norms(self) -> list[Norm]:
         """The final norm of the next token, then those of the tokens further ahead."""
         return [self.norm, *self.norms_ahead]
+
+    def normalize(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """Return the rows that logits are computed from, [rows, hidden].
+
+        Args:
+            x: The stream or streams after the last block, or the stream after a predictor.
+            norm: The one of `norms` to use; None for that of the next token.
+        """
+        x = x if self.streams is None else self.streams(x)
+        return (norm or self.norm)(x, self.setup.kernels)
 
     def compute_loss(
         self,
@@ -120,8 +134,9 @@ class OutputHead(Module):
         )
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return logits, in at least fp32, of hidden states [..., hidden], for use without
-        training."""
+        """Return logits, in at least fp32, of hidden states [..., hidden], or of all streams, for
+        use without training."""
+        x = x if self.streams is None else self.streams(x)
         logits = self.norm(x) @ self.weight.value.t()
         logits *= self.evaluation_options.multiplier
         if self.bias is not None:
@@ -195,7 +210,7 @@ class PostProcess:
         """Compute all losses with their gradients.
 
         Args:
-            x: The stream after the last block, [rows, hidden].
+            x: The stream or streams after the last block.
             microbatch: Its tokens and labels.
             inputs: What it brings to layers.
             state: Of its passes.
@@ -232,7 +247,7 @@ class PostProcess:
         by_depth: list[Microbatch | TokensAhead] = [activations.microbatch]
         by_depth += activations.microbatch.ahead
         for norm, leaf, far in zip(self.head.norms, activations.leaves, by_depth, strict=True):
-            normed = norm(leaf, self.head.setup.kernels)
+            normed = self.head.normalize(leaf, norm)
             # The first loss is that of the next token, whose weight is 1.
             depth_scale = scale * self._loss_weight if losses else scale
             result = self.head.compute_loss(
@@ -255,7 +270,7 @@ class PostProcess:
             finish: Called with each predictor, in reverse order.
 
         Returns:
-            The gradient of the stream after the last block, [rows, hidden].
+            The gradient of the stream or streams after the last block.
         """
         for index, predictor in reversed([*enumerate(self.predictors)]):
             # In reverse order of depth. The leaf after this predictor has its whole gradient now:
@@ -300,13 +315,13 @@ class PostProcess:
         """Return the summed cross-entropy of the next token, without gradients.
 
         Args:
-            x: The stream after the last block, [rows, hidden].
+            x: The stream or streams after the last block.
             microbatch: The tokens and labels.
             inputs: What the microbatch fixes for layers.
             values: Provides the values of units.
         """
         with values(self.head):
-            normed = self.head.norm(x, self.head.setup.kernels)
+            normed = self.head.normalize(x)
             labels_BS, weights_BS = microbatch.labels_BS, microbatch.weights_BS
             return self.head.compute_loss(normed, labels_BS, weights_BS, None, inputs).loss
 

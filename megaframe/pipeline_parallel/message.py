@@ -21,24 +21,24 @@ class StageMessage:
     """
 
     def __init__(
-        self, tensors: Sequence[HandedTensor], hidden: int, ranks: int, dtype: torch.dtype
+        self, tensors: Sequence[HandedTensor], width: int, ranks: int, dtype: torch.dtype
     ) -> None:
         """Describe the messages.
 
         Args:
             tensors: What they have besides the stream.
-            hidden: Width of the stream.
+            width: Of the stream, or of all streams.
             ranks: Tensor ranks.
             dtype: Of the stream.
         """
         self.tensors, self._dtype = tensors, dtype
-        self._hidden, self._ranks = hidden, ranks
+        self._width, self._ranks = width, ranks
 
     @cached_property
     def gradients(self) -> StageMessage:
         """The form of the messages in the other direction."""
         differentiable = [tensor for tensor in self.tensors if not tensor.is_choice]
-        return StageMessage(differentiable, self._hidden, self._ranks, self._dtype)
+        return StageMessage(differentiable, self._width, self._ranks, self._dtype)
 
     def list_shapes(self, samples: int, tokens: int) -> list[tuple[int, ...]]:
         """Return the shapes of the stream and of all else on this rank.
@@ -49,7 +49,7 @@ class StageMessage:
         """
         rows = count_rows_per_rank(samples * tokens, self._ranks)
         own = (tensor.find_shape(samples, tokens, rows, self._ranks) for tensor in self.tensors)
-        return [(rows, self._hidden), *own]
+        return [(rows, self._width), *own]
 
     def find_shape(self, samples: int, tokens: int) -> tuple[int, ...]:
         """Return the shape of a message. The arguments are those of `list_shapes`."""

@@ -117,7 +117,7 @@ class Stage:
         self.received, self.sent = (
             StageMessage(
                 list_crossing_tensors(config.model, layer) if is_between else (),
-                config.model.hidden,
+                config.model.stream_width,
                 setup.tensor.group.size,
                 self.precision.compute,
             )

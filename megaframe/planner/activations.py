@@ -120,7 +120,7 @@ def _compute_recompute_bytes(
     offloaded_inputs = 0
     if train.offload and blocks:  # inputs of the block in use and of the one before it
         tokens = train.microbatch * train.seq
-        offloaded_inputs = min(2, len(blocks)) * tokens * model.hidden
+        offloaded_inputs = min(2, len(blocks)) * tokens * model.stream_width
     return max(blocks, default=0) + offloaded_inputs * DTYPE_BYTES[train.precision]
 
 
@@ -147,7 +147,7 @@ def _compute_stage_bytes(
         describe_stage(model, train, plan),
         DTYPE_BYTES[train.precision],
     )
-    stream = train.microbatch * train.seq * model.hidden * width
+    stream = train.microbatch * train.seq * model.stream_width * width
     inputs = len(plan.blocks) + stage.losses
     if train.offload:
         inputs -= plan.recomputed  # those of recomputed blocks are in host memory

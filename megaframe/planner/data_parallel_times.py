@@ -20,6 +20,7 @@ import numpy as np
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.buckets import compute_bucket_count
+from megaframe.architecture.embedding import get_layer_words
 from megaframe.architecture.linear import GroupedLinearSpec
 from megaframe.architecture.quantised import compute_bits_per_element
 from megaframe.architecture.stages import compute_trained_share, plan_stages
@@ -130,7 +131,7 @@ def count_layer_table_elements(machine: Machine) -> Number:
     """Return the number of parameters of a tensor rank's part of the table of inputs of layers."""
     model = machine.config.model
     width = 0 if model.emulate is not None else model.layers * (model.layer_embeddings or 0)
-    return np.ceil((model.vocab or 0) / machine.sizes.tensor) * width
+    return np.ceil(get_layer_words(model) / machine.sizes.tensor) * width
 
 
 def count_overlapping_passes(sizes: LayoutSizes, is_looped: Number) -> Number:

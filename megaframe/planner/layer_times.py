@@ -11,13 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.block import BlockDescription, describe_block
 from megaframe.architecture.embedding import describe_embedding
-from megaframe.architecture.layer import (
-    BatchedProduct,
-    FeedForwardDescription,
-    MixerDescription,
-)
+from megaframe.architecture.layer import BatchedProduct, MixerDescription
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.quantised import count_decoded_bytes
 from megaframe.architecture.stages import compute_trained_share
@@ -69,7 +65,7 @@ def estimate_block_times(machine: Machine, layer: int) -> CostBreakdown:
     if experts_per_token:
         products = products + _estimate_permutation_times(machine, experts_per_token)
     halves = block.halves / 2
-    elementwise = _estimate_elementwise_times(machine, block.feed_forward, halves)
+    elementwise = _estimate_elementwise_times(machine, block)
     recompute = PassTimes(
         0.0, _estimate_recompute_seconds(machine, products, attention, elementwise), 0.0
     )
@@ -296,15 +292,15 @@ def _estimate_chunk_times(machine: Machine, products: Sequence[BatchedProduct]) 
     return PassTimes(forward, 3 * forward, 0.0)
 
 
-def _estimate_elementwise_times(
-    machine: Machine, feed_forward: FeedForwardDescription, halves: float
-) -> PassTimes:
+def _estimate_elementwise_times(machine: Machine, block: BlockDescription) -> PassTimes:
     """Return the seconds of norms, residuals and activations, of which a block with one half has
-    half."""
+    half; and of reading and writing several streams."""
     sizes, software = machine.sizes, machine.software
     stream_ranks = sizes.tensor if software.sequence_parallel else 1.0
-    stream = software.stream_passes * halves * machine.config.model.hidden / stream_ranks
-    inner = software.inner_passes * feed_forward.inner_elements / sizes.tensor
+    elements = software.stream_passes * block.halves / 2 * machine.config.model.hidden
+    elements = elements + sum(part.moved_elements for part in block.stream_parts.values())
+    stream = elements / stream_ranks
+    inner = software.inner_passes * block.feed_forward.inner_elements / sizes.tensor
     forward = estimate_elementwise_seconds(
         machine.rate, machine.rate.width * machine.tokens * (stream + inner)
     )

@@ -449,7 +449,8 @@ def compute_max_width_per_token(model: ModelConfig) -> int:
     if model.emulate is not None:
         return model.hidden
     blocks = [describe_block(model, layer) for layer in range(model.layers)]
-    return max(layer.widest for block in blocks for layer in block.layers)
+    parts = (part for block in blocks for part in (*block.layers, *block.stream_parts.values()))
+    return max(part.widest for part in parts)
 
 
 def _count_receive_buffer_elements(

@@ -27,7 +27,9 @@ from megaframe.architecture.quantised import (
     compute_bits_per_element,
     count_temporary_bytes,
 )
+from megaframe.architecture.spec import count_parameters
 from megaframe.architecture.stages import StagePlan
+from megaframe.architecture.streams import describe_first_streams, describe_last_streams
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig, TrainConfig
@@ -232,6 +234,11 @@ def _estimate_rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> 
     is_whole_model, tied = rank.first & rank.last, model.tie_embeddings
     tables = rank.first * 1 + rank.last - is_whole_model * tied
     ends = blocks.table * tables + positions * rank.first
+    first_streams, last_streams = (
+        0 if each is None else count_parameters(each.declare_parameters(""))
+        for each in (describe_first_streams(model), describe_last_streams(model))
+    )
+    ends = ends + first_streams * rank.first + last_streams * rank.last
     names = ("vectors", "split", "replicated", "shared", "experts")
     vectors, split, replicated, shared, experts = (blocks.sum_blocks(name, full) for name in names)
     dense = vectors + split + replicated + shared + ends
@@ -346,7 +353,7 @@ def _estimate_transient_bytes(
     c, blocks, last = rank.c, rank.blocks, rank.last
     width, activation_ranks = DTYPE_BYTES[train.precision], c.tensor * c.context
     rows = c.microbatch * float(train.seq)
-    stream = rows * model.hidden * width
+    stream = rows * model.stream_width * width
     backward, weight_pass = (
         blocks.sum_blocks(name, rank.full) * c.microbatch / c.chunks + blocks.rotary * c.tensor
         for name in ("kept", "weight_pass")
@@ -366,7 +373,7 @@ def _estimate_transient_bytes(
             (logits + loss_tensors) * last,
         )
     )
-    handed = count_mean_message_elements(model, width) / model.hidden
+    handed = count_mean_message_elements(model, width) / model.stream_width
     messages = np.where(c.pipeline > 1, 2 * stream * handed / activation_ranks, 0.0)
     inputs = 2 * stream * (last + train.offload)
     counts = rank.counts

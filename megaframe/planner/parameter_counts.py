@@ -24,6 +24,7 @@ from megaframe.architecture.layer import HasParameters
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import StagePlan, compute_trained_share
+from megaframe.architecture.streams import describe_first_streams, describe_last_streams
 from megaframe.config import ParallelConfig, TrainConfig
 from megaframe.config.model import ModelConfig
 from megaframe.layout import Layout
@@ -246,10 +247,15 @@ def count_rank_parameters(
         part = _count_part({name: describe_norm(model)}, sizes, "", frozen)
         return part.vectors
 
+    def count_streams(streams: HasParameters | None, unit: str) -> int:
+        parts = {} if streams is None else {"streams": streams}
+        return _count_part(parts, sizes, unit, frozen).vectors
+
     tokens = count(table, "embedding.tokens.weight")
     if first:
         tables.append(tokens)
         vectors += count_norm("embedding.norm") * model.embedding_norm
+        vectors += count_streams(describe_first_streams(model), "embedding.")
         position_table = describe_position_table(model, train.seq)
         if position_table is not None:
             positions = _count_part({"positions": position_table}, sizes).replicated
@@ -262,6 +268,7 @@ def count_rank_parameters(
             vectors += own.vectors
     if last:
         vectors += count_norm("head.norm")
+        vectors += count_streams(describe_last_streams(model), "head.")
         for index in range(model.mtp_depth):
             vectors += count_norm(f"predictors.{index}.norm")
             parts += _count_predictor(model, index, *sizes.values(), frozen)

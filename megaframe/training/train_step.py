@@ -308,7 +308,7 @@ class TrainStep:
         mesh, stage = self.mesh, self.stages[len(self.rank_of) - 1]
         tensor, compute = mesh.group("tensor"), stage.precision.compute
         wide = torch.promote_types(compute, torch.float32)
-        x = torch.zeros(rows, stage.config.model.hidden, dtype=wide, device=mesh.device)
+        x = torch.zeros(rows, stage.config.model.stream_width, dtype=wide, device=mesh.device)
         for index, hidden in hidden_by_microbatch.items() if counts else ():
             labels = parts[index].labels_BS.flatten()
             own = RowPartition(len(labels), tensor.size, tensor.index).select(labels, IGNORE)

@@ -28,6 +28,11 @@ def find_handed_mistakes(model: ModelConfig) -> Iterator[str]:
             f"{embedded} has widths that model.parametrisation=mup does not know; use "
             "model.parametrisation=standard"
         )
+    if model.layer_vocab is not None and model.layer_embeddings is None:
+        yield (
+            f"model.layer_vocab={model.layer_vocab} has no effect without model.layer_embeddings; "
+            "leave it out"
+        )
     mixers = [find_block_config(model, layer).mixer for layer in range(model.layers)]
     shared = [layer for layer, mixer in enumerate(mixers) if uses_earlier_layer(mixer)]
     if model.mtp_depth and (shared or model.layer_embeddings):

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import chain
 
 from megaframe.architecture.block import BlockDescription, describe_block
-from megaframe.architecture.embedding import describe_token_table
+from megaframe.architecture.embedding import describe_layer_embeddings, describe_token_table
 from megaframe.architecture.layer import iterate_linears
 from megaframe.architecture.quantised import find_block_mistakes
 from megaframe.architecture.spec import count_copies
@@ -46,7 +46,10 @@ def find_limit_mistakes(
                     "`documents`"
                 )
     if model.vocab is not None:
-        for limit in describe_token_table(model).limits:
+        layer_embeddings = describe_layer_embeddings(model)
+        tables = [describe_token_table(model)]
+        tables += [] if layer_embeddings is None else [layer_embeddings.tokens]
+        for limit in dict.fromkeys(limit for table in tables for limit in table.limits):
             yield from limit.find_mistakes(parallel)
     yield from _find_copy_mistakes(model, parallel)
     yield from _find_quantisation_mistakes(model, parallel)

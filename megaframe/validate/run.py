@@ -38,6 +38,7 @@ from megaframe.validate.optim import (
 )
 from megaframe.validate.parametrisation import find_parametrisation_mistakes
 from megaframe.validate.pipeline import find_stage_mistakes, find_step_schedule_mistakes
+from megaframe.validate.streams import find_laurel_mistakes, find_stream_mistakes
 from megaframe.validate.sync import find_sync_mistakes
 from megaframe.validate.tensor_parallel import find_chunk_mistakes, find_node_crossing_warning
 from megaframe.validate.train import (
@@ -94,6 +95,8 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *find_adapter_import_mistakes(config.model, config.checkpoint),
         *find_mtp_mistakes(config.model, config.train),
         *(find_handed_mistakes(config.model) if not block_mistakes else ()),
+        *find_stream_mistakes(config.model),
+        *(find_laurel_mistakes(config.model) if not block_mistakes else ()),
         *find_vocabulary_mistakes(config.model, config.data),
         *(find_batch_mistakes(config.train, sizes["data"]) if not axis_mistakes else ()),
         *find_stage_mistakes(config.model, config.parallel, config.train),

@@ -2,9 +2,12 @@
 LongRoPE, ALiBi and chunks, a norm of embeddings, experts with scaled inputs, xIELU and a bias of
 the output head give the one-process answer to 1e-10 in fp64 under tensor, context, pipeline and
 data ranks, ZeRO and recompute. Two key heads are shared by neighbours of four tensor ranks. So do
-keys and per-layer embeddings that are handed to later layers, and experts with norms of their own.
+keys and per-layer embeddings that are handed to later layers, experts with norms of their own,
+several residual streams, LAuReL, and gates that are cut off.
 
-Tests `megaframe.model.shared_keys` and `megaframe.model.layer_embedding`.
+Tests `megaframe.model.shared_keys`, `megaframe.model.layer_embedding`, `megaframe.model.streams`,
+`megaframe.architecture.streams`, `megaframe.model.laurel`, `megaframe.architecture.laurel` and
+`megaframe.model.gate_cut_off`.
 """
 
 import pytest
@@ -100,6 +103,22 @@ SHAPES = {
             {"mixer": SHARED},
         ],
     },
+    "streams": {
+        **{"norm": "rmsnorm", "init_std": 0.5, "streams": {"number": 3, "iterations": 5}},
+        "blocks": [{"norms": "both", "mixer": {"window": 5}}, {"feed_forward": "moe"}],
+        "moe": {"experts": 4, "ffn": 16, "shared": 1},
+    },
+    "gemma-3n": {
+        **{"norm": "rmsnorm", "init_std": 0.5, "activation": "geglu", "layer_embeddings": 6},
+        **{"streams": {"kind": "altup", "number": 3}, "layer_vocab": 9, "tie_embeddings": True},
+        "blocks": [
+            {
+                **{"norms": "both", "laurel_rank": 5, "feed_forward": {"sparsity": 0.6}},
+                "mixer": {"value_norm": True, "window": 5},
+            },
+            {"mixer": SHARED, "laurel_rank": 5},
+        ],
+    },
     "shared-keys": {  # of two layers without stages, and of the first three with stages of one
         **{"norm": "rmsnorm", "init_std": 0.5, "kv_heads": 2},
         "blocks": [
@@ -129,15 +148,15 @@ LAYOUTS = [
     STAGES,
     (4, {"pipeline": 2, "context": 2, **RING}, "selective"),
 ]
-HANDED = ("shared-keys", "layer-embeddings")
-"""Shapes with tensors that pass from layer to layer beside the stream."""
+HANDED = ("shared-keys", "layer-embeddings", "streams", "gemma-3n")
+"""Shapes whose messages between stages have more than one stream."""
 CASES = [
     # Every second layout with each shape, the others with the next one.
     (name, *layout)
     for number, name in enumerate(SHAPES)
     for place, layout in enumerate(LAYOUTS)
     if (number + place) % 2 == 0 or (name in HANDED and layout == STAGES)
-] + [("gemma-4-experts", *EXPERTS)]
+] + [(name, *EXPERTS) for name in ("gemma-4-experts", "streams")]
 QUICK = [
     ("scores", *NESTED),
     ("whole-norms", *TENSOR_AND_ZERO),
@@ -149,6 +168,9 @@ QUICK = [
     ("values", *RING_AND_TENSOR),
     ("gemma-4", *NESTED),
     ("gemma-4-experts", *EXPERTS),
+    ("streams", *STAGES),
+    ("streams", *EXPERTS),
+    ("gemma-3n", *STAGES),
     ("shared-keys", *STAGES),
     ("layer-embeddings", *STAGES),
 ]

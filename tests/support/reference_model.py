@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from reference_mixers import MIXERS
+from reference_streams import alternate, connect, first_streams, last_streams
 
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config.blocks import BlockConfig
@@ -45,9 +46,13 @@ def loss(weights, config, microbatch):
     if microbatch.weights_BS is not None:
         counted = counted * microbatch.weights_BS
     handed = {"inputs": _layer_inputs(weights, model, x, tokens)}
+    if model.streams is not None:
+        x = first_streams(weights, model, x)
     for layer in range(model.layers):
         x, losses = _block(weights, model, layer, x, masks[layer], positions, counted, handed)
         aside = aside + losses
+    if model.streams is not None:
+        x = last_streams(weights, model, x)
     y = _norm(weights, model, "head.norm", x, model.norm)
     labels = microbatch.labels_BS
     total = _losses(weights, config, y, labels, counted)
@@ -88,13 +93,25 @@ def _further(microbatch, depth):
 def _block(weights, model, layer, x, mask, positions, counted, handed=None):
     """Return the stream after a block, and the losses that its experts add. `handed` has the keys
     and values, or the chosen keys, of the last layer with each window."""
-    x, losses = _halves(weights, model, layer, x, mask, positions, counted, handed)
+
+    def compute(stream):
+        return _halves(weights, model, layer, stream, mask, positions, counted, handed)
+
+    name = f"blocks.{layer}.streams"
+    altup = f"{name}.router.gain" in weights
+    x, losses = alternate(weights, model, name, x, compute) if altup else compute(x)
     if handed is not None and handed["inputs"]:
         own = f"blocks.{layer}.layer_embedding"
-        gates = _gelu_tanh(x @ weights[f"{own}.gate.weight"].T) * handed["inputs"][layer]
+        row = x[..., 0, :] * weights[f"{name}.scale.gain"] if altup else x
+        gates = _gelu_tanh(row @ weights[f"{own}.gate.weight"].T) * handed["inputs"][layer]
         added = gates @ weights[f"{own}.output.weight"].T
         scale = _block_config(model, layer).residual_scale
-        x = x + scale * _norm(weights, model, f"{own}.post_norm", added, model.norm)
+        added = scale * _norm(weights, model, f"{own}.post_norm", added, model.norm)
+        if altup:
+            others = [x[..., i, :] + added for i in range(1, x.shape[-2])]
+            x = torch.stack([x[..., 0, :], *others], -2)
+        else:
+            x = x + added
     return x * weights.get(f"blocks.{layer}.layer_scalar.gain", 1.0), losses
 
 
@@ -103,6 +120,7 @@ def _layer_inputs(weights, model, x, tokens):
     if not model.layer_embeddings:
         return []
     width, table = model.layer_embeddings, weights["embedding.layer_tokens.weight"]
+    tokens = torch.where(tokens < len(table), tokens, 0)
     parts = []
     for layer in range(model.layers):
         rows = slice(layer * width, (layer + 1) * width)
@@ -121,22 +139,34 @@ def _halves(weights, model, layer, x, mask, positions, counted, handed):
     attention = own.get(block.mixer.kind, partial(_mix_by_example, block.mixer.kind))
     before, after = block.norms in ("before", "both"), block.norms in ("after", "both")
 
-    def add(stream, branch, half):
+    def read(streams, half):
+        if model.streams is None or model.streams.kind == "altup":
+            return streams, partial(torch.add, streams)
+        return connect(weights, model, f"{name}.{half}_streams", streams)
+
+    def add(write, branch, half):
         if after:
             branch = _norm(weights, model, f"{name}.{half}_post_norm", branch, model.norm)
-        return stream + block.residual_scale * branch
+        return write(block.residual_scale * branch)
 
     stream = x
     if block.mixer.kind != "none":
-        y = _norm(weights, model, f"{name}.attention_norm", x, model.norm) if before else x
+        z, write = read(x, "attention")
+        y = _norm(weights, model, f"{name}.attention_norm", z, model.norm) if before else z
         branch = attention(weights, model, block.mixer, name, y, mask, positions)
         if block.second_mixer.kind != "none":
             mix = own.get(second := block.second_mixer.kind, partial(_mix_by_example, second))
             branch = branch + mix(weights, model, block.second_mixer, name, y, mask, positions)
-        stream = add(x, branch, "attention")
+        stream = add(write, branch, "attention")
+        if block.laurel_rank is not None:
+            low = y @ weights[f"{name}.laurel.left.weight"].T
+            low = low @ weights[f"{name}.laurel.right.weight"].T
+            low = _norm(weights, model, f"{name}.laurel.post_norm", low, model.norm)
+            stream = (stream + y + low) / math.sqrt(2)
     if block.feed_forward.kind == "none":
         return stream, sum(aside)
-    start = stream if block.parallel == "none" else x
+    start, write = read(stream, "mlp")
+    start = start if block.parallel == "none" else x
     norm = "attention_norm" if block.parallel == "one_norm" else "mlp_norm"
     has_experts = f"{name}.moe.router.weight" in weights
     before = before and not (has_experts and model.moe.own_norms)
@@ -148,7 +178,7 @@ def _halves(weights, model, layer, x, mask, positions, counted, handed):
         branch, losses = _experts(weights, model, name, y, counted)
     else:
         branch, losses = _mlp(weights, model, block.feed_forward, name, y), 0.0
-    return add(stream, branch, "mlp"), losses + sum(aside)
+    return add(write, branch, "mlp"), losses + sum(aside)
 
 
 def _block_config(model, layer):
@@ -506,6 +536,11 @@ def _mlp(weights, model, feed_forward, name, y):
     kind = get_part_name(kind)
     outputs = width * (2 if kind in _GATES else 1)
     y = _linear(weights, f"{path}.up", y, outputs)
+    if getattr(feed_forward, "sparsity", 0.0):
+        gates, share = y[..., :width], torch.tensor(feed_forward.sparsity, dtype=torch.float32)
+        mean, deviation = gates.mean(-1, keepdim=True), gates.std(-1, keepdim=True, correction=0)
+        bound = mean + math.sqrt(2) * float(torch.special.erfinv(2 * share - 1)) * deviation
+        y = torch.cat((torch.relu(gates - bound), y[..., width:]), -1)
     if kind == "xielu":
         sides = (weights[f"{path}.activation.{side}"] for side in ("positive", "negative"))
         positive, negative = (torch.log(1 + torch.exp(side)) for side in sides)

@@ -17,7 +17,7 @@ def measure_block_bytes(stage, microbatch, buckets):
     tables and scalars."""
     inputs = stage.make_inputs(microbatch, scale=torch.ones((), dtype=torch.float64))
     rows = inputs.rows.padded // inputs.rows.ranks
-    leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
+    leaf = torch.randn(rows, stage.config.model.stream_width).to(stage.precision.compute)
     leaf.requires_grad_()
     known = [bucket.parameters[0].value for bucket in buckets] + [leaf]
     tables = [table for rotary in inputs.rotary.values() for table in (rotary.cos, rotary.sin)]

@@ -13,9 +13,15 @@ from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
 from megaframe.architecture.embedding import HeadDescription, describe_embedding, describe_head
 from megaframe.architecture.frozen import is_frozen
-from megaframe.architecture.layer import HasParameters, LayerDescription, MixerDescription
+from megaframe.architecture.layer import (
+    BatchedProduct,
+    HasParameters,
+    LayerDescription,
+    MixerDescription,
+)
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.architecture.moe import count_near_experts
+from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import ModelConfig, RunConfig, TrainConfig
@@ -78,7 +84,7 @@ def list_described_parts(model: ModelConfig, train: TrainConfig) -> Iterator[Des
     for layer in range(model.layers):
         block, name = describe_block(model, layer), f"blocks.{layer}"
         for part_name, part in block.first_half.items():
-            if part not in (*block.mixers, block.scalar):
+            if isinstance(part, NormDescription):
                 yield make_part(f"{name}.{part_name}", part)
         for described in block.layers:
             yield make_part(f"{name}.{described.name}", described)
@@ -197,6 +203,8 @@ class _Comparison:
             products = mixer.list_batched_products(-(-seq // pieces))
             copies = [product.count_copies(layout.tensor) for product in products]
             flops += pieces * sum(n * p.flops for n, p in zip(copies, products, strict=True))
+        if not isinstance(description, MixerDescription):
+            flops += sum(product.flops for product in _list_stream_products(description, seq))
         passes = self._count_head_passes() if isinstance(description, HeadDescription) else 1
         samples = self.config.train.microbatch * layout.data
         self._compare(
@@ -303,6 +311,14 @@ def _list_mixers(description: Any) -> tuple[MixerDescription, ...]:
     if isinstance(description, BlockDescription):
         return description.mixers
     return (description,) if isinstance(description, MixerDescription) else ()
+
+
+def _list_stream_products(description: Any, seq: int) -> tuple[BatchedProduct, ...]:
+    """Return the products of the streams of single tokens, which no rank divides."""
+    if isinstance(description, LayerDescription):
+        return description.list_batched_products(seq)
+    parts = getattr(description, "block", description).stream_parts.values()
+    return tuple(product for part in parts for product in part.list_batched_products(seq))
 
 
 def _count_elements(linear: LinearSpec, layout: Layout) -> float:

@@ -79,6 +79,7 @@ class _RunnablePart:
     Attributes:
         name: Its name in the model.
         parameters: Its own ones.
+        width: Elements of a row of its input.
         run: Returns its output for rows and the state of a pass, and the gradient of the output if
             the part knows it, as the head does.
         handed_names: Names of what it hands to later layers.
@@ -86,6 +87,7 @@ class _RunnablePart:
 
     name: str
     parameters: list[Parameter]
+    width: int
     run: Callable[[Tensor, PassState], tuple[Tensor, Tensor | None]]
     handed_names: tuple[str, ...] = ()
 
@@ -164,12 +166,14 @@ class _Measuring:
 
     def _list_parts(self) -> Iterator[_RunnablePart]:
         stage, inputs, microbatch = self._stage, self._inputs, self._microbatch
+        width = stage.config.model.stream_width
         embedding, post_process = stage.embedding, stage.post_process
         assert embedding is not None and post_process is not None, "all stages are on this rank"
         shared = list(embedding.parameters())
         yield _RunnablePart(
             "embedding",
             shared,
+            width,
             lambda x, state: (embedding(microbatch, inputs, state), None),
             embedding.handed_names,
         )
@@ -183,31 +187,34 @@ class _Measuring:
         for predictor, far in zip(post_process.predictors, microbatch.ahead, strict=True):
             own_ones = [p for p in predictor.parameters() if p not in shared]
             run = partial(_run_predictor, predictor, far.tokens_BS, inputs)
-            yield _RunnablePart(predictor.name, own_ones, run)
+            yield _RunnablePart(predictor.name, own_ones, width, run)
 
         def compute_loss(x: Tensor, state: PassState) -> tuple[Tensor, Tensor | None]:
-            normed = head.norm(x, head.setup.kernels)
+            normed = head.normalize(x)
             loss = head.compute_loss(normed, microbatch.labels_BS, None, self._scale, inputs)
             return normed, loss.d_hidden
 
-        yield _RunnablePart("head", own, compute_loss)
+        yield _RunnablePart("head", own, width, compute_loss)
 
     def _list_parts_of_block(
         self, block: TransformerBlock, description: BlockDescription
     ) -> Iterator[_RunnablePart]:
-        inputs = self._inputs
+        inputs, model = self._inputs, self._stage.config.model
 
         def make_part(name: str, module: Module, run: Callable[..., Tensor]) -> _RunnablePart:
             parameters, names = list(module.parameters()), block.handed_names
             hands = names if module in (block, block.attention) else ()
-            return _RunnablePart(name, parameters, lambda x, state: (run(x, state), None), hands)
+            width = model.stream_width if module is block else model.hidden
+            run_alone = partial(_run_without_gradient, run)
+            return _RunnablePart(name, parameters, width, run_alone, hands)
 
         for name in _NORMS:
             norm: Norm | None = getattr(block, name)
             if norm is not None:
                 run = partial(_run_norm, norm, block.setup.kernels)
                 yield make_part(f"{block.name}.{name}", norm, run)
-        parts = (block.attention, block.second_mixer, block.mlp, block.layer_embedding)
+        mixers, second = (block.attention, block.second_mixer), (block.mlp, block.layer_embedding)
+        parts = (*mixers, block.laurel, *second)
         layers = [part for part in parts if part is not None and not isinstance(part, Absent)]
         for layer, described in zip(layers, description.layers, strict=True):
             yield make_part(
@@ -219,7 +226,7 @@ class _Measuring:
 
     def _measure(self, part: _RunnablePart) -> LayerMeasurement:
         self._sharded.start_step()
-        leaf, state = self._make_leaf(), self._make_pass_state()
+        leaf, state = self._make_leaf(part), self._make_pass_state()
         known, storages = self._known | {_find_storage(leaf)}, {}
 
         def keep(value: Tensor) -> Tensor:
@@ -239,7 +246,7 @@ class _Measuring:
         backward_bytes = self._mesh.take_traffic()
         with FlopCounterMode(display=False) as counter, self._attention.compute_all_scores():
             state = self._make_pass_state()
-            output, gradient = part.run(self._make_leaf(), state)
+            output, gradient = part.run(self._make_leaf(part), state)
             flops = counter.get_total_flops()
         self._mesh.take_traffic()
         state.deferred.deferring = True
@@ -284,9 +291,9 @@ class _Measuring:
             )
         return tensors
 
-    def _make_leaf(self) -> Tensor:
-        rows, width = self._inputs.rows, self._stage.config.model.hidden
-        leaf = torch.randn(rows.padded // rows.ranks, width)
+    def _make_leaf(self, part: _RunnablePart) -> Tensor:
+        rows = self._inputs.rows
+        leaf = torch.randn(rows.padded // rows.ranks, part.width)
         return leaf.to(self._stage.precision.compute).requires_grad_()
 
 
@@ -298,6 +305,12 @@ def _differentiate(
         state.handed.set_gradient(name, torch.randn_like(state.handed.take(name)))
     gradient = torch.randn_like(output) if gradient is None else gradient
     backward(output, gradient, *state.handed.take_edges(part.handed_names))
+
+
+def _run_without_gradient(
+    run: Callable[..., Tensor], x: Tensor, state: PassState
+) -> tuple[Tensor, None]:
+    return run(x, state), None
 
 
 def _run_norm(norm: Norm, kernels: Any, x: Tensor, state: PassState) -> Tensor:

@@ -19,6 +19,7 @@ from repo_copy import ROOT
 from section_strategies import draw_keys, draw_sections
 
 from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megaframe.config.adapters import AdaptersConfig, QuantisationConfig
 from megaframe.config.blocks import BlockConfig
 from megaframe.config.model import IndexerConfig
 from megaframe.config.registry import Registry, get_registry, use_registry
@@ -235,6 +236,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "ModelConfig.norm_eps": st.sampled_from((1e-5, 1e-3)),
         "ModelConfig.positions": st.sampled_from((seq, seq + 3)),
         "ModelConfig.rotary_base": bases,
+        "ModelConfig.layer_vocab": st.integers(max(tensor, 3), 45),
         "ModelConfig.mtp_depth": st.sampled_from((1, 2, 0)),
         "ModelConfig.mup_base_hidden": st.sampled_from((hidden, 4, 3)),
         "ModelConfig.mup_base_head_dim": even,
@@ -281,6 +283,11 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "QuantisationConfig.absmax_block": st.sampled_from((2, 1)),
         "AdaptersConfig.layers": st.sampled_from(([0], [0, 1])),
         "MLPConfig.ffn": widths,
+        "BlockConfig.laurel_rank": st.integers(1, 5),
+        "HyperConnectionsConfig.number": st.integers(2, 4),
+        "HyperConnectionsConfig.iterations": st.integers(1, 4),
+        "HyperConnectionsConfig.eps": st.sampled_from((1e-6, 0.1)),
+        "AltUpConfig.number": st.integers(2, 4),
         "BlockConfig.repeat": st.integers(1, 2),
         "IndexerConfig.heads": st.integers(1, 4),
         "IndexerConfig.head_dim": st.sampled_from((8, 9)),
@@ -298,6 +305,11 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "MoEConfig.normalise_eps": st.sampled_from((1e-6, 0.1)),
         **{f"MoEConfig.{key}": None for key in NOT_PROMISED["model.moe"]},
     }
+    # Codes are refused with most layouts, so they are drawn more often than other keys.
+    codes = draw_sections(QuantisationConfig, values, given=("block", "absmax_block"))
+    values["AdaptersConfig.quantize_base"] = codes
+    coded = draw_sections(AdaptersConfig, values, given=("quantize_base",))
+    values["ModelConfig.adapters"] = coded | draw_sections(AdaptersConfig, values)
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
     sizes["vocab"] = draw(st.integers(max(tensor, 11), 41))
     model = {}

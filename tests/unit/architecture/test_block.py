@@ -83,7 +83,7 @@ the keys of the mixer and of the feed-forward."""
 OF_BLOCKS_ONLY = {
     *("kind", "score_scale", "softcap", "sinks", "output_gate", "norm_after_rotation"),
     *("alibi", "query_scale", "up_bias", "down_bias", "attention_chunk", "v_head_dim"),
-    *("value_norm", "keys_as_values", "shared_keys", "alibi_form"),
+    *("value_norm", "keys_as_values", "shared_keys", "alibi_form", "sparsity"),
 }
 """Keys of attention and of the MLP for which the model has no shorthand."""
 

@@ -116,6 +116,23 @@ MODELS = {
         "bias": True,
         "moe": {"experts": 4, "top_k": 1, "ffn": 10, "shared": 1, "normalise": False},
     },
+    "hyper-connections": {
+        **{"norm": "rmsnorm", "layers": 3, "streams": {"number": 3, "iterations": 4}},
+        "blocks": [
+            {"layer_scalar": True},
+            {"feed_forward": "none", "norms": "both"},
+            {"mixer": "none", "norms": "none"},
+        ],
+    },
+    "alternating updates": {
+        **{"norm": "rmsnorm", "layers": 3, "layer_embeddings": 6, "activation": "geglu"},
+        "streams": {"kind": "altup", "number": 3},
+        "blocks": [
+            {"laurel_rank": 3, "norms": "both", "feed_forward": {"sparsity": 0.6}},
+            {"laurel_rank": 3, "feed_forward": "none"},
+            {"feed_forward": {"sparsity": 0.3, "activation": "relu2"}, "layer_scalar": True},
+        ],
+    },
 }
 NORMS = {
     f"{norm} {norms}, parallel {parallel}": {

@@ -21,6 +21,7 @@ from megaframe.config.blocks import (
 from megaframe.config.data import PhaseConfig, PhasePosition
 from megaframe.config.keys import find_nearest_keys, get_config_keys
 from megaframe.config.migration import translate_setting
+from megaframe.config.model import AltUpConfig, HyperConnectionsConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.registry import is_part
 from megaframe.config.section import MOST
@@ -68,6 +69,8 @@ def make_strategy(annotation, bounds=()):
         return BLOCKS
     if annotation in (PhaseConfig, PhasePosition, QueryScaleConfig, RotaryScalingConfig):
         return section(annotation)
+    if annotation in (AltUpConfig, HyperConnectionsConfig):
+        return section(annotation, kind=get_args(annotation.model_fields["kind"].annotation)[0])
     if annotation is DataSourceConfig:
         return st.fixed_dictionaries({"path": TEXT}, optional={"weight": st.floats(1e-3, 1e3)})
     limits = {n: getattr(b, n) for b in bounds for n in ("gt", "ge", "lt", "le") if hasattr(b, n)}

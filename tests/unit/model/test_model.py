@@ -394,6 +394,26 @@ MODELS |= {
             {"parallel": "one_norm", "norms": "both", "mixer": {"kind": "latent", "window": 3}},
         ],
     },
+    "hyper_connections": {
+        **{"layers": 5, "norm": "rmsnorm", "init_std": 0.3, "streams": {"number": 3}},
+        "blocks": [
+            {"norms": "both", "layer_scalar": True},
+            {"feed_forward": "none", "residual_scale": 0.5},
+            {"mixer": "none", "norms": "after"},
+            {"second_mixer": MAMBA, "feed_forward": "moe"},
+            {"mixer": {"window": 4}, "norms": "none"},
+        ],
+        "moe": {"experts": 4, "ffn": 10, "shared": 1},
+    },
+    "gemma_3n": {
+        **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "layer_embeddings": 6, "norm_eps": 0.1},
+        **{"streams": {"kind": "altup", "number": 3}, "layer_vocab": 9, "activation": "geglu"},
+        "blocks": [
+            {"laurel_rank": 3, "norms": "both", "feed_forward": {"sparsity": 0.6}},
+            {"laurel_rank": 3, "feed_forward": "none", "layer_scalar": True},
+            {"feed_forward": {"sparsity": 0.3, "activation": "relu2"}, "residual_scale": 0.5},
+        ],
+    },
 }
 
 

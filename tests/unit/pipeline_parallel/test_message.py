@@ -11,7 +11,7 @@ HANDED = (HandedTensor("blocks.3.embedding", -1, 3, 5), HandedTensor("blocks.1.k
 
 def test_what_is_packed_is_unpacked():
     """Seven tokens are four rows on each of two ranks, one of them padding."""
-    form = StageMessage(HANDED, hidden=3, ranks=2, dtype=torch.float32)
+    form = StageMessage(HANDED, width=3, ranks=2, dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
     shapes = [(4, 3), (4, 5), (1, 7, 1, 6)]
     assert form.list_shapes(1, 7) == shapes
@@ -23,7 +23,7 @@ def test_what_is_packed_is_unpacked():
 
 
 def test_a_stream_alone_is_not_copied():
-    form, x = StageMessage((), hidden=3, ranks=1, dtype=torch.float32), torch.randn(7, 3)
+    form, x = StageMessage((), width=3, ranks=1, dtype=torch.float32), torch.randn(7, 3)
     assert form.pack(x, []) is x and form.unpack(x, 1, 7)[0] is x
     assert form.find_shape(1, 7) == (7, 3)
 
@@ -35,7 +35,7 @@ def test_numbers_of_keys_are_finite_elements_without_gradients(dtype):
     numbers = [0, 1, 127, 128, 2**14 - 1, 2**14, 2**17 - 1, 2**27, 2**28 - 1, 12_345_678]
     choice = torch.tensor(numbers, dtype=torch.int32).view(5, 2)
     forms = (HandedTensor("blocks.0.choice", 0, 3, 2, is_choice=True), HANDED[0])
-    form = StageMessage(forms, hidden=3, ranks=1, dtype=dtype)
+    form = StageMessage(forms, width=3, ranks=1, dtype=dtype)
     parts = [torch.ones(5, 3, dtype=dtype), choice, torch.ones(5, 5, dtype=dtype)]
     message = form.pack(parts[0], parts[1:])
     elements = 5 * 3 + 10 * (2 if dtype.itemsize == 2 else 1) + 5 * 5

@@ -43,6 +43,7 @@ CHOICES = {
     "indexer": {"heads": 4, "head_dim": 32, "top_k": 64},
     "blocks": [{"mixer": "latent"}, *[{"mixer": {"kind": "latent", "shared_indexer": True}}] * 3],
 }
+STREAMS = {**LLAMA, "layers": 4, "streams": {"number": 4}}
 INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
 CASES = {
     "one rank": (1, {}, {}, {}),
@@ -190,6 +191,13 @@ CASES = {
         {"pipeline": 2},
     ),
     "handed, zero 3": (4, HANDED, {"recompute": "selective"}, {"tensor": 2, "zero": 3}),
+    "several streams over stages": (
+        8,
+        STREAMS,
+        {},
+        {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2, "zero": 1},
+    ),
+    "several streams, blocks again": (4, STREAMS, {"recompute": "full"}, {"zero": 3}),
     "norms of experts": (
         4,
         {**SHORT, "moe": {**MOE["moe"], "shared": 1, "own_norms": True, "expert_gain": True}},

@@ -64,6 +64,7 @@ SPARSE = {
             {"layer_embeddings": 8, "mtp_depth": 2},
             "model.layer_embeddings=8 needs it; use model.mtp_depth",
         ),
+        ({"layer_vocab": 8}, "model.layer_vocab=8 has no effect without model.layer_embeddings"),
     ],
 )
 def test_a_refusal_says_what_does_not_fit(model, message):

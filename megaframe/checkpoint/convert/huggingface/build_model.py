@@ -27,6 +27,7 @@ _KEYS = {
 """Facts of layers, and the keys of the model that are their defaults."""
 _BLOCK_DEFAULTS = {
     **{"norms": "before", "parallel": "none", "residual_scale": 1.0, "layer_scalar": False},
+    "laurel_rank": None,
 }
 _MIXER_DEFAULTS = {
     **{"softcap": None, "sinks": False, "output_gate": "none"},
@@ -144,6 +145,8 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
             value = layer.get(f"feed_forward.{name}")
             if value is not None and value != keys.get(name):
                 feed_forward[name] = value
+        if layer.get("feed_forward.sparsity"):
+            feed_forward["sparsity"] = layer["feed_forward.sparsity"]
         biases = [bool(layer.get(f"feed_forward.{name}_bias")) for name in ("up", "down")]
         if biases[0] == biases[1] != bias:
             feed_forward["bias"] = biases[0]

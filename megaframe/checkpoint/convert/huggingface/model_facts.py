@@ -19,6 +19,7 @@ from typing import Any
 
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.embedding import get_layer_words
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
 from megaframe.architecture.layer import MixerDescription
@@ -36,7 +37,7 @@ from megaframe.errors import UserError
 
 _LAYER_PATHS = (
     *("mixer", "second_mixer", "feed_forward", "norms", "parallel", "residual_scale"),
-    "layer_scalar",
+    *("layer_scalar", "laurel_rank"),
 )
 """Where the paths of layers' facts begin; all others are of the whole model."""
 _SHARED = (
@@ -132,6 +133,11 @@ def describe_model(model: ModelConfig) -> Facts:
     shared |= {"logit_softcap": model.logit_softcap, "head_bias": model.head_bias}
     shared["position"] = "learned" if model.position == "learned" else None
     layers = [_describe_layer(block) for block in blocks]
+    layer_words = get_layer_words(model)
+    if model.layer_embeddings is not None and layer_words != model.vocab:
+        shared["layer_vocab"] = layer_words
+    if model.streams is not None:
+        shared |= _flatten(model.streams.model_dump(), "streams")
     if model.latent is not None and any(layer["mixer.kind"] == "latent" for layer in layers):
         latent_eps = model.latent.norm_eps or model.norm_eps
         shared |= _flatten({**model.latent.model_dump(), "norm_eps": latent_eps}, "latent")
@@ -175,10 +181,12 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["feed_forward.activation"] = feed_forward.activation.name
         facts["feed_forward.up_bias"] = feed_forward.up_bias
         facts["feed_forward.down_bias"] = feed_forward.down_bias
+        facts["feed_forward.sparsity"] = feed_forward.sparsity
     elif isinstance(feed_forward, MoEDescription):
         facts["feed_forward.shared"] = feed_forward.moe.shared
     facts |= {"norms": block.norms, "parallel": block.parallel}
     facts["layer_scalar"] = block.scalar is not None
+    facts["laurel_rank"] = None if block.laurel is None else block.laurel.rank
     return {**facts, "residual_scale": block.residual_scale}
 
 
