@@ -26,10 +26,9 @@ here are those that fp32 rounds to, about 1e-7 beside theirs. BLOOM's code round
 its GELU to 8 digits, which moves logits by about 1e-9.
 """
 _REFUSED = {
-    "several streams in a block (AltUp)": ("gemma3n",),
     "Mamba-1": ("jamba", "mamba"),
     "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
-    "hyper-connections": ("deepseek_v4",),
+    "compressed keys, routers by hashes of tokens, grouped output products": ("deepseek_v4",),
 }
 """Families that are not imported, by the first part that is missing."""
 
@@ -88,6 +87,8 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "keys that layers share"
     if "hidden_size_per_layer_input" in keys:
         yield "per-layer embeddings"
+    if "altup_num_inputs" in keys:
+        yield from ("AltUp", "LAuReL", "gates that are cut off")
     if "attention_chunk_size" in keys:
         yield "chunks"
     if "attn_scale" in keys or any(isinstance(key, ScaledRotaryKeys) for key in family.keys):

@@ -56,6 +56,7 @@ PUBLISHED = {
     "gemma4-31b": 30_697_345_340,
     "gemma4-26b-a4b": 25_233_141_790,
     "gemma4-e2b": 4_628_569_379,
+    "gemma3n-e4b": 6_835_235_568,
 }
 
 # Billions of parameters that are active for a token, as the authors report them.

@@ -10,6 +10,7 @@ from megaframe.checkpoint.convert.huggingface.delta_net_families import DELTA_NE
 from megaframe.checkpoint.convert.huggingface.dense_families import DENSE_FAMILIES
 from megaframe.checkpoint.convert.huggingface.falcon_families import FALCON_FAMILIES
 from megaframe.checkpoint.convert.huggingface.family import Family
+from megaframe.checkpoint.convert.huggingface.gemma3n_families import GEMMA3N_FAMILIES
 from megaframe.checkpoint.convert.huggingface.gemma4_families import GEMMA4_FAMILIES
 from megaframe.checkpoint.convert.huggingface.gpt_families import GPT_FAMILIES
 from megaframe.checkpoint.convert.huggingface.hunyuan_families import HUNYUAN_FAMILIES
@@ -31,7 +32,7 @@ _ROWS = (
     *(*GPT_FAMILIES, *OLDER_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES, *HUNYUAN_FAMILIES),
     *(*MOE_FAMILIES, *MOE_VARIANTS, *DELTA_NET_FAMILIES, *LFM2_FAMILIES, *GEMMA4_FAMILIES),
     *(*LLAMA4_FAMILIES, *FALCON_FAMILIES, *MAMBA_FAMILIES, *MIMO_FAMILIES, *KIMI_FAMILIES),
-    *SPARSE_FAMILIES,
+    *(*SPARSE_FAMILIES, *GEMMA3N_FAMILIES),
 )
 FAMILIES = {family.name: family for family in _ROWS}
 """By `model_type`."""

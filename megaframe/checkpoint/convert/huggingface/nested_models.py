@@ -62,6 +62,21 @@ NESTED_MODELS = {
             "query_pre_attn_scalar": 256,
         },
     ),
+    "gemma3n": NestedModel(
+        "gemma3n_text",
+        {
+            **{"vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35},
+            **{"intermediate_size": [16384] * 35, "num_attention_heads": 8},
+            **{"num_key_value_heads": 2, "head_dim": 256},
+            **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
+            **{"sliding_window": 512, "hidden_size_per_layer_input": 256},
+            **{"num_kv_shared_layers": 15, "final_logit_softcapping": 30.0},
+        },
+        towers=tuple(
+            f"model.{tower}."
+            for tower in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+        ),
+    ),
     "gemma4": NestedModel(
         "gemma4_text",
         {

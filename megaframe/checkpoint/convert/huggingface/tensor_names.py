@@ -77,6 +77,7 @@ _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layern
 _WHOLE_NAMES = {
     "attention.sinks": "attention.sinks.logits",
     "layer_scalar": "layer_scalar.gain",
+    "streams.scale": "streams.scale.gain",
     "moe.router_norm": "moe.router_norm.gain",
     "moe.expert_gain": "moe.router.gain",
     **{f"mlp.activation.{side}": f"mlp.activation.{side}" for side in ("positive", "negative")},
@@ -136,6 +137,8 @@ class _Names:
                 if spec is not None:
                     inner = (1, spec.size, 1) if own[0].endswith("_of_4_dims") else ()
                     yield HuggingFaceTensor(name, (make_part(spec),), inner=inner)
+            elif "{stream}" in name or own[0].startswith("streams."):
+                yield from self._map_streams(name, own[0])
             elif "{expert}" in name:
                 for expert in experts:
                     yield from self._map_module(name.format(expert=expert), own, [expert])
@@ -180,6 +183,18 @@ class _Names:
             if bias is not None:
                 parts = tuple(make_part(bias, (*dims, part)) for part in channels)
                 yield HuggingFaceTensor(f"{name}.bias", parts)
+
+    def _map_streams(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
+        """Yield a gain that is a matrix, or several ones if the name has a place for a number."""
+        spec = self.specs.get(f"{self.prefix}{module}.gain")
+        if spec is None:
+            return
+        inner = spec.shape[-1:] if len(spec.shape) > 1 else ()
+        places = range(spec.shape[0]) if "{stream}" in name else (None,)
+        for stream in places:
+            slices = () if stream is None else (slice(stream, stream + 1),)
+            full_name = f"{name.format(stream=stream)}.weight"
+            yield HuggingFaceTensor(full_name, (make_part(spec, slices),), inner=inner)
 
     def _map_head_norms(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
         """Yield the gains of all heads as one tensor, or as one for each if the name has a place

@@ -5,6 +5,7 @@ Tests `megaframe.checkpoint.convert.huggingface.lfm2_families`,
 `megaframe.checkpoint.convert.huggingface.delta_net_families`,
 `megaframe.checkpoint.convert.huggingface.dense_families`,
 `megaframe.checkpoint.convert.huggingface.falcon_families`,
+`megaframe.checkpoint.convert.huggingface.gemma3n_families`,
 `megaframe.checkpoint.convert.huggingface.gemma4_families`,
 `megaframe.checkpoint.convert.huggingface.gpt_families`,
 `megaframe.checkpoint.convert.huggingface.hunyuan_families`,
@@ -28,7 +29,9 @@ import pytest
 import torch
 from family_configs import GLM_ROUTED, GROUPED, MODELS, OTHERS, make_tiny_config
 from slow_cases import mark_slow, slow
+from tolerances import assert_near
 from transformers_models import (
+    InFp64,
     assert_same_both_ways,
     assert_same_logits,
     make_random_checkpoint,
@@ -37,6 +40,7 @@ from transformers_models import (
 
 from megaframe.architecture.block import list_mixers
 from megaframe.architecture.spec import count_active_parameters, count_parameters
+from megaframe.architecture.streams import HyperConnectionDescription, StreamSumDescription
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES, get_family
@@ -49,6 +53,7 @@ from megaframe.config.registry import Registry, use_registry
 from megaframe.errors import UserError
 from megaframe.extensions import load_named_extensions
 from megaframe.model.model_chunk import list_model_specs
+from megaframe.model.streams import HyperConnection, StreamSum
 
 pytestmark = pytest.mark.numeric
 
@@ -161,7 +166,14 @@ def test_an_interval_is_written_if_it_says_what_the_types_do(pattern, interval):
     assert written.get("full_attention_interval") == interval
 
 
-PUBLISHED = ("lfm3", "kimi_linear", "mimo_v2_flash", "olmo_hybrid", "qwen3_5_moe_text")
+PUBLISHED = (
+    "gemma3n_text",
+    "lfm3",
+    "kimi_linear",
+    "mimo_v2_flash",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+)
 """Families whose class has the sizes of a published model by default."""
 
 
@@ -176,6 +188,34 @@ def test_a_published_size_has_the_parameters_of_its_class(name):
     keys = {**json.loads(json.dumps(config.to_dict(), default=str)), "model_type": name}
     model = FAMILIES[name].read_model(keys)
     assert count_parameters(list_model_specs(model, TrainConfig())) == expected
+
+
+def test_hyper_connections_are_those_of_deepseek_v4():
+    """As transformers has them, of which no whole model is imported."""
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+
+    config = DeepseekV4Config(hidden_size=8, hc_mult=3, hc_sinkhorn_iters=4, rms_norm_eps=0.1)
+    norm = {"norm_eps": 0.1, "init_std": 0.1}
+    own = HyperConnection("own", HyperConnectionDescription(8, 3, 4, config.hc_eps, **norm))
+    head = StreamSum("head", StreamSumDescription(8, 3, config.hc_eps, **norm))
+    x, y = torch.randn(2, 5, 3, 8).double(), torch.randn(2, 5, 8).double()
+    with InFp64(), torch.no_grad():
+        half, last = theirs.DeepseekV4HyperConnection(config), theirs.DeepseekV4HyperHead(config)
+        pairs = zip(
+            (own.weight, own.bias, own.scale, head.weight, head.bias, head.scale),
+            (half.fn, half.base, half.scale, last.hc_fn, last.hc_base, last.hc_scale),
+            strict=True,
+        )
+        for parameter, values in pairs:
+            parameter.value = values.normal_()
+        write, mix, z = half(x)
+        after = write.unsqueeze(-1) * y.unsqueeze(-2) + mix.mT @ x
+        read, weights = own.read(x.reshape(10, 24))
+        assert_near(read.view(z.shape), z, 24 + 9 * 8)
+        written = own.write(x.reshape(10, 24), weights, y.reshape(10, 8))
+        assert_near(written.view(after.shape), after, 24 + 9 * 8)
+        assert_near(head(x.reshape(10, 24)).view(z.shape), last(x), 24 + 3)
 
 
 FALCON_RW = {"multi_query": False, "alibi": True, "num_attention_heads": 16}
