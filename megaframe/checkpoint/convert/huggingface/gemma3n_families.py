@@ -131,6 +131,8 @@ GEMMA3N = GEMMA4.derive(
     GateShares(),
     Pair("hidden_size_per_layer_input", "layer_embeddings", "value", type=Size),
     ShortLayerTable(),
+    # Code has a bound if the key is missing.
+    Pair("final_logit_softcapping", "logit_softcap", "present"),
     Pair("altup_num_inputs", "streams.number", default=4, type=Size),
     Limited("altup_active_idx", Count, (0,)),
     Limited("altup_correct_scale", Flag, (True,)),
