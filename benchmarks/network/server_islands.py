@@ -48,9 +48,10 @@ OBJECTS = 10**8
 SYNC: dict[str, Any] = {
     "sync.server": "outer",
     "sync.every": 25,
-    "sync.delay": 5,
-    "sync.outer_lr": 0.8,
-    "sync.outer_momentum": 0.5,
+    "sync.delay": 3,
+    "sync.mix": 0.05,
+    "sync.outer_lr": 0.9,
+    "sync.outer_momentum": 0.7,
     "sync.timeout": 10,
     "parallel.timeout": 120,
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.layer import iterate_linears
 from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config.model import ModelConfig
 
 

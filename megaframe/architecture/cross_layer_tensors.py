@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megaframe.architecture.attention import AttentionDescription
-from megaframe.architecture.block import describe_block, find_sources
 from megaframe.architecture.layer_embedding import name_layer_embedding
+from megaframe.architecture.model_blocks import describe_block, find_sources
 from megaframe.architecture.sparse_attention import INDEX_BYTES, SparseAttentionDescription
 from megaframe.config import ModelConfig
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megaframe.architecture.block import describe_norm
 from megaframe.architecture.layer import (
     BatchedProduct,
     HasParameters,
@@ -16,6 +15,7 @@ from megaframe.architecture.layer import (
 from megaframe.architecture.layer_embedding import InputProjectionSpec
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
+from megaframe.architecture.model_blocks import describe_norm
 from megaframe.architecture.norm import NormDescription, RMSNormDescription
 from megaframe.architecture.spec import Constant, Normal, ParamSpec
 from megaframe.architecture.streams import (

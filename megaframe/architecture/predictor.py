@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.embedding import TableDescription, describe_embedding
 from megaframe.architecture.layer import SavedActivations
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.traffic import AxisTraffic

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal
 
-from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.embedding import (
     EmbeddingDescription,
     HeadDescription,
@@ -20,6 +20,7 @@ from megaframe.architecture.embedding import (
     describe_head,
 )
 from megaframe.architecture.frozen import is_frozen
+from megaframe.architecture.model_blocks import describe_block, describe_norm
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor
 from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.schedule.costs import ActionCosts

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-from megaframe.architecture.block import describe_block, describe_norm
 from megaframe.architecture.embedding import describe_embedding, describe_head
+from megaframe.architecture.model_blocks import describe_block, describe_norm
 from megaframe.architecture.parametrisation import compute_output_multiplier, compute_width_growth
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import Growth, ParamSpec

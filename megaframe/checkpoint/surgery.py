@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.block import find_block_config
+from megaframe.architecture.model_blocks import find_block_config
 from megaframe.architecture.spec import ParamSpec
 from megaframe.checkpoint.load import Checkpoint
 from megaframe.checkpoint.manifest import DTYPE_NAMES, DTYPES, DTypeName

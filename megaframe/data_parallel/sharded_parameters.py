@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megaframe.architecture.block import count_kv_copies
+from megaframe.architecture.model_blocks import count_kv_copies
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.bucket_layout import BucketingRule, BucketLayout, has_tables

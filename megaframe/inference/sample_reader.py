@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaframe.architecture.block import count_mixers, list_mixers
+from megaframe.architecture.model_blocks import count_mixers, list_mixers
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.key_value_cache import KeyValueCache, join_caches
 from megaframe.pipeline_parallel.stage import Stage

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megaframe.architecture.block import describe_block, describe_norm
 from megaframe.architecture.embedding import describe_embedding, describe_head, get_vocab_size
+from megaframe.architecture.model_blocks import describe_block, describe_norm
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import compute_block_work, plan_stages

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import (
     describe_layer_embeddings,
     describe_position_table,
     describe_token_table,
 )
+from megaframe.architecture.model_blocks import describe_norm
 from megaframe.architecture.streams import describe_first_streams
 from megaframe.config import ModelConfig
 from megaframe.data.microbatch import Microbatch

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.block import list_mixers
 from megaframe.architecture.layer import MixerDescription
+from megaframe.architecture.model_blocks import list_mixers
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.window import Chunk, Window
 from megaframe.config import ModelConfig, MoEConfig, ParallelConfig, TrainConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.spec import Growth, ParamSpec
 from megaframe.architecture.stages import StagePlan
 from megaframe.architecture.width_growth import measure_growths

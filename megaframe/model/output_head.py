@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import describe_head_bias, describe_head_weight
+from megaframe.architecture.model_blocks import describe_norm
 from megaframe.architecture.parametrisation import compute_output_multiplier
 from megaframe.architecture.streams import describe_last_streams
 from megaframe.config import ModelConfig, TrainConfig

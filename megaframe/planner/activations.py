@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megaframe.architecture.attention import count_exchanging_ranks
-from megaframe.architecture.block import BlockDescription, describe_block, list_mixers
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.cross_layer_tensors import (
     EMBEDDING,
     count_message_elements,
     list_handed_tensors,
 )
 from megaframe.architecture.layer import LayerDescription
+from megaframe.architecture.model_blocks import describe_block, list_mixers
 from megaframe.architecture.predictor import PredictorDescription
 from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config import ModelConfig, ParallelConfig, TrainConfig

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.buckets import compute_bucket_count
 from megaframe.architecture.embedding import get_layer_words
 from megaframe.architecture.linear import GroupedLinearSpec
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.quantised import compute_bits_per_element
 from megaframe.architecture.stages import compute_trained_share, plan_stages
 from megaframe.config.schema import RunConfig

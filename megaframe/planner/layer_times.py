@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.embedding import describe_embedding
 from megaframe.architecture.layer import BatchedProduct, MixerDescription
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.quantised import count_decoded_bytes
 from megaframe.architecture.stages import compute_trained_share
 from megaframe.architecture.window import Chunk, Window, compute_mean_keys

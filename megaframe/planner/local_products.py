@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.eight_bit_products import (
     BLOCK,
     Scaling,
@@ -18,6 +17,7 @@ from megaframe.architecture.eight_bit_products import (
     get_width_step,
 )
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec, RepeatedLinearSpec
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import TrainConfig
 from megaframe.hardware.chips import DTYPE_BYTES

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megaframe.architecture.adapted_weights import list_coded_patterns
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.buckets import SUMMED_AT_ONCE
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.optimizer_state import (
     OFFLOAD_BUFFERS,
     OFFLOAD_CHUNK,

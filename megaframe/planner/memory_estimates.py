@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.adapted_weights import list_coded_patterns
-from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.cross_layer_tensors import count_mean_message_elements
 from megaframe.architecture.embedding import describe_layer_embeddings, describe_position_table
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.optimizer_state import compute_state_bytes, count_outer_copies
 from megaframe.architecture.output_head import (
     FP32_PARTS,

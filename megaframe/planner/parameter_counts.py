@@ -12,7 +12,7 @@ from functools import lru_cache
 from operator import sub
 from typing import Any
 
-from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
 from megaframe.architecture.embedding import (
     TableDescription,
@@ -21,6 +21,7 @@ from megaframe.architecture.embedding import (
 )
 from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.layer import HasParameters
+from megaframe.architecture.model_blocks import describe_block, describe_norm
 from megaframe.architecture.predictor import describe_predictor
 from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import StagePlan, compute_trained_share

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.layer import LayerDescription, MixerDescription
 from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.stages import compute_block_work
 from megaframe.config.schema import RunConfig

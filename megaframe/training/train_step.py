@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.attention import count_exchanging_ranks
-from megaframe.architecture.block import count_kv_copies
+from megaframe.architecture.model_blocks import count_kv_copies
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import compute_stage_costs, plan_stages

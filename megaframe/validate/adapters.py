@@ -8,8 +8,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from megaframe.architecture.adapters import Adapter, is_target, matches
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config.adapters import AdaptersConfig
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import CheckpointConfig

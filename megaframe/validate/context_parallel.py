@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.block import list_mixers
+from megaframe.architecture.model_blocks import list_mixers
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.errors import join_or, list_divisors

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.architecture.attention import AttentionDescription
-from megaframe.architecture.block import (
+from megaframe.architecture.model_blocks import (
     describe_block,
     find_block_config,
     find_sources,

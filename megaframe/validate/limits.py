@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 
-from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.embedding import describe_layer_embeddings, describe_token_table
 from megaframe.architecture.layer import iterate_linears
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.quantised import find_block_mistakes
 from megaframe.architecture.spec import count_copies
 from megaframe.config.data import DataConfig

@@ -11,7 +11,7 @@ from host_waits import forbid_host_waits
 from parity_runs import MODELS, assert_same, run
 from slow_cases import slow
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.architecture.attention import count_exchanging_ranks
-from megaframe.architecture.block import BlockDescription, describe_block, describe_norm
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.embedding import HeadDescription, describe_embedding, describe_head
 from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.layer import (
@@ -20,6 +20,7 @@ from megaframe.architecture.layer import (
     MixerDescription,
 )
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
+from megaframe.architecture.model_blocks import describe_block, describe_norm
 from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor

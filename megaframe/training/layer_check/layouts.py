@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.training.layer_check.measure import list_expert_sets
 from megaframe.validate.run import find_mistakes

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.cross_layer_tensors import list_handed_tensors
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config import ModelConfig, MoEConfig, RunConfig
 from megaframe.data.microbatch import Microbatch

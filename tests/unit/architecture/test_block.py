@@ -1,12 +1,13 @@
 """Blocks: the keys of the model are a shorthand of `model.blocks`, and what a block keeps is what
 its parts say.
 
-Tests `megaframe.architecture.block` and `megaframe.architecture.mixers`.
+Tests `megaframe.architecture.block`, `megaframe.architecture.model_blocks` and
+`megaframe.architecture.mixers`.
 """
 
 import pytest
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config import ModelConfig
 from megaframe.config.blocks import AttentionConfig, MLPConfig
 

@@ -5,7 +5,6 @@ Tests `megaframe.architecture.shared_keys` and `megaframe.architecture.layer_emb
 
 import pytest
 
-from megaframe.architecture.block import find_sources
 from megaframe.architecture.cross_layer_tensors import (
     EMBEDDING,
     count_mean_message_elements,
@@ -13,6 +12,7 @@ from megaframe.architecture.cross_layer_tensors import (
     list_crossing_tensors,
     list_handed_tensors,
 )
+from megaframe.architecture.model_blocks import find_sources
 from megaframe.config import ModelConfig, load
 
 

@@ -14,11 +14,11 @@ from check_description import check_descriptions
 from slow_cases import mark_slow
 
 from megaframe.architecture.attention import AttentionDescription, SoftmaxAttention
-from megaframe.architecture.block import describe_norm
 from megaframe.architecture.embedding import EmbeddingDescription, HeadDescription
 from megaframe.architecture.layer import SavedActivations
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
 from megaframe.architecture.mlp import MLPDescription
+from megaframe.architecture.model_blocks import describe_norm
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.predictor import PredictorDescription
 from megaframe.architecture.traffic import AxisTraffic

@@ -10,7 +10,7 @@ from slow_cases import slow
 from tolerances import assert_near
 
 import megaframe
-from megaframe.architecture.block import find_block_config
+from megaframe.architecture.model_blocks import find_block_config
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.starting_weights import write_starting_weights
 from megaframe.checkpoint.surgery import average_checkpoints, grow_vocabulary, select_layers

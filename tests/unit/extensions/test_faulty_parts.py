@@ -5,7 +5,7 @@ Tests `megaframe.config.part_calls`.
 
 import pytest
 
-from megaframe.architecture.block import describe_norm
+from megaframe.architecture.model_blocks import describe_norm
 from megaframe.architecture.optimizer_state import count_moments
 from megaframe.architecture.output_head import compute_loss_bytes_per_logit
 from megaframe.config.registry import Registry, use_registry

@@ -14,7 +14,7 @@ from slow_cases import slow
 from tolerances import assert_near
 
 from megaframe.architecture.activation import describe_activation
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.stages import plan_stages
 from megaframe.checkpoint.convert.huggingface.families import FAMILIES
 from megaframe.config import ModelConfig, RunConfig

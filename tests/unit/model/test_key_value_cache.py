@@ -5,7 +5,7 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from megaframe.architecture.block import count_mixers
+from megaframe.architecture.model_blocks import count_mixers
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.key_value_cache import KeyValueCache, join_caches
 

@@ -7,9 +7,9 @@ from itertools import count
 import pytest
 import torch
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.layer import MixerDescription, SavedActivations
 from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config import ModelConfig, ParallelConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import DTYPE_BYTES

@@ -7,9 +7,9 @@ import pytest
 import torch
 from repo_copy import ROOT
 
-from megaframe.architecture.block import describe_block
 from megaframe.architecture.layer import SavedActivations
 from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.config import ModelConfig, ParallelConfig

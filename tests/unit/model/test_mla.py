@@ -5,7 +5,7 @@ import math
 import pytest
 from tolerances import near
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.rotary import compute_scores_factor
 from megaframe.config import ModelConfig
 from megaframe.model.layer_inputs import LayerSetup

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerances import assert_near, near
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config import ModelConfig
 from megaframe.model.rotary import Rotary, compute_frequencies
 

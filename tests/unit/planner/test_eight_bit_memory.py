@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout

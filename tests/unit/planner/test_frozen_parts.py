@@ -12,7 +12,7 @@ from repo_copy import ROOT
 from slow_cases import slow
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import compute_trained_share, plan_stages
 from megaframe.config import RunConfig, load

@@ -10,7 +10,7 @@ import torch
 from slow_cases import mark_slow
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaframe.architecture.block import describe_block
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaframe.architecture.attention import AttentionDescription
-from megaframe.architecture.block import BlockDescription, describe_block
+from megaframe.architecture.block import BlockDescription
 from megaframe.architecture.embedding import get_layer_words
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
@@ -26,6 +26,7 @@ from megaframe.architecture.layer import MixerDescription
 from megaframe.architecture.mamba2 import Mamba2Description
 from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
+from megaframe.architecture.model_blocks import describe_block
 from megaframe.architecture.moe import MoEDescription
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.shared_keys import SharedKeyAttentionDescription

@@ -38,7 +38,7 @@ from transformers_models import (
     save_random_model,
 )
 
-from megaframe.architecture.block import list_mixers
+from megaframe.architecture.model_blocks import list_mixers
 from megaframe.architecture.spec import count_active_parameters, count_parameters
 from megaframe.architecture.streams import HyperConnectionDescription, StreamSumDescription
 from megaframe.checkpoint import open_checkpoint
