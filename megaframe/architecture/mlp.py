@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megaframe.architecture.activation import ActivationDescription, describe_activation
 from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
 from megaframe.architecture.limits import Limit
-from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.linear import LinearSpec, Number
 from megaframe.config.blocks import MLPConfig
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
@@ -91,11 +91,12 @@ class MLPDescription(FeedForwardDescription):
         saved = SavedActivations(self.up.results + after) + self.count_saved_by_adapters(parallel)
         if not self.sparsity:
             return saved
-        return saved + SavedActivations(self.up.results, self.tensor_statistics * parallel.tensor)
+        statistics = self.count_tensor_statistics(parallel.tensor) * parallel.tensor
+        return saved + SavedActivations(self.up.results, statistics)
 
-    @property
-    def tensor_statistics(self) -> int:
-        """The mean and the mean square of a token's gates, which all ranks have a part of."""
+    def count_tensor_statistics(self, tensor: Number) -> Number:
+        """Return the mean and the mean square of a token's gates, if they are cut off: all ranks
+        have a part of the row."""
         return 2 if self.sparsity else 0
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from megaframe.errors import UserError
 
 
@@ -20,12 +23,22 @@ def connect_to_ray(address: str, namespace: str | None = None) -> str:
         import ray
     except ImportError:
         raise UserError("Ray needs the extra 'ray': pip install 'megaframe[ray]'") from None
+    if address != "local":
+        _send_token()
     try:
         ray.init(address=address, namespace=namespace, ignore_reinit_error=True)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}; start one with "
-            "'ray start --head', or let one be made here with --address local (where RAY_ADDRESS "
-            "names a cluster with tokens, set RAY_AUTH_MODE=token)"
+            "'ray start --head', or let one be made here with --address local (a cluster with a "
+            "token needs that of its first node in ~/.ray/auth_token)"
         ) from None
     return str(ray.get_runtime_context().gcs_address)
+
+
+def _send_token() -> None:
+    """Send this user's token, if there is one. Ray (2.60) does so by itself for a cluster that it
+    finds by the files of a session, but not for one that RAY_ADDRESS names."""
+    given = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if given or (Path.home() / ".ray/auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
