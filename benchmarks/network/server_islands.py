@@ -51,7 +51,7 @@ SYNC: dict[str, Any] = {
     "sync.delay": 3,
     "sync.mix": 0.05,
     "sync.outer_lr": 0.9,
-    "sync.outer_momentum": 0.7,
+    "sync.outer_momentum": 0.8,
     "sync.timeout": 10,
     "parallel.timeout": 120,
 }
