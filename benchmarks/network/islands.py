@@ -42,8 +42,7 @@ ISLANDS = [
     "sync.outer_lr=0.8",
     "sync.outer_momentum=0.5",
 ]
-METHODS = {
-    "data parallel": [],
+CODECS = {
     "fp16": ["parallel.compress=fp16"],
     "8 bits": ["parallel.compress=int8"],
     "4 bits": ["parallel.compress=int4"],
@@ -51,6 +50,11 @@ METHODS = {
     "threshold, 1%": ["parallel.compress=threshold", "parallel.compress_keep=0.01"],
     "random-k, 1%": ["parallel.compress=randomk", "parallel.compress_keep=0.01"],
     "PowerSGD, rank 4": ["parallel.compress=powersgd", "parallel.compress_keep=4"],
+}
+# With ZeRO weights would be gathered, and those are not compressed.
+METHODS = {
+    "data parallel": [],
+    **{name: ["parallel.zero=0", *keys] for name, keys in CODECS.items()},
     "islands": ISLANDS,
 }
 PLAIN = "data parallel"
