@@ -23,7 +23,7 @@ def connect_to_ray(address: str, namespace: str | None = None) -> str:
         import ray
     except ImportError:
         raise UserError("Ray needs the extra 'ray': pip install 'megaframe[ray]'") from None
-    if address != "local":
+    if address != "local" and not ray.is_initialized():
         _send_token()
     try:
         ray.init(address=address, namespace=namespace, ignore_reinit_error=True)
@@ -39,6 +39,10 @@ def connect_to_ray(address: str, namespace: str | None = None) -> str:
 def _send_token() -> None:
     """Send this user's token, if there is one. Ray (2.60) does so by itself for a cluster that it
     finds by the files of a session, but not for one that RAY_ADDRESS names."""
+    from ray._raylet import Config
+
     given = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-    if given or (Path.home() / ".ray/auth_token").exists():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    has_token = given or (Path.home() / ".ray/auth_token").exists()
+    if has_token and "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # which reads the variable, as it did when Ray was imported
