@@ -39,7 +39,7 @@ def connect_to_ray(address: str, namespace: str | None = None) -> str:
 def _send_token() -> None:
     """Send this user's token, if there is one. Ray (2.60) does so by itself for a cluster that it
     finds by the files of a session, but not for one that RAY_ADDRESS names."""
-    from ray._raylet import Config
+    from ray._raylet import Config  # type: ignore[attr-defined]
 
     given = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     has_token = given or (Path.home() / ".ray/auth_token").exists()
