@@ -89,7 +89,12 @@ def main() -> None:
     if arguments.only != "speeds":
         document["losses"] = measure_losses(arguments)
     if arguments.only != "losses":
-        document["speeds"] = measure_speeds(arguments)
+        document["speeds"] = {}
+        for count in arguments.counts:
+            for rate in arguments.rates:
+                speeds = measure_speeds(arguments, count, rate)
+                document["speeds"][f"{count} at {rate}"] = speeds
+                show_speeds(count, rate, speeds)
     if arguments.write:
         arguments.write.write_text(json.dumps(document, indent=2) + "\n")
         print(f"wrote {arguments.write}")
@@ -141,20 +146,14 @@ def run_here(folder: Path, method: str, count: int, length: list[str]) -> list[d
     return read_lines(folder)
 
 
-def measure_speeds(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def measure_speeds(arguments: argparse.Namespace, count: int, rate: str) -> dict[str, list[float]]:
     """Return tokens a second of all islands together, one number a round."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for count in arguments.counts:
-        for rate in arguments.rates:
-            speeds = found[f"{count} at {rate}"] = {
-                name: [] for name in [ALONE, *arguments.methods]
-            }
-            with emulate_hosts([Link(rate, arguments.latency)] * count) as hosts:
-                for _ in range(arguments.rounds):
-                    for method in speeds:
-                        speeds[method].append(time_steps(hosts, method, arguments.timed_steps))
-            show_speeds(count, rate, speeds)
-    return found
+    speeds: dict[str, list[float]] = {name: [] for name in [ALONE, *arguments.methods]}
+    with emulate_hosts([Link(rate, arguments.latency)] * count) as hosts:
+        for _ in range(arguments.rounds):
+            for method in speeds:
+                speeds[method].append(time_steps(hosts, method, arguments.timed_steps))
+    return speeds
 
 
 def time_steps(hosts: Sequence[Host], method: str, steps: int) -> float:

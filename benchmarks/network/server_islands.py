@@ -3,7 +3,8 @@
 As `islands.py`, from which model, data and the first half of the steps are: the second half is done
 by data parallelism, and on a network lab by islands that are runs of their own, each on a host that
 is a node of a Ray cluster, with the server on one more host. That is done twice: undisturbed, and
-with one host killed, processes and all, and started again. Needs Linux, root and the extra `ray`.
+with one host killed, processes and all, and started again. Speeds are beside those of the same
+nodes, each of which trains by itself and sends nothing. Needs Linux, root and the extra `ray`.
 
 sudo python benchmarks/network/server_islands.py --write benchmarks/results/server_islands.json
 """
@@ -34,12 +35,11 @@ from islands import (
     read_lines,
     run_first_half,
     run_here,
-    time_steps,
 )
 from network_lab import Host, Link, emulate_hosts
 
 PORT = 6379
-TIMED = 16
+TIMED = 25
 """Steps that hosts alone are timed for."""
 PATIENCE = 300.0
 """Seconds for a host to come up, or for the next step."""
@@ -48,7 +48,7 @@ OBJECTS = 10**8
 SYNC: dict[str, Any] = {
     "sync.server": "outer",
     "sync.every": 25,
-    "sync.delay": 3,
+    "sync.delay": 5,
     "sync.mix": 0.05,
     "sync.outer_lr": 0.9,
     "sync.outer_momentum": 0.8,
@@ -81,13 +81,13 @@ def main() -> None:
     plain = run_here(folder, PLAIN, count, length)[steps // 2 :]
     document[PLAIN] = summarize([plain], count)
     with emulate_hosts([Link(arguments.rate, arguments.latency)] * (count + 1)) as hosts:
-        alone = [time_steps(hosts[1:], ALONE, TIMED)]
+        alone = [time_alone(hosts, first, length)]
         begun = steps // 2
         moments = [begun + int(steps // 2 * part) for part in (arguments.killed, arguments.joins)]
         for name, faults in (("undisturbed", ()), ("one killed and back", moments)):
             lines, said = run_islands(hosts, first, length, faults)
             document[name] = summarize(lines) | {"server": said}
-        alone.append(time_steps(hosts[1:], ALONE, TIMED))
+        alone.append(time_alone(hosts, first, length))
     document[ALONE] = alone
     show(document)
     if arguments.write:
@@ -96,7 +96,12 @@ def main() -> None:
 
 
 def run_islands(
-    hosts: Sequence[Host], first: Path, length: Sequence[str], faults: Sequence[int]
+    hosts: Sequence[Host],
+    first: Path,
+    length: Sequence[str],
+    faults: Sequence[int] = (),
+    *,
+    share: bool = True,
 ) -> tuple[list[list[dict[str, Any]]], list[str]]:
     """Continue a run on islands.
 
@@ -106,6 +111,7 @@ def run_islands(
         length: Overrides.
         faults: The steps of the first island at which the host of the last one is killed, and at
             which it is started again; nothing for neither.
+        share: Whether they synchronise; else each trains by itself.
 
     Returns:
         The lines of each island, and what the server has said.
@@ -113,14 +119,19 @@ def run_islands(
     server_host, *island_hosts = hosts
     folders = [copy_run(first, f"island-{number}") for number in range(len(island_hosts))]
     begun = len(read_lines(first))
-    keys = [f"{key}={value}" for key, value in SYNC.items()]
-    keys += [f"sync.islands={len(folders)}", f"train.global_batch={BATCH // len(folders)}"]
+    ray = str(Path(sys.executable).with_name("ray"))
+    subprocess.run([ray, "get-auth-token", "--generate"], stdout=subprocess.DEVNULL, check=True)
+    sync = [f"{key}={value}" for key, value in SYNC.items()] + [f"sync.islands={len(folders)}"]
+    batch = f"train.global_batch={BATCH // len(folders)}"
     words = [
-        [*make_overrides(folder, keys, 1, list(length)), f"sync.island={number}"]
+        make_overrides(
+            folder, [*sync, f"sync.island={number}"] if share else [], 1, [batch, *length]
+        )
         for number, folder in enumerate(folders)
     ]
     shutil.rmtree(RUNS / "server", ignore_errors=True)
-    serve = ["tools/launch/ray_server.py", "--folder", f"{RUNS}/server", "--", *words[0]]
+    serve = ["tools/launch/ray_server.py", "--folder", f"{RUNS}/server", "--"]
+    serve += make_overrides(folders[0], sync, 1, [batch, *length])
 
     go = RUNS / "go"
     go.unlink(missing_ok=True)
@@ -151,6 +162,15 @@ def run_islands(
     return [read_lines(folder)[begun:] for folder in folders], said
 
 
+def time_alone(hosts: Sequence[Host], first: Path, length: Sequence[str]) -> float:
+    """Return tokens a second of all hosts of islands together, each of which trains by itself on
+    its share of the batch."""
+    end = len(read_lines(first)) + SYNC["sync.every"] + TIMED
+    lines, _ = run_islands(hosts, first, [*length, f"train.stop_after={end}"], share=False)
+    speed: float = summarize(lines)["tokens_per_second"]
+    return speed
+
+
 class Node:
     """A host as a node of a Ray cluster, and a program of ours on it.
 
@@ -172,18 +192,21 @@ class Node:
         limits = ["--disable-usage-stats", f"--object-store-memory={OBJECTS}"]
         ray = str(Path(sys.executable).with_name("ray"))
         join = shlex.join([ray, "start", f"--node-ip-address={host.address}", *place, *limits])
-        # The first node makes the cluster's token where there is none yet.
-        token = "export RAY_AUTH_MODE=token"
         # Hosts have one file system; the node keeps its files and sockets for itself.
         script = [
             "set -e",
             "mkdir -p /tmp/ray",
             "mount -t tmpfs tmpfs /tmp/ray",
-            *((join, token) if head is None else (token, join)),
+            join,
             f"until [ -e {start} ]; do sleep 0.1; done",
             f"exec {shlex.join([sys.executable, *command])}",
         ]
-        environment = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "RAY_ADDRESS": address,
+            "RAY_AUTH_MODE": "token",
+            "OMP_NUM_THREADS": "1",
+        }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._output = RUNS / f"{host.address}.txt"
         with self._output.open("w") as file:

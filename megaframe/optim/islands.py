@@ -143,7 +143,7 @@ class IslandSync:
             step: Number of steps done.
         """
         delay = self._sync.delay
-        self._outer.hear()
+        self._outer.end_step()
         for fragment in range(self._sync.fragments):
             age = count_steps_since_push(self._sync, fragment, step)
             if age == 0:

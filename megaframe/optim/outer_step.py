@@ -62,8 +62,8 @@ class OuterStep(Protocol):
         """
         ...
 
-    def hear(self) -> None:
-        """Take in that this island has trained a step."""
+    def end_step(self) -> None:
+        """Take in that this island has trained a step, and go on with what travels."""
         ...
 
     def push(self, differences: Mapping[int, Tensor]) -> None:
@@ -156,7 +156,7 @@ class GroupOuterStep:
     def join(self, clock: int, synced: Mapping[int, Tensor], *, fresh: bool) -> int:
         return clock
 
-    def hear(self) -> None: ...
+    def end_step(self) -> None: ...
 
     def push(self, differences: Mapping[int, Tensor]) -> None:
         for span, difference in differences.items():

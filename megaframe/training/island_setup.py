@@ -43,9 +43,8 @@ def make_island_sync(
         return ServerOuterStep(
             sync,
             server or RayServer(sync, config.parallel.timeout),
-            mesh.world,
+            mesh.make_control_group(),
             counterparts,
-            mesh.device,
             spans,
             describe_model(config),
         )

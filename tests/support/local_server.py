@@ -1,6 +1,7 @@
 """A parameter server in this process, for islands that are threads: the coordinator and the shards
 that Ray's actors wrap, called directly."""
 
+from concurrent.futures import Future
 from threading import Lock
 
 from megaframe.optim.parameter_server.coordinator import Coordinator
@@ -51,11 +52,11 @@ class LocalServer:
 
     def finish_push(self, island, session, clock, kind):
         with self.lock:
-            self.coordinator.push(island, session, clock, kind)
+            return _finish(self.coordinator.push(island, session, clock, kind))
 
     def poll(self, island, session):
         with self.lock:
-            return self.coordinator.poll(island, session)
+            return _finish(self.coordinator.poll(island, session))
 
     def hear(self, island, session):
         with self.lock:
@@ -67,11 +68,17 @@ class LocalServer:
 
     def start_push(self, shard, contribution, rank, parts):
         with self.lock:
-            self.actors[shard].push(contribution, rank, parts)
-        return lambda: None
+            return _finish(self.actors[shard].push(contribution, rank, parts))
 
     def start_pull(self, shard, version, parts):
         with self.lock:
             # A copy: what another island pulls later changes the shard's own.
             values = [value.copy() for value in self.actors[shard].pull(version, parts)]
-        return lambda: values
+        return _finish(values)
+
+
+def _finish(result):
+    """Return a call that is done."""
+    call = Future()
+    call.set_result(result)
+    return call

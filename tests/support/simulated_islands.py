@@ -92,7 +92,7 @@ class Simulation:
                 version = self.server.coordinator.rounds.version
                 (values,) = self.server.start_pull(
                     shard, version, [ParameterBox(name, shape, box)]
-                )()
+                ).result()
                 whole[box.slices] = values
         return torch.tensor(whole)
 
@@ -123,7 +123,7 @@ class Simulation:
 
     def _poll(self, life):
         try:
-            answer = self.server.poll(life.island, life.session)
+            answer = self.server.poll(life.island, life.session).result()
         except LostRanks:
             self.ended[life.island] = "left out", self.now
             self._join(life)
@@ -133,7 +133,7 @@ class Simulation:
             self._at(self.now + POLL, self._poll, life)
             return
         for shard in range(self.shards):
-            self.server.start_pull(shard, answer.version, [])()
+            self.server.start_pull(shard, answer.version, []).result()
         rounds = self.server.coordinator.rounds
         self.starts.append(
             (life.island, life.clock, min(rounds.clocks[each] for each in rounds.members))

@@ -105,10 +105,11 @@ class Coordinator:
         self._save()
         return joined
 
-    def push(self, island: int, session: int, clock: int, kind: PushKind = "differences") -> None:
-        """As `Rounds.push`."""
+    def push(self, island: int, session: int, clock: int, kind: PushKind = "differences") -> Answer:
+        """As `Rounds.push`, and then as `Rounds.poll`."""
         self.rounds.push(island, session, clock, self._clock(), kind)
         self._save()
+        return self.poll(island, session)
 
     def poll(self, island: int, session: int) -> Answer:
         """As `Rounds.poll`."""

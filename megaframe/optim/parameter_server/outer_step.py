@@ -1,15 +1,16 @@
 """The outer step of an island that is a run of its own: a server sums and applies.
 
 Each rank exchanges its own weights with the shards. Only the first asks the coordinator, and tells
-the others, so all ranks of an island decide alike. An island waits in short collectives, which is
-why its watchdog sees no hang while others train."""
+the others, so all ranks of an island decide alike. An exchange goes on between steps as far as it
+can without waiting. An island waits in short collectives, which is why its watchdog sees no hang
+while others train."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +32,21 @@ from megaframe.optim.parameter_server.rounds import (
 from megaframe.optim.parameter_server.shard import ParameterBox, find_shard_box
 
 Values = NDArray[np.generic]
+T_co = TypeVar("T_co", covariant=True)
 _FIRST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.005, 1.0, 0.1
 """Seconds between two questions: a share of those waited so far, between bounds."""
+
+
+class Call(Protocol[T_co]):
+    """A call that has been started, as a `concurrent.futures.Future`."""
+
+    def done(self) -> bool:
+        """Return whether `result` returns or raises at once, or has to call again."""
+        ...
+
+    def result(self) -> T_co:
+        """Return the result when it is there."""
+        ...
 
 
 class ServerConnection(Protocol):
@@ -53,12 +67,12 @@ class ServerConnection(Protocol):
         """As `Coordinator.join`."""
         ...
 
-    def finish_push(self, island: int, session: int, clock: int, kind: PushKind) -> None:
-        """As `Coordinator.push`."""
+    def finish_push(self, island: int, session: int, clock: int, kind: PushKind) -> Call[Answer]:
+        """Start `Coordinator.push`."""
         ...
 
-    def poll(self, island: int, session: int) -> Answer:
-        """As `Coordinator.poll`."""
+    def poll(self, island: int, session: int) -> Call[Answer]:
+        """Start `Coordinator.poll`."""
         ...
 
     def hear(self, island: int, session: int) -> None:
@@ -75,14 +89,14 @@ class ServerConnection(Protocol):
         contribution: Contribution,
         rank: int,
         parts: Sequence[tuple[ParameterBox, Values]],
-    ) -> Callable[[], object]:
-        """Start `OuterShard.push`; return what waits for its end."""
+    ) -> Call[object]:
+        """Start `OuterShard.push`."""
         ...
 
     def start_pull(
         self, shard: int, version: int, parts: Sequence[ParameterBox]
-    ) -> Callable[[], Sequence[Values]]:
-        """Start `OuterShard.pull`; return what waits for its result."""
+    ) -> Call[Sequence[Values]]:
+        """Start `OuterShard.pull`."""
         ...
 
 
@@ -108,15 +122,37 @@ class _Place:
         return flat[self.start : self.start + size].view(self.shape)[self.index]
 
 
+@dataclass
+class _Exchange:
+    """What an island sends to the server, and what it gets back.
+
+    Attributes:
+        clock: The rounds that the island had pushed before.
+        kind: Of what it sends; None for nothing.
+        spans: Those that it gets.
+        sending: Calls of this rank that send, until all ranks have sent.
+        asking: On the first rank, what asks whether the island may train on.
+        receiving: Calls of this rank that receive, each with the places in the spans.
+    """
+
+    clock: int
+    kind: PushKind | None
+    spans: Sequence[int]
+    sending: list[Call[object]] | None
+    asking: Call[Answer] | None = None
+    receiving: list[tuple[list[tuple[int, _Place]], Call[Sequence[Values]]]] = field(
+        default_factory=list
+    )
+
+
 class ServerOuterStep:
     """Lets a server make new weights of differences.
 
     Args:
         sync: How.
         server: The server, to be connected to in `join`.
-        ranks: All ranks of this island.
+        ranks: All ranks of this island, on the host.
         counterparts: This rank alone; has the traffic with other islands.
-        device: Of this rank.
         spans: All spans of this rank.
         model: What the island trains.
     """
@@ -127,49 +163,44 @@ class ServerOuterStep:
         server: ServerConnection,
         ranks: Group,
         counterparts: Group,
-        device: torch.device,
         spans: Sequence[SpanShape],
         model: SyncedModel,
     ) -> None:
         self._sync, self._server, self._ranks = sync, server, ranks
-        self._counterparts, self._device = counterparts, device
-        self._spans, self._model = spans, model
+        self._counterparts, self._spans, self._model = counterparts, spans, model
         self._clock, self._session, self._said = 0, 0, 0.0
-        self._sending: list[Callable[[], object]] = []
+        self._exchange: _Exchange | None = None
 
     def join(self, clock: int, synced: Mapping[int, Tensor], *, fresh: bool) -> int:
         self._server.connect()
-        joined = self._ask(lambda: self._try_to_join(clock))
-        self._session, self._clock, brings_weights = int(joined[0]), int(joined[1]), joined[2]
+        self._session, self._clock, brings_weights = self._join(clock)
         if self._clock < clock:
             raise UserError(
                 f"island {self._sync.island} has trained {clock} rounds and server "
                 f"{self._sync.server} has {self._clock} of it, so the checkpoint is of another "
                 "server; continue with that one, or use an earlier checkpoint"
             )
-        if brings_weights:
-            self._start_push(synced, self._clock - 1)
-            self._finish_push(self._clock - 1, "weights")
         # Who brings weights pulls too: shards keep a push until somebody pulls what it makes.
         if brings_weights or fresh or self._clock != clock:
+            if brings_weights:
+                self._send(synced, self._clock - 1, "weights")
+            else:
+                self._exchange = _Exchange(self._clock, None, [*synced], [])
             self._receive(synced)
         return self._clock
 
-    def hear(self) -> None:
-        now = time.monotonic()
-        if not self._ranks.index and now - self._said > HEARD_EVERY * self._sync.timeout:
-            self._said = now
-            self._server.hear(self._sync.island, self._session)
+    def end_step(self) -> None:
+        self._say_alive()
+        self._advance()
 
     def push(self, differences: Mapping[int, Tensor]) -> None:
-        self._start_push(differences, self._clock)
+        self._send(differences, self._clock, "differences")
 
     def advance(self, spans: Iterable[int]) -> None:
         """There is nothing to do: an island sends once, and receives once."""
 
     def pull(self, synced: Mapping[int, Tensor]) -> None:
         def wait() -> None:
-            self._finish_push(self._clock, "differences")
             self._clock += 1
             self._receive(synced)
 
@@ -180,10 +211,9 @@ class ServerOuterStep:
         """Bulk-synchronous islands end with the mean of all. Others push what they have trained
         since the last push, and end with the weights that the server has then."""
         if self._sync.consistency == "bulk_synchronous":
-            self._start_push(weights, self._clock)
-            self._finish_push(self._clock, "weights")
+            self._send(weights, self._clock, "weights")
         else:
-            self._push_rest({n: synced[n] - flat for n, flat in weights.items()})
+            self._send_rest({n: synced[n] - flat for n, flat in weights.items()})
         self._clock += 1
         self._receive(synced)
         self.leave()
@@ -193,24 +223,31 @@ class ServerOuterStep:
             self._server.leave(self._sync.island, self._session)
 
     def abandon(self) -> None:
-        self._sending.clear()
+        self._exchange = None
 
     def list_state(self, span: int) -> Iterator[tuple[str, Tensor]]:
         """The server has all state."""
         return iter(())
 
-    def _push_rest(self, differences: Mapping[int, Tensor]) -> None:
+    def _say_alive(self) -> None:
+        now = time.monotonic()
+        if not self._ranks.index and now - self._said > HEARD_EVERY * self._sync.timeout:
+            self._said = now
+            self._server.hear(self._sync.island, self._session)
+
+    def _send_rest(self, differences: Mapping[int, Tensor]) -> None:
         largest = max(
             (float(flat.abs().max()) for flat in differences.values() if len(flat)), default=0.0
         )
-        changed = torch.tensor(largest, dtype=torch.float64, device=self._device)
+        changed = torch.tensor(largest, dtype=torch.float64)
         if float(all_reduce(changed, self._ranks, "max").wait()):
-            self._start_push(differences, self._clock)
-            self._finish_push(self._clock, "differences")
+            self._send(differences, self._clock, "differences")
+        else:
+            self._exchange = _Exchange(self._clock, None, [*differences], [])
 
-    def _start_push(self, values: Mapping[int, Tensor], clock: int) -> None:
+    def _send(self, values: Mapping[int, Tensor], clock: int, kind: PushKind) -> None:
         """Start to send spans to the shards."""
-        contribution = Contribution(self._sync.island, self._session, clock)
+        contribution, sending = Contribution(self._sync.island, self._session, clock), []
         copies = {span: flat.cpu() for span, flat in values.items()}
         for shard in range(self._server.shards):
             parts = [
@@ -218,57 +255,81 @@ class ServerOuterStep:
                 for span, place in self._list_places(copies, shard)
             ]
             self._counterparts.traffic.count(sum(values.nbytes for _, values in parts))
-            self._sending.append(
-                self._server.start_push(shard, contribution, self._ranks.index, parts)
-            )
-
-    def _finish_push(self, clock: int, kind: PushKind) -> None:
-        """Wait until all ranks of the island have sent everything, and say so."""
-        for wait in self._sending:
-            wait()
-        self._sending.clear()
-
-        def tell() -> tuple[float, ...]:
-            self._server.finish_push(self._sync.island, self._session, clock, kind)
-            return (1.0,)
-
-        all_reduce(torch.zeros((), device=self._device), self._ranks).wait()
-        self._ask(tell)
+            sending.append(self._server.start_push(shard, contribution, self._ranks.index, parts))
+        self._exchange = _Exchange(clock, kind, [*values], sending)
 
     def _receive(self, synced: Mapping[int, Tensor]) -> None:
         """Wait until this island may train on, and replace all given spans."""
-        (version,) = self._ask(self._try_to_train_on)
-        waits = []
-        for shard in range(self._server.shards):
-            places = [*self._list_places(synced, shard)]
-            parts = [place.part for _, place in places]
-            waits.append((places, self._server.start_pull(shard, int(version), parts)))
-        for places, wait in waits:
-            for (span, place), values in zip(places, wait(), strict=True):
+        begun = time.monotonic()
+        while not self._advance(wait=True):
+            _pause(begun)
+            self._say_alive()
+        assert self._exchange is not None, "there is something to wait for"
+        for places, call in self._exchange.receiving:
+            for (span, place), values in zip(places, call.result(), strict=True):
                 place.view(synced[span]).copy_(torch.tensor(values))
+        self._exchange = None
 
-    def _try_to_join(self, clock: int) -> tuple[float, ...] | None:
-        joined = self._server.join(self._sync.island, clock, self._model)
-        if joined is None:
+    def _advance(self, *, wait: bool = False) -> bool:
+        """Go on with an exchange; return whether all that comes is on its way. All ranks of the
+        island must call this alike. wait: for answers, instead of going only as far as they are
+        there."""
+        exchange = self._exchange
+        if exchange is None or exchange.receiving:
+            return True
+        if exchange.sending is not None:
+            sent = wait or all(call.done() for call in exchange.sending)
+            for call in exchange.sending if sent else ():
+                call.result()
+            if self._reduce(float(sent)) == self._ranks.size:
+                exchange.sending = None
+                if exchange.kind is not None and not self._ranks.index:
+                    exchange.asking = self._server.finish_push(
+                        self._sync.island, self._session, exchange.clock, exchange.kind
+                    )
+        if exchange.sending is None:
+            version = self._take_answer(exchange, wait=wait)
+            answer = self._reduce(0.0 if version is None else version + 1.0)
+            for shard in range(self._server.shards if answer else 0):
+                places = [*self._list_places(exchange.spans, shard)]
+                parts = [place.part for _, place in places]
+                call = self._server.start_pull(shard, int(answer) - 1, parts)
+                exchange.receiving.append((places, call))
+        return bool(exchange.receiving)
+
+    def _reduce(self, value: float) -> float:
+        """Return the sum over the island's ranks."""
+        return float(all_reduce(torch.tensor(value, dtype=torch.float64), self._ranks).wait())
+
+    def _take_answer(self, exchange: _Exchange, *, wait: bool) -> int | None:
+        """Return the version to train on with, on the first rank and if it is known now."""
+        if self._ranks.index:
             return None
-        return joined.session, joined.clock, float(joined.brings_weights)
+        island = self._sync.island, self._session
+        if exchange.asking is None:
+            exchange.asking = self._server.poll(*island)
+        if not (wait or exchange.asking.done()):
+            return None
+        version = exchange.asking.result().version
+        # Who waits asks after a pause; between steps the answer has a step's time.
+        exchange.asking = None if wait or version is not None else self._server.poll(*island)
+        return version
 
-    def _try_to_train_on(self) -> tuple[float, ...] | None:
-        version = self._server.poll(self._sync.island, self._session).version
-        return None if version is None else (float(version),)
-
-    def _ask(self, question: Callable[[], tuple[float, ...] | None]) -> tuple[float, ...]:
-        """Let the first rank ask until there is an answer; return it on all ranks."""
+    def _join(self, clock: int) -> tuple[int, int, bool]:
+        """Let the first rank ask until the island takes part; return its session, its clock and
+        whether it brings weights, on all ranks."""
         begun = time.monotonic()
         while True:
-            row = torch.zeros(4, dtype=torch.float64, device=self._device)
-            if not self._ranks.index and (answer := question()) is not None:
-                row[0], row[1 : 1 + len(answer)] = len(answer), torch.tensor(answer)
-            values = all_reduce(row, self._ranks).wait().tolist()
-            if values[0]:
-                return tuple(values[1 : 1 + int(values[0])])
-            waited = time.monotonic() - begun
-            time.sleep(min(_LONGEST_PAUSE, max(_FIRST_PAUSE, _PAUSE_SHARE * waited)))
+            row = torch.zeros(4, dtype=torch.float64)
+            if not self._ranks.index:
+                joined = self._server.join(self._sync.island, clock, self._model)
+                if joined is not None:
+                    values = 1, joined.session, joined.clock, joined.brings_weights
+                    row = torch.tensor(values, dtype=torch.float64)
+            takes_part, session, clock_now, brings = all_reduce(row, self._ranks).wait().tolist()
+            if takes_part:
+                return int(session), int(clock_now), bool(brings)
+            _pause(begun)
 
     def _list_places(self, spans: Iterable[int], shard: int) -> Iterator[tuple[int, _Place]]:
         """Yield what a shard has of these spans."""
@@ -282,3 +343,9 @@ class ServerOuterStep:
                     index = common.make_relative(box).slices
                     yield span, _Place(part, start, box.shape, index)
                 start += box.size
+
+
+def _pause(begun: float) -> None:
+    """Wait before the next question for a share of the time since `begun`."""
+    waited = time.monotonic() - begun
+    time.sleep(min(_LONGEST_PAUSE, max(_FIRST_PAUSE, _PAUSE_SHARE * waited)))

@@ -29,7 +29,7 @@ from megaframe.optim.parameter_server.rounds import (
 from megaframe.optim.parameter_server.shard import OuterShard, ParameterBox
 
 if TYPE_CHECKING:
-    from megaframe.optim.parameter_server.outer_step import Values
+    from megaframe.optim.parameter_server.outer_step import Call, Values
 
 NAMESPACE = "megaframe"
 _RETRY_SECONDS = 0.2
@@ -105,40 +105,16 @@ class _Actor:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call, and wait for the result."""
-        return self.start(method, *arguments)()
+        return self.start(method, *arguments).result()
 
-    def start(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        """Start a call; return what waits for its result, and calls again if the actor has
-        died."""
-        first = self._send(method, arguments)
+    def start(
+        self, method: str, *arguments: Any, read: Callable[[Any], Any] | None = None
+    ) -> _Call:
+        """Start a call. read: makes the result of what the actor returns."""
+        return _Call(self, method, arguments, read or (lambda value: value))
 
-        def wait() -> Any:
-            import ray
-
-            end, pending = time.monotonic() + self._timeout, first
-            while True:
-                try:
-                    if pending is not None:
-                        return ray.get(pending, timeout=self._interval)
-                except ray.exceptions.GetTimeoutError:
-                    pass
-                except ray.exceptions.RayActorError:
-                    self._handle = pending = None
-                if time.monotonic() > end:
-                    raise LostRanks(
-                        f"there was no answer from {self._name} for parallel.timeout="
-                        f"{self._timeout:g} seconds; is tools/launch/ray_server.py running?",
-                        (),
-                    )
-                self._say_alive()
-                if pending is None:
-                    time.sleep(_RETRY_SECONDS)
-                    pending = self._send(method, arguments)
-
-        return wait
-
-    def _send(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Send a call; None if there is no such actor."""
+    def send(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Send a call and return what Ray knows it by; None if there is no such actor."""
         import ray
 
         try:
@@ -148,6 +124,48 @@ class _Actor:
         except (ray.exceptions.RayActorError, ValueError):
             self._handle = None
             return None
+
+    def wait(self, pending: Any, method: str, arguments: Sequence[Any]) -> Any:
+        """Return the result of what `send` has returned; send again if the actor has died."""
+        import ray
+
+        end = time.monotonic() + self._timeout
+        while True:
+            try:
+                if pending is not None:
+                    return ray.get(pending, timeout=self._interval)
+            except ray.exceptions.GetTimeoutError:
+                pass
+            except ray.exceptions.RayActorError:
+                self._handle = pending = None
+            if time.monotonic() > end:
+                raise LostRanks(
+                    f"there was no answer from {self._name} for parallel.timeout="
+                    f"{self._timeout:g} seconds; is tools/launch/ray_server.py running?",
+                    (),
+                )
+            self._say_alive()
+            if pending is None:
+                time.sleep(_RETRY_SECONDS)
+                pending = self.send(method, arguments)
+
+
+class _Call:
+    """A call that has been sent to an actor (`outer_step.Call`)."""
+
+    def __init__(
+        self, actor: _Actor, method: str, arguments: Sequence[Any], read: Callable[[Any], Any]
+    ) -> None:
+        self._actor, self._method, self._arguments, self._read = actor, method, arguments, read
+        self._pending = actor.send(method, arguments)
+
+    def done(self) -> bool:
+        import ray
+
+        return self._pending is None or bool(ray.wait([self._pending], timeout=0)[0])
+
+    def result(self) -> Any:
+        return self._read(self._actor.wait(self._pending, self._method, self._arguments))
 
 
 class RayServer:
@@ -196,12 +214,11 @@ class RayServer:
         self._joined = None if joined is None else (island, joined.session)
         return joined
 
-    def finish_push(self, island: int, session: int, clock: int, kind: PushKind) -> None:
-        self._ask("push", island, session, clock, kind)
+    def finish_push(self, island: int, session: int, clock: int, kind: PushKind) -> Call[Answer]:
+        return self._start_to_ask("push", island, session, clock, kind)
 
-    def poll(self, island: int, session: int) -> Answer:
-        answer: Answer = self._ask("poll", island, session)
-        return answer
+    def poll(self, island: int, session: int) -> Call[Answer]:
+        return self._start_to_ask("poll", island, session)
 
     def hear(self, island: int, session: int) -> None:
         self._coordinator.start("ask", "hear", island, session)
@@ -215,12 +232,12 @@ class RayServer:
         contribution: Contribution,
         rank: int,
         parts: Sequence[tuple[ParameterBox, Values]],
-    ) -> Callable[[], object]:
+    ) -> Call[object]:
         return self._actors[shard].start("push", contribution, rank, parts)
 
     def start_pull(
         self, shard: int, version: int, parts: Sequence[ParameterBox]
-    ) -> Callable[[], Sequence[Values]]:
+    ) -> Call[Sequence[Values]]:
         return self._actors[shard].start("pull", version, parts)
 
     def _say_alive(self) -> None:
@@ -228,10 +245,10 @@ class RayServer:
             self.hear(*self._joined)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        result, error, is_mistake = self._coordinator.call("ask", method, *arguments)
-        if error:
-            raise UserError(error) if is_mistake else LostRanks(error, ())
-        return result
+        return self._start_to_ask(method, *arguments).result()
+
+    def _start_to_ask(self, method: str, *arguments: Any) -> _Call:
+        return self._coordinator.start("ask", method, *arguments, read=_read_answer)
 
 
 def start_actors(config: RunConfig, folder: Path, shards: int) -> Callable[[], list[str]]:
@@ -276,6 +293,14 @@ def start_actors(config: RunConfig, folder: Path, shards: int) -> Callable[[], l
         return notes
 
     return take_notes
+
+
+def _read_answer(answer: tuple[Any, str, bool]) -> Any:
+    """Return what `_CoordinatorActor.ask` returns, or raise the error that it names."""
+    result, error, is_mistake = answer
+    if error:
+        raise UserError(error) if is_mistake else LostRanks(error, ())
+    return result
 
 
 def _name_coordinator(name: str) -> str:

@@ -3,6 +3,7 @@ long they wait, and what the shards make of what they push, whatever dies and co
 (`megaframe/optim/parameter_server/rounds.py`, `coordinator.py`, `shard.py`)."""
 
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from simulated_islands import (
     make_difference,
 )
 
+from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.config.sync import SyncConfig
 from megaframe.distributed.collectives import ALONE
 from megaframe.errors import LostRanks, UnreadableFile, UserError
-from megaframe.optim.outer_step import take_outer_step
+from megaframe.optim.outer_step import SpanShape, take_outer_step
 from megaframe.optim.parameter_server.coordinator import SyncedModel
 from megaframe.optim.parameter_server.outer_step import ServerOuterStep
 from megaframe.optim.parameter_server.shard import STATE_FILE
@@ -229,14 +231,70 @@ def test_an_island_of_another_server_is_refused(tmp_path):
     """Its checkpoint is of a later round than the server."""
 
     def join(clock):
-        sync, device = SyncConfig(server="s", islands=1), torch.device("cpu")
+        sync = SyncConfig(server="s", islands=1)
         server = make_server(tmp_path, islands=1)
-        outer = ServerOuterStep(sync, server, ALONE, ALONE, device, [], MODEL)
+        outer = ServerOuterStep(sync, server, ALONE, ALONE, [], MODEL)
         return outer.join(clock, {}, fresh=False)
 
     assert join(2) == join(2) == join(1) == 2
     with pytest.raises(UserError, match="has trained 3 rounds and server s has 2 of it"):
         join(3)
+
+
+class NotedServer(LocalServer):
+    """Notes the calls of an exchange. arrives: None, or what says when a push has arrived."""
+
+    arrives = None
+
+    def start_push(self, *arguments):
+        done = super().start_push(*arguments)
+        return self.arrives or done
+
+    def __getattribute__(self, name):
+        if name in ("start_push", "finish_push", "poll", "start_pull"):
+            self.called.append(name)
+        return super().__getattribute__(name)
+
+
+def test_an_exchange_goes_on_between_steps(tmp_path):
+    """All that an island waits for at the end of `sync.delay` is what it has not received by then:
+    the steps before push, ask for others, and start to receive."""
+    sync, spec = SyncConfig(server="s", islands=2), ParamSpec("b", (3,), Constant(0.0), role="gain")
+    span = SpanShape(3, torch.float64, False, ((spec, Box((0,), (3,))),))
+    model = SyncedModel({"b": [3, "float64"]}, {})
+    server = NotedServer(tmp_path, model, sync, 1)
+    server.called = []
+    outer, other = (
+        ServerOuterStep(
+            sync.model_copy(update={"island": each}), server, ALONE, ALONE, [span], model
+        )
+        for each in range(2)
+    )
+    synced = torch.ones(3, dtype=torch.float64)
+    for each in outer, other:
+        each.join(0, {0: synced}, fresh=True)
+
+    def step(which):
+        server.called.clear()
+        which.end_step()
+        return [*server.called]
+
+    server.arrives = Future()
+    outer.push({0: torch.full_like(synced, 0.5)})
+    assert step(outer) == step(outer) == []
+    server.arrives.set_result(None)
+    assert step(outer) == ["finish_push", "poll"]
+    assert step(outer) == ["poll"], "the other island has not pushed"
+    other.push({0: torch.zeros_like(synced)})
+    assert step(other) == ["finish_push", "start_pull"]
+    assert step(outer) == ["poll"], "the last answer was of before"
+    assert step(outer) == ["start_pull"]
+    assert step(outer) == step(other) == []
+    for each in outer, other:
+        flat = synced.clone()
+        each.pull({0: flat})
+        assert torch.equal(flat, synced - 0.25 * sync.outer_lr * (1 + sync.outer_momentum))
+    assert not server.called
 
 
 @pytest.mark.parametrize("name", ["coordinator.json", f"shard-0/{STATE_FILE}"])
