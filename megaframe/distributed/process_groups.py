@@ -243,12 +243,18 @@ class ProcessGroups:
 
     # ------------------------------------------------------------------ control groups
 
-    def make_control_group(self) -> Group:
-        """Make a new group of all ranks over separate connections between hosts, for work in
-        parallel with training. Its bytes are not counted. All ranks of the world must call this."""
+    def make_control_group(self, *, watched: bool = False) -> Group:
+        """Make a new group of all ranks over separate connections between hosts, for small values.
+        Its bytes are not counted. All ranks of the world must call this.
+
+        Args:
+            watched: Whether the thread that trains waits in it, as the watchdog then sees; else it
+                is for work in parallel with training.
+        """
         (ranks,) = self.layout.list_groups(*WORLD_AXES)
         handle = self._make_handle(ranks, "gloo") if len(ranks) > 1 else None
-        return Group(WORLD_AXES, ranks, self.rank, handle, control=True)
+        progress = self.progress if watched else RankProgress()
+        return Group(WORLD_AXES, ranks, self.rank, handle, progress=progress, control=True)
 
     # ------------------------------------------------------------------ making groups
 

@@ -43,7 +43,7 @@ def make_island_sync(
         return ServerOuterStep(
             sync,
             server or RayServer(sync, config.parallel.timeout),
-            mesh.make_control_group(),
+            mesh.make_control_group(watched=True),
             counterparts,
             spans,
             describe_model(config),

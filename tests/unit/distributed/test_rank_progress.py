@@ -1,8 +1,10 @@
 """Finding the rank that holds up the others from the statuses of all ranks."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import (
     DeviceTimer,
     DeviceTimes,
@@ -11,6 +13,7 @@ from megaframe.distributed.rank_progress import (
     blame_for_hang,
     describe_statuses,
 )
+from megaframe.layout import Layout
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
@@ -159,3 +162,11 @@ def test_a_device_is_busy_between_its_marks_without_its_waits():
     times = timer.take_times()
     assert times.steps == 2  # the second has no actions
     assert times.busy == {"F": 0.012, "B": 0.005}
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_the_watchdog_sees_the_control_groups_that_training_waits_in(watched):
+    mesh = Mesh(Layout(), device="cpu")
+    seen = mesh.make_control_group(watched=watched).progress is mesh.progress
+    mesh.finish()
+    assert seen == watched
