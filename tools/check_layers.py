@@ -57,7 +57,7 @@ def main() -> None:
         load_on_rank = partial(load_extensions, arguments.config, arguments.overrides)
         pool = RankPool(2, load_on_rank, _TIMEOUT)
         try:
-            small = SmallRun(config)
+            small = SmallRun(config.model, config.optim, config.run)
             lies = check_descriptions(small.list_measured_layouts(), pool)
             failures = check_parity(small.list_parity_layouts(), pool)
         finally:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.checkpoint import ACCEPTED_PATHS
-from megaframe.config import RunConfig
 from megaframe.data.preprocessing.corpus_files import add_reading_options, list_readings
 from megaframe.data.split_advice import SPLITS
 from megaframe.data.token_file_record import TokenizerRecord, record_tokenizer
@@ -53,32 +52,32 @@ def main() -> None:
         if arguments.tasks:
             import_library("lm_eval", "evaluate")
         load_named_extensions(arguments.extension)
-        config, stage = load_stage(
+        stage = load_stage(
             arguments.checkpoint,
             ema=arguments.ema,
             precision=arguments.precision,
             device=arguments.device,
         )
         record = read_run_tokenizer(arguments.checkpoint)
-        context = arguments.context or config.train.seq
+        context = arguments.context or stage.config.train.seq
         results: dict[str, Any] = {}
         if arguments.text or arguments.split:
-            results["text"] = _on_texts(arguments, config, stage, context, record)
+            results["text"] = _on_texts(arguments, stage, context, record)
         if arguments.tasks:
-            results["tasks"] = _on_tasks(arguments, config, stage, context, record)
+            results["tasks"] = _on_tasks(arguments, stage, context, record)
         if arguments.json:
             print(json.dumps(results, default=str))
 
 
 def _on_texts(
     arguments: argparse.Namespace,
-    config: RunConfig,
     stage: Stage,
     context: int,
     record: TokenizerRecord | None,
 ) -> dict[str, Any]:
     """Score each file and each source of the split, and if there are several, all together. Return
     the numbers by name."""
+    config = stage.config
     named = arguments.tokenizer or config.data.tokenizer
     tokenizer: Tokenizer | None = None
     if named:
@@ -125,7 +124,6 @@ def _on_texts(
 
 def _on_tasks(
     arguments: argparse.Namespace,
-    config: RunConfig,
     stage: Stage,
     context: int,
     record: TokenizerRecord | None,
@@ -137,10 +135,10 @@ def _on_tasks(
         os.environ.setdefault(name, "1")  # must be set before the libraries are imported
     from megaframe.inference.lm_eval import LocalModel, TaskOptions, evaluate_tasks
 
-    names = arguments.tasks.split(",")
+    data, names = stage.config.data, arguments.tasks.split(",")
     tasks = TaskOptions(names, arguments.include, arguments.shots, arguments.limit)
-    tokenizer = load_run_tokenizer(config.data, config.model, arguments.tokenizer, record)
-    named = arguments.tokenizer or config.data.tokenizer
+    tokenizer = load_run_tokenizer(data, stage.config.model, arguments.tokenizer, record)
+    named = arguments.tokenizer or data.tokenizer
     chat = find_chat_format(named, tokenizer) if arguments.chat else None
     results = evaluate_tasks(LocalModel(stage, context, arguments.batch), tokenizer, tasks, chat)
     if not arguments.json:

@@ -110,7 +110,7 @@ def main() -> None:
         path = write_checkpoint(folder / "own", arguments.precision, len(prompt) + arguments.tokens)
         with open_checkpoint(path) as checkpoint:
             export_model(checkpoint, folder / "theirs", tokenizer="none", family="llama")
-        _, stage = load_stage(path)
+        stage = load_stage(path)
         contenders = dict(
             list_contenders(stage, folder / "theirs", arguments.precision, prompt, arguments.tokens)
         )

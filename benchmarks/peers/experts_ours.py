@@ -77,7 +77,7 @@ def main() -> None:
         ),
         train=TrainConfig(seq=shape.tokens, global_batch=1, precision=arguments.precision),
     )
-    tune(config, None)
+    tune(config.run, config.train, config.kernels, None)
     stage = build_whole_model(config)
     (block,) = stage.blocks
     assert isinstance(block, TransformerBlock)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.checkpoint.base_weights import BaseWeights
 from megaframe.config import RunConfig
-from megaframe.config.compare import PLACES, TRAINING_ONLY, find_differences
+from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.migration import upgrade_keys
 from megaframe.config.phases import list_phase_keys
 from megaframe.config.registry import get_registry
@@ -232,24 +232,19 @@ def describe_missing_state(slices: Sequence[Slice], saved: Collection[str]) -> I
 
 
 def describe_resumption(
-    saved: RunConfig,
-    config: RunConfig,
-    step: int,
-    source: str,
-    extensions: Mapping[str, str] | None = None,
+    step: int, source: str, differences: Iterable[str], extensions: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield lines that say from what a run continues, and which keys have changed since.
 
     Args:
-        saved: The config of the checkpoint.
-        config: The config of the run that continues.
         step: The step of the checkpoint.
         source: The checkpoint, in words.
+        differences: Of its config and that of the run, as `find_differences` returns them.
         extensions: Those of the checkpoint, with the hashes of their sources.
     """
     yield f"resumed from step {step} of {source}"
-    yield from _describe_changed_extensions(extensions or {})
-    if changed := "; ".join(find_differences(saved, config, PLACES)):
+    yield from _describe_changed_extensions(extensions)
+    if changed := "; ".join(differences):
         yield f"changed since then: {changed}"
 
 

@@ -69,25 +69,27 @@ def list_phase_configs(config: RunConfig) -> list[RunConfig]:
     return [make_phase_config(config, number + 1) for number in range(len(config.data.phases))]
 
 
-def give_own_learning_rate(config: RunConfig, number: int, span: tuple[int, int]) -> RunConfig:
-    """Return the config of a phase with the schedule of its learning rate over the phase alone, if
-    the phase has keys of it. What it does not say of warm-up and decay is at its default, not as in
-    the rest of the run.
+def select_own_learning_rate(
+    data: DataConfig, number: int, span: tuple[int, int]
+) -> dict[str, object]:
+    """Return the keys of `optim` by which a phase has the schedule of its learning rate for itself;
+    none if the phase has no keys of it. What it does not say of warm-up and decay is at its
+    default, not as in the rest of the run.
 
     Args:
-        config: As `make_phase_config` returns it.
+        data: The section.
         number: Which phase, from 1.
         span: Its first and last step.
     """
-    keys = list_overridden_keys(config.data.phases[number - 1].overrides)
+    keys = list_overridden_keys(data.phases[number - 1].overrides)
     if "optim.span" in keys or not keys & _LEARNING_RATE:
-        return config
+        return {}
     optim: dict[str, object] = {"span": span}
     if "optim.warmup" not in keys:
         optim["warmup"] = 0
     if "optim.decay" not in keys:
         optim["decay"] = None
-    return config.replace(optim=optim)
+    return optim
 
 
 def count_tokens_left(train: TrainConfig, data: DataConfig, step: int, samples_seen: int) -> int:

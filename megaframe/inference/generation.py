@@ -17,7 +17,7 @@ from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice, StorePath, locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.merged import open_model
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
-from megaframe.config import DataConfig, ModelConfig, RunConfig
+from megaframe.config import DataConfig, ModelConfig
 from megaframe.data.token_file_record import (
     TokenizerRecord,
     check_same_tokenizer,
@@ -41,8 +41,8 @@ def load_stage(
     ema: bool = False,
     precision: str | None = None,
     device: str = "cpu",
-) -> tuple[RunConfig, Stage]:
-    """Return the config of a checkpoint and its whole model as a stage.
+) -> Stage:
+    """Return the whole model of a checkpoint as a stage, which has its config.
 
     Args:
         location: What `--checkpoint` gives (see `locate_checkpoint`).
@@ -60,7 +60,7 @@ def load_stage(
         if precision is not None:
             config = config.replace(train={"precision": precision, "fp8": "none"})
         if device == "cpu":
-            tune(config, state.routines)
+            tune(config.run, config.train, config.kernels, state.routines)
         stage = build_whole_model(config)
         saved = checkpoint.tensors
         if ema and not any(name.startswith(EMA_PREFIX) for name in saved):
@@ -74,7 +74,7 @@ def load_stage(
             for part in allocate_parameters(stage, device)  # frozen parameters have no average
         ]
         checkpoint.load(slices)
-    return config, stage
+    return stage
 
 
 def read_run_tokenizer(location: str | StorePath) -> TokenizerRecord | None:

@@ -13,7 +13,7 @@ from megaframe.architecture.spec import Box
 from megaframe.checkpoint import Checkpoint, StorePath, locate_checkpoint
 from megaframe.checkpoint.load import open_checkpoint as open_located
 from megaframe.config import RunConfig
-from megaframe.data.vocabulary_size import resolve_vocab
+from megaframe.data.vocabulary_size import find_vocab_size
 from megaframe.extensions import load_with_extensions
 from megaframe.inference.generation import allocate_parameters, load_stage, read_run_tokenizer
 from megaframe.inference.model import Model
@@ -77,8 +77,8 @@ def load_model(
             for it.
     """
     location = _as_location(checkpoint)
-    config, stage = load_stage(location, ema=ema, precision=precision, device=device)
-    return Model(config, stage, read_run_tokenizer(location), tokenizer)
+    stage = load_stage(location, ema=ema, precision=precision, device=device)
+    return Model(stage, read_run_tokenizer(location), tokenizer)
 
 
 def build_model(config: RunConfig, *, device: str = "cpu") -> Model:
@@ -92,11 +92,11 @@ def build_model(config: RunConfig, *, device: str = "cpu") -> Model:
     Raises:
         UserError: The vocabulary is not given and there is no tokenizer, or a key is wrong.
     """
-    config = resolve_vocab(config)
+    config = config.replace(model={"vocab": find_vocab_size(config.model, config.data)})
     stage = build_whole_model(config)
     for part, parameter in zip(allocate_parameters(stage, device), stage.parameters(), strict=True):
         fill_initial_values(part.tensor, parameter.spec, Box(*part.box), config.run.seed)
-    return Model(config, stage)
+    return Model(stage)
 
 
 def _as_location(path: str | PathLike[str] | StorePath) -> str | StorePath:

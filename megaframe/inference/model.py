@@ -12,7 +12,6 @@ from os import PathLike, fspath
 import torch
 from torch import Tensor
 
-from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data.preprocessing.corpus_files import CorpusFile, CorpusFormat
 from megaframe.data.token_file_record import TokenizerRecord
@@ -44,7 +43,6 @@ class Model:
     `build_model`.
 
     Args:
-        config: The run that it belongs to.
         stage: What computes it, with its parameters filled.
         recorded: The tokenizer that it was trained with, if that is known.
         tokenizer: KIND:PATH of its tokenizer; default: `data.tokenizer` of the run.
@@ -56,12 +54,11 @@ class Model:
 
     def __init__(
         self,
-        config: RunConfig,
         stage: Stage,
         recorded: TokenizerRecord | None = None,
         tokenizer: str | None = None,
     ) -> None:
-        self.config, self.stage = config, stage
+        self.config, self.stage = stage.config, stage
         self._recorded, self._tokenizer_name = recorded, tokenizer
 
     @property

@@ -32,7 +32,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from megaframe.config import RunConfig
+from megaframe.config import RunSection, TrainConfig
+from megaframe.config.schema import KernelsConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.io.regular_file import write_file
 from megaframe.io.untrusted import open_file
@@ -102,12 +103,18 @@ class _CacheEntry(BaseModel):
 
 
 def tune(
-    config: RunConfig, recorded: CPURoutines | None, mesh: Mesh | None = None
+    run: RunSection,
+    train: TrainConfig,
+    kernels: KernelsConfig,
+    recorded: CPURoutines | None,
+    mesh: Mesh | None = None,
 ) -> tuple[CPURoutines, list[str], list[str]]:
     """Choose the routines of a run, and take them into use in this process.
 
     Args:
-        config: The run.
+        run: The section, which may ask for deterministic ones.
+        train: The section, which has the precision.
+        kernels: The section, which may name a library.
         recorded: What the run has used so far, from its checkpoint.
         mesh: The ranks of the run, which must all call this; None for a program of one process on
             the CPU, such as generation.
@@ -116,16 +123,16 @@ def tune(
         The routines; lines for the run's log, none where there is nothing to choose; and lines for
         the start of the run, none unless another run of this config may choose otherwise.
     """
-    dtype = PRECISIONS[config.train.precision].compute
+    dtype = PRECISIONS[train.precision].compute
     on_cpu = mesh is None or mesh.device.type == "cpu"
     if not on_cpu or len(matmul.list_libraries(dtype)) == 1:
         return CPURoutines(), [], []
-    library = config.kernels.matmul
+    library = kernels.matmul
     if library != "auto":
         choice = RoutineChoice(make_named_routines(dtype, library), f"kernels.matmul={library}")
     elif recorded is not None and recorded.is_available(dtype):
         choice = RoutineChoice(recorded, "as the checkpoint records")
-    elif config.run.deterministic:
+    elif run.deterministic:
         choice = RoutineChoice(make_named_routines(dtype, "torch"), "run.deterministic")
     elif mesh is None:
         choice = load_or_measure(dtype)

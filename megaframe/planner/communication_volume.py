@@ -17,6 +17,7 @@ from megaframe.architecture.stages import StagePlan, describe_stage
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig, TrainConfig
+from megaframe.config.sync import SyncConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.island_times import compute_sync_bytes_per_element, count_sent_messages
@@ -49,6 +50,7 @@ def compute_communication_bytes(
     microbatches = len({a.microbatch for a in actions if a.microbatch is not None})
     messages = _count_message_elements(config.model, tensor, width, plans, actions)
     share = (tensor - 1) / tensor
+    trained = count_rank_parameters(config.model, train, layout, plans, config.frozen_patterns)
     weight_passes = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
         microbatches * _count_tensor_elements_of_stage(config.model, config.train, plan)
@@ -76,9 +78,9 @@ def compute_communication_bytes(
             for axis in ("context", "expert", "expert_tensor")
         },
         "pipeline": messages * tokens * width / tensor,
-        "data": _compute_data_bytes(config, layout, plans, microbatches),
+        "data": _compute_data_bytes(config, layout, plans, trained, microbatches),
         **(
-            {"islands": _compute_island_bytes(config, layout, plans)}
+            {"islands": _compute_island_bytes(config.sync, train.precision, layout, trained)}
             if config.trains_in_islands
             else {}
         ),
@@ -166,20 +168,20 @@ def _count_tensor_elements_of_weight_pass(
 
 
 def _compute_data_bytes(
-    config: RunConfig, layout: Layout, plans: Sequence[StagePlan], microbatches: int
+    config: RunConfig,
+    layout: Layout,
+    plans: Sequence[StagePlan],
+    trained: RankParameters,
+    microbatches: int,
 ) -> float:
     """Return the bytes of gradients, reduced in master precision or `parallel.reduce_precision`,
     and of gathered values."""
     ranks, zero = layout.data_shard * layout.context, config.parallel.zero
     width = DTYPE_BYTES[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
-    patterns = config.frozen_patterns
-    parameters, trained = (
-        count_rank_parameters(config.model, config.train, layout, plans, frozen)
-        for frozen in ((), patterns)
-    )
-    if zero < 3:  # weights that do not change stay where they are
-        parameters = trained
+    parameters = trained  # weights that do not change stay where they are
+    if zero == 3:
+        parameters = count_rank_parameters(config.model, config.train, layout, plans)
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
     vectors, reduced = trained.vectors, _count_divided(trained)
     gathered = float(_count_divided(parameters) * width)
@@ -198,17 +200,15 @@ def _compute_data_bytes(
     return share * (matrices + vectors * (wire + width))
 
 
-def _compute_island_bytes(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> float:
+def _compute_island_bytes(
+    sync: SyncConfig, precision: str, layout: Layout, trained: RankParameters
+) -> float:
     """Return the bytes to other islands, or to a server, in the mean step. Gains and biases are
     sent as they are."""
-    sync = config.sync
-    parameters = count_rank_parameters(
-        config.model, config.train, layout, plans, config.frozen_patterns
-    )
-    ranks, width = layout.data_shard * layout.context, max(4, DTYPE_BYTES[config.train.precision])
-    own = parameters.count_shard(ranks, layout.expert_shard)
-    vectors = parameters.vectors / ranks
-    matrices = compute_sync_bytes_per_element(sync, config.train.precision) * (own - vectors)
+    ranks, width = layout.data_shard * layout.context, max(4, DTYPE_BYTES[precision])
+    own = trained.count_shard(ranks, layout.expert_shard)
+    vectors = trained.vectors / ranks
+    matrices = compute_sync_bytes_per_element(sync, precision) * (own - vectors)
     return count_sent_messages(sync, layout.islands) * (matrices + width * vectors) / sync.every
 
 

@@ -204,18 +204,14 @@ def list_sizes(config: RunConfig, ranks: str) -> tuple[int, ...]:
     of_replica = parallel.tensor * parallel.pipeline * parallel.context
     # A data rank has a sample of the batch at least.
     limit = min(most, config.train.global_batch * of_replica)
-    largest = fit_layout(config, limit)[1]
-    sizes = [*_list_usable(config, least, largest)]
+    size = largest = fit_layout(config, limit)[1]
+    sizes = []
+    while size >= least:
+        sizes.append(size)
+        try:
+            size = fit_layout(config, size - 1)[1]
+        except UserError:  # nothing is left
+            break
     if not sizes:
         raise UserError(f"ranks {ranks}: no layout uses so many; the nearest uses {largest}")
     return tuple(reversed(sizes))
-
-
-def _list_usable(config: RunConfig, least: int, ranks: int) -> Iterator[int]:
-    """Yield the numbers of ranks, from one that is usable down to `least`, that a layout uses."""
-    while ranks >= least:
-        yield ranks
-        try:
-            ranks = fit_layout(config, ranks - 1)[1]
-        except UserError:  # nothing is left
-            return

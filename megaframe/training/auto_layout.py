@@ -20,10 +20,16 @@ from pathlib import Path
 import torch
 
 from megaframe.architecture.stages import plan_stages
-from megaframe.config import CheckpointConfig, ParallelConfig, RunConfig, RunSection
+from megaframe.config import (
+    CheckpointConfig,
+    ParallelConfig,
+    RunConfig,
+    RunSection,
+    TrainConfig,
+)
 from megaframe.config.load import load_from_run
 from megaframe.config.phases import list_phase_keys, name_phase
-from megaframe.data.vocabulary_size import resolve_vocab
+from megaframe.data.vocabulary_size import find_vocab_size
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.errors import UserError
@@ -75,7 +81,7 @@ def resolve_config(
         UserError: The config has mistakes, or no value can be found for a key.
     """
     if data or config.model.vocab is None:
-        config = resolve_vocab(config)
+        config = config.replace(model={"vocab": find_vocab_size(config.model, config.data)})
     config, length = decide_steps(config, data=data)
     config, notes = choose_layout(config, world)
     notes = [*length, *notes]
@@ -172,21 +178,22 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
         return config, _describe_machine(config.run, config.parallel)
     saved = load_saved_config(config.run, config.checkpoint)
     if saved is not None and not resolve_axis_sizes(saved.parallel, world)[1]:
-        resumed = _copy_layout(config, saved)
+        layout = _select_layout_keys(config.parallel, saved.parallel, saved.train)
         note = f"parallel.auto: the layout that {config.run.dir} started with"
-        return resumed, [note, *_describe_machine(config.run, config.parallel)]
+        return config.replace(**layout), [note, *_describe_machine(config.run, config.parallel)]
     cluster = find_cluster(config.parallel, config.run)
     set_keys = config.parallel.model_fields_set.intersection(SEARCHED_KEYS)
     values = {name: getattr(config.parallel, name) for name in set_keys}
     fixed = {name: value for name, value in values.items() if value is not None}
     family = get_cluster_constants(cluster)
     result = search(SearchSpace(config, world, cluster, fixed), family, simulated=_SIMULATED)
-    best = _copy_layout(config, result.best.config)
+    best = result.best.config
+    layout = _select_layout_keys(config.parallel, best.parallel, best.train)
     why = [*describe_decision(result, cluster), *list_reasons(result.best, cluster)]
     notes = [f"parallel.auto: {world} ranks on {cluster.name}. {why[0]}", *why[1:]]
     if saved is not None:
         notes.append(f"the layout that {config.run.dir} started with is not one for {world} ranks")
-    return best, notes
+    return config.replace(**layout), notes
 
 
 def choose_recomputed_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
@@ -265,16 +272,24 @@ def _describe_machine(run: RunSection, parallel: ParallelConfig) -> list[str]:
     return notes
 
 
-def _copy_layout(config: RunConfig, source: RunConfig) -> RunConfig:
-    """Return `config` with the layout of `source`, and with `parallel.auto` turned off."""
-    names = [name for name in SEARCHED_KEYS if hasattr(config.parallel, name)]
-    names += ["tensor_chunks", "schedule_microbatches", "layers_per_stage"]
-    parallel = {name: getattr(source.parallel, name) for name in (*names, "expert_overlap")}
-    if config.parallel.layers_per_stage == "measured" and parallel["layers_per_stage"] is None:
-        parallel["layers_per_stage"] = "measured"
+def _select_layout_keys(
+    asked: ParallelConfig, parallel: ParallelConfig, train: TrainConfig
+) -> dict[str, dict[str, object]]:
+    """Return the keys of a layout by section, for a config that leaves it open.
+
+    Args:
+        asked: The section of that config.
+        parallel: The section of a config that has the layout.
+        train: The section of the same.
+    """
+    names = [name for name in SEARCHED_KEYS if hasattr(parallel, name)]
+    names += ["tensor_chunks", "schedule_microbatches", "layers_per_stage", "expert_overlap"]
+    layout = {name: getattr(parallel, name) for name in names}
+    if asked.layers_per_stage == "measured" and parallel.layers_per_stage is None:
+        layout["layers_per_stage"] = "measured"
     keys = ("microbatch", "recompute", "recompute_blocks")
-    train = {name: getattr(source.train, name) for name in keys}
-    return config.replace(parallel={**parallel, "auto": False}, train=train)
+    of_train = {name: getattr(train, name) for name in keys}
+    return {"parallel": {**layout, "auto": False}, "train": of_train}
 
 
 def load_saved_config(run: RunSection, checkpoint: CheckpointConfig) -> RunConfig | None:

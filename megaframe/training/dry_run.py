@@ -19,7 +19,7 @@ from megaframe.optim.parameter_groups import find_frozen_names, format_parameter
 from megaframe.planner.memory import RankMemory, compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.training.run_length import has_token_files
-from megaframe.validate.invariance import describe_layout_dependence
+from megaframe.validate.invariance import describe_layout_dependence, find_layout_dependence
 from megaframe.validate.run import find_warnings
 
 
@@ -61,7 +61,7 @@ def describe_run(
         *_describe_sources(config),
         *_format_memory_table(memories),
         *find_warnings(config, layout, node),
-        *describe_layout_dependence(config),
+        *describe_layout_dependence(find_layout_dependence(config)),
     ]
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from megaframe.config import RunConfig
 from megaframe.config.batch_ramp import count_samples, count_steps
 from megaframe.config.data import DataConfig, PhasePosition
-from megaframe.config.phases import give_own_learning_rate, make_phase_config, name_phase
+from megaframe.config.phases import make_phase_config, name_phase, select_own_learning_rate
 from megaframe.config.schema import CheckpointConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.training.run_position import RunPosition, find_position
@@ -39,9 +39,9 @@ def decide_phases(config: RunConfig) -> list[RunConfig]:
             phase = phase.replace(checkpoint={"resume": "latest"})
         position = _find_end(phase.train, phase.data, place, position)
         place = place.model_copy(update={"end": position.step})
-        phase = give_own_learning_rate(phase, number, (place.step, place.end))
-        end = None if number == len(config.data.phases) else place.end
-        configs.append(phase.replace(data={"phase": place}, train={"stop_after": end}))
+        optim = select_own_learning_rate(phase.data, number, (place.step, place.end))
+        train = {"stop_after": None if number == len(config.data.phases) else place.end}
+        configs.append(phase.replace(data={"phase": place}, train=train, optim=optim))
     given, total = config.train.steps, position.step
     if "steps" in config.train.model_fields_set and given != total:
         raise UserError(

@@ -42,6 +42,7 @@ from megaframe.checkpoint.train_state import (
     read_train_state,
 )
 from megaframe.config import RunConfig
+from megaframe.config.compare import PLACES, find_differences
 from megaframe.config.phases import name_phase
 from megaframe.data.loader import Loader
 from megaframe.data_parallel.bucket import COMPRESSION_PREFIX
@@ -227,10 +228,9 @@ class RunCheckpoint:
             prepared = [*prepare_slices(slices, saved, restarted), *residuals]
             island_notes = [*self._islands.load_tensors(checkpoint, prepared, owned, state)]
             state.optimizer = state.optimizer.restart(moments, restarted)
+            changed = find_differences(was, config, PLACES)
             notes = [
-                *describe_resumption(
-                    state.config, config, checkpoint.step, str(checkpoint), state.extensions
-                ),
+                *describe_resumption(checkpoint.step, str(checkpoint), changed, state.extensions),
                 *describe_missing_state(slices, saved),
                 *island_notes,
             ]

@@ -10,7 +10,7 @@ from megaframe.config import DataConfig, RunConfig
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.metrics import MetricsLogger
 from megaframe.schedule import Schedule
-from megaframe.validate.invariance import describe_layout_dependence
+from megaframe.validate.invariance import describe_layout_dependence, find_layout_dependence
 from megaframe.validate.run import find_warnings
 
 
@@ -74,7 +74,9 @@ def log_start(
     if config.train.offload and mesh.device.type == "cpu":
         logger.note("train.offload=true only copies on a CPU")
     node = config.parallel.node_size or read_local_world_size()
-    for line in (*find_warnings(config, mesh.layout, node), *describe_layout_dependence(config)):
+    for line in find_warnings(config, mesh.layout, node):
+        logger.note(line)
+    for line in describe_layout_dependence(find_layout_dependence(config)):
         logger.note(line)
 
 

@@ -171,7 +171,7 @@ class Trainer:
             old_metrics = set_metrics_aside(self.folder / METRICS_FILE)
             set_metrics_aside(self.folder / SAMPLES_FILE)
         self._routines, routine_details, routine_notes = tune(
-            config, state.routines if state else None, mesh
+            config.run, config.train, config.kernels, state.routines if state else None, mesh
         )
         self._step_metrics = StepMetrics(
             config,

@@ -6,7 +6,7 @@ docs/design.md has the same list with the measured effect of each option;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megaframe.config.schema import RunConfig
 
@@ -57,7 +57,8 @@ def find_layout_dependence(config: RunConfig) -> Iterator[str]:
         )
 
 
-def describe_layout_dependence(config: RunConfig) -> Iterator[str]:
-    """Yield one line with all such options; nothing if there are none."""
-    if options := "; ".join(find_layout_dependence(config)):
-        yield f"layout may change the answer: {options}"
+def describe_layout_dependence(options: Iterable[str]) -> Iterator[str]:
+    """Yield one line with all options that `find_layout_dependence` yields; nothing if there are
+    none."""
+    if joined := "; ".join(options):
+        yield f"layout may change the answer: {joined}"

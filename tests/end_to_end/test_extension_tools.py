@@ -208,7 +208,7 @@ def test_a_check_under_two_layouts_says_what_is_wrong(write, capsys):
     tool, ranks = load_tool("check_layers"), RankPool(2, partial(load_named_extensions, [path]))
     with use_registry(Registry()), closing(ranks):
         config = load_with_extensions(None, [*SMALL, BLOCKS, f"run.extensions=[{path}]"])
-        small = SmallRun(config)
+        small = SmallRun(config.model, config.optim, config.run)
         lies = tool.check_descriptions(small.list_measured_layouts()[:1], ranks)
         failures = tool.check_parity(small.list_parity_layouts()[:2], ranks)
     printed = capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_other_ranks_another_optimizer_and_other_frozen_weigh
     for number, (ranks, keys) in enumerate(parts, 1):
         resume = {"checkpoint__resume": "latest"} if number > 1 else {}
         pool.run(ranks, train, overrides(train__steps=6 * number, **shared_keys, **keys, **resume))
-        _, stage = load_stage(tmp_path / "run/checkpoints")
+        stage = load_stage(tmp_path / "run/checkpoints")
         weights.append({p.spec.name: p.value for p in stage.parameters()})
     curve = read_losses(tmp_path / "run")
     assert curve[-1] < 0.9 * curve[0]
@@ -78,8 +78,8 @@ def test_the_average_is_saved_and_used(pool, overrides, tmp_path):
     keys = {**EVERY, "optim__ema": 0.6, "optim__frozen": "[blocks.1.*]", "train__steps": 6}
     pool.run(2, train, overrides(**keys, parallel__zero=2))
     folder = tmp_path / "run/checkpoints"
-    _, plain = load_stage(folder)
-    _, averaged = load_stage(folder, ema=True)
+    plain = load_stage(folder)
+    averaged = load_stage(folder, ema=True)
     for parameter, other in zip(plain.parameters(), averaged.parameters(), strict=True):
         assert parameter.spec.name == other.spec.name
         frozen = parameter.spec.name.startswith("blocks.1.")
@@ -173,7 +173,7 @@ def test_updates_of_unfrozen_parameters_are_counted_alike_under_any_layout(
             pool.run(ranks, train, overrides(**keys, **resume))
         with open_checkpoint(tmp_path / name / "checkpoints/step-00000015") as checkpoint:
             before = checkpoint.state["optimizer"]["updates_before"]
-        _, stage = load_stage(tmp_path / name / "checkpoints", precision="fp64")
+        stage = load_stage(tmp_path / name / "checkpoints", precision="fp64")
         return before, {p.spec.name: p.value for p in stage.parameters()}
 
     before, weights = train_parts("alone", [(1, {})])

@@ -92,9 +92,10 @@ def test_each_is_named_when_it_is_used(option):
 def test_all_of_a_run_stand_in_one_line_and_a_run_without_any_says_nothing():
     model = {"vocab": 37, "bias": True}
     config = RunConfig(model=model, optim={"name": "lion"}, parallel={"compress": "topk"})
-    (line,) = describe_layout_dependence(config)
+    (line,) = describe_layout_dependence(find_layout_dependence(config))
     assert line.startswith("layout may change the answer: parallel.compress=topk (")
     assert "; optim.name=lion (" in line
     assert describe_run(config, Layout(data=2)).splitlines()[-1] == line
     for calm in ({}, {"state": "bf16"}, {"name": "muon"}):
-        assert not list(describe_layout_dependence(RunConfig(model=model, optim=calm)))
+        calm_run = RunConfig(model=model, optim=calm)
+        assert not list(describe_layout_dependence(find_layout_dependence(calm_run)))

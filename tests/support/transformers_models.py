@@ -109,7 +109,7 @@ def compute_exact_logits(folder):
 
 def compute_own_logits(path):
     """Return our logits, computed in fp64 and rounded to fp32 at the end."""
-    return compute_logits_of_stage(load_stage(path, precision="fp64")[1])
+    return compute_logits_of_stage(load_stage(path, precision="fp64"))
 
 
 @torch.no_grad()
@@ -148,7 +148,7 @@ def assert_same_both_ways(folder, tmp_path):
     """Assert that the model in a folder of transformers computes the same here, and again in
     transformers from `tmp_path`/again, to which it is exported; and writes the same texts."""
     checkpoint = import_model(folder, tmp_path / "own").checkpoint
-    _, stage = load_stage(checkpoint, precision="fp64")
+    stage = load_stage(checkpoint, precision="fp64")
     logits = compute_logits_of_stage(stage)
     with InFp64():
         model = load_exact(folder)

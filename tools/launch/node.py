@@ -157,9 +157,10 @@ def _run_entry(words: Sequence[str], variables: Mapping[str, str]) -> None:
 def check_data(config: RunConfig) -> None:
     """Raise `UserError` if the tokenizer or the sources of a run cannot be used on this node."""
     from megaframe.data.loader import Loader
-    from megaframe.data.vocabulary_size import resolve_vocab
+    from megaframe.data.vocabulary_size import find_vocab_size
 
-    Loader(resolve_vocab(config), 0, 1)
+    vocab = find_vocab_size(config.model, config.data)
+    Loader(config.replace(model={"vocab": vocab}), 0, 1)
 
 
 def check_node(folder: Path) -> bool:

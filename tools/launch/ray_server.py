@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 
 from megaframe.config import RunConfig
-from megaframe.data.vocabulary_size import resolve_vocab
+from megaframe.data.vocabulary_size import find_vocab_size
 from megaframe.distributed.ray_cluster import connect_to_ray
 from megaframe.errors import UserError, report_errors
 from megaframe.io.closed_output import allow_closed_output
@@ -38,7 +38,8 @@ def main() -> None:
         check_server(config, arguments.shards)
         connect_to_ray(arguments.address, NAMESPACE)
         if config.model.vocab is None:
-            config = resolve_vocab(config)
+            vocab = find_vocab_size(config.model, config.data)
+            config = config.replace(model={"vocab": vocab})
         take_notes = start_actors(config, Path(arguments.folder), arguments.shards)
         take_notes()  # answered once the coordinator runs
         print(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from megaframe.architecture.model_blocks import describe_block
-from megaframe.config import ModelConfig, RunConfig
+from megaframe.config import ModelConfig, OptimConfig, RunConfig, RunSection
 from megaframe.training.layer_check.measure import list_expert_sets
 from megaframe.validate.run import find_mistakes
 
@@ -35,10 +35,11 @@ class CheckedLayout:
 
 
 class SmallRun:
-    """A run with all kinds of blocks of another one, and little of everything else."""
+    """A run with all kinds of blocks of another one, of which it is given the sections, and little
+    of everything else."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._tokens, model, moe = _TOKENS, config.model, config.model.moe
+    def __init__(self, model: ModelConfig, optim: OptimConfig, run: RunSection) -> None:
+        self._tokens, moe = _TOKENS, model.moe
         self._model = model.model_copy(update=_choose_sizes(model))
         if moe is not None:
             self._tokens = min(_MOST_TOKENS, lcm(8, len(list_expert_sets(moe.experts, moe.top_k))))
@@ -46,8 +47,8 @@ class SmallRun:
             self._model = self._model.model_copy(update={"moe": small})
         # Keys under which a layout may change the answer are not those of the run.
         rates = {"lr": 0.01, "min_lr": 0.0, "warmup": 2, "offload": False, "state": "master"}
-        rates |= {"name": "adamw"} if config.optim.name in ("lion", "muon") else {}
-        self._optim, self._run = config.optim.model_copy(update=rates), config.run
+        rates |= {"name": "adamw"} if optim.name in ("lion", "muon") else {}
+        self._optim, self._run = optim.model_copy(update=rates), run
 
     def list_measured_layouts(self) -> list[CheckedLayout]:
         """Return the layouts under which layers are measured, each with every kind of recompute."""

@@ -110,26 +110,22 @@ def measure_layers_of(configs: Sequence[RunConfig]) -> list[dict[str, LayerMeasu
     parallel = configs[0].parallel
     layout = Layout.from_parallel(parallel, read_world_size())
     mesh = Mesh(layout, device="cpu", timeout=parallel.timeout)
-    measurements = [_measure_on(mesh, config) for config in configs]
+    measurements = []
+    for config in configs:
+        attention = _LocalAttention()
+        train_step = TrainStep(config, mesh, routines=_make_routines(config.model, attention))
+        train_step.optimizer.initialize(config.run.seed)
+        train_step.stages[0].start_step(0)
+        microbatch = make_random_microbatch(
+            config.model,
+            config.train,
+            train_step.context,
+            mesh.device,
+            documents=config.data.reset_attention,
+        )
+        measurements.append(_Measuring(train_step, mesh, microbatch, attention).measure_all())
+        train_step.stages[0].take_statistics()
     mesh.finish()
-    return measurements
-
-
-def _measure_on(mesh: Mesh, config: RunConfig) -> dict[str, LayerMeasurement]:
-    attention = _LocalAttention()
-    train_step = TrainStep(config, mesh, routines=_make_routines(config.model, attention))
-    train_step.optimizer.initialize(config.run.seed)
-    stage = train_step.stages[0]
-    stage.start_step(0)
-    microbatch = make_random_microbatch(
-        config.model,
-        config.train,
-        train_step.context,
-        mesh.device,
-        documents=config.data.reset_attention,
-    )
-    measurements = _Measuring(train_step, mesh, microbatch, attention).measure_all()
-    stage.take_statistics()
     return measurements
 
 

@@ -282,9 +282,9 @@ def test_a_resume_without_an_extension_is_refused_and_a_changed_one_is_said(writ
     (extension,) = get_registry().extensions
     saved = {extension.name: extension.digest}
     check_same_run(config, config, path, saved)
-    assert len([*describe_resumption(config, config, 1, "x", saved)]) == 1
+    assert len([*describe_resumption(1, "x", (), saved)]) == 1
     changed = {extension.name: "0" * 64}
-    lines = [*describe_resumption(config, config, 1, "x", changed)]
+    lines = [*describe_resumption(1, "x", (), changed)]
     assert f"warning: extension {path} has changed" in lines[1]
     with use_registry(Registry()), pytest.raises(UserError) as error:
         check_same_run(config, config, path, saved)

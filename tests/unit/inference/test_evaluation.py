@@ -68,7 +68,8 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     options = {"train__steps": 2, "train__eval_every": 2, "checkpoint__every": 2}
     sources = {"data__sources": f"[{{path: {source}}}]"}
     pool.run(2, train, overrides(**options, **sources, **layout, **heed))
-    config, stage = load_stage(parse_path(str(tmp_path / "run/checkpoints")))
+    stage = load_stage(parse_path(str(tmp_path / "run/checkpoints")))
+    config = stage.config
     passage = read_sequence(CorpusFile(str(tmp_path / "held.bin")), None)
     (passage_score,) = score(stage, [passage], context=16, stride=16, data=config.data)
     assert passage_score.tokens == 96 - bool(heed)
@@ -86,7 +87,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     ((_, rest),) = read_split(divided.model, divided.train, divided.data, "test")
     ((_, less),) = read_split(divided.model, divided.train, divided.data, "validation")
     assert np.array_equal([*less.tokens, *rest.tokens], same.tokens)
-    _, low = load_stage(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
+    low = load_stage(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
     assert rounded.loss == pytest.approx(passage_score.loss, rel=0.01) and rounded != passage_score
 

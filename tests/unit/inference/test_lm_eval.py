@@ -42,7 +42,7 @@ def test_tasks_from_local_files_give_what_our_own_scores_give(
     arguments = ("--checkpoint", saved_run, "--tasks", "choose,roll,generate", "--include", tasks)
     run(monkeypatch, *arguments, "--json")
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]
-    _, stage = load_stage(parse_path(str(saved_run)))
+    stage = load_stage(parse_path(str(saved_run)))
     encode = load_tokenizer("bytes").encode
 
     def nats(before, after):
@@ -69,7 +69,7 @@ def test_an_unknown_task_is_named_with_those_that_are_there(saved_run, tasks, mo
 def test_a_text_is_generated_up_to_the_end_that_a_task_names(saved_run):
     from megaframe.inference.lm_eval import HarnessModel, LocalModel
 
-    _, stage = load_stage(parse_path(str(saved_run)))
+    stage = load_stage(parse_path(str(saved_run)))
     model = HarnessModel(LocalModel(stage, context=16, batch=2), load_tokenizer("bytes"))
 
     def generate(*options):

@@ -15,7 +15,8 @@ import torch
 from bitwise import assert_same_losses
 from entry_runs import make_trainer, read_losses
 
-from megaframe.config import RunConfig, load
+from megaframe.config import RunSection, TrainConfig, load
+from megaframe.config.schema import KernelsConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.model import autotune
@@ -70,13 +71,10 @@ def clock(monkeypatch):
     return SimpleNamespace(now=time_now, work=work)
 
 
-def make_config(precision="fp32", library="auto", **run):
-    return RunConfig(
-        model={"layers": 1, "hidden": 8, "heads": 1, "vocab": 7},
-        train={"precision": precision},
-        kernels={"matmul": library},
-        run={"device": "cpu", **run},
-    )
+def choose(recorded=None, mesh=None, precision="fp32", library="auto", **run):
+    """Call `tune` for a run on the CPU."""
+    sections = RunSection(device="cpu", **run), TrainConfig(precision=precision)
+    return tune(*sections, KernelsConfig(matmul=library), recorded, mesh)
 
 
 def find_cache():
@@ -228,7 +226,7 @@ def test_a_busy_machine_is_not_measured(clock, monkeypatch):
         "measure",
         lambda dtype: find_fastest(("a", "b"), clock.work(seconds, []), 1.0, "a"),
     )
-    routines, (detail,), (note,) = tune(make_config(), None)
+    routines, (detail,), (note,) = choose()
     assert routines == TORCH and not find_cache().exists()
     why = "(torch's own, because other work keeps this machine too busy to measure any)"
     assert f"{why}: {TORCH.describe()}" in detail
@@ -239,7 +237,7 @@ def test_a_busy_machine_is_not_measured(clock, monkeypatch):
 def test_a_run_says_what_it_uses_and_where_that_is_kept(clock, monkeypatch):
     """Two fresh runs on one machine use the same routines, unless the first says otherwise."""
     monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
-    (first, notes), (second, more) = (tune(make_config(), None)[1:] for _ in range(2))
+    (first, notes), (second, more) = (choose()[1:] for _ in range(2))
     assert f"s, kept in {find_cache()}): {OTHER.describe()}" in first[0]
     assert f"(measured before, kept in {find_cache()}): {OTHER.describe()}" in second[0]
     assert notes == more == []
@@ -280,13 +278,13 @@ def test_threads_that_have_no_processor_are_noticed(pool):
 def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
     monkeypatch.setattr(autotune, "measure", None)  # is not called
     mesh = Mesh(Layout(), device="cpu")
-    assert tune(make_config(library="torch"), None, mesh)[0] == TORCH
-    assert tune(make_config(deterministic=True), None, mesh)[0] == TORCH
-    named, lines, _ = tune(make_config(library="onednn"), OTHER, mesh)
+    assert choose(None, mesh, library="torch")[0] == TORCH
+    assert choose(None, mesh, deterministic=True)[0] == TORCH
+    named, lines, _ = choose(OTHER, mesh, library="onednn")
     assert set(named.products.values()) == {matmul.list_libraries(FP32)[-1]}
     assert "kernels.matmul=onednn" in lines[0] and "dense onednn" in lines[0]
     assert matmul.get_libraries_in_use(FP32) == named.products
-    assert tune(make_config("fp64"), None, mesh) == (CPURoutines(), [], [])
+    assert choose(None, mesh, "fp64") == (CPURoutines(), [], [])
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -314,7 +312,7 @@ def choose_on_a_rank(folder):
         autotune.load_or_measure,
     )
     try:
-        return tune(make_config(), None, mesh)[0], matmul.get_libraries_in_use(FP32)
+        return choose(None, mesh)[0], matmul.get_libraries_in_use(FP32)
     finally:
         autotune.load_or_measure = original
         matmul.use_libraries(FP32, {})
@@ -356,12 +354,10 @@ def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
 
 
 def test_a_run_that_resumes_in_another_precision_chooses_anew(monkeypatch):
-    def choose(dtype):
+    def take_torch(dtype):
         return RoutineChoice(make_named_routines(dtype, "torch"), "")
 
-    monkeypatch.setattr(autotune, "load_or_measure", choose)
+    monkeypatch.setattr(autotune, "load_or_measure", take_torch)
     mesh = Mesh(Layout(), device="cpu")
-    assert tune(make_config("bf16"), OTHER, mesh)[0] == make_named_routines(torch.bfloat16, "torch")
-    assert (
-        tune(make_config("fp32"), CPURoutines(), mesh)[0] == TORCH
-    )  # of a GPU, or an older version
+    assert choose(OTHER, mesh, "bf16")[0] == make_named_routines(torch.bfloat16, "torch")
+    assert choose(CPURoutines(), mesh)[0] == TORCH  # of a GPU, or an older version
