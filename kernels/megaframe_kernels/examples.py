@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megaframe_kernels import codes, loss
+from megaframe_kernels import block_codes, loss
 from megaframe_kernels.attention import launches
 from megaframe_kernels.elementwise import activation, norm, qkv_rotary, rotary
 from megaframe_kernels.experts import (
@@ -252,7 +252,7 @@ def _launch_decoding() -> Iterator[Example]:
         stored = _make_tensor(length // (2 if count == 16 else 1), dtype=torch.uint8)
         scales = _make_tensor(length // block // group, dtype=torch.float32)
         shares = _make_tensor(length // block, dtype=torch.uint8) if group > 1 else None
-        codes.launch_decode(values, stored, levels, scales, shares, block)
+        block_codes.launch_decode(values, stored, levels, scales, shares, block)
 
     yield Example("nf4", partial(call, 64, 1, 16, torch.bfloat16))
     yield Example("nf4, shares", partial(call, 64, 16, 16, torch.bfloat16))

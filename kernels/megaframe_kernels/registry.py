@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megaframe_kernels import codes, loss
+from megaframe_kernels import block_codes, loss
 from megaframe_kernels.attention import attention
 from megaframe_kernels.elementwise import activation, norm, qkv_rotary, rotary
 from megaframe_kernels.experts import (
@@ -50,7 +50,7 @@ _ALL = (
     grouped_fp8_gradient.KERNEL,
     recurrence.DELTA_RULE,
     recurrence.SSD,
-    codes.KERNEL,
+    block_codes.KERNEL,
 )
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ALL})
 """All kernels, from which `select` chooses implementations."""

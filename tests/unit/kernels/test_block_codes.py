@@ -1,7 +1,7 @@
 """Values of codes by Triton and by bitsandbytes: exact but for the roundings of two or three
 products, whatever the blocks are, and nothing is written beside them.
 
-Tests `megaframe_kernels.codes`.
+Tests `megaframe_kernels.block_codes`.
 """
 
 from dataclasses import replace
