@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.model.activation import activate
-from megaframe.model.gate_cut_off import GateCutOff
+from megaframe.model.activation_sparsity import GaussianTopK
 from megaframe.model.layer_inputs import MicrobatchInputs
 from megaframe.model.pass_state import PassState
 from megaframe.model.xielu import XIELU
@@ -32,9 +32,9 @@ class MLP(Module):
         self.down = Linear(f"{name}.down", description.down, tensor)
         activation = description.activation
         slopes = activation.slopes
-        self.cut_off: GateCutOff | None = None
+        self.top_gates: GaussianTopK | None = None
         if description.sparsity:
-            self.cut_off = GateCutOff(description, tensor.group)
+            self.top_gates = GaussianTopK(description, tensor.group)
         self.activate: Elementwise = (
             partial(activate, activation) if slopes is None else XIELU(f"{name}.activation", slopes)
         )
@@ -44,5 +44,5 @@ class MLP(Module):
     ) -> Tensor:
         """Apply the MLP to each row. The arguments are those of `Attention`."""
         up = self.up(x, state.deferred, norm)
-        up = up if self.cut_off is None else self.cut_off(up)
+        up = up if self.top_gates is None else self.top_gates(up)
         return self.down(up, state.deferred, self.activate)

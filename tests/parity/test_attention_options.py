@@ -7,7 +7,7 @@ several residual streams, LAuReL, and gates that are cut off.
 
 Tests `megaframe.model.shared_keys`, `megaframe.model.layer_embedding`, `megaframe.model.streams`,
 `megaframe.architecture.streams`, `megaframe.model.laurel`, `megaframe.architecture.laurel` and
-`megaframe.model.gate_cut_off`.
+`megaframe.model.activation_sparsity`.
 """
 
 import pytest

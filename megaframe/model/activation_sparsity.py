@@ -1,4 +1,5 @@
-"""Gates of an MLP that are cut off at a quantile of their row, as in Gemma 3n.
+"""Activation sparsity: gates of an MLP that are cut off at a quantile of their row, as in Gemma 3n,
+whose code calls it a Gaussian top-k.
 
 The quantile is that of a normal distribution with the mean and the variance of a token's gates,
 which tensor ranks divide. So two moments of each token are summed over these ranks, and in the
@@ -18,7 +19,7 @@ from megaframe.architecture.mlp import MLPDescription
 from megaframe.distributed.collectives import Group, all_reduce
 
 
-class GateCutOff:
+class GaussianTopK:
     """Replaces gates x by max(0, x - mean - k deviation)."""
 
     def __init__(self, description: MLPDescription, tensor: Group) -> None:
@@ -36,7 +37,7 @@ class GateCutOff:
 
     def __call__(self, x_TF: Tensor) -> Tensor:
         """Return the results of the first product with gates that are cut off."""
-        cut: Tensor = _CutOff.apply(x_TF, self)
+        cut: Tensor = _GaussianTopK.apply(x_TF, self)
         return cut
 
     def average(self, sums: list[Tensor]) -> Tensor:
@@ -44,7 +45,7 @@ class GateCutOff:
         return all_reduce(torch.stack(sums), self.tensor).wait().div_(self.width)
 
 
-class _CutOff(torch.autograd.Function):
+class _GaussianTopK(torch.autograd.Function):
     """y = max(0, x - m - k s) with s = (q - m^2)^(1/2), the means m of x and q of x^2.
 
     With g = dy where y > 0, and its sum G: dm = -G (1 - k m / s), dq = -G k / (2 s), and
@@ -52,7 +53,7 @@ class _CutOff(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TF: Tensor, own: GateCutOff) -> Tensor:
+    def forward(ctx: Any, x_TF: Tensor, own: GaussianTopK) -> Tensor:
         gates_TG, *others = x_TF.chunk(own.parts, 1)
         wide = _widen(gates_TG)
         sums = [wide.sum(1, keepdim=True), wide.square().sum(1, keepdim=True)]
