@@ -31,8 +31,8 @@ from megaframe.inference.generation import (
     sample_by,
 )
 from megaframe.metrics import MetricsLogger
+from megaframe.training.text_windows import pad_windows, split_windows, stack_ends
 from megaframe.training.train_step import TrainStep
-from megaframe.training.windows import pad_windows, split_windows, stack_ends
 
 if TYPE_CHECKING:
     from megaframe.inference.lm_eval import TaskOptions

@@ -18,8 +18,8 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.extensions.sink import TextSample
 from megaframe.inference.generation import SamplingOptions, encode_prompt, load_run_tokenizer
+from megaframe.training.text_windows import split_windows, stack_ends
 from megaframe.training.train_step import TrainStep
-from megaframe.training.windows import split_windows, stack_ends
 
 _NO_TOKEN = -1
 

@@ -1,7 +1,7 @@
 """Samples of text during training are the same under every layout, and training does not notice
 them.
 
-Tests `megaframe.training.text_samples` and `megaframe.training.windows`.
+Tests `megaframe.training.text_samples` and `megaframe.training.text_windows`.
 """
 
 from functools import cache
