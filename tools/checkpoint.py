@@ -39,7 +39,7 @@ from megaframe.checkpoint import (
     parse_path,
 )
 from megaframe.checkpoint.inspect import compare_checkpoints, describe_folder, find_damage
-from megaframe.checkpoint.merged import describe_rounding, open_model
+from megaframe.checkpoint.merged_adapters import describe_rounding, open_model
 from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.checkpoint.starting_weights import StartingWeights
 from megaframe.config import RunConfig

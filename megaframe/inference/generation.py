@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice, StorePath, locate_checkpoint, open_checkpoint
-from megaframe.checkpoint.merged import open_model
+from megaframe.checkpoint.merged_adapters import open_model
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
 from megaframe.config import DataConfig, ModelConfig
 from megaframe.data.token_file_record import (

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.checkpoint.manifest import DTYPES
-from megaframe.checkpoint.merged import is_of_base
+from megaframe.checkpoint.merged_adapters import is_of_base
 from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.blocks import MoEMixtureConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences

@@ -24,7 +24,7 @@ from megaframe.checkpoint import (
 )
 from megaframe.checkpoint.base_weights import BaseWeights
 from megaframe.checkpoint.manager import CheckpointManager
-from megaframe.checkpoint.merged import (
+from megaframe.checkpoint.merged_adapters import (
     is_of_base,
     open_base,
     open_model,

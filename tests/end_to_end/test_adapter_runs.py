@@ -2,7 +2,7 @@
 read as the model that both are together.
 
 Tests `megaframe.architecture.adapted_weights`, `megaframe.checkpoint.base_weights` and
-`megaframe.checkpoint.merged`.
+`megaframe.checkpoint.merged_adapters`.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from tolerances import assert_near, near, promised
 from megaframe.checkpoint import locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.convert.huggingface.adapter_export import export_adapters
 from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
-from megaframe.checkpoint.merged import describe_rounding, open_model
+from megaframe.checkpoint.merged_adapters import describe_rounding, open_model
 from megaframe.config import load
 from megaframe.errors import UserError
 from megaframe.inference.library import load_model

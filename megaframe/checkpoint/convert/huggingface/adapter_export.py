@@ -32,7 +32,7 @@ from megaframe.checkpoint.convert.huggingface.folder_export import (
 )
 from megaframe.checkpoint.convert.huggingface.tensor_names import map_tensors
 from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, TensorPart
-from megaframe.checkpoint.merged import open_own_base
+from megaframe.checkpoint.merged_adapters import open_own_base
 from megaframe.checkpoint.train_state import read_train_state
 from megaframe.config import ModelConfig, TrainConfig
 from megaframe.config.adapters import AdaptersConfig

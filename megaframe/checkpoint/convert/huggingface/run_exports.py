@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from megaframe.checkpoint.convert.huggingface.families import find_fitting_families
 from megaframe.checkpoint.convert.huggingface.folder_export import plan_export, write_model_config
-from megaframe.checkpoint.merged import open_model
+from megaframe.checkpoint.merged_adapters import open_model
 from megaframe.checkpoint.stores.store import (
     CHECKPOINT_NAME,
     StorePath,

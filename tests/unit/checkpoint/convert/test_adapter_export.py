@@ -21,7 +21,7 @@ from megaframe.checkpoint.convert.huggingface.adapter_import import arrange_rows
 from megaframe.checkpoint.convert.huggingface.model_folder import export_model
 from megaframe.checkpoint.convert.huggingface.tensors import TensorPart
 from megaframe.checkpoint.manifest import DTYPE_NAMES
-from megaframe.checkpoint.merged import open_model
+from megaframe.checkpoint.merged_adapters import open_model
 from megaframe.checkpoint.starting_weights import write_starting_weights
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
