@@ -24,11 +24,11 @@ from megaframe.config.data import Split as Shares
 from megaframe.config.model import ModelConfig
 from megaframe.config.part_calls import call_part
 from megaframe.config.schema import TrainConfig
+from megaframe.data.dataset_options import DatasetOptions
 from megaframe.data.fill_in_the_middle import find_fill_in_the_middle
 from megaframe.data.gpt_dataset import GPTDataset, locate_documents, number_documents
 from megaframe.data.label_weights import WEIGHT_DTYPE
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.data.sample_cut import SampleCut
 from megaframe.data.shuffle import derive_source_key, sample_indices
 from megaframe.data.source_limits import check_caps, find_limit, list_caps
 from megaframe.data.split_advice import SPLITS, Split, SplitSetting
@@ -101,14 +101,16 @@ class BlendedDataset:
         self.sources: list[GPTDataset | StreamedDataset] = []
         for source, shares in used_sources:
             packed = data.packing == "best_fit"
-            cut = SampleCut(split, shares, self._seq, vocab, end, data.label_weights, packed)
+            options = DatasetOptions(
+                split, shares, self._seq, vocab, end, data.label_weights, packed
+            )
             if not is_stream(source.path):
                 setting = SplitSetting(source.path if source.split else None, is_evaluation)
-                self.sources.append(cut.open(source.path, setting))
+                self.sources.append(options.open(source.path, setting))
             elif streams is None:
                 raise UserError(f"{source.path} {_NO_STREAM}")
             else:
-                self.sources.append(streams.open(source, cut, seed))
+                self.sources.append(streams.open(source, options, seed))
         self.caps = list_caps([source for source, _ in used_sources])
         if split == "train":
             for (source, _), samples in zip(used_sources, self.sources, strict=True):

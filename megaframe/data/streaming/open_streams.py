@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaframe.config.data import DataConfig, DataSourceConfig
-from megaframe.data.sample_cut import SampleCut
+from megaframe.data.dataset_options import DatasetOptions
 from megaframe.data.streaming.block_cache import BlockCache
 from megaframe.data.streaming.corpus import Corpus, find_corpus
 from megaframe.data.streaming.stream_reader import ProducerProcess, StreamReader
@@ -26,12 +26,12 @@ class Streams:
         self._producer: ProducerProcess | None = None
         self._opened: list[StreamedDataset] = []
 
-    def open(self, source: DataSourceConfig, cut: SampleCut, seed: int) -> StreamedDataset:
+    def open(self, source: DataSourceConfig, options: DatasetOptions, seed: int) -> StreamedDataset:
         """Return the samples of a source.
 
         Args:
             source: The source.
-            cut: How its blocks become samples.
+            options: How its blocks become samples.
             seed: Of its order.
 
         Raises:
@@ -43,12 +43,12 @@ class Streams:
         if not corpus.is_ready and self._cache is None:
             self._cache = BlockCache(self._folder)
             self._producer = ProducerProcess(self._cache, self._data.streaming)
-        trains = cut.split == "train"
+        trains = options.split == "train"
         cache, producer = (None, None) if corpus.is_ready else (self._cache, self._producer)
         reader = StreamReader(
             corpus, seed, cache, producer, reads_ahead=trains, keeps_read=not trains
         )
-        self._opened.append(StreamedDataset(corpus, cut, seed, reader))
+        self._opened.append(StreamedDataset(corpus, options, seed, reader))
         return self._opened[-1]
 
     def close(self) -> None:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megaframe.data.dataset_options import DatasetOptions
 from megaframe.data.gpt_dataset import GPTDataset, NoSamples
 from megaframe.data.label_weights import WEIGHT_DTYPE
-from megaframe.data.sample_cut import SampleCut
 from megaframe.data.shuffle import derive_source_key, sample_indices
 from megaframe.data.streaming.block_files import BlockInfo
 from megaframe.data.streaming.corpus import Corpus, Position
@@ -62,7 +62,7 @@ class StreamedDataset:
 
     Args:
         corpus: The corpus.
-        cut: How blocks become samples.
+        options: How blocks become samples.
         seed: Of the order.
         reader: Finds its blocks.
 
@@ -74,10 +74,12 @@ class StreamedDataset:
 
     windows = 0
 
-    def __init__(self, corpus: Corpus, cut: SampleCut, seed: int, reader: StreamReader) -> None:
+    def __init__(
+        self, corpus: Corpus, options: DatasetOptions, seed: int, reader: StreamReader
+    ) -> None:
         self.path, self.corpus = corpus.root, corpus
-        self._cut, self._seed, self._reader = cut, seed, reader
-        self.weight_dtype = WEIGHT_DTYPE if corpus.weights and cut.weighted else None
+        self._options, self._seed, self._reader = options, seed, reader
+        self.weight_dtype = WEIGHT_DTYPE if corpus.weights and options.weighted else None
         self._open: OrderedDict[Position, tuple[GPTDataset | None, BlockInfo]] = OrderedDict()
         self._told: set[Position] = set()
         self.notes: list[str] = []
@@ -114,7 +116,7 @@ class StreamedDataset:
         parts = []
         for block, windows in self._find_windows(numbers_N):
             weights = block.read_label_weights(windows)
-            shape = windows.size, self._cut.seq + 1
+            shape = windows.size, self._options.seq + 1
             parts.append(np.ones(shape, np.float32) if weights is None else weights)
         return np.concatenate(parts).astype(np.float32)
 
@@ -177,9 +179,10 @@ class StreamedDataset:
         first, last = self._cursors[0], self._cursors[-1]
         if last.first == first.first and last.epoch > first.epoch + 1:
             raise UserError(
-                f"the {self._cut.split} split of {self.path} has no sample of train.seq="
-                f"{self._cut.seq}: its {self._reader.order.shards} shards have too few tokens; use "
-                "a smaller train.seq, a larger data.streaming.shuffle_bytes, or another data.split"
+                f"the {self._options.split} split of {self.path} has no sample of train.seq="
+                f"{self._options.seq}: its {self._reader.order.shards} shards have too few tokens; "
+                "use a smaller train.seq, a larger data.streaming.shuffle_bytes, or another "
+                "data.split"
             )
 
     def _find_next(self, cursor: Cursor) -> Cursor:
@@ -206,7 +209,7 @@ class StreamedDataset:
 
     def _cut_block(self, prefix: str) -> GPTDataset | None:
         try:
-            return self._cut.open(prefix)
+            return self._options.open(prefix)
         except NoSamples:
             return None
 

@@ -1,6 +1,7 @@
 """Documents packed into samples.
 
-Tests `megaframe.data.packing`, `megaframe.data.packed_dataset` and `megaframe.data.sample_cut`.
+Tests `megaframe.data.packing`, `megaframe.data.packed_dataset` and
+`megaframe.data.dataset_options`.
 """
 
 from collections import Counter
@@ -16,11 +17,11 @@ from loader_runs import make_config, take
 from stream_runs import configure, take_rows, write_corpus
 from token_files import make_counting_documents, write_token_file
 
+from megaframe.data.dataset_options import DatasetOptions
 from megaframe.data.gpt_dataset import NoSamples
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE
 from megaframe.data.packing import cut_documents, pack_best_fit
-from megaframe.data.sample_cut import SampleCut
 from megaframe.data.streaming.corpus import find_corpus
 from megaframe.data.streaming.prepare_blocks import prepare_blocks
 
@@ -67,12 +68,12 @@ def test_every_token_is_predicted_once_from_its_own_document(lengths, seq, weigh
         if weighted:
             weights = [[[token / 2 for token in d[0]]] for d in make_counting_documents(lengths)]
             write_token_file(f"{path}.weights", weights, "f4")
-        cut = SampleCut("train", ALL, seq, 1 << 16, None, True, packed=True)
+        options = DatasetOptions("train", ALL, seq, 1 << 16, None, True, packed=True)
         if max(lengths) < 2:
             with pytest.raises(NoSamples):
-                cut.open(path)
+                options.open(path)
             return
-        source = cut.open(path)
+        source = options.open(path)
         windows = np.arange(source.windows)[::-1]
         tokens, starts = source.read(windows), source.is_document_start(windows)
         read_weights = source.read_label_weights(windows)
@@ -122,7 +123,7 @@ def test_padding_has_no_label_and_sees_nothing(tmp_path):
 
 def test_a_damaged_token_is_named_by_its_place_in_the_file(tmp_path):
     path = write_token_file(tmp_path / "f", [[[1, 1]], [[2, 2, 2]], [[3, 99, 3, 3]]])
-    source = SampleCut("train", ALL, 5, 50, None, True, packed=True).open(path)
+    source = DatasetOptions("train", ALL, 5, 50, None, True, packed=True).open(path)
     with pytest.raises(Exception, match="token 6 is 99"):
         source.read(np.arange(source.windows))
 

@@ -11,7 +11,7 @@ from megaframe.data.split_advice import Split, SplitSetting
 
 
 @dataclass(frozen=True)
-class SampleCut:
+class DatasetOptions:
     """How tokens become samples; see `GPTDataset`.
 
     Attributes:
