@@ -3,7 +3,7 @@
 `OuterStep` is what an island needs of it, whoever does it: push the differences of a fragment, go
 on training, pull the weights. `GroupOuterStep` does it without a server: process groups sum the
 differences, and every island applies the same outer optimizer to the same sum. With a server each
-island is a run of its own (`parameter_server/outer_step.py`)."""
+island is a run of its own (`parameter_server/server_outer_step.py`)."""
 
 from __future__ import annotations
 

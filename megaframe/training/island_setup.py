@@ -12,8 +12,8 @@ from megaframe.optim.islands import IslandSync
 from megaframe.optim.optimizer import Optimizer
 from megaframe.optim.outer_step import GroupOuterStep, OuterStep, SpanShape
 from megaframe.optim.parameter_server.coordinator import describe_model
-from megaframe.optim.parameter_server.outer_step import ServerConnection, ServerOuterStep
 from megaframe.optim.parameter_server.ray_actors import RayServer
+from megaframe.optim.parameter_server.server_outer_step import ServerConnection, ServerOuterStep
 
 
 def make_island_sync(

@@ -29,7 +29,7 @@ from megaframe.optim.parameter_server.rounds import (
 from megaframe.optim.parameter_server.shard import OuterShard, ParameterBox
 
 if TYPE_CHECKING:
-    from megaframe.optim.parameter_server.outer_step import Call, Values
+    from megaframe.optim.parameter_server.server_outer_step import Call, Values
 
 NAMESPACE = "megaframe"
 _RETRY_SECONDS = 0.2

@@ -26,7 +26,7 @@ from megaframe.distributed.collectives import ALONE
 from megaframe.errors import LostRanks, UnreadableFile, UserError
 from megaframe.optim.outer_step import SpanShape, take_outer_step
 from megaframe.optim.parameter_server.coordinator import SyncedModel
-from megaframe.optim.parameter_server.outer_step import ServerOuterStep
+from megaframe.optim.parameter_server.server_outer_step import ServerOuterStep
 from megaframe.optim.parameter_server.shard import STATE_FILE
 
 TIMEOUT = 3.0
