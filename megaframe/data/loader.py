@@ -9,12 +9,10 @@ Shape suffixes: N samples of this rank; the rest as in `Microbatch`.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +22,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.data.blend import Blend
 from megaframe.data.blended_dataset import BlendedDataset, select_sources, split_batch
 from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.prefetch import Prefetch
 from megaframe.data.sampler import BlendSources, SamplerState, restore_sampler
 from megaframe.data.source_descriptions import describe_documents, describe_passes
 from megaframe.data.split_advice import Split
@@ -38,58 +37,11 @@ from megaframe.data.token_file_record import (
 )
 from megaframe.data.tokenizer import load_tokenizer
 
-T = TypeVar("T")
 _EVALUATION_SEED = 0
 _OTHER_TOKENIZER = (
     "use the tokenizer that made the token files (data.tokenizer={name}), or make them again with "
     "another (tools/preprocess_data.py)"
 )
-
-
-class Prefetch(Generic[T]):
-    """Calls `make` repeatedly in a thread, at most `depth` results ahead of `next`.
-
-    Permits limit how far the thread runs ahead, not a bounded queue. The thread only ever waits for
-    a permit, so `close` can always wake it, and exactly `depth` results are made beyond the last
-    one taken.
-    """
-
-    def __init__(self, make: Callable[[], T], depth: int) -> None:
-        self._make = make
-        self._permits = threading.Semaphore(depth)
-        self._ready: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
-        self._closed = False
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._fill, name="megaframe-prefetch", daemon=True)
-        self._thread.start()
-
-    def next(self) -> T:
-        """Return the next result, in order. An exception of `make` is raised here and by each later
-        call."""
-        if self._failure is None:
-            result = self._ready.get()
-            self._permits.release()
-            if isinstance(result, tuple):
-                return result[0]
-            self._failure = result
-        raise self._failure
-
-    def close(self) -> None:
-        """End the thread and drop the results that were made ahead."""
-        self._closed = True
-        self._permits.release()
-        self._thread.join()
-
-    def _fill(self) -> None:
-        while True:
-            self._permits.acquire()
-            if self._closed:
-                return
-            try:
-                self._ready.put((self._make(),))
-            except BaseException as error:  # whatever it is, `next` raises it
-                self._ready.put(error)
-                return
 
 
 class ValidationBatch(NamedTuple):

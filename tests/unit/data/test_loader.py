@@ -1,4 +1,7 @@
-"""The order of samples: the same for any ranks, and every sample once in an epoch."""
+"""The order of samples: the same for any ranks, and every sample once in an epoch.
+
+Tests `megaframe.data.loader` and `megaframe.data.prefetch`.
+"""
 
 import shutil
 from pathlib import Path
