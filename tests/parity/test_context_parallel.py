@@ -6,7 +6,6 @@ Tests `megaframe.context_parallel.ring`.
 """
 
 import json
-from functools import cache
 
 import pytest
 from bitwise import assert_same_bits
@@ -15,8 +14,8 @@ from parity_runs import (
     FEW,
     MODELS,
     assert_same,
-    choose_microbatch,
     make_global_batch,
+    make_layout_check,
     run,
     share,
 )
@@ -59,27 +58,16 @@ CASES += [(list(SHAPES)[i % len(SHAPES)], *layout) for i, layout in enumerate(LA
 QUICK = [*(("packed-windows", *kind) for kind in KINDS), ("packed", *LAYOUTS[3])]
 
 
-def run_layout(ranks, name, train, parallel, pool, *, layers=2, serial=False):
-    model, packed = {**SHAPES[name], "layers": layers}, name.startswith("packed")
-    return pool.run(ranks, run, model, {**FEW, **train}, parallel, serial, False, packed)
-
-
 @pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, stages) -> the result of one process, with two layers for each stage."""
-    return cache(
-        lambda name, stages: run_layout(1, name, {"microbatch": 4}, {}, pool, layers=2 * stages)[0]
-    )
+def check(pool):
+    return make_layout_check(pool, SHAPES)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
-def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    train = {"microbatch": choose_microbatch(ranks, parallel), "recompute": recompute}
-    stages = parallel.get("pipeline", 1)
-    results = run_layout(ranks, name, train, parallel, pool, layers=2 * stages)
-    assert_same(results, expected(name, stages))
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, check):
+    check(name, ranks, parallel, recompute=recompute)
 
 
 @pytest.mark.parametrize("parallel", [{**RING, "context": 4}, slow({**ALL_TO_ALL, "context": 2})])
@@ -93,9 +81,9 @@ def test_samples_of_different_lengths(parallel, pool):
 @pytest.mark.parametrize("kind", [NESTED, slow(RING)])
 def test_overlap_changes_no_bit(kind, pool):
     parallel = {"context": 4, **kind}
+    arguments = {**SHAPES["packed-windows"], "layers": 2}, FEW, parallel
     serial, overlapped = (
-        run_layout(4, "packed-windows", {"microbatch": 2}, parallel, pool, serial=serial)
-        for serial in (True, False)
+        pool.run(4, run, *arguments, serial, False, True) for serial in (True, False)
     )
     assert_same_bits(serial, overlapped, because="overlap moves waits, not what is computed")
 

@@ -4,8 +4,6 @@ each balance, with tensor, context, pipeline and data ranks, ZeRO and recompute.
 Tests `megaframe.model.moe.layer` and `megaframe.model.moe.router`.
 """
 
-from functools import cache
-
 import pytest
 from bitwise import assert_same_bits
 from parity_runs import FEW, assert_same, run
@@ -59,23 +57,11 @@ def shape_model(name, parallel):
     return {**MODELS[name], "layers": 2 * parallel.get("pipeline", 1)}
 
 
-@pytest.fixture(scope="module")
-def expected(pool):
-    """expected(name, parallel, samples) -> the result of one process with the same model."""
-
-    @cache
-    def alone(name, stages, samples):
-        train = {"global_batch": samples, "microbatch": samples}
-        return pool.run(1, run, shape_model(name, {"pipeline": stages}), train)[0]
-
-    return lambda name, parallel, samples: alone(name, parallel.get("pipeline", 1), samples)
-
-
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), LAYOUTS)
-def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
-    train = {**FEW, "microbatch": 1, **train}
-    results = pool.run(ranks, run, shape_model(name, parallel), train, parallel)
-    assert_same(results, expected(name, parallel, train["global_batch"]))
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, run_alone):
+    model, train = shape_model(name, parallel), {**FEW, "microbatch": 1, **train}
+    whole = {"global_batch": train["global_batch"], "microbatch": train["global_batch"]}
+    assert_same(pool.run(ranks, run, model, train, parallel), run_alone(model, whole))
 
 
 @pytest.mark.slow

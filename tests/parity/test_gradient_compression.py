@@ -39,8 +39,8 @@ CASES = [*QUICK, *(case for case in IN_TURN if case not in QUICK)]
 
 
 @pytest.fixture(scope="module")
-def expected(pool):
-    return pool.run(1, run, MODELS["gpt2"], {"microbatch": 8})[0]
+def expected(run_alone):
+    return run_alone(MODELS["gpt2"], {"microbatch": 8})
 
 
 @pytest.mark.parametrize(("parallel", "keys"), mark_slow(CASES, except_for=QUICK))

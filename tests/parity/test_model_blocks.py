@@ -40,15 +40,10 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def expected(pool):
-    return pool.run(1, run, MODEL, FEW)[0]
-
-
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
-def test_layouts_do_not_change_the_answer(ranks, parallel, recompute, pool, expected):
+def test_layouts_do_not_change_the_answer(ranks, parallel, recompute, pool, run_alone):
     train = {**FEW, "recompute": recompute}
-    assert_same(pool.run(ranks, run, MODEL, train, parallel), expected)
+    assert_same(pool.run(ranks, run, MODEL, train, parallel), run_alone(MODEL, FEW))
 
 
 DENSE = {"activation": "geglu", "ffn": 20}

@@ -2,8 +2,6 @@
 of its base model it learns what the standard parametrisation does.
 """
 
-from functools import cache
-
 import pytest
 from parity_runs import EXAMPLES, FEW, assert_same, choose_microbatch, run, run_with
 from slow_cases import mark_slow
@@ -59,33 +57,13 @@ CASES = [
 ]
 
 
-def train(pool, name, optim, ranks=1, parallel=None, **train):
-    parallel = parallel or {}
-    stages = parallel.get("pipeline", 1) * parallel.get("chunks", 1)
-    model = {**MUP, **MODELS[name], "layers": 4 if stages > 1 else 2}
-    train = {**FEW, "microbatch": choose_microbatch(ranks, parallel), **train}
-    return pool.run(ranks, run, model, train, parallel, False, False, False, OPTIMIZERS[optim])
-
-
-@pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, optimizer, layers) -> the result of one process."""
-
-    @cache
-    def find(name, optim, layers):
-        model, train = {**MUP, **MODELS[name], "layers": layers}, {**FEW, "microbatch": 4}
-        arguments = model, train, {}, False, False, False, OPTIMIZERS[optim]
-        return pool.run(1, run, *arguments)[0]
-
-    return find
-
-
 @pytest.mark.parametrize(("name", "layout", "optim"), mark_slow(CASES, except_for=QUICK), ids=str)
-def test_no_layout_changes_what_is_learnt(name, layout, optim, pool, expected):
-    ranks, parallel, options = LAYOUTS[layout]
-    results = train(pool, name, optim, ranks, parallel, **options)
-    layers = 4 if "pipeline" in parallel else 2
-    assert_same(results, expected(name, optim, layers))
+def test_no_layout_changes_what_is_learnt(name, layout, optim, pool, run_alone):
+    (ranks, parallel, options), rest = LAYOUTS[layout], (False, False, False, OPTIMIZERS[optim])
+    model = {**MUP, **MODELS[name], "layers": 4 if "pipeline" in parallel else 2}
+    train = {**FEW, "microbatch": choose_microbatch(ranks, parallel), **options}
+    results = pool.run(ranks, run, model, train, parallel, *rest)
+    assert_same(results, run_alone(model, {**FEW, "microbatch": 4}, {}, *rest))
 
 
 @pytest.mark.parametrize("state", [{"state": "bf16"}, {"state": "int8"}], ids=str)

@@ -3,7 +3,6 @@ under ZeRO, tensor, context and pipeline ranks, and replicas.
 """
 
 from contextlib import contextmanager, nullcontext
-from functools import cache
 
 import pytest
 from parity_runs import FEW, MODELS, assert_same, run
@@ -43,29 +42,24 @@ IN_TURN = [((3, 0)[place % 2], *layout) for place, layout in enumerate(LAYOUTS)]
 CASES = [*QUICK, *(case for case in IN_TURN if case not in QUICK)]
 
 
-@pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, optimizer) -> the result of one process."""
-    return cache(lambda name, optim: run_optimizer(pool, name, optim, 1, {}, 4)[0])
+@pytest.fixture
+def check(pool, run_alone):
+    """check(model, optim, ranks, parallel, microbatch): two steps are those of one process."""
 
+    def compare(name, optim, ranks, parallel, microbatch):
+        model, rest = {**MODELS[name], **MODEL}, (False, False, False, optim)
+        results = pool.run(ranks, run, model, {**FEW, "microbatch": microbatch}, parallel, *rest)
+        assert_same(results, run_alone(model, {**FEW, "microbatch": 4}, {}, *rest))
 
-def run_optimizer(pool, name, optim, ranks, parallel, microbatch):
-    model, train = {**MODELS[name], **MODEL}, {**FEW, "microbatch": microbatch}
-    return pool.run(ranks, run, model, train, parallel, False, False, False, OPTIMIZERS[optim])
-
-
-def assert_same_result(pool, expected, name, optim, ranks, parallel, microbatch):
-    results = run_optimizer(pool, name, optim, ranks, parallel, microbatch)
-    assert_same(results, expected(name, optim))
+    return compare
 
 
 @pytest.mark.parametrize(
     ("zero", "ranks", "parallel", "microbatch"), mark_slow(CASES, except_for=QUICK)
 )
-def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, expected):
+def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, check):
     """With two key heads for four ranks, neighbours hold the same heads, and send them once."""
-    parallel = {**parallel, "zero": zero}
-    assert_same_result(pool, expected, "llama", "muon", ranks, parallel, microbatch)
+    check("llama", OPTIMIZERS["muon"], ranks, {**parallel, "zero": zero}, microbatch)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +72,8 @@ def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, ex
         slow({"pipeline": 2}, "sgd", 3),
     ],
 )
-def test_a_tied_embedding_is_that_of_one_process(optim, parallel, zero, pool, expected):
-    assert_same_result(pool, expected, "gpt2", optim, 4, {**parallel, "zero": zero}, 2)
+def test_a_tied_embedding_is_that_of_one_process(optim, parallel, zero, check):
+    check("gpt2", OPTIMIZERS[optim], 4, {**parallel, "zero": zero}, 2)
 
 
 FEWER_BITS = [
@@ -108,11 +102,11 @@ FEWER_BITS = [
     ids=str,
 )
 def test_fewer_bits_of_state_are_those_of_one_process(
-    name, state, ranks, parallel, microbatch, zero, pool, rounded
+    name, state, ranks, parallel, microbatch, zero, check
 ):
     """Stochastic rounding rounds the same elements up or down."""
-    results = with_state(pool, name, state, ranks, {**parallel, "zero": zero}, microbatch)
-    assert_same(results, rounded(name, state))
+    optim = {"name": name, "state": state}
+    check("gpt2", optim, ranks, {**parallel, "zero": zero}, microbatch)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -123,25 +117,6 @@ def test_blocks_that_no_rank_cuts_are_those_of_one_process(zero, pool):
     arguments = model, FEW, {"tensor": 2, "zero": zero}, False, False, False, {"state": "int8"}
     (expected,) = pool.run(1, run, model, FEW, {}, *arguments[3:])
     assert_same(pool.run(4, run, *arguments), expected)
-
-
-@pytest.fixture(scope="module")
-def rounded(pool):
-    """rounded(optimizer, type of its state) -> the result of one rank."""
-    known = {}
-
-    def find(name, state):
-        if (name, state) not in known:
-            known[name, state] = with_state(pool, name, state, 1, {}, 4)[0]
-        return known[name, state]
-
-    return find
-
-
-def with_state(pool, name, state, ranks, parallel, microbatch):
-    model, train = {**MODELS["gpt2"], **MODEL}, {**FEW, "microbatch": microbatch}
-    optim = {"name": name, "state": state}
-    return pool.run(ranks, run, model, train, parallel, False, False, False, optim)
 
 
 def test_every_rank_owns_some_of_the_matrices(pool):

@@ -2,7 +2,6 @@
 with chunks, uneven layers, tied embeddings, recompute, uneven masks, accumulation and data ranks.
 """
 
-from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -36,15 +35,7 @@ LAYERS = {2: 5, 4: 9}
 """Of a model, by number of pipeline ranks: no number of stages divides them."""
 
 
-@pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, layers) -> the result of one process."""
-    return cache(
-        lambda name, layers: pool.run(
-            1, run, {**MODELS[name], "layers": layers}, {"microbatch": 8}
-        )[0]
-    )
-
+WHOLE = {"microbatch": 8}
 
 # Each schedule with two ranks, or with four, and every second one with the other number, and with a
 # tied embedding. Schedules do not depend on the model; tied embeddings are also beside ZeRO 3.
@@ -58,13 +49,12 @@ CASES = [*QUICK, *(case for case in LLAMA if case not in QUICK), *GPT2]
 @pytest.mark.parametrize(
     ("name", "schedule", "stages", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
-def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, pool, expected):
-    layers = LAYERS[stages]
+def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, pool, run_alone):
     # Four microbatches for each two ranks: some are in flight on all ranks, others wait.
     train = {"microbatch": 4 // stages, "recompute": recompute}
-    model = {**MODELS[name], "layers": layers}
+    model = {**MODELS[name], "layers": LAYERS[stages]}
     parallel = {"pipeline": stages, "chunks": CHUNKS[schedule], "schedule": schedule}
-    assert_same(pool.run(stages, run, model, train, parallel), expected(name, layers))
+    assert_same(pool.run(stages, run, model, train, parallel), run_alone(model, WHOLE))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +67,7 @@ def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, p
         slow("llama", {"chunks": 4, "schedule": "breadth-first"}),
     ],
 )
-def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
+def test_uneven_stages_with_data_ranks(name, parallel, pool, run_alone):
     """Each stage recomputes a different number of its blocks."""
     stages = 2 * parallel.get("chunks", 1)
     train = {
@@ -87,7 +77,7 @@ def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
     }
     model = {**MODELS[name], "layers": 9}
     results = pool.run(4, run, model, train, {"pipeline": 2, **parallel})
-    assert_same(results, expected(name, 9))
+    assert_same(results, run_alone(model, WHOLE))
 
 
 @pytest.mark.parametrize(("name", "schedule"), [slow("gpt2", "interleaved"), ("llama", "zb-v")])
@@ -156,7 +146,7 @@ def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
     assert sum(sent for _, _, sent in results) == 2 * 1 * 10 * 16 * 8 * crossings * 8
 
 
-def test_a_schedule_from_a_file(pool, expected, tmp_path):
+def test_a_schedule_from_a_file(pool, run_alone, tmp_path):
     """Forwards run one microbatch further ahead than in 1F1B, and the first rank splits every other
     backward."""
     (tmp_path / "mine.txt").write_text(
@@ -164,4 +154,4 @@ def test_a_schedule_from_a_file(pool, expected, tmp_path):
     )
     parallel = {"pipeline": 2, "schedule": f"file:{tmp_path}/mine.txt"}
     model = {**MODELS["gpt2"], "layers": LAYERS[2]}
-    assert_same(pool.run(2, run, model, {"microbatch": 2}, parallel), expected("gpt2", LAYERS[2]))
+    assert_same(pool.run(2, run, model, {"microbatch": 2}, parallel), run_alone(model, WHOLE))

@@ -5,7 +5,6 @@ Tests `megaframe.tensor_parallel.embedding`.
 """
 
 from collections import Counter
-from functools import cache
 
 import pytest
 import torch
@@ -71,34 +70,25 @@ def make_train(name, microbatch, **train):
     return {**FEW, "microbatch": microbatch, **train, **TRAIN.get(name, {})}
 
 
-@pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, stages) -> the result of one process, with two layers for each stage."""
-    return cache(
-        lambda name, stages: pool.run(
-            1, run, shape_model(name, {"pipeline": stages}), make_train(name, 4)
-        )[0]
-    )
-
-
-def assert_same_result(pool, expected, name, ranks, parallel, train):
-    results = pool.run(ranks, run, shape_model(name, parallel), train, parallel)
-    assert_same(results, expected(name, parallel.get("pipeline", 1)))
+def assert_same_result(pool, run_alone, name, ranks, parallel, train):
+    model = shape_model(name, parallel)
+    results = pool.run(ranks, run, model, train, parallel)
+    assert_same(results, run_alone(model, make_train(name, 4)))
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "recompute"), mark_slow(CASES, except_for=QUICK)
 )
-def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, run_alone):
     # With one sample there are 10 rows, which 4 ranks do not divide.
     train = make_train(name, 1 if parallel == {"tensor": 4} else 2, recompute=recompute)
-    assert_same_result(pool, expected, name, ranks, parallel, train)
+    assert_same_result(pool, run_alone, name, ranks, parallel, train)
 
 
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), CHUNKED)
-def test_parts_of_rows_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
+def test_parts_of_rows_do_not_change_the_answer(name, ranks, parallel, train, pool, run_alone):
     train = make_train(name, **{"microbatch": 1, **train})
-    assert_same_result(pool, expected, name, ranks, parallel, train)
+    assert_same_result(pool, run_alone, name, ranks, parallel, train)
 
 
 def run_fused(model, train, parallel):
@@ -123,11 +113,11 @@ def run_fused(model, train, parallel):
     return result, [calls[name] for name in references]
 
 
-def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, expected):
+def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, run_alone):
     parallel = {"tensor": 2, "symmetric_memory": "auto"}
     arguments = shape_model("smooth", parallel), make_train("smooth", 2), parallel
     results, calls = zip(*pool.run(2, run_fused, *arguments), strict=True)
-    assert_same(results, expected("smooth", 1))
+    assert_same(results, run_alone(arguments[0], make_train("smooth", 4)))
     # Two in each of two blocks, for two microbatches in every step and in the evaluation.
     assert calls == ([2 * 2 * (STEPS + 1) * 2] * 2,) * 2
 
@@ -166,10 +156,10 @@ def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, ch
         )
 
 
-def test_overlap_changes_no_bit(pool, expected):
+def test_overlap_changes_no_bit(pool, run_alone):
     parallel = {"tensor": 2, "tensor_chunks": 3}
     train = make_train("llama", 2, recompute="selective")
     arguments = shape_model("llama", parallel), train, parallel
     serial, overlapped = (pool.run(2, run, *arguments, serial) for serial in (True, False))
     assert_same_bits(serial, overlapped, because="overlap moves waits, not what is computed")
-    assert_same(overlapped, expected("llama", 1))
+    assert_same(overlapped, run_alone(arguments[0], make_train("llama", 4)))

@@ -2,8 +2,6 @@
 with tensor, context and pipeline ranks, recompute and many microbatches.
 """
 
-from functools import cache
-
 import pytest
 import torch
 from bitwise import assert_same_bits
@@ -51,15 +49,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def expected(pool):
-    """expected(model, layers) -> the result of one process."""
-    return cache(
-        lambda name, layers: pool.run(
-            1, run, {**MODELS[name], "layers": layers}, {"microbatch": 8}
-        )[0]
-    )
-
+WHOLE = {"microbatch": 8}
 
 # Each stage with data ranks alone; with two copies and beside other axes stage 3, which shards
 # everything.
@@ -86,20 +76,19 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "zero"), SHARED)
-def test_blocks_that_share_buckets_do_not_change_the_answer(ranks, parallel, zero, pool, expected):
+def test_blocks_that_share_buckets_do_not_change_the_answer(ranks, parallel, zero, pool, run_alone):
     model = {**MODELS["llama"], "layers": 4}
     parallel = {**parallel, "zero": zero}
-    assert_same(pool.run(ranks, run, model, {"microbatch": 1}, parallel), expected("llama", 4))
+    assert_same(pool.run(ranks, run, model, {"microbatch": 1}, parallel), run_alone(model, WHOLE))
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "train", "zero"), mark_slow(CASES, except_for=QUICK)
 )
-def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, expected):
-    layers = 2 * parallel.get("chunks", 1)
-    model = {**MODELS[name], "layers": layers}
+def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, run_alone):
+    model = {**MODELS[name], "layers": 2 * parallel.get("chunks", 1)}
     results = pool.run(ranks, run, model, train, {**parallel, "zero": zero})
-    assert_same(results, expected(name, layers))
+    assert_same(results, run_alone(model, WHOLE))
 
 
 @pytest.mark.parametrize(
