@@ -1,9 +1,5 @@
 """Runs that stand still at a step while a file exists, so that a test can act at that moment."""
 
-import time
-
-from patience import PATIENCE
-
 _EXTENSION = """
 import time
 from pathlib import Path
@@ -43,17 +39,3 @@ def make_holding_words(folder, step):
     hold.touch()
     callback = f"{{kind: holding, file: {hold}, step: {step}}}"
     return [f"run.extensions=[{extension}]", f"run.callbacks=[{callback}]"], hold
-
-
-def wait_until(condition, process, output):
-    """Wait for a condition while a process runs, whose output is in a file."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline and process.poll() is None, output.read_text()
-        time.sleep(0.02)
-
-
-def count_steps(folder):
-    """Return how many steps a run has done."""
-    path = folder / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0

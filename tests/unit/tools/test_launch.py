@@ -6,12 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, count_lines, wait_until
 from slow_cases import slow
 from tool_process import run_tool
 
@@ -164,13 +163,10 @@ def test_a_node_that_is_asked_to_leave_saves_and_tells_so(overrides, tmp_path):
     with open(tmp_path / "output", "w") as log_file:
         process = subprocess.Popen(command, stdout=log_file, stderr=log_file, cwd=ROOT)
     try:
-        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + PATIENCE
-        while time.monotonic() < deadline and process.poll() is None:
-            if metrics.exists() and metrics.read_text().count("\n") >= 2:
-                break
-            time.sleep(0.05)
+        metrics, output = tmp_path / "run/metrics.jsonl", tmp_path / "output"
+        wait_until(lambda: count_lines(metrics) >= 2, process, describe=output.read_text)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(PATIENCE) == 138, (tmp_path / "output").read_text()
+        assert process.wait(PATIENCE) == 138, output.read_text()
     finally:
         process.kill()
     assert (tmp_path / "run/checkpoints/latest").exists()

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import PATIENCE
+from patience import wait_until
 from slow_cases import slow
 from tolerances import promised
 
@@ -62,15 +61,6 @@ def list_processes(mark):
         if mark.encode() in words:
             pids.append(int(path.parent.name))
     return pids
-
-
-def wait_until(so):
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        if so():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def start(folder, *words):
@@ -277,7 +267,7 @@ def test_a_host_that_fails_ends_the_lab_with_its_status_and_nothing_stays(tmp_pa
     with emulate_hosts([Link("1gbit")] * 2) as hosts:
         outcome = run_on_hosts(hosts, ["sh", "-c", script], ranks=1, folder=tmp_path)
     assert outcome.statuses[1] == 7 and outcome.statuses[0] != 0
-    assert wait_until(lambda: not list_processes(mark))
+    wait_until(lambda: not list_processes(mark))
     assert list_namespaces() == before
 
 
@@ -287,14 +277,14 @@ def test_nothing_runs_on_after_the_tool_was_ended(number, tmp_path):
     mark = f"{8 + number}{os.getpid()}"
     process = start(tmp_path, "--", "sh", "-c", f"sleep {mark} & sleep {mark}")
     try:
-        assert wait_until(lambda: len(list_processes(mark)) >= 4)
+        wait_until(lambda: len(list_processes(mark)) >= 4)
         own_namespaces = [
             name for name in list_namespaces() if name.startswith(f"netlab-{process.pid}-")
         ]
         assert len(own_namespaces) == 3
         process.send_signal(number)
         process.wait(20)
-        assert wait_until(lambda: not list_processes(mark))
+        wait_until(lambda: not list_processes(mark))
     finally:
         process.kill()
         process.communicate()

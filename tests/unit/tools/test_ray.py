@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, count_lines, wait_until
 from small_model_folders import write_small_folder
 from tolerances import promised
 
@@ -23,7 +24,7 @@ if find_spec("ray") is None:
 
 from chat_folders import write_byte_tokenizer
 from entry_runs import read_losses, train
-from held_runs import count_steps, make_holding_words, wait_until
+from held_runs import make_holding_words
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "tools/launch"
@@ -131,18 +132,19 @@ def test_a_run_survives_its_worker_leaves_on_a_signal_and_ends_in_a_queue(
     words = [*overrides(**keys), "checkpoint.resume=latest", *held]
     options = ("--address", cluster, "--ranks", "2", "--failures", "2")
     process, output = start("launch/ray_train.py", *options, "--", *words), tmp_path / "output"
+    wait = partial(wait_until, describe=output.read_text)
     ledger = tmp_path / "run/faults/ledger.jsonl"
-    wait_until(lambda: count_steps(tmp_path / "run") == 23, process, output)
+    wait(lambda: count_lines(tmp_path / "run/metrics.jsonl") == 23, process)
     os.kill(find_worker(tmp_path / "run", 1), signal.SIGKILL)
-    wait_until(lambda: ledger.read_text().count('"start"') == 2, process, output)
-    wait_until(lambda: count_steps(tmp_path / "run") == 23, process, output)
+    wait(lambda: ledger.read_text().count('"start"') == 2, process)
+    wait(lambda: count_lines(tmp_path / "run/metrics.jsonl") == 23, process)
     process.send_signal(signal.SIGTERM)
-    wait_until((tmp_path / "run/ray-leave").exists, process, output)
+    wait((tmp_path / "run/ray-leave").exists, process)
     time.sleep(2 * ray_train.LOOK_SECONDS)
     hold.unlink()
     status, said = wait_for_end(process, tmp_path)
     assert status == 143, said
-    assert 24 <= count_steps(tmp_path / "run") < 40
+    assert 24 <= count_lines(tmp_path / "run/metrics.jsonl") < 40
     assert '"restart"' in ledger.read_text() and '"idle"' not in ledger.read_text()
     runs = {"run": {"overrides": words, "ranks": "2"}}
     (tmp_path / "queue.yaml").write_text(json.dumps({"folder": str(tmp_path), "runs": runs}))
@@ -201,8 +203,9 @@ def test_a_model_of_hugging_face_is_served_to_as_many_as_have_room(cluster, star
     model, output = ray_serve.load_served_model(str(folder), **options), tmp_path / "output"
     address = f"http://127.0.0.1:{ray_train.find_free_port()}"
     words = ("--replicas", "1:2", "--queue", "1", "--tokens", "400", "--address", cluster)
+    wait = partial(wait_until, describe=output.read_text)
     process = start("launch/ray_serve.py", folder, "--port", address.rpartition(":")[2], *words)
-    wait_until(lambda: f"serving on {address}" in output.read_text(), process, output)
+    wait(lambda: f"serving on {address}" in output.read_text(), process)
     assert ask(address, "/-/healthz")[0] == 200
     assert ask(address, "/health") == (200, b'{"model":"llama"}')
     said = "".join(model.generate("ab", tokens=8, temperature=0)).removeprefix("ab")

@@ -8,12 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from entry_runs import read_losses
-from held_runs import count_steps, make_holding_words, wait_until
-from patience import PATIENCE
+from held_runs import make_holding_words
+from patience import PATIENCE, count_lines, wait_until
 from tolerances import promised
 
 from megaframe.run_queue.queue_file import read_queue_file
@@ -37,6 +38,7 @@ def run(monkeypatch, capsys, *words):
 
 ENTRY = """
 import json, os, signal, sys, time
+from functools import partial
 from pathlib import Path
 
 keys = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
@@ -123,6 +125,7 @@ def test_a_run_that_leaves_for_another_continues_under_another_layout_also_if_th
     """Two ranks are there. `low` has both until `urgent` is added to the file, and then one. The
     queue is killed meanwhile."""
     output = tmp_path / "output"
+    wait = partial(wait_until, describe=output.read_text)
     held, hold = make_holding_words(tmp_path, step=6)
     keys = overrides(train__steps=12, checkpoint__every=100)
     elastic = [*keys, "parallel.tensor=2", "faults.elastic=true"]
@@ -133,13 +136,13 @@ def test_a_run_that_leaves_for_another_continues_under_another_layout_also_if_th
     command = [sys.executable, TOOL, file, "--devices", "2"]
     with open(output, "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(lambda: count_steps(folder / "low") >= 3, process, output)
+        wait(lambda: count_lines(folder / "low/metrics.jsonl") >= 3, process)
         file.write_text(json.dumps({"folder": str(folder), "runs": {"low": low, "urgent": urgent}}))
-        wait_until(lambda: "make room for urgent" in output.read_text(), process, output)
+        wait(lambda: "make room for urgent" in output.read_text(), process)
         process.kill()
         process.wait()
         process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(lambda: "low: still runs" in output.read_text(), process, output)
+        wait(lambda: "low: still runs" in output.read_text(), process)
         hold.unlink()
         assert process.wait(PATIENCE) == 0, output.read_text()
     said = re.findall(r"^(?:\d of \d: )?(\w+): (.*?)(?:, loss.*)?$", output.read_text(), re.M)
@@ -227,6 +230,7 @@ def test_a_changed_file_is_taken_over_only_if_it_is_right(
     """While a slow run goes on, another one is added, and the first taken from the list. A second
     queue of the same folder is refused."""
     folder, file, output = tmp_path / "q", tmp_path / "queue.yaml", tmp_path / "output"
+    wait = partial(wait_until, describe=output.read_text)
 
     def write(**rates):
         runs = {
@@ -245,14 +249,14 @@ def test_a_changed_file_is_taken_over_only_if_it_is_right(
     with open(output, "w") as log:
         command = [sys.executable, "-c", program, file, "--devices", "2"]
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
-        wait_until(lambda: "slow: started" in output.read_text(), process, output)
+        wait(lambda: "slow: started" in output.read_text(), process)
         file.write_text("{")
-        wait_until(lambda: "the runs stay as they were" in output.read_text(), process, output)
+        wait(lambda: "the runs stay as they were" in output.read_text(), process)
         write(slow=4, other=5)
-        wait_until(lambda: "other: started on 1 rank" in output.read_text(), process, output)
+        wait(lambda: "other: started on 1 rank" in output.read_text(), process)
         write(other=5)
-        wait_until(lambda: "no longer listed" in output.read_text(), process, output)
-        wait_until(lambda: list(read_records(folder)) == ["other"], process, output)
+        wait(lambda: "no longer listed" in output.read_text(), process)
+        wait(lambda: list(read_records(folder)) == ["other"], process)
         status, _, errors = run(monkeypatch, capsys, file)
         assert status == 2 and f"process {process.pid}" in errors
         process.send_signal(signal.SIGTERM)

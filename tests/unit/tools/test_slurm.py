@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from bitwise import assert_same_losses
 from entry_runs import read_losses
-from patience import wait_until
+from patience import count_lines, wait_until
 
 from megaframe.io.local_rendezvous import find_free_port
 
@@ -194,12 +194,6 @@ def train(words):
     pretrain_gpt.main()
 
 
-def count_steps(run):
-    """Return the number of steps in a run's metrics."""
-    metrics = run / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
-
-
 def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, overrides, tmp_path):
     """Slurm's time limits are whole minutes, so scancel sends the signal of the limit instead."""
     keys = {"train__steps": 100, "train__microbatch": 2, "checkpoint__every": 10}
@@ -207,7 +201,7 @@ def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, over
     run, output_path = tmp_path / "run", tmp_path / "output"
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, RANKS="2")
-    wait_until(lambda: count_steps(run) >= 12, describe=output_path.read_text)
+    wait_until(lambda: count_lines(run / "metrics.jsonl") >= 12, describe=output_path.read_text)
     ranks = cluster.ranks(number)
     nodes = {int(variables["RANK"]): variables["SLURMD_NODENAME"] for variables in ranks.values()}
     assert sorted(nodes) == [0, 1, 2, 3]
@@ -220,7 +214,7 @@ def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, over
     )
     starts = run / "faults/ledger.jsonl"
     wait_until(lambda: starts.read_text().count('"start"') == 2, describe=output_path.read_text)
-    wait_until(lambda: count_steps(run) >= 14, describe=output_path.read_text)
+    wait_until(lambda: count_lines(run / "metrics.jsonl") >= 14, describe=output_path.read_text)
     cluster.ask("scancel", "--batch", "--signal=USR1", number)
     assert cluster.wait(number) == "COMPLETED", output_path.read_text()
     assert cluster.job(number)["Restarts"] == "1"
@@ -239,7 +233,7 @@ def test_a_sick_node_has_no_part_and_a_cancelled_job_leaves_nothing(cluster, ove
     keys = {"train__steps": 10**6, "train__microbatch": 2, "checkpoint__every": 10**6}
     words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(output_path, *words, NODES="1")
-    wait_until(lambda: count_steps(run) >= 2, describe=output_path.read_text)
+    wait_until(lambda: count_lines(run / "metrics.jsonl") >= 2, describe=output_path.read_text)
     assert {variables["SLURMD_NODENAME"] for variables in cluster.ranks(number).values()} == {"n1"}
     assert "nodes that are not fit: n2" in output_path.read_text()
     assert f"{run} has 0.0 GB free; 1 is needed" in output_path.read_text()

@@ -4,11 +4,10 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from patience import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "tools/launch"
@@ -159,9 +158,7 @@ def test_a_job_near_its_time_limit_asks_the_run_to_leave_and_is_queued_again(
 
 def ask_to_leave(process, tmp_path):
     """Send SIGUSR1 to a job as soon as its long part has begun; return what it says."""
-    deadline = time.monotonic() + PATIENCE
-    while not (tmp_path / "calls.up").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until((tmp_path / "calls.up").exists)
     process.send_signal(signal.SIGUSR1)
     return process.communicate()[1]
 
