@@ -38,6 +38,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput") or not divides:
         config.pluginmanager.import_plugin("shared_fixtures")
         config.pluginmanager.import_plugin("browser_fixtures")
+        config.pluginmanager.import_plugin("programs")
 
 
 def pytest_collection(session):

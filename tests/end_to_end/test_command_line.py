@@ -3,7 +3,6 @@
 Tests `megaframe.data.vocabulary_size`.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,10 @@ class TestMistakes:
     """A mistake gives one message on standard error, exit status 2, and no half-written files."""
 
     @pytest.fixture
-    def mistake(self, overrides, capsys, monkeypatch):
+    def mistake(self, overrides, call_main):
         def make(*words, **changes):
-            monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *overrides(**changes)])
-            with pytest.raises(SystemExit) as status:
-                pretrain_gpt.main()
-            text = capsys.readouterr().err
-            assert status.value.code == 2
+            status, _, text = call_main(pretrain_gpt.main, *overrides(**changes))
+            assert status == 2
             assert text.startswith("error: ") and "Traceback" not in text
             for word in words:
                 assert str(word) in text, text
@@ -112,27 +108,21 @@ class TestMistakes:
         assert "make room" not in message
 
 
-def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *overrides()])
-    pretrain_gpt.main()
-    text = capsys.readouterr().out
+def test_dry_run_prints_and_touches_nothing(overrides, call_main, tmp_path):
+    status, text, _ = call_main(pretrain_gpt.main, "--dry-run", *overrides())
+    assert not status
     count = 61 * 16 * 2 + 2 * (12 * 16 * 16 + 2 * 16) + 16
     for words in ("hidden: 16", f"{count:,} in", "1 rank", "total"):
         assert words in text, text
     assert not (tmp_path / "run").exists()
 
 
-def test_explain_and_help(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--explain", "train.seq"])
-    pretrain_gpt.main()
-    assert "Tokens per sample" in capsys.readouterr().out
+def test_explain_and_help(call_main):
+    assert "Tokens per sample" in call_main(pretrain_gpt.main, "--explain", "train.seq")[1]
     texts = {}
     for words in (("--help",), ("-h",), ("--help", "all")):
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
-        with pytest.raises(SystemExit) as status:
-            pretrain_gpt.main()
-        assert status.value.code == 0
-        texts[words] = capsys.readouterr().out
+        status, texts[words], _ = call_main(pretrain_gpt.main, *words)
+        assert status == 0
     usual, _, everything = texts.values()
     assert texts["-h",] == usual
     assert len(usual.splitlines()) <= 40 and max(map(len, usual.splitlines())) <= 100
@@ -159,19 +149,14 @@ def test_explain_and_help(capsys, monkeypatch):
         (["tensor_model_parallel_size=8"], ["tensor_model_parallel_size is parallel.tensor"]),
     ],
 )
-def test_command_lines_of_other_programs(words, messages, overrides, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, *overrides()])
-    with pytest.raises(SystemExit) as status:
-        pretrain_gpt.main()
-    text = capsys.readouterr().err
-    assert status.value.code == 2 and "Traceback" not in text
+def test_command_lines_of_other_programs(words, messages, overrides, call_main, tmp_path):
+    status, _, text = call_main(pretrain_gpt.main, *words, *overrides())
+    assert status == 2 and "Traceback" not in text
     assert all(line in text for line in messages), text
     assert not (tmp_path / "run").exists()
 
 
-def test_overrides_may_be_spaced_and_stand_before_and_after_options(capsys, monkeypatch):
+def test_overrides_may_be_spaced_and_stand_before_and_after_options(call_main):
     words = ["optim.lr", "=", "3e-3", "--config", "demo", "train.steps=7", "--dry-run"]
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, "run.seed=9", "run.device=cpu"])
-    pretrain_gpt.main()
-    text = capsys.readouterr().out
+    _, text, _ = call_main(pretrain_gpt.main, *words, "run.seed=9", "run.device=cpu")
     assert "  lr: 0.003\n" in text and "  steps: 7\n" in text and "  seed: 9\n" in text

@@ -2,7 +2,6 @@
 Links, keys and names in the documents are right."""
 
 import ast
-import importlib.util
 import os
 import re
 import shlex
@@ -10,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from programs import load_program
 from repo_copy import ROOT, copy_tracked
 from tool_process import run_ranks, run_tool
 
@@ -188,18 +188,14 @@ def test_the_index_names_every_guide_and_every_command_is_run():
 
 
 def test_the_table_of_families_is_what_their_rows_say():
-    spec = importlib.util.spec_from_file_location("families_tool", ROOT / "tools/families.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_program("tools/families.py")
     assert (ROOT / "docs/reference/families.md").read_text() == tool.format_page(), (
         "run: python tools/families.py > docs/reference/families.md"
     )
 
 
 def test_the_table_of_options_is_what_the_schema_says():
-    spec = importlib.util.spec_from_file_location("options_tool", ROOT / "tools/options.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_program("tools/options.py")
     assert (ROOT / "docs/reference/options.md").read_text() == tool.format_page(), (
         "run: python tools/options.py > docs/reference/options.md"
     )

@@ -1,13 +1,13 @@
 """Tools with extensions that take a user's own config load what it names. An author can check a
 layer."""
 
-import importlib.util
 import json
 import sys
 from contextlib import closing
 from functools import partial
 
 import pytest
+from programs import load_program
 from repo_copy import ROOT
 from tool_process import run_tool
 
@@ -121,14 +121,6 @@ def call(tool, *words):
 sys.path.append(str(ROOT / "tools"))  # at the end: tools bear names of installed packages
 
 
-def load_tool(name):
-    """Return the module of a tool, without running it."""
-    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / f"tools/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 BLOCKS = "model.blocks=[{feed_forward: squares}]"
 SMALL = ("model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab=64")
 
@@ -144,7 +136,7 @@ def test_a_plan_knows_the_parts_of_its_config(write):
 def test_sweeps_and_the_network_lab_know_the_parts_of_their_config(write, tmp_path):
     words = [*SMALL, BLOCKS, f"run.dir={tmp_path}"]
     own = f"run.extensions=[{write(RIGHT)}]"
-    find_run_folder = load_tool("netlab").find_run_folder
+    find_run_folder = load_program("tools/netlab.py").find_run_folder
     with use_registry(Registry()):
         sweep = Sweep.parse([own, *words], ["optim.lr=[0.01, 0.02]"], None)
         assert own in sweep.words
@@ -205,7 +197,8 @@ def test_an_author_checks_a_layer_by_a_command(case, write):
 
 def test_a_check_under_two_layouts_says_what_is_wrong(write, capsys):
     path = write(WRONG)
-    tool, ranks = load_tool("check_layers"), RankPool(2, partial(load_named_extensions, [path]))
+    tool = load_program("tools/check_layers.py")
+    ranks = RankPool(2, partial(load_named_extensions, [path]))
     with use_registry(Registry()), closing(ranks):
         config = load_with_extensions(None, [*SMALL, BLOCKS, f"run.extensions=[{path}]"])
         small = SmallRun(config.model, config.optim, config.run)

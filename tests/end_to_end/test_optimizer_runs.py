@@ -1,7 +1,5 @@
 """Whole runs with options of optimizers: resuming, types of state, averages, and the dry run."""
 
-import sys
-
 import pytest
 import torch
 from bitwise import assert_bitwise_equal, assert_same_losses
@@ -125,12 +123,10 @@ def test_a_checkpoint_in_8_bits_holds_what_any_run_can_load(pool, overrides, tmp
             assert saved.dtype == "F32"
 
 
-def test_the_dry_run_says_how_every_parameter_is_trained(overrides, capsys, monkeypatch):
+def test_the_dry_run_says_how_every_parameter_is_trained(overrides, call_main):
     keys = {"optim__name": "muon", "optim__frozen": "[head.*]", "optim__state": "bf16"}
     keys |= {"optim__groups__embedding__lr": 0.5, "optim__lr": 0.02, "model__bias": True}
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *overrides(**keys)])
-    pretrain_gpt.main()
-    text = capsys.readouterr().out
+    _, text, _ = call_main(pretrain_gpt.main, "--dry-run", *overrides(**keys))
     assert "optimizer   muon, state as bf16" in text
     words = [line.split() for line in text.splitlines()]
     assert ["matrix", "muon", "8", "6,144", "0.02", "0.1"] in words

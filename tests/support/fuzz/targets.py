@@ -2,7 +2,6 @@
 a maker of valid inputs and a command or a call that takes them."""
 
 import gzip
-import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(ROOT / "tools"), str(ROOT)]
 
+from programs import load_program  # noqa: E402
 from run_folders import make_lines, write  # noqa: E402
 
 from megaframe.config import RunConfig  # noqa: E402
@@ -60,11 +60,7 @@ class Target:
 
 def load_main(path):
     """Return the function that runs a program of the project."""
-    name = f"fuzzed_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    module = load_program(path)
 
     def run():
         sys.exit(module.main())

@@ -148,11 +148,9 @@ def test_values_out_of_range_are_refused_with_name_and_range(name, values, range
             configure_nccl(8)
 
 
-def test_a_run_is_refused_before_it_starts(overrides, environment, monkeypatch, capsys, tmp_path):
+def test_a_run_is_refused_before_it_starts(overrides, environment, call_main, tmp_path):
     environment(NCCL_MAX_CTAS="99")
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *overrides(run__device="auto")])
-    with pytest.raises(SystemExit) as status:
-        pretrain_gpt.main()
-    assert status.value.code == 2 and not (tmp_path / "run").exists()
+    status, _, errors = call_main(pretrain_gpt.main, *overrides(run__device="auto"))
+    assert status == 2 and not (tmp_path / "run").exists()
     message = "error: NCCL_MAX_CTAS='99' in the environment is not a number from 1 to 64; leave it"
-    assert message in capsys.readouterr().err
+    assert message in errors

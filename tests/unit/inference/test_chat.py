@@ -4,13 +4,13 @@ and a hostile template is bounded.
 Tests `megaframe.inference.chat` and `megaframe.inference.render_chat`.
 """
 
-import importlib.util
 import io
 import sys
 from pathlib import Path
 
 import pytest
 from chat_folders import SPECIAL, name_tokenizer, write_byte_tokenizer, write_settings
+from programs import load_program
 from transformers_models import make_random_checkpoint
 
 from megaframe.data.tokenizer import load_tokenizer
@@ -116,12 +116,9 @@ def test_a_template_is_found_or_asked_for(folder, tmp_path):
 
 
 def run_tool(monkeypatch, name, lines, *arguments):
-    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / f"tools/{name}.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    tool.main()
+    load_program(f"tools/{name}.py").main()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Tests `megaframe.inference.chat_files` and `megaframe.inference.chat_tokens`.
 """
 
 import gzip
-import importlib.util
 import json
 import math
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from chat_folders import name_tokenizer, write_byte_tokenizer
 from entry_runs import read_losses, train
+from programs import load_program
 
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.token_file_record import read_record
@@ -148,11 +148,8 @@ def test_spans_are_characters_and_the_end_counts_like_what_is_before_it(find_for
 
 
 def run_tool(monkeypatch, *arguments):
-    spec = importlib.util.spec_from_file_location("tool", ROOT / "tools/preprocess_chat.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     monkeypatch.setattr(sys, "argv", ["preprocess_chat.py", *map(str, arguments)])
-    tool.main()
+    load_program("tools/preprocess_chat.py").main()
 
 
 def write_rows(path, rows):

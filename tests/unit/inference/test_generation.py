@@ -5,7 +5,6 @@ Tests `megaframe.inference.generation`, `megaframe.inference.prompts` and
 `megaframe.inference.sample_reader`.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import load_program
 
 from megaframe.config.registry import Registry, use_registry
 from megaframe.data.microbatch import Microbatch
@@ -35,11 +35,8 @@ BYTES, GREEDY = load_tokenizer("bytes"), SamplingOptions()
 
 
 def generate(monkeypatch, *arguments):
-    spec = importlib.util.spec_from_file_location("generate_tool", ROOT / "tools/generate.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
-    tool.main()
+    load_program("tools/generate.py").main()
 
 
 def compute_probabilities(logits, temperature, top_k, top_p):

@@ -1,7 +1,5 @@
 """The list of shipped configs."""
 
-import sys
-
 import pytest
 from entry_runs import pretrain_gpt
 
@@ -22,10 +20,8 @@ def test_parameters_are_those_that_are_published(name, count):
     assert count_config_parameters(name) == count
 
 
-def test_every_config_has_a_line_with_what_it_is_and_is_for(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--list-configs"])
-    pretrain_gpt.main()
-    text = capsys.readouterr().out
+def test_every_config_has_a_line_with_what_it_is_and_is_for(call_main):
+    _, text, _ = call_main(pretrain_gpt.main, "--list-configs")
     assert text == f"{describe_configs()}\n"
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} < {*lines}

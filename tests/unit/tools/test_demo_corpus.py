@@ -1,19 +1,14 @@
 """Dialogues and questions that `tools/demo_corpus.py` makes of docstrings."""
 
 import ast
-import importlib.util
 import json
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from repo_copy import ROOT
+from programs import load_program
 
-spec = importlib.util.spec_from_file_location("demo_corpus_tool", ROOT / "tools/demo_corpus.py")
-demo_corpus = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = demo_corpus
-spec.loader.exec_module(demo_corpus)
+demo_corpus = load_program("tools/demo_corpus.py")
 
 SOURCE = '''
 """What the module is for."""

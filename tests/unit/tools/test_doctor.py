@@ -1,20 +1,13 @@
 """The doctor: its report on a machine, and its exit status, which says whether a run can start."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from programs import load_program
 from tool_process import run_tool
 
 from megaframe.distributed import device
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "doctor.py"
-_spec = importlib.util.spec_from_file_location("doctor", TOOL)
-doctor = importlib.util.module_from_spec(_spec)
-sys.modules["doctor"] = doctor
-_spec.loader.exec_module(doctor)
+doctor = load_program("tools/doctor.py")
 WELL = "0, NVIDIA H200, 580.65.06, 1980, 1980, 0x0000000000000001, Enabled, 0, 31, 5, 143771"
 
 

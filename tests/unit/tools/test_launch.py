@@ -1,6 +1,5 @@
 """Launching on clusters: what a node does."""
 
-import importlib.util
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE, count_lines, wait_until
+from programs import load_program
 from slow_cases import slow
 from tool_process import run_tool
 
@@ -20,9 +20,7 @@ from megaframe.io.local_rendezvous import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "tools/launch"
-_spec = importlib.util.spec_from_file_location("node", LAUNCH / "node.py")
-node = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(node)
+node = load_program(LAUNCH / "node.py")
 
 
 def test_a_node_is_told_by_the_variables_of_torchrun_and_the_rest_is_usual():
@@ -82,14 +80,11 @@ LATEST, NOWHERE = "checkpoint.resume=latest", "data.sources=[{path: /nowhere}]"
         ([LATEST, "data.tokenizer=hf:/nowhere.json"], "cannot read tokenizer file /nowhere.json"),
     ],
 )
-def test_a_mistake_ends_a_node_before_its_ranks_are_started(keys, expected, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["node.py", *keys])
+def test_a_mistake_ends_a_node_before_its_ranks_are_started(keys, expected, monkeypatch, call_main):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(node, "launch", None)
-    with pytest.raises(SystemExit) as ended:
-        node.main()
-    assert ended.value.code == 2
-    assert expected in capsys.readouterr().err
+    status, _, errors = call_main(node.main, *keys)
+    assert status == 2 and expected in errors
 
 
 def test_a_node_checks_the_split_that_is_evaluated(overrides):

@@ -1,6 +1,5 @@
 """The tools that measure links and kernels, run on two real ranks of this machine."""
 
-import importlib.util
 import json
 import sys
 from argparse import Namespace
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import load_program
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
@@ -34,7 +34,7 @@ FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4
 
 def measure_links(*arguments):
     """Return what the tool prints on this rank."""
-    module, sys.argv = load_tool("measure_links", *arguments)
+    module, sys.argv = load_program("tools/measure_links.py"), ["measure_links.py", *arguments]
     with redirect_stdout(StringIO()) as printed:
         module.run(module.parse_arguments())
     return printed.getvalue()
@@ -62,7 +62,7 @@ def test_links_of_each_axis_are_measured(pool):
     ranks=st.sampled_from([2, 3, 8]),
 )  # fmt: skip
 def test_alpha_beta_and_gamma_of_a_ring_are_found_again(alpha, bandwidth, gamma, ranks):
-    module, _ = load_tool("measure_links")
+    module = load_program("tools/measure_links.py")
     level = [GroupLevel(float(ranks), alpha, bandwidth, gamma=gamma)]
     sizes = [ranks * 4.0**power for power in range(4, 16)]
     fits = [
@@ -78,7 +78,7 @@ RINGS = {name: ALGORITHMS[name]["ring"] for name in ("all_gather", "reduce_scatt
 
 
 def test_a_reduction_that_takes_no_time_is_said_and_is_in_no_description(tmp_path):
-    module, _ = load_tool("measure_links")
+    module = load_program("tools/measure_links.py")
     fits = [
         module.LinkFit("node", name, 4, 1e-5, 1e9, 0.0, 1e9)
         for name in ("all_gather", "reduce_scatter")
@@ -87,15 +87,6 @@ def test_a_reduction_that_takes_no_time_is_said_and_is_in_no_description(tmp_pat
     assert next(module.describe_reduction("node", fits)) == (
         "node: gamma 0: reduce-scatters took no longer than all-gathers"
     )
-
-
-def load_tool(name, *arguments):
-    """Return a tool as a module, and its command line."""
-    specification = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # dataclasses need it there
-    specification.loader.exec_module(module)
-    return module, [f"{name}.py", *arguments]
 
 
 @pytest.mark.parametrize(
@@ -107,33 +98,29 @@ def load_tool(name, *arguments):
     ],
 )
 def test_wrong_questions_about_links(words, expected, monkeypatch):
-    module, arguments = load_tool("measure_links", *words)
-    monkeypatch.setattr(sys, "argv", arguments)
+    module = load_program("tools/measure_links.py")
+    monkeypatch.setattr(sys, "argv", ["measure_links.py", *words])
     with pytest.raises(UserError, match=expected):
         module.run(module.parse_arguments())
 
 
-def test_kernels_explain_the_products_they_were_fitted_to(monkeypatch, capsys):
+def test_kernels_explain_the_products_they_were_fitted_to(call_main):
     options = ("--json", "--device", "cpu", "--largest", "256", "--precision", "fp32")
-    module, arguments = load_tool("measure_kernels", *options)
-    monkeypatch.setattr(sys, "argv", arguments)
-    module.main()
-    constants = json.loads(capsys.readouterr().out)
+    _, printed, _ = call_main(load_program("tools/measure_kernels.py").main, *options)
+    constants = json.loads(printed)
     assert all(constants[key] > 0 for key in ("product", "memory", "attention", "launch"))
     assert max(map(abs, constants["errors"])) < 1.0
 
 
-def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_path, capsys):
+def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_path, call_main):
     path = tmp_path / "mine.yaml"
     options = ("--write", str(path), "--device", "cpu", "--largest", "256", "--precision", "fp32")
-    module, arguments = load_tool("measure_kernels", *options)
+    module = load_program("tools/measure_kernels.py")
     unknown = find_cluster_for_device("Abacus", 8 * 2.0**30, 46)
     monkeypatch.setattr(module, "detect_cluster", lambda device: unknown)
-    monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UserError, match=r"unknown chip Abacus with 8\.0 GiB: .* not predicted"):
         predict(PLANNED, Layout(), unknown, get_cluster_constants(unknown))
-    module.main()
-    assert f"wrote {path}" in capsys.readouterr().out
+    assert f"wrote {path}" in call_main(module.main, *options)[1]
     cluster = load_cluster(str(path))
     assert (cluster.chip.name, cluster.chip.memory, cluster.chip.units) == ("Abacus", 2**33, 46)
     assert 1e9 < cluster.chip.peaks["fp32"] < 1e14 and cluster.tiers == unknown.tiers
@@ -148,7 +135,7 @@ def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
     unknown = find_cluster_for_device("Abacus", 8 * 2.0**30)
     figures = {"bandwidth": 1e11, "peaks": {"fp32": 1e12}, "memory": 2**33}
     write_cluster(path, unknown, {**figures, "constants": {"product": 0.5}}, "by hand")
-    module, _ = load_tool("measure_links")
+    module = load_program("tools/measure_links.py")
     options = Namespace(write=path, chip=None, failure_hours=None, price=3.0)
     cluster = module.choose_cluster(options, None)
     tier = {"name": "node", "size": 2, "kind": "switch", "bandwidth": 1e9, "latency": 1e-6}
@@ -164,7 +151,7 @@ def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
 
 
 def test_the_start_of_a_product_is_found_again():
-    module, _ = load_tool("measure_kernels")
+    module = load_program("tools/measure_kernels.py")
     chip, known = CHIPS["a100-80gb"], get_family_constants("a100")
     truth = replace(known, product=0.7, start=256.0)
     sizes = [(n, n, n) for n in (512, 1024, 2048, 4096)] + [(4096, 4096, 64)]

@@ -1,6 +1,5 @@
 """tools/migrate.py: files of other trainers become configs that load and can be planned."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -8,13 +7,12 @@ from pathlib import Path
 
 import pytest
 from entry_runs import pretrain_gpt
+from programs import load_program
 
 from megaframe.config import load
 
-ROOT = Path(__file__).resolve().parents[3]
-_spec = importlib.util.spec_from_file_location("migrate_tool", ROOT / "tools/migrate.py")
-tool = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tool)
+tool = load_program("tools/migrate.py")
+main = tool.report_errors()(tool.main)
 
 SCRIPT = """\
 GPUS=8
@@ -54,27 +52,17 @@ MODEL = {
 }
 
 
-def call(main, monkeypatch, capsys, *words):
-    """Return the exit status, output and errors of a program with these words."""
-    monkeypatch.setattr(sys, "argv", ["program", *map(str, words)])
-    status = 0
-    try:
-        with tool.report_errors():
-            main()
-    except SystemExit as ended:
-        status = ended.code
-    return (status or 0, *capsys.readouterr())
-
-
 @pytest.mark.parametrize("program", FILES)
-def test_a_file_becomes_a_config_that_loads_and_is_planned(program, tmp_path, monkeypatch, capsys):
+def test_a_file_becomes_a_config_that_loads_and_is_planned(
+    program, tmp_path, monkeypatch, call_main
+):
     if program == "torchtitan" and sys.version_info < (3, 11):
         pytest.importorskip("tomli")
     monkeypatch.chdir(tmp_path)
     name, text, options, gpus = FILES[program]
     Path(name).write_text(text)
     Path("config.json").write_text(json.dumps(MODEL))
-    status, output, errors = call(tool.main, monkeypatch, capsys, program, name, *options)
+    status, output, errors = call_main(main, program, name, *options)
     assert status == 0 and errors.endswith("the comments say more\n")
     assert output.startswith(f"# {name}, settings of ") and "\0" not in output
     Path("migrated.yaml").write_text(output)
@@ -83,17 +71,18 @@ def test_a_file_becomes_a_config_that_loads_and_is_planned(program, tmp_path, mo
         program, f"runs/{Path(name).stem}"
     )
     planned = ["--config", "migrated.yaml", "--dry-run", "--gpus", gpus, "--force"]
-    status, output, errors = call(
-        pretrain_gpt.main, monkeypatch, capsys, *planned, "parallel.cluster=h100-ib"
-    )
+    planned.append("parallel.cluster=h100-ib")
+    status, output, errors = call_main(pretrain_gpt.main, *planned)
     assert status == 0, errors
     assert f"layers: {config.model.layers}\n" in output
 
 
-def test_migrate_without_output_writes_nothing_and_says_what_is_left(tmp_path, monkeypatch, capsys):
+def test_migrate_without_output_writes_nothing_and_says_what_is_left(
+    tmp_path, monkeypatch, call_main
+):
     monkeypatch.chdir(tmp_path)
     Path("train.sh").write_text(SCRIPT)
-    status, output, errors = call(tool.main, monkeypatch, capsys, "megatron", "train.sh")
+    status, output, errors = call_main(main, "megatron", "train.sh")
     assert status == 0 and os.listdir() == ["train.sh"]
     assert "#   --data-path $DATA: its value is not in the file; data.sources" in output
     assert "  layers: 96  # --num-layers 96\n" in output
@@ -120,7 +109,7 @@ def test_migrate_without_output_writes_nothing_and_says_what_is_left(tmp_path, m
         (("hf", "good.json", "--gpus", "0"), "whole number from 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_one_message(words, message, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_read_is_one_message(words, message, tmp_path, monkeypatch, call_main):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("folder").mkdir()
@@ -130,6 +119,6 @@ def test_what_cannot_be_read_is_one_message(words, message, tmp_path, monkeypatc
     Path("good.sh").write_text("python t.py --num-layers 2")
     Path("good.json").write_text("{}")
     Path("bad.json").write_text("{" * 99)
-    status, output, errors = call(tool.main, monkeypatch, capsys, *words)
+    status, output, errors = call_main(main, *words)
     assert status == 2 and output == ""
     assert message in errors and "Traceback" not in errors

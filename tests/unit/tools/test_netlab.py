@@ -1,7 +1,6 @@
 """The network lab: its links do not change a run's results, they are as slow as declared, and a lab
 leaves nothing behind, however it ends."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from entry_runs import read_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import wait_until
+from programs import load_program
 from slow_cases import slow
 from tolerances import promised
 
@@ -23,9 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools/netlab.py"
 sys.path.insert(0, str(ROOT))
 sys.path.append(str(TOOL.parent))  # at the end: tools bear names of installed packages
-_spec = importlib.util.spec_from_file_location("netlab", TOOL)
-netlab = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(netlab)
+netlab = load_program(TOOL)
 from network_lab import Link, LinkOutage, emulate_hosts, run_on_hosts  # noqa: E402
 from network_lab.hosts import check_links, remove_stale_namespaces  # noqa: E402
 
@@ -97,12 +95,9 @@ def train(overrides):
         (["--latency", "soon"], "latency 'soon' is not a number with us, ms or s"),
     ],
 )
-def test_what_makes_no_lab_is_refused(words, expected, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["netlab.py", *words, "--", "true"])
-    with pytest.raises(SystemExit) as ended:
-        netlab.main()
-    assert ended.value.code == 2
-    assert expected in capsys.readouterr().err
+def test_what_makes_no_lab_is_refused(words, expected, call_main):
+    status, _, errors = call_main(netlab.main, *words, "--", "true")
+    assert status == 2 and expected in errors
 
 
 @given(st.integers(0, 9), st.floats(0, 1e6), st.none() | st.floats(0, 1e6))
@@ -123,15 +118,12 @@ def test_a_lost_link_is_read_as_it_is_written(host, after, length):
     ],
 )
 def test_a_mistake_in_the_command_is_found_before_a_host_is_made(
-    words, expected, monkeypatch, capsys
+    words, expected, monkeypatch, call_main
 ):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(netlab, "emulate_hosts", None)
-    monkeypatch.setattr(sys, "argv", ["netlab.py", "--", *words])
-    with pytest.raises(SystemExit) as ended:
-        netlab.main()
-    assert ended.value.code == 2
-    assert expected in capsys.readouterr().err
+    status, _, errors = call_main(netlab.main, "--", *words)
+    assert status == 2 and expected in errors
 
 
 _ANSWER = """

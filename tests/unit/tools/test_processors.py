@@ -1,19 +1,16 @@
 """`make test-processors`: which settings run on which processor, and what its report and status
 say."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from programs import load_program
 from slow_cases import slow
 
 ROOT = Path(__file__).resolve().parents[3]
-spec = importlib.util.spec_from_file_location("processors", ROOT / "tools/test_processors.py")
-processors = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = processors  # dataclasses look there for the types of fields
-spec.loader.exec_module(processors)
+processors = load_program("tools/test_processors.py")
 
 ZEN3 = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu sse4_1 avx avx2 fma\n"
 XEON = (

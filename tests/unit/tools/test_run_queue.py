@@ -1,7 +1,6 @@
 """Queues of runs on one machine: who runs when and where, what failures and kills change, and the
 page."""
 
-import importlib.util
 import json
 import os
 import re
@@ -15,25 +14,26 @@ import pytest
 from entry_runs import read_losses
 from held_runs import make_holding_words
 from patience import PATIENCE, count_lines, wait_until
+from programs import load_program
 from tolerances import promised
 
 from megaframe.run_queue.queue_file import read_queue_file
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools/run_queue.py"
-_spec = importlib.util.spec_from_file_location("run_queue_tool", TOOL)
-tool = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tool)
+tool = load_program(TOOL)
 
 
-def run(monkeypatch, capsys, *words):
-    """Run the tool in this process; return its exit status, output and errors."""
-    monkeypatch.setattr(sys, "argv", ["run_queue.py", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        tool.main()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    printed = capsys.readouterr()
-    return ended.value.code, printed.out, printed.err
+@pytest.fixture
+def run(call_main):
+    """run(*words) -> the exit status, the output and the errors of the tool in this process."""
+
+    def call(*words):
+        called = call_main(tool.main, *words)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return called
+
+    return call
 
 
 ENTRY = """
@@ -74,15 +74,13 @@ def read_records(folder):
     return json.loads((folder / "queue.json").read_text())["runs"]
 
 
-def test_a_failed_run_stops_no_other_and_is_tried_again(
-    entry, overrides, tmp_path, monkeypatch, capsys
-):
+def test_a_failed_run_stops_no_other_and_is_tried_again(entry, overrides, tmp_path, run):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "broken").touch()
     words = ["--sweep", "optim.lr=[1, 2, 3]", "--devices", "2", "--retries", "1"]
     words += ["--", *overrides(train__steps=3)]
-    status, output, _ = run(monkeypatch, capsys, *words)
+    status, output, _ = run(*words)
     assert status == 0, output
     records = read_records(folder)
     assert {name: (one["state"], one["starts"]) for name, one in records.items()} == {
@@ -97,7 +95,7 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(
     assert '"name":"lr=1"' in (folder / "dashboard.html").read_text()
     written = (folder / "lr=1/metrics.jsonl").stat().st_mtime_ns
     (folder / "broken").unlink()
-    status, output, _ = run(monkeypatch, capsys, *words)
+    status, output, _ = run(*words)
     assert status == 0 and "3 runs in" in output and "1 done before" in output
     states = {name: one["state"] for name, one in read_records(folder).items()}
     assert states == {"lr=1": "done", "lr=2": "done", "lr=3": "failed"}
@@ -105,11 +103,11 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(
 
 
 def test_trials_that_are_behind_are_stopped_and_each_run_has_gpus_of_its_own(
-    entry, overrides, tmp_path, monkeypatch, capsys
+    entry, overrides, tmp_path, run
 ):
     words = ["--sweep", "optim.lr=[4, 5]", "--gpus", "6,7", "--grace", "2"]
     words += ["--", *overrides(train__steps=8)]
-    status, output, _ = run(monkeypatch, capsys, *words)
+    status, output, _ = run(*words)
     assert status == 0, output
     states = {name: one["state"] for name, one in read_records(tmp_path / "run").items()}
     assert states == {"lr=4": "done", "lr=5": "stopped"}
@@ -176,10 +174,10 @@ def test_a_run_that_leaves_for_another_continues_under_another_layout_also_if_th
     ],
 )
 def test_what_cannot_be_swept_is_said_before_a_trial(
-    words, keys, expected, overrides, tmp_path, monkeypatch, capsys
+    words, keys, expected, overrides, tmp_path, run
 ):
     words = ["--sweep", "optim.lr=[0.1]", *words, "--", *overrides(**keys)]
-    status, _, errors = run(monkeypatch, capsys, *words)
+    status, _, errors = run(*words)
     assert status == 2 and expected in errors and errors.startswith("error: ")
     assert not (tmp_path / "run").exists()
 
@@ -224,9 +222,7 @@ def test_a_run_has_the_numbers_of_ranks_that_a_layout_uses(overrides, tmp_path):
     assert whole.words[-1] == "checkpoint.resume=latest"
 
 
-def test_a_changed_file_is_taken_over_only_if_it_is_right(
-    entry, overrides, tmp_path, monkeypatch, capsys
-):
+def test_a_changed_file_is_taken_over_only_if_it_is_right(entry, overrides, tmp_path, run):
     """While a slow run goes on, another one is added, and the first taken from the list. A second
     queue of the same folder is refused."""
     folder, file, output = tmp_path / "q", tmp_path / "queue.yaml", tmp_path / "output"
@@ -257,7 +253,7 @@ def test_a_changed_file_is_taken_over_only_if_it_is_right(
         write(other=5)
         wait(lambda: "no longer listed" in output.read_text(), process)
         wait(lambda: list(read_records(folder)) == ["other"], process)
-        status, _, errors = run(monkeypatch, capsys, file)
+        status, _, errors = run(file)
         assert status == 2 and f"process {process.pid}" in errors
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 143
@@ -266,10 +262,10 @@ def test_a_changed_file_is_taken_over_only_if_it_is_right(
 
 
 @pytest.mark.parametrize("damage", ["{", "[1]", '{"runs": {"a": {}}}', "{}x"])
-def test_a_damaged_state_is_said_and_kept(damage, entry, overrides, tmp_path, monkeypatch, capsys):
+def test_a_damaged_state_is_said_and_kept(damage, entry, overrides, tmp_path, run):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/queue.json").write_text(damage)
     words = ("--sweep", "optim.lr=[0.1]", "--", *overrides())
-    status, _, errors = run(monkeypatch, capsys, *words)
+    status, _, errors = run(*words)
     assert status == 2 and "is not the state of a queue; move it away" in errors
     assert (tmp_path / "run/queue.json").read_text() == damage

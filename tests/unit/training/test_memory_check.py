@@ -2,7 +2,6 @@
 
 import re
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,16 +72,13 @@ def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
 
 
 @pytest.fixture
-def dry(monkeypatch, capsys):
+def dry(monkeypatch, call_main):
     """dry(*words) -> what a dry run in this process prints, without and with its errors."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *words])
-        with suppress(SystemExit):
-            pretrain_gpt.main()
-        printed = capsys.readouterr()
-        return printed.out + printed.err
+        _, *printed = call_main(pretrain_gpt.main, "--dry-run", *words)
+        return "".join(printed)
 
     return run
 
@@ -133,12 +129,9 @@ def test_a_number_of_gpus_that_cannot_be_planned_for(dry, words, reason):
     assert "memory per rank" not in output and "Traceback" not in output
 
 
-def test_a_run_takes_no_number_of_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--config", "demo", "--gpus", "8"])
-    with pytest.raises(SystemExit) as status:
-        pretrain_gpt.main()
-    message = capsys.readouterr().err
-    assert status.value.code == 2 and message.startswith("error: --gpus 8 needs --dry-run: ")
+def test_a_run_takes_no_number_of_gpus(call_main):
+    status, _, message = call_main(pretrain_gpt.main, "--config", "demo", "--gpus", "8")
+    assert status == 2 and message.startswith("error: --gpus 8 needs --dry-run: ")
     assert "torchrun --nproc-per-node 8 " in message
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import shutil
-import sys
 import tempfile
 import warnings
 import zipfile
@@ -17,25 +16,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_helpers import cut_slice, draw_partition, make_slice, save, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ROOT = Path(__file__).resolve().parents[4]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import checkpoint as tool  # noqa: E402
-from checkpoint_helpers import cut_slice, draw_partition, make_slice, save, shapes  # noqa: E402
-
-from megaframe.checkpoint import Slice, open_checkpoint, shard_file  # noqa: E402
-from megaframe.checkpoint.convert import dcp  # noqa: E402
-from megaframe.checkpoint.convert.dcp.dcp_folder import RUN_STATE_NAME  # noqa: E402
-from megaframe.checkpoint.convert.dcp.metadata import read_metadata  # noqa: E402
-from megaframe.checkpoint.convert.dcp.pickle_parser import parse_pickle  # noqa: E402
-from megaframe.checkpoint.manifest import DTYPES  # noqa: E402
-from megaframe.checkpoint.train_state import read_train_state  # noqa: E402
-from megaframe.config import RunConfig  # noqa: E402
-from megaframe.errors import UserError  # noqa: E402
-from megaframe.model.model_chunk import list_model_specs  # noqa: E402
+from megaframe.checkpoint import Slice, open_checkpoint, shard_file
+from megaframe.checkpoint.convert import dcp
+from megaframe.checkpoint.convert.dcp.dcp_folder import RUN_STATE_NAME
+from megaframe.checkpoint.convert.dcp.metadata import read_metadata
+from megaframe.checkpoint.convert.dcp.pickle_parser import parse_pickle
+from megaframe.checkpoint.manifest import DTYPES
+from megaframe.checkpoint.train_state import read_train_state
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.model.model_chunk import list_model_specs
 
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
@@ -438,19 +432,13 @@ def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
     assert "hunter22" not in str(it.value) and not (tmp_path / "back").exists()
 
 
-def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
+def test_the_tool_exports_and_imports(tmp_path, run_checkpoint_tool):
     tensors = {"a": torch.randn(6, 4), "optimizer.moment/a": torch.randn(6, 4)}
     source = save(
         tmp_path / "ours", [[make_slice(*entry) for entry in tensors.items()]], state={"x": 1}
     )
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            tool.main()
-        printed = capsys.readouterr()
-        return exited.value.code, printed.out + printed.err
-
+    run = run_checkpoint_tool
     assert run("export-dcp", tmp_path / "ours", "--to", tmp_path / "dcp")[0] == 0
     status, text = run("import-dcp", tmp_path / "dcp", "--to", tmp_path / "back")
     assert status == 0 and "left out" not in text and "no run state" not in text

@@ -4,9 +4,7 @@ import base64
 import json
 import os
 import random
-import sys
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,10 +25,6 @@ from megaframe.data.sentencepiece_model import PieceType, parse_model
 from megaframe.data.token_file_record import check_same_tokenizer, record_tokenizer
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "tools"))
-
-import checkpoint as tool
 
 CODE = "import os\n\ndef area(width: int) -> str:\n\treturn f'<{width / 0x41}>'  # naïve ☃\n\n  x"
 LITERALS = ("<s>", "</s>", "<unk>", "<0x41>", "<0x0A>", "<|endoftext|>", "▁", "[x]")
@@ -321,20 +315,13 @@ def test_no_file_from_elsewhere_is_copied(name, imported, tmp_path):
 
 
 def test_the_tool_refuses_in_one_line_and_prints_what_is_left_out(
-    imported, tmp_path, capsys, monkeypatch
+    imported, tmp_path, run_checkpoint_tool
 ):
-    checkpoint = imported("hf:/etc/passwd")
-    command = ["checkpoint.py", "export-hf", str(checkpoint), "--to", str(tmp_path / "out")]
-    printed = []
-    for options in ([], ["--tokenizer", "none"]):
-        monkeypatch.setattr(sys, "argv", [*command, *options])
-        with pytest.raises(SystemExit) as exited:
-            tool.main()
-        printed.append((exited.value.code, capsys.readouterr()))
-    (status, refused), (done, written) = printed
-    assert status == 2 and refused.out == ""
-    assert refused.err.startswith("error: ") and refused.err.count("\n") == 1
-    assert done == 0 and "note: tokenizer: left out, so bos_token_id" in written.out
+    command = "export-hf", imported("hf:/etc/passwd"), "--to", tmp_path / "out"
+    status, refused = run_checkpoint_tool(*command)
+    assert status == 2 and refused.startswith("error: ") and refused.count("\n") == 1
+    done, written = run_checkpoint_tool(*command, "--tokenizer", "none")
+    assert done == 0 and "note: tokenizer: left out, so bos_token_id" in written
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float32"
 
 

@@ -41,9 +41,7 @@ from megaframe.io import remote_requests as retry
 from megaframe.training.rank_pool import RankFailure
 
 ROOT = Path(__file__).resolve().parents[4]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import checkpoint as tool  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
 
@@ -118,65 +116,49 @@ def test_files_that_no_manifest_names_are_no_checkpoint_and_go_at_the_start(home
 
 
 class TestTools:
-    def run(self, capsys, monkeypatch, *arguments):
-        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            tool.main()
-        printed = capsys.readouterr()
-        return exited.value.code, printed.out + printed.err
-
     @pytest.mark.slow
-    def test_inspect_verify_diff_and_reshard(self, s3, tmp_path, capsys, monkeypatch):
+    def test_inspect_verify_diff_and_reshard(self, s3, tmp_path, run_checkpoint_tool):
         path = save_steps(s3, 1.0)
-        status, text = self.run(capsys, monkeypatch, "inspect", s3, "--tensors")
+        status, text = run_checkpoint_tool("inspect", s3, "--tensors")
         assert status == 0 and f"{path}: step 1, 4 files" in text
-        status, text = self.run(capsys, monkeypatch, "verify", path)
+        status, text = run_checkpoint_tool("verify", path)
         assert (status, "1 tensors in" in text) == (0, True)
         local_copy, remote_copy = tmp_path / "here", s3.parent / "there"
-        assert (
-            self.run(capsys, monkeypatch, "reshard", s3, "--to", local_copy, "--files", 1)[0] == 0
-        )
-        assert (
-            self.run(capsys, monkeypatch, "reshard", local_copy, "--to", remote_copy, "--files", 3)[
-                0
-            ]
-            == 0
-        )
+        assert run_checkpoint_tool("reshard", s3, "--to", local_copy, "--files", 1)[0] == 0
+        assert run_checkpoint_tool("reshard", local_copy, "--to", remote_copy, "--files", 3)[0] == 0
         assert [path.name for path in local_copy.glob("*/rank*")] == ["rank-00000.safetensors"]
         for first, other in (
             (local_copy, s3),
             (remote_copy, s3),
             (f"file://{local_copy}", remote_copy),
         ):
-            status, text = self.run(capsys, monkeypatch, "diff", first, other)
+            status, text = run_checkpoint_tool("diff", first, other)
             assert status == 0 and "0 tensors differ, 1 are the same" in text
-        status, text = self.run(
-            capsys, monkeypatch, "reshard", local_copy, "--to", remote_copy, "--files", 1
-        )
+        status, text = run_checkpoint_tool("reshard", local_copy, "--to", remote_copy, "--files", 1)
         assert status == 2 and f"{remote_copy}/step-00000001 already exists" in text
 
-    def test_every_flipped_byte_is_found_and_named(self, memory, capsys, monkeypatch):
+    def test_every_flipped_byte_is_found_and_named(self, memory, run_checkpoint_tool):
         path = save_steps(memory, 1.0)
         for name in ("manifest.json", *{file.name for file in list_named_files(memory)}):
             before = read_content(path / name)
             for at in (0, len(before) // 2, len(before) - 1):
                 put(path / name, before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
-                status, text = self.run(capsys, monkeypatch, "verify", path)
+                status, text = run_checkpoint_tool("verify", path)
                 assert status == 1 and f"{path}/{name}" in text
             put(path / name, before[:-1])
-            status, text = self.run(capsys, monkeypatch, "verify", path)
+            status, text = run_checkpoint_tool("verify", path)
             assert status == 1 and name in text
             put(path / name, before)
         one = next(list_named_files(memory))
         system, gone = retry.open_filesystem(one)
         system.rm_file(gone)
-        status, text = self.run(capsys, monkeypatch, "verify", path)
+        status, text = run_checkpoint_tool("verify", path)
         assert status == 1 and f"{one}: No such file" in text
 
-    def test_a_missing_bucket_or_object_is_named(self, s3, capsys, monkeypatch):
-        status, text = self.run(capsys, monkeypatch, "verify", "s3://nowhere/x")
+    def test_a_missing_bucket_or_object_is_named(self, s3, run_checkpoint_tool):
+        status, text = run_checkpoint_tool("verify", "s3://nowhere/x")
         assert status == 2 and "path=s3://nowhere/x: there is no such folder" in text
-        status, text = self.run(capsys, monkeypatch, "verify", "nostore://x/y")
+        status, text = run_checkpoint_tool("verify", "nostore://x/y")
         assert status == 2 and "no store is known for nostore://" in text
 
 

@@ -50,7 +50,7 @@ class TestSecrets:
         ],
     )
     def test_a_url_with_a_secret_is_refused_and_not_repeated(
-        self, url, overrides, capsys, monkeypatch, tmp_path
+        self, url, overrides, call_main, monkeypatch, tmp_path
     ):
         with pytest.raises(UserError) as error:
             parse_path(url)
@@ -59,13 +59,10 @@ class TestSecrets:
         folders = ("folder", "resume", "weights", "memory_dir")
         for key in (*(f"checkpoint__{name}" for name in folders), "run__dir", "metrics__wandb"):
             for options in ([], ["--dry-run"]):
-                argv = ["pretrain_gpt.py", *overrides(**{key: url}), *options]
-                monkeypatch.setattr(sys, "argv", argv)
-                with pytest.raises(SystemExit) as stopped:
-                    pretrain_gpt.main()
-                printed = capsys.readouterr()
-                assert stopped.value.code == 2 and key.replace("__", ".") in printed.err
-                assert SECRET not in printed.out + printed.err
+                words = *overrides(**{key: url}), *options
+                status, output, errors = call_main(pretrain_gpt.main, *words)
+                assert status == 2 and key.replace("__", ".") in errors
+                assert SECRET not in output + errors
         assert not [*tmp_path.iterdir()]
 
     def test_what_a_library_says_is_told_without_secrets(self, s3, monkeypatch):
