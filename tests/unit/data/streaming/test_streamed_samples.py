@@ -272,7 +272,7 @@ class TestBound:
         )
         with watch_size(tmp_path / "cache") as sizes:
             assert take_rows(config, 60)[0] == reference[0]
-            take_rows(config, 900)
+            take_rows(config, 400)
         # Beside blocks the folder has what readers need and what the corpus is.
         assert 0 < max(sizes) <= limit + 8192
 
