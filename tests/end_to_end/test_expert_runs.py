@@ -4,12 +4,11 @@ Tests `megaframe.metrics.expert_load` and `megaframe.training.initialize_from`.
 """
 
 import pytest
-import torch
+from checkpoint_helpers import load_weights
 from entry_runs import make_trainer, read_lines, train
 from slow_cases import slow
 from tolerances import assert_within, near, promised
 
-from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.config import load
 from megaframe.training.rank_pool import RankFailure
 
@@ -154,18 +153,6 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
             (down[expert], dense["blocks.1.mlp.down.weight"][:, part]),
         ):
             assert_within(actual, expected, 1.2e-12, "a step of 1e-12, and its decay")
-
-
-def load_weights(path):
-    """Return all weights of a checkpoint."""
-    with open_checkpoint(path) as checkpoint:
-        tensors = {
-            name: torch.empty(saved.shape, dtype=torch.float64)
-            for name, saved in checkpoint.tensors.items()
-            if not name.startswith("optimizer.")
-        }
-        checkpoint.load([Slice(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in tensors.items()])
-    return tensors
 
 
 def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):

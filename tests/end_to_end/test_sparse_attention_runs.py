@@ -1,11 +1,9 @@
 """Whole runs with an indexer: both stages of its training, and resuming under other layouts."""
 
 import pytest
-import torch
+from checkpoint_helpers import load_weights
 from entry_runs import read_lines, train
 from tolerances import promised
-
-from megaframe.checkpoint import Slice, open_checkpoint
 
 SPARSE = {
     "model__layers": 4,
@@ -20,18 +18,6 @@ LAYOUTS = (
     (4, {"tensor": 2, "context": 2, "context_kind": "ring", "zero": 1}),
     (2, {"pipeline": 2, "schedule": "zb-h1"}),
 )
-
-
-def load_weights(path):
-    """Return all weights of the last checkpoint of a run."""
-    with open_checkpoint(path / "checkpoints/step-00000002") as checkpoint:
-        tensors = {
-            name: torch.empty(saved.shape, dtype=torch.float64)
-            for name, saved in checkpoint.tensors.items()
-            if not name.startswith("optimizer.")
-        }
-        checkpoint.load([Slice(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in tensors.items()])
-    return tensors
 
 
 @pytest.mark.slow
@@ -65,7 +51,9 @@ def test_an_indexer_is_trained_alone_and_then_with_all_else(pool, overrides, tmp
         more |= {"run__dir": tmp_path / stage, "checkpoint__weights": weights}
         pool.run(2, train, overrides(**keys, **more))
         before = stage
-    plain, warm, sparse = (load_weights(tmp_path / name) for name in ("plain", *stages))
+    plain, warm, sparse = (
+        load_weights(tmp_path / name / "checkpoints/step-00000002") for name in ("plain", *stages)
+    )
     indexed = {name for name in warm if ".indexer." in name}
     assert len(indexed) == 2 * 4 and warm.keys() == plain.keys() | indexed
     assert all(float((warm[name] - plain[name]).abs().max()) == 0 for name in plain)

@@ -61,6 +61,11 @@ def load_all(path):
         return out
 
 
+def load_weights(path):
+    """Return what `load_all` does, without optimizer state."""
+    return {n: tensor for n, tensor in load_all(path).items() if not n.startswith("optimizer.")}
+
+
 def write_sealed(path, manifest):
     """Write a manifest with a matching checksum, as an attacker could."""
     content = json.dumps(manifest, separators=(",", ":"))[1:].encode()

@@ -10,13 +10,12 @@ import threading
 import time
 
 import pytest
-import torch
 from bitwise import assert_bitwise_equal
+from checkpoint_helpers import load_all
 from entry_runs import make_trainer
 
-from megaframe.checkpoint import CheckpointWriter, open_checkpoint
+from megaframe.checkpoint import CheckpointWriter
 from megaframe.checkpoint.background import BackgroundCopier
-from megaframe.checkpoint.slices import Slice
 from megaframe.config import load
 
 KEYS = {
@@ -54,15 +53,6 @@ def train(keys, seconds=0.0, after=None):
         trainer.mesh.close()
 
 
-def load_tensors(path):
-    with open_checkpoint(path) as checkpoint:
-        tensors = {
-            n: torch.empty(t.shape, dtype=torch.float64) for n, t in checkpoint.tensors.items()
-        }
-        checkpoint.load([Slice(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in tensors.items()])
-    return tensors
-
-
 @pytest.mark.slow
 def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrides, tmp_path):
     for name, extra, seconds in (
@@ -75,7 +65,7 @@ def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrid
     for first, other in (("serial", "slow"), ("sent later, serial", "sent later")):
         for step in range(1, 5):
             expected, actual = (
-                load_tensors(tmp_path / name / f"checkpoints/step-{step:08d}")
+                load_all(tmp_path / name / f"checkpoints/step-{step:08d}")
                 for name in (first, other)
             )
             assert [*expected] == [*actual]
@@ -139,7 +129,7 @@ def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overri
     pool.run(2, train, overrides(**keys), 0.0, delete_again_and_again)
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert saved == ["latest", "step-00000010"]
-    assert len(load_tensors(tmp_path / "run/checkpoints/step-00000010")) > 9
+    assert len(load_all(tmp_path / "run/checkpoints/step-00000010")) > 9
 
 
 def delay_save(trainer):
