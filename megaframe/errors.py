@@ -75,11 +75,7 @@ EXIT_NOT_FINITE = 5
 EXIT_BAD_DEVICE = 6
 """A device computes wrong weights; the same command may work without that device."""
 EXIT_INTERRUPTED = 130
-_STATUS = {
-    UserError: EXIT_USER_ERROR,
-    NotFinite: EXIT_NOT_FINITE,
-    BadDevice: EXIT_BAD_DEVICE,
-}
+_STATUS = {UserError: EXIT_USER_ERROR, NotFinite: EXIT_NOT_FINITE, BadDevice: EXIT_BAD_DEVICE}
 _REPORT_DELAY = 2.0
 _SEEN_DELAY = 1.0
 """Seconds in which the neighbours of a rank see that it has reported. Once it ends, torchrun ends

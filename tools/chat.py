@@ -42,11 +42,7 @@ def main() -> None:
 def serve(model: Model, arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     """Print the address, and serve until interrupted."""
     server = ChatServer(
-        model,
-        tokens=arguments.tokens,
-        sampling=sampling,
-        host=arguments.host,
-        port=arguments.port,
+        model, tokens=arguments.tokens, sampling=sampling, host=arguments.host, port=arguments.port
     )
     print(f"serving on {server.address}", flush=True)
     try:

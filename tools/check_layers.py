@@ -26,15 +26,8 @@ from megaframe.training.layer_check import (
     list_described_parts,
     measure_layers,
 )
-from megaframe.training.layer_check.layouts import (
-    CheckedLayout,
-    SmallRun,
-)
-from megaframe.training.layer_check.parity import (
-    PROMISE,
-    find_largest_difference,
-    train_two_steps,
-)
+from megaframe.training.layer_check.layouts import CheckedLayout, SmallRun
+from megaframe.training.layer_check.parity import PROMISE, find_largest_difference, train_two_steps
 from megaframe.training.rank_pool import RankFailure, RankPool
 
 _EPILOG = """example:

@@ -45,11 +45,7 @@ from megaframe.checkpoint.starting_weights import StartingWeights
 from megaframe.config import RunConfig
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, report_errors
-from megaframe.extensions import (
-    add_extension_option,
-    load_named_extensions,
-    load_with_extensions,
-)
+from megaframe.extensions import add_extension_option, load_named_extensions, load_with_extensions
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.untrusted import sanitize_text
 

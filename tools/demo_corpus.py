@@ -265,10 +265,7 @@ def make_questions(items: Iterable[Described]) -> Iterator[dict[str, Any]]:
 def _as_messages(turns: Sequence[tuple[str, str]]) -> dict[str, Any]:
     messages = []
     for asked, answer in turns:
-        messages += [
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": answer},
-        ]
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     return {"messages": messages}
 
 

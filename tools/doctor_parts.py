@@ -27,10 +27,7 @@ from doctor_transfers import Doctor, check_collectives, check_links, check_rings
 from megaframe import __version__
 from megaframe.config import load
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
-from megaframe.distributed.collectives import (
-    all_reduce,
-    barrier,
-)
+from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.mesh import read_global_rank, read_local_world_size
 from megaframe.distributed.nccl_settings import allow_abort, configure_nccl
 from megaframe.errors import LostRanks, report_errors

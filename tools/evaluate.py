@@ -70,10 +70,7 @@ def main() -> None:
 
 
 def _on_texts(
-    arguments: argparse.Namespace,
-    stage: Stage,
-    context: int,
-    record: TokenizerRecord | None,
+    arguments: argparse.Namespace, stage: Stage, context: int, record: TokenizerRecord | None
 ) -> dict[str, Any]:
     """Score each file and each source of the split, and if there are several, all together. Return
     the numbers by name."""
@@ -123,10 +120,7 @@ def _on_texts(
 
 
 def _on_tasks(
-    arguments: argparse.Namespace,
-    stage: Stage,
-    context: int,
-    record: TokenizerRecord | None,
+    arguments: argparse.Namespace, stage: Stage, context: int, record: TokenizerRecord | None
 ) -> dict[str, Any]:
     # The harness imports a package `evaluate`, which this file must not shadow.
     folder = Path(__file__).resolve().parent

@@ -15,11 +15,7 @@ from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.extensions import add_extension_option, load_named_extensions
 from megaframe.inference.chat import Message
-from megaframe.inference.generation import (
-    SamplingOptions,
-    StreamedText,
-    add_sampling_options,
-)
+from megaframe.inference.generation import SamplingOptions, StreamedText, add_sampling_options
 from megaframe.inference.library import load_model
 from megaframe.inference.model import Model
 from megaframe.inference.prompts import read_prompts

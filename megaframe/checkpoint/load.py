@@ -29,12 +29,7 @@ from megaframe.checkpoint.manifest import (
 )
 from megaframe.checkpoint.shard_reader import ShardReader, SliceRequest, allocate_buffers
 from megaframe.checkpoint.slices import Box, Shape, Slice, index_within, intersect
-from megaframe.checkpoint.stores.store import (
-    CHECKPOINT_NAME,
-    ReadHandle,
-    StorePath,
-    store_of,
-)
+from megaframe.checkpoint.stores.store import CHECKPOINT_NAME, ReadHandle, StorePath, store_of
 from megaframe.errors import UserError
 
 

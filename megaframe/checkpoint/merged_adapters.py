@@ -293,13 +293,7 @@ class _MergedCheckpoint(Checkpoint):
         target.tensor.copy_(total)
 
     def _compute_factors(
-        self,
-        base: Tensor,
-        whole: Tensor,
-        linear: LinearSpec,
-        adapter: Adapter,
-        name: str,
-        box: Box,
+        self, base: Tensor, whole: Tensor, linear: LinearSpec, adapter: Adapter, name: str, box: Box
     ) -> Tensor:
         """Return what some rows of the sum of a matrix and its adapter are multiplied by.
 

@@ -39,14 +39,8 @@ from megaframe.checkpoint.folder import (
     read_pointer,
     retract_checkpoint,
 )
-from megaframe.checkpoint.manifest import (
-    SavedFile,
-)
-from megaframe.checkpoint.shard_file import (
-    FileEntry,
-    split_into_files,
-    write_shard_file,
-)
+from megaframe.checkpoint.manifest import SavedFile
+from megaframe.checkpoint.shard_file import FileEntry, split_into_files, write_shard_file
 from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.stores.store import BEST, StorePath, format_checkpoint_name, store_of
@@ -142,11 +136,7 @@ class CheckpointWriter(BackgroundCopier):
 
     def _write(self, job: _SaveJob) -> None:
         coordinator = SaveCoordinator(
-            self._store,
-            step=job.step,
-            rank=self._rank,
-            world=self._world,
-            timeout=self._timeout,
+            self._store, step=job.step, rank=self._rank, world=self._world, timeout=self._timeout
         )
         if self._rank == 0:
             self._lead_save(coordinator, job)

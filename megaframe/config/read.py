@@ -18,11 +18,7 @@ import yaml
 
 from megaframe.config.keys import get_config_keys, suggest_keys
 from megaframe.config.migration import upgrade_name
-from megaframe.config.shipped import (
-    find_shipped_config,
-    is_shipped_name,
-    suggest_shipped_configs,
-)
+from megaframe.config.shipped import find_shipped_config, is_shipped_name, suggest_shipped_configs
 from megaframe.config.url import find_text_mistake
 from megaframe.io.untrusted import PlainLoader, open_file, to_plain_data
 

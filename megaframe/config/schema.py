@@ -145,13 +145,7 @@ class KernelsConfig(Section):
     `reference` uses plain PyTorch everywhere. Naming an unavailable kernel is an error, and so is
     `auto` on a GPU without Triton."""
     attention: Literal[
-        "auto",
-        "triton",
-        "torch",
-        "torch-flash",
-        "cudnn",
-        "flash-attn",
-        "reference",
+        "auto", "triton", "torch", "torch-flash", "cudnn", "flash-attn", "reference"
     ] = "auto"
     """Attention. Ring context parallelism needs a kernel that returns the log-sum-exp: triton."""
     loss: Literal["auto", "triton", "reference"] = "auto"

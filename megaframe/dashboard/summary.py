@@ -81,10 +81,7 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
         ("TFLOP/s per device", _format_value(compute_rate("tflops_per_second"), ".4g")),
         ("MFU", _format_value(compute_rate("mfu"), ".1%")),
         ("HFU", _format_value(compute_rate("hfu"), ".1%")),
-        (
-            "peak memory of a rank",
-            f"{np.nanmax(memory):.3g} GiB" if _has_values(memory) else "n/a",
-        ),
+        ("peak memory of a rank", f"{np.nanmax(memory):.3g} GiB" if _has_values(memory) else "n/a"),
     ]
     return [list(row) for row in rows]
 

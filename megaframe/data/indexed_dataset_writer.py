@@ -16,12 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megaframe.data.indexed_dataset import (
-    HEADER,
-    MAGIC,
-    VERSION,
-    get_dtype_code,
-)
+from megaframe.data.indexed_dataset import HEADER, MAGIC, VERSION, get_dtype_code
 from megaframe.data.token_file_record import SUFFIX
 from megaframe.errors import UserError
 from megaframe.io.regular_file import delete_file, open_update

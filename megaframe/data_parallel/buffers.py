@@ -20,9 +20,7 @@ class BufferPool:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        allocate: Callable[[int, torch.dtype], Tensor] | None = None,
+        self, device: torch.device, allocate: Callable[[int, torch.dtype], Tensor] | None = None
     ) -> None:
         """Start an empty pool.
 

@@ -20,12 +20,7 @@ from torch import Tensor
 
 from megaframe.distributed.group import ALONE, Group, Ring, gather_single, scatter_single
 from megaframe.distributed.pending import Pending, start_pending
-from megaframe.distributed.point_to_point import (
-    exchange_pairwise,
-    receive,
-    send,
-    shift_ring,
-)
+from megaframe.distributed.point_to_point import exchange_pairwise, receive, send, shift_ring
 from megaframe.distributed.traffic import Traffic, WaitTimer
 
 __all__ = [
@@ -99,10 +94,7 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
             out, [tensor] * group.size, parts, group, kind="all_gather", like=out
         )
     return start_collective(
-        out,
-        group,
-        lambda: gather_single(out, tensor, group.handle, async_op=True),
-        "all_gather",
+        out, group, lambda: gather_single(out, tensor, group.handle, async_op=True), "all_gather"
     )
 
 

@@ -76,10 +76,7 @@ def _assume_links(chip: Chip) -> tuple[Cluster, str]:
     else:
         inside = chip.link or chip.host_link or 2 * _NETWORK
         network = min(_NETWORK, inside)
-        tiers = (
-            Tier("node", _NODE_SIZE, 8e-6, inside),
-            Tier("network", _MAX_SIZE, 10e-6, network),
-        )
+        tiers = (Tier("node", _NODE_SIZE, 8e-6, inside), Tier("network", _MAX_SIZE, 10e-6, network))
         # Failures as of nodes of A100 or H100 (`configs/clusters`); there is no price.
         cluster = Cluster(chip.name, chip, tiers, failure_hours=50_000, price=0.0)
         links = (

@@ -22,8 +22,7 @@ from megaframe.pipeline_parallel.stage import build_whole_model
 
 
 def load_config(
-    path: str | PathLike[str] | None = None,
-    overrides: Mapping[str, Any] | Sequence[str] = (),
+    path: str | PathLike[str] | None = None, overrides: Mapping[str, Any] | Sequence[str] = ()
 ) -> RunConfig:
     """Return the config of a run, after loading the extensions that it names.
 

@@ -276,10 +276,7 @@ def find_tasks(tasks: TaskOptions) -> TaskManager:
 
 
 def evaluate_tasks(
-    model: TaskModel,
-    tokenizer: Tokenizer,
-    tasks: TaskOptions,
-    chat: ChatFormat | None = None,
+    model: TaskModel, tokenizer: Tokenizer, tasks: TaskOptions, chat: ChatFormat | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of each task, with the harness's names.
 

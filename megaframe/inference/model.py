@@ -53,10 +53,7 @@ class Model:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        recorded: TokenizerRecord | None = None,
-        tokenizer: str | None = None,
+        self, stage: Stage, recorded: TokenizerRecord | None = None, tokenizer: str | None = None
     ) -> None:
         self.config, self.stage = stage.config, stage
         self._recorded, self._tokenizer_name = recorded, tokenizer

@@ -72,10 +72,7 @@ class NoiseAverages:
 
 
 def estimate_noise(
-    kinds: Sequence[SmallBatches],
-    small: Sequence[float],
-    whole: Sequence[float],
-    tokens_DM: Tensor,
+    kinds: Sequence[SmallBatches], small: Sequence[float], whole: Sequence[float], tokens_DM: Tensor
 ) -> tuple[float, float] | None:
     """Return estimates of |G|^2 and of tr(Sigma) per token, which have no bias.
 

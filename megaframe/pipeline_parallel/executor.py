@@ -24,12 +24,7 @@ from megaframe.model.pass_state import LayerStatistics
 from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import PassMaximum, measure_pass
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.pipeline_parallel.stage_pass import (
-    PlannedAction,
-    RankPlan,
-    StagePass,
-    plan_actions,
-)
+from megaframe.pipeline_parallel.stage_pass import PlannedAction, RankPlan, StagePass, plan_actions
 from megaframe.schedule import Action, ActionKind, Schedule
 
 ActionTrace = Callable[[Action, str], AbstractContextManager[object]]

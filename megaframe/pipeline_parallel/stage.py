@@ -172,11 +172,7 @@ class Stage:
             self.keys.begin(step)
 
     def forward(
-        self,
-        stage_pass: StagePass,
-        microbatch: Microbatch,
-        scale: Tensor,
-        x: Tensor | None = None,
+        self, stage_pass: StagePass, microbatch: Microbatch, scale: Tensor, x: Tensor | None = None
     ) -> Tensor:
         """Run the forward pass of a microbatch and keep what its backward needs.
 
@@ -377,10 +373,7 @@ class Stage:
 
     @torch.no_grad()
     def compute_hidden(
-        self,
-        microbatch: Microbatch,
-        x: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        self, microbatch: Microbatch, x: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """Return the stream [rows, hidden] after the last block, or a message with it for the next
         stage, without dropout and gradients.
@@ -459,10 +452,7 @@ class Stage:
         return statistics
 
     def make_inputs(
-        self,
-        microbatch: Microbatch,
-        keys: DropoutKeys | None = None,
-        scale: Tensor | None = None,
+        self, microbatch: Microbatch, keys: DropoutKeys | None = None, scale: Tensor | None = None
     ) -> MicrobatchInputs:
         """Return what a microbatch brings to the layers.
 

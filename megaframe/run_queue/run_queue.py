@@ -22,13 +22,7 @@ from megaframe.errors import EXIT_USER_ERROR, UserError
 from megaframe.run_queue.halving import find_lagging
 from megaframe.run_queue.queue_file import RunOfQueue
 from megaframe.run_queue.queue_page import QueuePage
-from megaframe.run_queue.queue_state import (
-    ENDED,
-    AdoptedProcess,
-    QueueState,
-    RunRecord,
-    State,
-)
+from megaframe.run_queue.queue_state import ENDED, AdoptedProcess, QueueState, RunRecord, State
 from megaframe.run_queue.run_process import RunProcess
 from megaframe.run_queue.scheduler import QueuedRun, decide
 

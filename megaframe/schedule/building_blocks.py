@@ -94,9 +94,7 @@ def drop_missing_microbatches(order: Iterable[Action], microbatches: int) -> lis
 
 
 def split_backwards(
-    order: Sequence[Action],
-    chosen: Collection[int] | None = None,
-    deferred: Collection[int] = (),
+    order: Sequence[Action], chosen: Collection[int] | None = None, deferred: Collection[int] = ()
 ) -> list[Action]:
     """Split backwards into B and W.
 

@@ -196,11 +196,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        linear: Linear,
-        deferred: DeferredGradients,
-        before: Elementwise | None,
+        ctx: Any, x: Tensor, linear: Linear, deferred: DeferredGradients, before: Elementwise | None
     ) -> Tensor:
         # Nothing gathered, and of a recomputed norm or activation only the input. The backward
         # pass gathers and computes the rest again.
@@ -308,11 +304,7 @@ def _backward_column(linear: Linear, deferred: DeferredGradients, dy: Tensor, x:
 
 
 def _backward_row(
-    linear: Linear,
-    deferred: DeferredGradients,
-    dy: Tensor,
-    dy_parts: Iterator[Tensor],
-    x: Tensor,
+    linear: Linear, deferred: DeferredGradients, dy: Tensor, dy_parts: Iterator[Tensor], x: Tensor
 ) -> Tensor:
     """Compute the gradients of a row linear.
 

@@ -20,13 +20,7 @@ from pathlib import Path
 import torch
 
 from megaframe.architecture.stages import plan_stages
-from megaframe.config import (
-    CheckpointConfig,
-    ParallelConfig,
-    RunConfig,
-    RunSection,
-    TrainConfig,
-)
+from megaframe.config import CheckpointConfig, ParallelConfig, RunConfig, RunSection, TrainConfig
 from megaframe.config.load import load_from_run
 from megaframe.config.phases import list_phase_keys, name_phase
 from megaframe.data.vocabulary_size import find_vocab_size

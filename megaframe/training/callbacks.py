@@ -177,8 +177,7 @@ class CallbackRunner:
 
     def _call_after_save(self, saved: int) -> None:
         self._call(
-            f"after the save of step {saved}",
-            lambda callback, run: callback.after_save(run, saved),
+            f"after the save of step {saved}", lambda callback, run: callback.after_save(run, saved)
         )
 
     def _call(

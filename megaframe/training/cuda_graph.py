@@ -47,9 +47,7 @@ recorded work again and overwrites that result. Whether the work also runs while
 makes no difference."""
 
 
-def record_cuda(
-    compute: Callable[[], PipelineOutput],
-) -> tuple[PipelineOutput, Callable[[], None]]:
+def record_cuda(compute: Callable[[], PipelineOutput]) -> tuple[PipelineOutput, Callable[[], None]]:
     """Record with torch's CUDA graphs, which share their memory because they run one after the
     other. Threads that save checkpoints continue meanwhile."""
     graph = torch.cuda.CUDAGraph()

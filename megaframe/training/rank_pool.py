@@ -49,10 +49,7 @@ class RankPool:
     leave would disturb the next world; the next call starts new ones."""
 
     def __init__(
-        self,
-        ranks: int,
-        prepare: Callable[[], object] | None = None,
-        timeout: float = 300.0,
+        self, ranks: int, prepare: Callable[[], object] | None = None, timeout: float = 300.0
     ) -> None:
         """Remember what to start; nothing is started yet.
 

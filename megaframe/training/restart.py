@@ -32,10 +32,7 @@ often it looks; a rank that is lost meanwhile must not keep it for ever."""
 
 
 def run_attempts(
-    config: RunConfig,
-    layout: Layout,
-    notes: Sequence[str] = (),
-    nccl: NcclSettings | None = None,
+    config: RunConfig, layout: Layout, notes: Sequence[str] = (), nccl: NcclSettings | None = None
 ) -> bool:
     """Run this rank's part of a training run to its end, or to that of its phase.
 

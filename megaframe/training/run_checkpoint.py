@@ -51,11 +51,7 @@ from megaframe.io.run_files import METRICS_FILE
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import find_frozen_names
 from megaframe.resilience.downtime import find_last_saved
-from megaframe.training.initialize_from import (
-    describe_loaded_weights,
-    load_adapters,
-    match_weights,
-)
+from megaframe.training.initialize_from import describe_loaded_weights, load_adapters, match_weights
 from megaframe.training.island_checkpoint import IslandCheckpoint, remove_island
 from megaframe.training.phases import find_phase
 from megaframe.training.run_position import RunPosition

@@ -24,12 +24,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.inference.chat import ChatFormat, find_chat_format
 from megaframe.inference.evaluation import Score, TokenSequence, score_by
-from megaframe.inference.generation import (
-    SampledIds,
-    SampleRequest,
-    load_run_tokenizer,
-    sample_by,
-)
+from megaframe.inference.generation import SampledIds, SampleRequest, load_run_tokenizer, sample_by
 from megaframe.metrics import MetricsLogger
 from megaframe.training.text_windows import pad_windows, split_windows, stack_ends
 from megaframe.training.train_step import TrainStep

@@ -31,12 +31,7 @@ from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.inference.evaluation import score_rows
 from megaframe.layout import EXPERT_SETS
 from megaframe.metrics import Part
-from megaframe.model.layer_inputs import (
-    PLAIN_ROUTINES,
-    LayerRoutines,
-    LayerSetup,
-    make_layer_setup,
-)
+from megaframe.model.layer_inputs import PLAIN_ROUTINES, LayerRoutines, LayerSetup, make_layer_setup
 from megaframe.model.model_chunk import ModelChunk, build_chunks
 from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.compile import Compiled
@@ -215,11 +210,7 @@ class TrainStep:
         return StepResult(output.loss, output.mtp_loss, update, output.maxima, output.statistics)
 
     def _run_as_graph(
-        self,
-        graph: StepGraph,
-        plan: RankPlan,
-        microbatches: Sequence[Microbatch],
-        scale: Tensor,
+        self, graph: StepGraph, plan: RankPlan, microbatches: Sequence[Microbatch], scale: Tensor
     ) -> PipelineOutput:
         """Run all passes through `graph`, which may launch them as one CUDA graph."""
 

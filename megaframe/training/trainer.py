@@ -36,11 +36,7 @@ from megaframe.model.layer_inputs import move_to_device
 from megaframe.resilience.downtime import DowntimeLedger
 from megaframe.resilience.launcher import LauncherProcess
 from megaframe.resilience.recovery import FaultHandler
-from megaframe.resilience.signals import (
-    exit_status,
-    handle_signals,
-    resume_command,
-)
+from megaframe.resilience.signals import exit_status, handle_signals, resume_command
 from megaframe.training.auto_layout import refuse_undecided
 from megaframe.training.batches import Batches
 from megaframe.training.callbacks import CallbackRunner

@@ -30,11 +30,7 @@ DORA = "{rank: 3, alpha: 6, dora: true}"
 WIDE = {**LLAMA, "model__ffn": 32}
 NF4 = "{rank: 3, alpha: 6, quantize_base: {block: 2, absmax_block: 2}}"
 NF4_DORA = "{rank: 3, alpha: 6, dora: true, quantize_base: {block: 4}}"
-LAYOUTS = (
-    (2, {"tensor": 2, "zero": 3}),
-    (4, {"pipeline": 2, "data": 2, "zero": 2}),
-    (1, {}),
-)
+LAYOUTS = ((2, {"tensor": 2, "zero": 3}), (4, {"pipeline": 2, "data": 2, "zero": 2}), (1, {}))
 
 
 def start(overrides):

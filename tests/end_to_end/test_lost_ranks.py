@@ -103,11 +103,7 @@ def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, fault, name, l
 def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_path):
     timeout = 5
     processes = launch(
-        range(2),
-        2,
-        {1: partial(hang_after, 3)},
-        parallel__pipeline=2,
-        parallel__timeout=timeout,
+        range(2), 2, {1: partial(hang_after, 3)}, parallel__pipeline=2, parallel__timeout=timeout
     )
     end(processes)
     other, stuck = read_errors(tmp_path, processes)

@@ -8,11 +8,7 @@ from slow_cases import slow
 from tolerances import PROMISE
 
 from megaframe.checkpoint import Slice, open_checkpoint
-from megaframe.checkpoint.train_state import (
-    describe_missing_state,
-    find_restarted,
-    prepare_slices,
-)
+from megaframe.checkpoint.train_state import describe_missing_state, find_restarted, prepare_slices
 from megaframe.errors import UserError
 from megaframe.inference.generation import load_stage
 

@@ -10,15 +10,7 @@ import json
 import pytest
 from bitwise import assert_same_bits
 from entry_runs import make_trainer
-from parity_runs import (
-    FEW,
-    MODELS,
-    assert_same,
-    make_global_batch,
-    make_layout_check,
-    run,
-    share,
-)
+from parity_runs import FEW, MODELS, assert_same, make_global_batch, make_layout_check, run, share
 from patience import PATIENCE
 from slow_cases import mark_slow, slow
 from tolerances import promised

@@ -333,10 +333,7 @@ def test_the_plan_is_what_two_more_layers_keep_to_a_byte(
 @pytest.mark.slow
 def test_the_plan_s_time_and_search_follow_the_description(registry):
     load_examples()
-    model = {
-        **{"layers": 4, "hidden": 1024, "heads": 8, "vocab": 4096},
-        **MODELS["linear"],
-    }
+    model = {**{"layers": 4, "hidden": 1024, "heads": 8, "vocab": 4096}, **MODELS["linear"]}
     config = RunConfig(model=model, train={"seq": 4096, "global_batch": 16, "microbatch": 1})
     cluster = load_cluster("h100-ib")
     candidates = SearchSpace(config, 32, cluster).list_candidates()

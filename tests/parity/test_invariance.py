@@ -15,12 +15,7 @@ from megaframe.training.dry_run import describe_run
 from megaframe.validate.invariance import describe_layout_dependence, find_layout_dependence
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
-COLUMNS = [
-    (2, {}, 4),
-    (2, {"tensor": 2}, 4),
-    (2, {"pipeline": 2}, 4),
-    (1, {}, 2),
-]
+COLUMNS = [(2, {}, 4), (2, {"tensor": 2}, 4), (2, {"pipeline": 2}, 4), (1, {}, 2)]
 """(ranks, layout, microbatch) of each column of the table."""
 SHARDS = {"hidden": 128, "heads": 2, "ffn": 128}
 """Wide enough for blocks of 128, which two tensor ranks divide."""

@@ -70,11 +70,7 @@ def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, p
 def test_uneven_stages_with_data_ranks(name, parallel, pool, run_alone):
     """Each stage recomputes a different number of its blocks."""
     stages = 2 * parallel.get("chunks", 1)
-    train = {
-        "microbatch": 1,
-        "recompute": "selective",
-        "recompute_blocks": tuple(range(stages)),
-    }
+    train = {"microbatch": 1, "recompute": "selective", "recompute_blocks": tuple(range(stages))}
     model = {**MODELS[name], "layers": 9}
     results = pool.run(4, run, model, train, {"pipeline": 2, **parallel})
     assert_same(results, run_alone(model, WHOLE))

@@ -103,8 +103,5 @@ def reheaded(path, edit):
     path.write_bytes(head + content[8 + length :])
     manifest = json.loads((path.parent / "manifest.json").read_bytes())
     del manifest["checksum"]
-    manifest["files"][path.name] = {
-        "bytes": path.stat().st_size,
-        "header": compute_checksum(head),
-    }
+    manifest["files"][path.name] = {"bytes": path.stat().st_size, "header": compute_checksum(head)}
     write_sealed(path.parent / "manifest.json", manifest)

@@ -14,12 +14,7 @@ from megaframe.checkpoint.shard_file import TensorBox
 from megaframe.checkpoint.train_state import make_initial_train_state
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.inference.generation import (
-    SampleRequest,
-    SamplingOptions,
-    load_stage,
-    sample_batch,
-)
+from megaframe.inference.generation import SampleRequest, SamplingOptions, load_stage, sample_batch
 from megaframe.model.model_chunk import list_model_specs
 from megaframe.ops.operator_mode import OperatorMode
 

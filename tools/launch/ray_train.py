@@ -27,12 +27,7 @@ from megaframe.distributed.ray_cluster import connect_to_ray
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.io.closed_output import allow_closed_output
 from megaframe.io.regular_file import write_file
-from megaframe.run_queue.run_process import (
-    ENTRY,
-    make_parent_death_prefix,
-    parse_ranks,
-    parse_run,
-)
+from megaframe.run_queue.run_process import ENTRY, make_parent_death_prefix, parse_ranks, parse_run
 
 ENDED = "ray-status"
 """File in the run folder in which the first rank's worker leaves the status for this program."""

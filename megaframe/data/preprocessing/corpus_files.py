@@ -128,11 +128,7 @@ def list_readings(
         )
     keys = keys if len(keys) > 1 else [*keys] * len(inputs)
     shared = CorpusFormat(
-        "",
-        options.format,
-        options.split_blank_lines,
-        options.skip_broken,
-        tuple(options.where),
+        "", options.format, options.split_blank_lines, options.skip_broken, tuple(options.where)
     )
     return [
         CorpusFile(path, replace(shared, key=key)) for path, key in zip(inputs, keys, strict=True)

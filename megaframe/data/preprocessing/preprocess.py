@@ -35,11 +35,7 @@ from megaframe.data.preprocessing.corpus_files import (
     list_names,
     measure_input,
 )
-from megaframe.data.preprocessing.deduplicate import (
-    DigestTable,
-    digest_documents,
-    drop_duplicates,
-)
+from megaframe.data.preprocessing.deduplicate import DigestTable, digest_documents, drop_duplicates
 from megaframe.data.preprocessing.documents import BrokenRows, read_documents
 from megaframe.data.preprocessing.input_shards import InputShard, split_file
 from megaframe.data.preprocessing.journal import (

@@ -35,11 +35,7 @@ from megaframe.data.preprocessing.corpus_files import (
     open_input,
 )
 from megaframe.data.shuffle import derive_source_key, sample_indices
-from megaframe.data.token_file_record import (
-    TokenizerRecord,
-    parse_tokenizer,
-    record_tokenizer,
-)
+from megaframe.data.token_file_record import TokenizerRecord, parse_tokenizer, record_tokenizer
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json

@@ -138,11 +138,7 @@ class Coordinator:
         return notes
 
     def _save(self) -> None:
-        state = {
-            "shards": self._shards,
-            "model": asdict(self._model),
-            "rounds": self.rounds.save(),
-        }
+        state = {"shards": self._shards, "model": asdict(self._model), "rounds": self.rounds.save()}
         write_file(self._path, json.dumps(state), inside=self._path.parent, sync=True)
 
     def _load(self, rules: RoundRules) -> None:

@@ -133,11 +133,7 @@ class _Measuring:
     """Runs the parts of the only stage of a rank."""
 
     def __init__(
-        self,
-        train_step: TrainStep,
-        mesh: Mesh,
-        microbatch: Microbatch,
-        attention: _LocalAttention,
+        self, train_step: TrainStep, mesh: Mesh, microbatch: Microbatch, attention: _LocalAttention
     ) -> None:
         self._sharded, self._mesh = train_step.sharded_parameters, mesh
         self._microbatch, self._attention = microbatch, attention

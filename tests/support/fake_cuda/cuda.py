@@ -8,15 +8,7 @@ import importlib
 
 import torch
 
-from fake_cuda.machine import (
-    host_waits,
-    library,
-    note,
-    note_event,
-    note_wait,
-    report,
-    take_calls,
-)
+from fake_cuda.machine import host_waits, library, note, note_event, note_wait, report, take_calls
 from fake_cuda.nccl_rules import Synchronize, find_line
 
 _DEFAULT = -1

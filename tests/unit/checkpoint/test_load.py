@@ -153,14 +153,7 @@ def test_absurd_tensors_are_refused_before_anything_is_allocated(copy):
         "a": {
             "shape": [1 << 40],
             "dtype": "F32",
-            "slices": [
-                {
-                    "file": FILES[1],
-                    "offset": [0],
-                    "shape": [1 << 40],
-                    "checksum": "0" * 16,
-                }
-            ],
+            "slices": [{"file": FILES[1], "offset": [0], "shape": [1 << 40], "checksum": "0" * 16}],
         }
     }
     write_sealed(copy / "manifest.json", manifest)

@@ -61,10 +61,7 @@ def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema
     [
         ("train.seq", "a whole number >= 1"),
         ("run.seed", "a whole number from 0 to 9223372036854775807"),
-        (
-            "model.window",
-            "a whole number >= 1 or null or a list, each a whole number >= 1 or null",
-        ),
+        ("model.window", "a whole number >= 1 or null or a list, each a whole number >= 1 or null"),
         ("model.dropout", "a number >= 0 and < 1"),
         ("model.rotary_fraction", "a number > 0 and <= 1"),
         ("model.rotary_scaling.factor", "a number >= 1"),

@@ -63,10 +63,7 @@ ASKED = {
         {"special": ("</s>", "<eos>")},
         "2 special tokens with a known name.*</s>, <eos>",
     ),
-    "none": (
-        {"special": ("[SEP]",)},
-        r"no known special token.*hf:.*\?eod=\[SEP\]",
-    ),
+    "none": ({"special": ("[SEP]",)}, r"no known special token.*hf:.*\?eod=\[SEP\]"),
     "not in the vocabulary": (
         {"special": ("</s>",), "tokenizer_config": {"eos_token": "<end>"}},
         r"tokenizer_config\.json names as the end of a text is no token of.*\?eod=</s>",

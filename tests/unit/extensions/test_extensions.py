@@ -209,10 +209,7 @@ def test_a_block_may_name_a_kind_instead_of_its_keys():
         ("x = 1", ["has no function register(registry)"]),
         ("def register(registry):\n    1 / 0", ["register fails", "ZeroDivisionError"]),
         ("def register(registry):\n    registry.register(3)", ["own.py:2: registers 3"]),
-        (
-            PART + "    registry.register(Half)",
-            ["own.py:16: registers the schedule", ":15 has"],
-        ),
+        (PART + "    registry.register(Half)", ["own.py:16: registers the schedule", ":15 has"]),
         (PART.replace("half", "wsd"), ["own.py:15", "name of megaframe's own", "optim.schedule"]),
         (PART.replace("compute_share", "compute"), ["Half lacks compute_share"]),
         ("import torch as t\nt.distributed.barrier()", ["own.py:2: uses torch.distributed"]),

@@ -322,11 +322,7 @@ def test_a_prompt_may_fill_the_context_or_be_left_out(saved_run, monkeypatch, ca
     ],
 )
 def test_what_cannot_be_sampled_is_said_in_one_line(
-    words,
-    expected,
-    saved_run,
-    monkeypatch,
-    capsys,
+    words, expected, saved_run, monkeypatch, capsys
 ):
     with pytest.raises(SystemExit) as ended:
         generate(monkeypatch, "--checkpoint", saved_run, *words)

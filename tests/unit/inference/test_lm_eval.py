@@ -34,10 +34,7 @@ def tasks(tmp_path_factory):
 
 
 def test_tasks_from_local_files_give_what_our_own_scores_give(
-    saved_run,
-    tasks,
-    monkeypatch,
-    capsys,
+    saved_run, tasks, monkeypatch, capsys
 ):
     arguments = ("--checkpoint", saved_run, "--tasks", "choose,roll,generate", "--include", tasks)
     run(monkeypatch, *arguments, "--json")

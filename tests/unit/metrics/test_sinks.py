@@ -20,13 +20,7 @@ from megaframe.errors import UserError
 from megaframe.extensions.sink import TextSample
 from megaframe.io.output_files import OutputFiles
 from megaframe.io.run_files import METRICS_FILE, SAMPLES_FILE
-from megaframe.metrics.sinks import (
-    JsonlSink,
-    TensorBoardSink,
-    WandbSink,
-    flatten,
-    open_sinks,
-)
+from megaframe.metrics.sinks import JsonlSink, TensorBoardSink, WandbSink, flatten, open_sinks
 
 
 def make_line(step, **fields):

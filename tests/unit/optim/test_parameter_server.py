@@ -12,13 +12,7 @@ from bitwise import assert_bitwise_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer
-from simulated_islands import (
-    MODEL,
-    SHAPES,
-    Island,
-    Simulation,
-    make_difference,
-)
+from simulated_islands import MODEL, SHAPES, Island, Simulation, make_difference
 
 from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.config.sync import SyncConfig

@@ -43,10 +43,7 @@ def test_long_grids_are_cut_into_bands_and_longer_ones_scaled():
         "from 20 s",
     ]
     scaled = draw_text(simulate(schedule, parse_costs("F=1,B=4,W=4.01")), width=27).splitlines()
-    assert scaled[1:] == [
-        "rank 0 F......BBBBBB.BBBBBB",
-        "rank 1 .BBBBBBFBBBBBB......",
-    ]
+    assert scaled[1:] == ["rank 0 F......BBBBBB.BBBBBB", "rank 1 .BBBBBBFBBBBBB......"]
 
 
 @given(draw_schedules())

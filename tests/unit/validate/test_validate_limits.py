@@ -87,14 +87,8 @@ MOE = "model.moe={experts: 8, ffn: 3, shared: 1, every: 2}"
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (
-            ("model.ffn=3",),
-            ["parallel.tensor=4 ranks are more than model.ffn=3; use 3 or fewer"],
-        ),
-        (
-            (MOE,),
-            [f"parallel.tensor=4 ranks are more than {SHARED} of 3; use 3 or fewer"],
-        ),
+        (("model.ffn=3",), ["parallel.tensor=4 ranks are more than model.ffn=3; use 3 or fewer"]),
+        ((MOE,), [f"parallel.tensor=4 ranks are more than {SHARED} of 3; use 3 or fewer"]),
         (
             ("model.vocab=3",),
             ["parallel.tensor=4 ranks are more than model.vocab=3; use 3 or fewer"],

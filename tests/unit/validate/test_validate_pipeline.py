@@ -97,12 +97,7 @@ PIPELINES = [
         [{"schedule_microbatches": 4}, {"schedule_microbatches": 7}],
     ),
     (
-        {
-            "pipeline": 2,
-            "chunks": 2,
-            "schedule": "interleaved",
-            "schedule_microbatches": 2.5,
-        },
+        {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "schedule_microbatches": 2.5},
         "schedule_microbatches=2.5 is not a whole number, as parallel.schedule=interleaved needs; "
         "use 2 or 3",
         [{"schedule_microbatches": 2}, {"schedule": "search"}],

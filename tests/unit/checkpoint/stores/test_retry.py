@@ -11,24 +11,12 @@ import fsspec
 import pytest
 import torch
 from checkpoint_helpers import cut_slice, load_all, make_slice, save
-from object_stores import (
-    COUNT,
-    FILE,
-    list_named_files,
-    list_names,
-    make_weight,
-    save_steps,
-)
+from object_stores import COUNT, FILE, list_named_files, list_names, make_weight, save_steps
 from patience import PATIENCE
 from slow_cases import slow
 from torch.distributed import HashStore
 
-from megaframe.checkpoint import (
-    CheckpointWriter,
-    find_checkpoint,
-    open_checkpoint,
-    parse_path,
-)
+from megaframe.checkpoint import CheckpointWriter, find_checkpoint, open_checkpoint, parse_path
 from megaframe.checkpoint.inspect import find_damage
 from megaframe.checkpoint.stores import object_store as remote_module
 from megaframe.errors import UserError

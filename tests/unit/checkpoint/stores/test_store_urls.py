@@ -9,10 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from s3_server import SECRET
 
-from megaframe.checkpoint import (
-    open_checkpoint,
-    parse_path,
-)
+from megaframe.checkpoint import open_checkpoint, parse_path
 from megaframe.errors import UserError
 from megaframe.io import remote_requests as retry
 

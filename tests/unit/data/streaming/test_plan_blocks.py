@@ -25,12 +25,7 @@ from megaframe.data.streaming.corpus import (
     parse_description,
     write_description,
 )
-from megaframe.data.streaming.plan_blocks import (
-    UNNEEDED,
-    StoredBlock,
-    choose_victim,
-    rank_blocks,
-)
+from megaframe.data.streaming.plan_blocks import UNNEEDED, StoredBlock, choose_victim, rank_blocks
 from megaframe.data.streaming.prepare_blocks import prepare_blocks
 from megaframe.data.token_file_record import TokenizerRecord
 from megaframe.errors import UserError
