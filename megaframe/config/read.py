@@ -93,12 +93,12 @@ class ConfigReader:
     """Reads the parts of one config, and collects their mistakes in `mistakes`.
 
     Attributes:
-        run: The folder of a run, if its config is read. That may be somebody else's, so it is read
+        run_folder: That of a run, if its config is read. It may be somebody else's, so it is read
             as it is: no link in the folder is followed, and the config extends nothing. Sections
             may have the names of an earlier version.
     """
 
-    run: Path | None = None
+    run_folder: Path | None = None
     mistakes: list[ConfigMistake] = field(default_factory=list)
     files: int = 0
 
@@ -112,7 +112,7 @@ class ConfigReader:
         """
         self.files += 1
         try:
-            with open_file(path, inside=self.run) as stream:
+            with open_file(path, inside=self.run_folder) as stream:
                 raw = stream.read(MAX_BYTES + 1)
         except OSError as error:
             self._add_mistake(path, None, f"cannot be read: {error.strerror}")
@@ -198,7 +198,7 @@ class ConfigReader:
         return None
 
     def _read_bases(self, node: yaml.Node, origin: str) -> list[tuple[str, yaml.Node]]:
-        if self.run is not None:
+        if self.run_folder is not None:
             self._add_mistake(origin, node, "extends: refused in a run folder")
             return []
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
@@ -262,7 +262,7 @@ class ConfigReader:
             if name == skip:
                 continue
             full = prefix + name
-            if self.run is not None:  # which may be of an earlier version
+            if self.run_folder is not None:  # which may be of an earlier version
                 full = upgrade_name(full)
             entry = self._read_entry(full, nodes[name], value, origin)
             for twice in table.keys() & entry.keys():

@@ -21,14 +21,14 @@ class PrometheusSink(Sink):
 
     Args:
         port: The port; 0 takes a free one.
-        run: Name of the run, a label of every value.
+        run_name: Name of the run, a label of every value.
 
     Raises:
         UserError: If the port is taken.
     """
 
-    def __init__(self, port: int, run: str) -> None:
-        self._text, self._run = b"", run
+    def __init__(self, port: int, run_name: str) -> None:
+        self._text, self._run = b"", run_name
         try:
             self._server = PageServer(LOOPBACK, port, self._answer)
         except OSError as error:
@@ -55,11 +55,11 @@ class PrometheusSink(Sink):
         self._server.server_close()
 
 
-def to_exposition_format(line: Line, run: str) -> str:
+def to_exposition_format(line: Line, run_name: str) -> str:
     """Return a line in Prometheus's text format. A nested value is one metric, whose inner names
     are the label `of`."""
     metrics: dict[str, list[str]] = {}
-    label = run.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    label = run_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     for name, value in flatten(line):
         first, _, inner = name.partition("/")
         metric = "megaframe_" + re.sub(r"[^a-zA-Z0-9_]", "_", first)

@@ -73,8 +73,8 @@ def _select_activation(
     if activation.part is not None:
         compute = kernels.maybe_compile(_activate_part)
         return partial(compute, activation.part, activation.gated)
-    if run := kernels.find("activation", x, name):
-        return partial(_activate_by_kernel, run, name)
+    if kernel := kernels.find("activation", x, name):
+        return partial(_activate_by_kernel, kernel, name)
     if activation.gated:
         return partial(kernels.maybe_compile(_activate_gated, _activate_gated_for_compiler), name)
     return partial(kernels.maybe_compile(_activate), name)
@@ -85,8 +85,8 @@ def _activate_part(part: ActivationPart, gated: bool, x: Tensor) -> Tensor:
     return y
 
 
-def _activate_by_kernel(run: Callable[..., Tensor], kind: str, x: Tensor) -> Tensor:
-    return run(x, kind)
+def _activate_by_kernel(kernel: Callable[..., Tensor], kind: str, x: Tensor) -> Tensor:
+    return kernel(x, kind)
 
 
 def _activate(kind: str, x: Tensor) -> Tensor:

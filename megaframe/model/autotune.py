@@ -339,8 +339,8 @@ def find_fastest(
     best = dict.fromkeys(runs, math.inf)
     rounds = 0
     while len(runs) > 1 and (rounds < 2 or time.perf_counter() < end):
-        for name, run in runs.items():
-            best[name] = min(best[name], _time_call(run))
+        for name, call in runs.items():
+            best[name] = min(best[name], _time_call(call))
         rounds += 1
     first = next(iter(runs))
     if math.inf in (*small.values(), *(best.values() if rounds else ())):
@@ -349,10 +349,10 @@ def find_fastest(
     return first if best[first] <= _TIE * best[quickest] else quickest
 
 
-def _time_call(run: Callable[[], object]) -> float:
+def _time_call(call: Callable[[], object]) -> float:
     """Return how long a call takes; infinity if its threads had to wait for a processor."""
     start, before = time.perf_counter(), read_waiting_seconds()
-    run()
+    call()
     waiting, seconds = read_waiting_seconds() - before, time.perf_counter() - start
     return seconds if waiting <= _DISTURBED * seconds else math.inf
 
@@ -368,15 +368,15 @@ def read_waiting_seconds() -> float:
     return total / 1e9
 
 
-def _measure_seconds(run: Callable[[], object], limit: float) -> float:
+def _measure_seconds(call: Callable[[], object], limit: float) -> float:
     """Return the least seconds of `_TRIES` calls, fewer if they take more than `limit` together,
     but never so few that one disturbance decides, and more if all were disturbed. One more comes
     first, which prepares threads, code and memory, and may take much longer."""
-    run()
+    call()
     end = time.perf_counter() + limit
     least, tries = math.inf, 0
     while tries < _LEAST_TRIES or time.perf_counter() <= end:
-        least, tries = min(least, _time_call(run)), tries + 1
+        least, tries = min(least, _time_call(call)), tries + 1
         if tries >= _TRIES and least < math.inf:
             break
     return least
@@ -409,11 +409,11 @@ def _multiply(
 
 
 def _multiply_by(
-    dtype: torch.dtype, kind: MatmulKind, library: MatmulLibrary, run: Callable[[], object]
+    dtype: torch.dtype, kind: MatmulKind, library: MatmulLibrary, call: Callable[[], object]
 ) -> Callable[[], None]:
     def run_work() -> None:
         matmul.use_libraries(dtype, {kind: library})
-        run()
+        call()
 
     return run_work
 

@@ -56,7 +56,7 @@ class DowntimeLedger:
     """The ledger of the run in a folder. Create it before any file of an earlier start is changed.
 
     Args:
-        run: The folder of the run.
+        run_folder: The folder of the run.
         files: Those of the run, on the first rank; on others the ledger counts and writes nothing.
         launcher: Of this start.
         clock: Returns seconds since the epoch.
@@ -64,12 +64,12 @@ class DowntimeLedger:
 
     def __init__(
         self,
-        run: Path,
+        run_folder: Path,
         files: OutputFiles | None,
         launcher: LauncherProcess,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._run, self._folder, self._clock = run, run / FAULTS, clock
+        self._run, self._folder, self._clock = run_folder, run_folder / FAULTS, clock
         self._files = files
         self._file: GrowingFile | None = None
         keep = files is not None
@@ -80,12 +80,12 @@ class DowntimeLedger:
         self._launcher = launcher
         self._started = self._mark = clock()
         self._first = self._started
-        if keep and (run / METRICS_FILE).exists():
+        if keep and (run_folder / METRICS_FILE).exists():
             self._count_time_before_start(self._read())
         elif keep:
             with suppress(OSError):  # a folder that is not writable is reported on the first write
                 # of a run that has been removed
-                delete_file(self._folder / LEDGER_FILE, inside=run)
+                delete_file(self._folder / LEDGER_FILE, inside=run_folder)
 
     def record_start(self, step: int) -> None:
         """Record that the run continues after `step`. The time until now was spent on loading."""
@@ -193,11 +193,11 @@ class DowntimeLedger:
         self._file.append((json.dumps({"at": self._clock(), **entry}) + "\n").encode())
 
 
-def find_last_saved(run: Path) -> tuple[int, int] | None:
+def find_last_saved(run_folder: Path) -> tuple[int, int] | None:
     """Return the last step in the metrics of the run in a folder, and the last step of which it has
     saved a checkpoint. None if it has saved none, or its metrics are gone."""
-    lines = _list_step_numbers(_read_entries(run, METRICS_FILE, last=True))
-    entries = _read_entries(run, f"{FAULTS}/{LEDGER_FILE}")
+    lines = _list_step_numbers(_read_entries(run_folder, METRICS_FILE, last=True))
+    entries = _read_entries(run_folder, f"{FAULTS}/{LEDGER_FILE}")
     saved = _list_step_numbers(entry for entry in entries if entry.get("event") == "saved")
     return (max(lines), saved[-1]) if lines and saved else None
 
@@ -206,12 +206,12 @@ def _list_step_numbers(entries: Iterable[dict[str, Any]]) -> list[int]:
     return [entry["step"] for entry in entries if isinstance(entry.get("step"), int)]
 
 
-def _read_entries(run: Path, name: str, *, last: bool = False) -> list[dict[str, Any]]:
+def _read_entries(run_folder: Path, name: str, *, last: bool = False) -> list[dict[str, Any]]:
     """Read the JSON objects of a file of lines in a run folder, skipping invalid lines. last: only
     those in the last `_TAIL_BYTES` bytes."""
-    path = run / name
+    path = run_folder / name
     try:
-        with open_file(path, inside=run) as file:
+        with open_file(path, inside=run_folder) as file:
             if last:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read().splitlines()

@@ -169,10 +169,10 @@ class _PartTimer:
         stage.take_statistics()
         return [forward, backward, weight]
 
-    def _time(self, run: Callable[[], Tensor | None]) -> int:
+    def _time(self, compute: Callable[[], Tensor | None]) -> int:
         self._synchronize()
         start = time.perf_counter_ns()
-        run()
+        compute()
         self._synchronize()
         return time.perf_counter_ns() - start
 

@@ -60,17 +60,18 @@ class MemoryFolder:
     folder: Path
 
     @staticmethod
-    def create(memory: Path, run: Path) -> MemoryFolder:
+    def create(memory: Path, run_folder: Path) -> MemoryFolder:
         """Create the folder in `memory`, or use the existing one.
 
         Args:
             memory: Folder of a file system in memory: `checkpoint.memory_dir`.
-            run: Path of the run's own folder.
+            run_folder: Path of the run's own folder.
 
         Raises:
             UserError: If it cannot be created or is not private to this user.
         """
-        digest = hashlib.blake2b(os.fsencode(os.path.realpath(run)), digest_size=8).hexdigest()
+        path = os.fsencode(os.path.realpath(run_folder))
+        digest = hashlib.blake2b(path, digest_size=8).hexdigest()
         memory_folder = MemoryFolder(memory / f"megaframe-{os.getuid()}-{digest}")
         try:
             memory_folder.make()
@@ -143,13 +144,13 @@ class MemoryFolder:
         final = self.get_path(step, rank).with_suffix(".json")
         write_file(final, record)
 
-    def read_records(self, run: str) -> Iterator[CopyRecord]:
+    def read_records(self, run_id: str) -> Iterator[CopyRecord]:
         """Yield the valid records of a run in this folder. The files are not checked here."""
         for path in sorted(self.folder.glob("step-*/rank-*.json")):
             if not _STEP_NAME.fullmatch(path.parent.name) or not _RECORD_NAME.fullmatch(path.name):
                 continue
             record = _read_record(path)
-            if record is None or record.run != run:
+            if record is None or record.run != run_id:
                 continue
             if self.get_path(record.step, record.rank).with_suffix(".json") == path:
                 yield record

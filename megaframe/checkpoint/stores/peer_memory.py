@@ -99,16 +99,21 @@ class PeerMemoryWriter(BackgroundCopier):
         folder: The folder of copies on this node.
         group: A group of all ranks, used for nothing else.
         peers: The ranks with which this one exchanges copies.
-        run: Id of the run.
+        run_id: Id of the run.
         kept_step: Step of existing copies to keep until the next ones are complete; all others
             are deleted at once.
     """
 
     def __init__(
-        self, folder: MemoryFolder, group: Group, peers: PeerRanks, run: str, kept_step: int | None
+        self,
+        folder: MemoryFolder,
+        group: Group,
+        peers: PeerRanks,
+        run_id: str,
+        kept_step: int | None,
     ) -> None:
         super().__init__()
-        self._folder, self._group, self._peers, self._run_id = folder, group, peers, run
+        self._folder, self._group, self._peers, self._run_id = folder, group, peers, run_id
         self._complete_step = kept_step
         folder.remove(keep_step=kept_step)
 

@@ -127,7 +127,11 @@ class PeerMemoryCheckpoint(Checkpoint):
 
 
 def open_peer_memory(
-    folder: MemoryFolder, run: str, group: Group, newer_than: int | None, log: Callable[[str], None]
+    folder: MemoryFolder,
+    run_id: str,
+    group: Group,
+    newer_than: int | None,
+    log: Callable[[str], None],
 ) -> PeerMemoryCheckpoint | None:
     """Find the newest complete copies of a run.
 
@@ -135,13 +139,13 @@ def open_peer_memory(
 
     Args:
         folder: This rank's folder in memory.
-        run: Id of the run.
+        run_id: Id of the run.
         group: All ranks of the run.
         newer_than: Only steps above this one are considered; None: all.
         log: Called with what was left out and why, and with the reason if there are no usable
             copies. Then None is returned.
     """
-    own_records = {(record.step, record.rank): record for record in folder.read_records(run)}
+    own_records = {(record.step, record.rank): record for record in folder.read_records(run_id)}
     limit = _BEFORE_ALL_STEPS if newer_than is None else newer_than
     while True:
         copies_per_rank = gather_json(

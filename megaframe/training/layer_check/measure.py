@@ -81,15 +81,15 @@ class _RunnablePart:
         name: Its name in the model.
         parameters: Its own ones.
         width: Elements of a row of its input.
-        run: Returns its output for rows and the state of a pass, and the gradient of the output if
-            the part knows it, as the head does.
+        compute: Returns its output for rows and the state of a pass, and the gradient of the output
+            if the part knows it, as the head does.
         handed_names: Names of what it hands to later layers.
     """
 
     name: str
     parameters: list[Parameter]
     width: int
-    run: Callable[[Tensor, PassState], tuple[Tensor, Tensor | None]]
+    compute: Callable[[Tensor, PassState], tuple[Tensor, Tensor | None]]
     handed_names: tuple[str, ...] = ()
 
 
@@ -179,8 +179,8 @@ class _Measuring:
         shared = [*shared, *own]
         for predictor, far in zip(post_process.predictors, microbatch.ahead, strict=True):
             own_ones = [p for p in predictor.parameters() if p not in shared]
-            run = partial(_run_predictor, predictor, far.tokens_BS, inputs)
-            yield _RunnablePart(predictor.name, own_ones, width, run)
+            compute = partial(_run_predictor, predictor, far.tokens_BS, inputs)
+            yield _RunnablePart(predictor.name, own_ones, width, compute)
 
         def compute_loss(x: Tensor, state: PassState) -> tuple[Tensor, Tensor | None]:
             normed = head.normalize(x)
@@ -194,18 +194,18 @@ class _Measuring:
     ) -> Iterator[_RunnablePart]:
         inputs, model = self._inputs, self._stage.config.model
 
-        def make_part(name: str, module: Module, run: Callable[..., Tensor]) -> _RunnablePart:
+        def make_part(name: str, module: Module, compute: Callable[..., Tensor]) -> _RunnablePart:
             parameters, names = list(module.parameters()), block.handed_names
             hands = names if module in (block, block.attention) else ()
             width = model.stream_width if module is block else model.hidden
-            run_alone = partial(_run_without_gradient, run)
+            run_alone = partial(_run_without_gradient, compute)
             return _RunnablePart(name, parameters, width, run_alone, hands)
 
         for name in _NORMS:
             norm: Norm | None = getattr(block, name)
             if norm is not None:
-                run = partial(_run_norm, norm, block.setup.kernels)
-                yield make_part(f"{block.name}.{name}", norm, run)
+                compute = partial(_run_norm, norm, block.setup.kernels)
+                yield make_part(f"{block.name}.{name}", norm, compute)
         mixers, second = (block.attention, block.second_mixer), (block.mlp, block.layer_embedding)
         parts = (*mixers, block.laurel, *second)
         layers = [part for part in parts if part is not None and not isinstance(part, Absent)]
@@ -229,7 +229,7 @@ class _Measuring:
 
         self._mesh.take_traffic()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            output, gradient = part.run(leaf, state)
+            output, gradient = part.compute(leaf, state)
         forward_bytes = self._mesh.take_traffic()
         storages.pop(_find_storage(output), None)
         if gradient is not None:
@@ -239,7 +239,7 @@ class _Measuring:
         backward_bytes = self._mesh.take_traffic()
         with FlopCounterMode(display=False) as counter, self._attention.compute_all_scores():
             state = self._make_pass_state()
-            output, gradient = part.run(self._make_leaf(part), state)
+            output, gradient = part.compute(self._make_leaf(part), state)
             flops = counter.get_total_flops()
         self._mesh.take_traffic()
         state.deferred.deferring = True
@@ -301,9 +301,9 @@ def _differentiate(
 
 
 def _run_without_gradient(
-    run: Callable[..., Tensor], x: Tensor, state: PassState
+    compute: Callable[..., Tensor], x: Tensor, state: PassState
 ) -> tuple[Tensor, None]:
-    return run(x, state), None
+    return compute(x, state), None
 
 
 def _run_norm(norm: Norm, kernels: Any, x: Tensor, state: PassState) -> Tensor:
