@@ -42,6 +42,11 @@ class RankProcess:
         """Return its status, or None while it runs."""
         return self._process.exitcode
 
+    @property
+    def returncode(self):
+        """As `subprocess.Popen` has it."""
+        return self.poll()
+
     def send_signal(self, number):
         os.kill(self._process.pid, number)
 

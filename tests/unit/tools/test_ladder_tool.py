@@ -5,10 +5,13 @@ import json
 
 import numpy as np
 import pytest
+from entry_runs import train
 from programs import load_program
+from rank_process import RankProcess
 from token_files import write_token_file
 
 from megaframe.config import load
+from megaframe.run_queue.run_process import CONSOLE, RunProcess
 
 tool = load_program("tools/ladder.py")
 DEPTHS = ("--depths", "1,2,3", "--target", "4")
@@ -35,8 +38,16 @@ def test_what_cannot_be_run_is_said_before_any_run(words, change, message, overr
     assert status == 2 and message in errors
 
 
+def start_forked(run, env, **_):
+    """Start a run as `RunProcess.start` does, but from the server that has imported torch."""
+    return RankProcess(train, run._command[2:], environment=env, errors=run.folder / CONSOLE)
+
+
 @pytest.mark.slow
-def test_rungs_are_run_once_and_the_target_after_its_prediction(overrides, call_main, tmp_path):
+def test_rungs_are_run_once_and_the_target_after_its_prediction(
+    overrides, call_main, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(RunProcess, "start", start_forked)
     common = np.random.default_rng(0).geometric(0.3, (40, 400)).clip(0, 60)
     prefix = write_token_file(tmp_path / "common", [[words.tolist()] for words in common])
     keys = overrides(train__steps=20, data__sources=f"[{{path: {prefix}}}]")
