@@ -1,8 +1,6 @@
 """The sweep over sizes of tiles: it begins with those of the tables, and runs on a CPU when dry."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import astuple
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 from megaframe_kernels.attention import launches
 from megaframe_kernels.elementwise import norm
+from tool_process import run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
@@ -27,9 +26,9 @@ def test_the_sizes_of_the_tables_are_among_those_that_are_compared():
 @pytest.mark.slow
 def test_a_dry_sweep_times_every_kind(tmp_path):
     path = tmp_path / "sweep.json"
-    command = [sys.executable, str(ROOT / "benchmarks/gpu/tile_sweep.py"), "--dry", "--write"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([*command, str(path)], check=True, env=environment, capture_output=True)
+    words = "benchmarks/gpu/tile_sweep.py", "--dry", "--write", path
+    process = run_tool(*words, environment={"TRITON_INTERPRET": "1"})
+    assert process.returncode == 0, process.stderr
     results = json.loads(path.read_text())
     assert [result["kind"] for result in results] == [*tile_sweep.VARIANTS]
     for result in results:

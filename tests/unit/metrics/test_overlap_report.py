@@ -2,20 +2,18 @@
 
 import gzip
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tool_process import run_tool
 from torch.profiler import ProfilerActivity, profile
 
 from megaframe.errors import UserError
 from megaframe.metrics.overlap_report import IdleGap, measure_overlap
 
-ROOT = Path(__file__).resolve().parents[3]
+TOOL = "tools/overlap_report.py"
 NAMES = {
     "compute": ("kernel", "sm90_gemm"),
     "communication": ("kernel", "ncclDevKernel_ReduceScatter_Sum_bf16"),
@@ -105,11 +103,6 @@ def test_what_is_no_trace_is_refused(text, expected, tmp_path):
         measure_overlap(path)
 
 
-def run_tool(*arguments):
-    command = [sys.executable, str(ROOT / "tools" / "overlap_report.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-
-
 @pytest.mark.slow
 def test_the_tool_reads_a_folder_and_says_the_worst_first(tmp_path):
     write_trace(tmp_path / "good.json", [make_event("compute", 0, 1000)])
@@ -119,15 +112,15 @@ def test_the_tool_reads_a_folder_and_says_the_worst_first(tmp_path):
         make_event("copies", 900, 100),
     ]
     write_trace(tmp_path / "slow.json", slow)
-    process = run_tool(tmp_path)
+    process = run_tool(TOOL, tmp_path)
     assert process.returncode == 0, process.stderr
     assert process.stdout.split("\n")[0].startswith(
         "slow, GPU 0, computes least: 25.0% of its time"
     )
     assert "idle 400 us: ncclDevKernel_ReduceScatter_Sum_bf16 | Memcpy DtoH" in process.stdout
-    _, slowest = json.loads(run_tool(tmp_path, "--json").stdout)
+    _, slowest = json.loads(run_tool(TOOL, tmp_path, "--json").stdout)
     assert slowest["exposed_communication"] == pytest.approx(250e-6)
     empty = tmp_path / "empty"
     empty.mkdir()
-    process = run_tool(empty)
+    process = run_tool(TOOL, empty)
     assert process.returncode == 2 and "metrics.profile" in process.stderr
