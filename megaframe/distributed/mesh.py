@@ -74,7 +74,6 @@ class Mesh(ProcessGroups):
         serial: bool = False,
         check_collectives: bool = False,
         nccl: NcclSettings | None = None,
-        axis_sets: Sequence[tuple[str, ...]] = AXIS_SETS,
         alone: int | None = None,
     ) -> None:
         """Join the other ranks and make the groups. All ranks of the world must call this.
@@ -86,7 +85,6 @@ class Mesh(ProcessGroups):
             serial: Finish every collective before its call returns.
             check_collectives: Compare what the ranks start (`distributed/desync_check.py`).
             nccl: What is set for groups over NCCL.
-            axis_sets: The sets of axes to make groups for.
             alone: Run as this rank without any other, with groups that pretend that all ranks do
                 the same (`distributed/fake_group.py`) and tensors without content.
 
@@ -119,12 +117,12 @@ class Mesh(ProcessGroups):
         self._rank_of_stage: tuple[int, ...] = ()
         has_others = layout.world > 1 and alone is None
         if has_others:
-            self._reserve_open_files(axis_sets, 2 + check_collectives)
+            self._reserve_open_files(2 + check_collectives)
             with self._report_missing_ranks():
                 self.store = self._join_rendezvous()
         if check_collectives:
             self._desync_check = DesyncCheck(self.store, self.rank, self.progress)
-        self.add_groups(axis_sets)
+        self.add_groups(AXIS_SETS)
         axes = ("data",) if layout.islands == 1 else ("data_shard", "data_replicate")
         self.data_control_group = self._make_group(axes, layout.list_groups(*axes), backend="gloo")
         self.island_control_group = self._make_group(
@@ -260,18 +258,17 @@ class Mesh(ProcessGroups):
                 )
         return dist.PrefixStore("megaframe", store)
 
-    def _reserve_open_files(self, axis_sets: Iterable[tuple[str, ...]], to_store: int) -> None:
+    def _reserve_open_files(self, to_store: int) -> None:
         """Raise the limits of open files where connections need that.
 
         Args:
-            axis_sets: The axes of each group.
             to_store: Connections of each rank to the store, which the first rank may hold.
 
         Raises:
             UserError: If the system does not allow it.
         """
         world = self.layout.world
-        own_groups = {self.layout.list_members(self.rank, *axes) for axes in axis_sets}
+        own_groups = {self.layout.list_members(self.rank, *axes) for axes in AXIS_SETS}
         sizes = (
             [] if self.nccl is not None else [len(ranks) for ranks in own_groups if len(ranks) > 1]
         )
