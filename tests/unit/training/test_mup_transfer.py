@@ -121,9 +121,9 @@ CHECKS = [
     ("parts", "name"), mark_slow(CHECKS, except_for=[("plain", "adamw"), ("experts", "adamw")])
 )
 def test_what_steps_change_does_not_grow_with_the_width(parts, name):
-    widths = (64, 128, 256)
+    widths = (64, 128, 256, 512) if name != "muon" else (64, 128, 256)
     assert max(map(abs, measure_slopes(widths, name, parts, "mup"))) < 0.2
-    assert max(measure_slopes(widths, name, parts, "standard")) > 0.4
+    assert max(measure_slopes(widths[:3], name, parts, "standard")) > 0.4
 
 
 SWEEPS = {  # A factor of 4 apart.
