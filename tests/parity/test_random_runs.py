@@ -4,6 +4,7 @@ ranks. The generator draws every key that keeps the promise, and makes a failure
 
 from collections import defaultdict
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import get_args
 
@@ -82,6 +83,17 @@ def test_a_run_that_rounding_decides_is_counted_apart(pool):
         parity_fuzz.ParityCheck(pool, run_without_summing_gains).check(
             RandomRun(2, {**SHALLOW, "parallel": {"tensor": 2}})
         )
+
+
+def test_weights_are_rounded_otherwise_each_time(pool):
+    arguments = SHALLOW["model"], SHALLOW["train"], {}, False, False, False, SHALLOW["optim"]
+    first, again, other = (
+        pool.run(1, partial(run_with_rounded_weights, seed=seed), *arguments)[0]
+        .whole("head.weight")
+        .tolist()
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
 
 
 @pytest.mark.slow

@@ -155,8 +155,8 @@ def run_with_rounded_weights(*arguments, seed=0):
     in its result as well is decided by rounding, and shows nothing of layouts."""
     initialize = Optimizer.initialize
 
-    def initialize_and_round(self, seed):
-        initialize(self, seed)
+    def initialize_and_round(self, run_seed):
+        initialize(self, run_seed)
         generator = torch.Generator().manual_seed(seed)
         for name, _, _, piece in self.list_tensors():
             if not name.startswith("optimizer."):
